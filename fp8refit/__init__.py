@@ -1,0 +1,39 @@
+"""Move a live block-FP8 inference engine to a new policy in place, at memory speed, all or nothing."""
+
+from fp8refit._version import __version__
+from fp8refit.config import RefitConfig
+from fp8refit.errors import (
+    CacheFlushError,
+    EngineAsleepError,
+    EngineBusyError,
+    EngineDirtyError,
+    EngineLostError,
+    InvalidSourceError,
+    LiveTensorMovedError,
+    NonFiniteError,
+    RefitError,
+    UnsupportedEngineError,
+)
+from fp8refit.kernels import dequantize_blockwise, quantize_blockwise
+from fp8refit.refitter import Refitter, refit
+from fp8refit.report import RefitReport
+
+__all__ = [
+    "CacheFlushError",
+    "EngineAsleepError",
+    "EngineBusyError",
+    "EngineDirtyError",
+    "EngineLostError",
+    "InvalidSourceError",
+    "LiveTensorMovedError",
+    "NonFiniteError",
+    "RefitConfig",
+    "RefitError",
+    "RefitReport",
+    "Refitter",
+    "UnsupportedEngineError",
+    "__version__",
+    "dequantize_blockwise",
+    "quantize_blockwise",
+    "refit",
+]

@@ -1,0 +1,80 @@
+"""Every error this library raises on purpose.
+
+What a caller's input causes is a `ValueError` too, so that a trainer may catch either. Each message says what is wrong,
+why it is refused and what to do.
+"""
+
+from collections.abc import Sequence
+
+
+class RefitError(Exception):
+    """Base class of everything fp8refit raises on purpose."""
+
+
+class InvalidSourceError(RefitError, ValueError):
+    """The source cannot become this engine's weights: names, shapes, dtypes, devices or scales do not fit.
+
+    Raised once with every problem, before anything is written.
+
+    Attributes:
+        problems: One line a problem, each naming its tensor.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        listing = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"the source does not fit this engine ({count} problem{'s' * (count != 1)}):\n{listing}")
+
+
+class NonFiniteError(RefitError, ValueError):
+    """A source tensor holds NaN or Inf (after the cast to BF16 where it was fp32).
+
+    Attributes:
+        names: The checkpoint names of every tensor in which one was seen.
+    """
+
+    def __init__(self, names: Sequence[str], *, written: bool) -> None:
+        self.names = tuple(names)
+        consequence = (
+            "The engine holds part of this policy, refuses requests, and is healed by the next complete refit."
+            if written
+            else "Nothing was written."
+        )
+        super().__init__(f"NaN or Inf in {len(self.names)} tensor(s): {', '.join(self.names)}. {consequence}")
+
+
+class UnsupportedEngineError(RefitError, ValueError):
+    """The object is no engine that fp8refit can refit: unknown, not block FP8, or with layers whose kernel repacks.
+
+    Attributes:
+        reasons: One line a reason, naming the module and what to set instead.
+    """
+
+    def __init__(self, summary: str, reasons: Sequence[str] = ()) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__("\n".join([summary, *(f"  - {reason}" for reason in self.reasons)]))
+
+
+class EngineBusyError(RefitError):
+    """The engine has unfinished requests, or another refit of it is under way."""
+
+
+class EngineAsleepError(RefitError):
+    """The engine's weights are not mapped (sleep mode): writing them would be a fatal CUDA fault."""
+
+
+class EngineDirtyError(RefitError):
+    """The engine holds a mixture of two policies and refuses requests until a complete refit."""
+
+
+class LiveTensorMovedError(RefitError):
+    """A live tensor moved, or changed shape, stride or dtype, while it was being refitted."""
+
+
+class CacheFlushError(RefitError):
+    """The engine did not drop the KV cache of the previous policy."""
+
+
+class EngineLostError(RefitError):
+    """The engine cannot be healed: a CUDA fault or a dead rank. Start it again."""

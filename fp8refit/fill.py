@@ -1,0 +1,246 @@
+"""Writes a plan into live slots: tensors that are on the engine's device through one table, the rest through staging.
+
+`ResidentFill` is compiled once and replayed: later sources of the same layout only change its addresses. `StreamFill`
+takes tensors one after another, moves them through two buckets of bounded size, and fills from a bucket while the next
+is being filled. Neither synchronises with the device until its result is asked for.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fp8refit.config import RefitConfig
+from fp8refit.kernels import Task, WorkTable, compile_table
+from fp8refit.kernels.table import fits_scale_format, source_layout
+from fp8refit.plan import RefitPlan, Step
+from fp8refit.slots import Op, ScaleFormat, Slot
+
+_BUCKET_ALIGNMENT_BYTES = 256
+
+
+def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig) -> Task:
+    """The task that does `step` with `source`, for all of `slot`."""
+    target = slot.scale if step.op is Op.COPY_SCALES else slot.weight
+    assert target is not None, f"{step=}"
+    any_scale = step.op is Op.COPY_SCALES and config.on_scale_mismatch == "copy"
+    return Task(
+        op=step.op,
+        source=source,
+        offset=step.offset,
+        target=target,
+        scale=slot.scale if step.op is Op.QUANTIZE else None,
+        block_size=slot.block_size,
+        scale_format=ScaleFormat.FP32 if any_scale else slot.scale_format,
+        round_to_bf16=config.fp32_sources == "round_to_bf16",
+    )
+
+
+def misfit_scales(
+    steps: Sequence[Step], slots: Sequence[Slot], named_tensors: Iterable[tuple[str, Tensor]]
+) -> list[str]:
+    """One line for each scale tensor of `steps` that its slot cannot hold. Reads the tensors, writes nothing."""
+    formats = {step.source: slots[step.slot].scale_format for step in steps if step.op is Op.COPY_SCALES}
+    return [
+        scale_problem(name, formats[name])
+        for name, tensor in named_tensors
+        if name in formats and not bool(fits_scale_format(tensor, formats[name]).all())
+    ]
+
+
+def scale_problem(name: str, scale_format: ScaleFormat) -> str:
+    """Say why a scale tensor does not fit a slot of `scale_format`."""
+    if scale_format is ScaleFormat.FP32:
+        return f"{name}: holds scales that are not finite and positive"
+    return (
+        f"{name}: holds scales that are no powers of two, which this layer's kernel needs; quantize with "
+        'scale_format="ue8m0", or boot the engine with VLLM_USE_DEEP_GEMM_E8M0=0, or write them anyway with '
+        'on_scale_mismatch="copy"'
+    )
+
+
+class ResidentFill:
+    """The steps of a plan whose tensors are on the engine's device, as one table."""
+
+    def __init__(
+        self,
+        plan: RefitPlan,
+        slots: Sequence[Slot],
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        config: RefitConfig,
+    ) -> None:
+        self.plan = plan
+        self.config = config
+        self._names = tensors.keys() - set()
+        self._elsewhere = {name: _meta(tensor) for name, tensor in tensors.items() if tensor.device != device}
+        self.steps = [step for step in plan.steps if step.source not in self._elsewhere]
+        self.staged_steps = [step for step in plan.steps if step.source in self._elsewhere]
+        self._sources = [step.source for step in self.steps]
+        self._layouts = [source_layout(tensors[name]) for name in self._sources]
+        tasks = [bind(step, slots[step.slot], tensors[step.source], config) for step in self.steps]
+        self.table = compile_table(tasks, device)
+        strict_scales = [
+            index
+            for index, task in enumerate(tasks)
+            if task.op is Op.COPY_SCALES and config.on_scale_mismatch == "refuse"
+        ]
+        self._scale_sources = [self._sources[index] for index in strict_scales]
+        self._scale_formats = [tasks[index].scale_format for index in strict_scales]
+        self._scale_table = compile_table([tasks[index] for index in strict_scales], device) if strict_scales else None
+
+    def rebind(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Point the table at `tensors`; False, and nothing done, if they are not laid out as those compiled for."""
+        if tensors.keys() != self._names:
+            return False
+        sources = [tensors[name] for name in self._sources]
+        for source, layout in zip(sources, self._layouts, strict=True):
+            if source_layout(source) != layout:
+                return False
+        if any(_meta(tensors[name]) != meta for name, meta in self._elsewhere.items()):
+            return False
+        self.table.refresh(sources)
+        if self._scale_table is not None:
+            self._scale_table.refresh([tensors[name] for name in self._scale_sources])
+        return True
+
+    def misfit_scales(self) -> list[str]:
+        """One line for each prequantized tensor whose scales its slot cannot hold. Writes nothing."""
+        if self._scale_table is None:
+            return []
+        self._scale_table.launch(check=True, write=False)
+        bad = self._scale_table.bad_tasks()
+        return [scale_problem(self._scale_sources[index], self._scale_formats[index]) for index in bad]
+
+    def bad_sources(self) -> list[str]:
+        """Wait for the last launch and name the source tensors that it flagged."""
+        return sorted({self._sources[index] for index in self.table.bad_tasks()})
+
+    @property
+    def num_device_bytes(self) -> int:
+        """Device memory held between refits."""
+        tables = [table for table in (self.table, self._scale_table) if table is not None]
+        return sum(table.num_device_bytes for table in tables)
+
+
+class StreamFill:
+    """Steps filled from tensors that arrive one after another, through two buckets.
+
+    Peak memory: two buckets on the engine's device and, for a GPU, two of pinned host memory. A bucket is
+    `config.bucket_bytes`, or one row of blocks of the widest tensor if that is more.
+    """
+
+    def __init__(self, slots: Sequence[Slot], device: torch.device, config: RefitConfig, *, write: bool = True) -> None:
+        self._slots = slots
+        self._config = config
+        self._write = write
+        self._check = config.validate_values != "off"
+        num_bytes = max([config.bucket_bytes, *(_least_bytes(slot) for slot in slots)])
+        self._buckets = [_Bucket(num_bytes, device) for _ in range(2)]
+        self._bad: set[str] = set()
+        self.num_device_bytes = sum(bucket.num_bytes for bucket in self._buckets)
+
+    def add(self, step: Step, tensor: Tensor, *, is_stable: bool) -> None:
+        """Stage the box of `step` in `tensor`. `is_stable`: the tensor keeps its bytes until `bad_sources` returned."""
+        task = bind(step, self._slots[step.slot], tensor, self._config)
+        for piece in _split(task, self._buckets[0].num_bytes):
+            box = piece.box(tensor.detach())
+            if not self._buckets[0].has_room(box):
+                self._flush()
+            self._buckets[0].put(step.source, piece, box, is_stable=is_stable)
+
+    def bad_sources(self) -> list[str]:
+        """Fill what is staged, wait, and name the source tensors that were flagged."""
+        for _ in self._buckets:
+            self._flush()
+        return sorted(self._bad)
+
+    def _flush(self) -> None:
+        """Fill from the current bucket and make the other one current, once its own fill is done."""
+        self._buckets[0].launch(check=self._check, write=self._write)
+        self._buckets.reverse()
+        self._bad |= self._buckets[0].drain()
+
+
+class _Bucket:
+    """One staging buffer, the tasks that read from it, and their table while it runs."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._device = device
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
+        self._used = 0
+        self._sources: list[str] = []
+        self._tasks: list[Task] = []
+        self._table: WorkTable | None = None
+
+    def has_room(self, box: Tensor) -> bool:
+        return self._used + box.numel() * box.element_size() <= self.num_bytes
+
+    @torch.inference_mode()
+    def put(self, name: str, task: Task, box: Tensor, *, is_stable: bool) -> None:
+        """Copy `box` in and remember to do `task` with the copy."""
+        num_bytes = box.numel() * box.element_size()
+        staged = _view(self._memory, self._used, box)
+        if box.device.type == "cpu" and self._host is not None and not (is_stable and box.is_pinned()):
+            box = _view(self._host, self._used, box).copy_(box)
+        staged.copy_(box, non_blocking=True)
+        self._used += -(-num_bytes // _BUCKET_ALIGNMENT_BYTES) * _BUCKET_ALIGNMENT_BYTES
+        self._sources.append(name)
+        self._tasks.append(replace(task, source=staged, offset=(0,) * staged.ndim))
+
+    @torch.inference_mode()
+    def launch(self, *, check: bool, write: bool) -> None:
+        if self._tasks:
+            self._table = compile_table(self._tasks, self._device)
+            self._table.launch(check=check, write=write)
+
+    def drain(self) -> set[str]:
+        """Wait until the bucket may be filled again, and name the sources that were flagged."""
+        bad = {self._sources[index] for index in self._table.bad_tasks()} if self._table is not None else set()
+        self._used, self._sources, self._tasks, self._table = 0, [], [], None
+        return bad
+
+
+def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """A contiguous tensor of `like`'s shape and dtype in `memory`."""
+    num_bytes = like.numel() * like.element_size()
+    return memory[start : start + num_bytes].view(like.dtype).view(like.shape)
+
+
+def _least_bytes(slot: Slot) -> int:
+    """Bytes of the smallest piece a slot's source can be cut into, in the widest dtype."""
+    if slot.weight.ndim < 2:
+        return slot.weight.numel() * 4
+    rows = slot.block_size[0] if slot.is_quantized else 1
+    return rows * prod(slot.weight.shape[1:]) * 4
+
+
+def _split(task: Task, num_bytes: int) -> Iterator[Task]:
+    """Cut a task into row ranges whose boxes fit into `num_bytes`."""
+    length = task.target.shape[0] if task.target.ndim else 1
+    row_bytes = prod(task.target.shape[1:]) * task.source.element_size()
+    if length * row_bytes <= num_bytes or task.target.ndim == 0:
+        yield task
+        return
+    step = task.block_size[0] if task.op is Op.QUANTIZE else 1
+    rows = max(num_bytes // row_bytes // step, 1) * step
+    for start in range(0, length, rows):
+        count = min(rows, length - start)
+        scale = task.scale
+        if scale is not None:
+            first = start // task.block_size[0]
+            scale = scale.narrow(0, first, -(-count // task.block_size[0]))
+        yield replace(
+            task,
+            offset=(task.offset[0] + start, *task.offset[1:]),
+            target=task.target.narrow(0, start, count),
+            scale=scale,
+        )
+
+
+def _meta(tensor: Tensor) -> tuple[torch.Size, torch.dtype, int]:
+    return tensor.shape, tensor.dtype, tensor.get_device()

@@ -1,0 +1,150 @@
+"""One refit's work as a table: what to read, what to write, in one launch for each kind of work.
+
+`compile_table` turns tasks into a `WorkTable`; `refresh` points it at new source tensors of the same layout; `launch`
+runs it. On CUDA a table is a matrix of addresses that Triton kernels walk; on the CPU it is the torch reference.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fp8refit.kernels.reference import quantize_reference
+from fp8refit.slots import FP8_DTYPE, Op, ScaleFormat
+
+ALIGNMENT_BYTES = 16
+"""Widest load and store of one thread."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Task:
+    """One box of one source tensor and the live views it is written to."""
+
+    op: Op
+    source: Tensor
+    """The whole source tensor, on the table's device, any strides."""
+    offset: tuple[int, ...]
+    """Where the box starts in `source`; the box has the target's shape."""
+    target: Tensor
+    """Live weight, or live scale for `COPY_SCALES`. Its last dimension is contiguous."""
+    scale: Tensor | None = None
+    """Live scale for `QUANTIZE`."""
+    block_size: tuple[int, int] = (128, 128)
+    scale_format: ScaleFormat = ScaleFormat.FP32
+    round_to_bf16: bool = True
+    """Whether a float32 source is rounded to BF16 before it is quantized."""
+
+    def box(self, source: Tensor) -> Tensor:
+        """The box of this task in `source`, which has the layout of the task's own source."""
+        for dim, (start, length) in enumerate(zip(self.offset, self.target.shape, strict=True)):
+            if (start, length) != (0, source.shape[dim]):
+                source = source.narrow(dim, start, length)
+        return source
+
+
+class WorkTable(Protocol):
+    """Compiled tasks on one device."""
+
+    num_device_bytes: int
+    """Memory the table itself holds on the device."""
+
+    def refresh(self, sources: Sequence[Tensor]) -> None:
+        """Point the tasks at `sources`, one a task, each with the `source_layout` of the task's own source."""
+        ...
+
+    def launch(self, *, check: bool, write: bool = True) -> None:
+        """Run every task on the current stream. `check` flags NaN, Inf and scales that fit no slot."""
+        ...
+
+    def bad_tasks(self) -> list[int]:
+        """Wait for the last launch and give the indexes of the tasks that were flagged."""
+        ...
+
+
+def compile_table(tasks: Sequence[Task], device: torch.device) -> WorkTable:
+    """Compile `tasks`, whose sources and targets are all on `device`."""
+    if device.type == "cuda":
+        from fp8refit.kernels.triton_table import TritonTable
+
+        return TritonTable(tasks, device)
+    return ReferenceTable(tasks)
+
+
+def source_layout(source: Tensor) -> tuple[object, ...]:
+    """What must be equal for a table to be pointed at another tensor."""
+    return source.shape, source.stride(), source.dtype, source.get_device(), source.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def is_empty(task: Task) -> bool:
+    """Whether the task has nothing to move."""
+    return prod(task.target.shape) == 0
+
+
+class ReferenceTable:
+    """The specification, task by task in torch."""
+
+    num_device_bytes = 0
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = list(tasks)
+        self._sources = [task.source for task in tasks]
+        self._bad: set[int] = set()
+
+    def refresh(self, sources: Sequence[Tensor]) -> None:
+        """See `WorkTable`."""
+        self._sources = list(sources)
+
+    def launch(self, *, check: bool, write: bool = True) -> None:
+        """See `WorkTable`."""
+        for index, (task, source) in enumerate(zip(self._tasks, self._sources, strict=True)):
+            if not is_empty(task):
+                is_bad = _run_reference(task, task.box(source.detach()), write=write)
+                if check and is_bad:
+                    self._bad.add(index)
+
+    def bad_tasks(self) -> list[int]:
+        """See `WorkTable`."""
+        bad, self._bad = sorted(self._bad), set()
+        return bad
+
+
+def _run_reference(task: Task, source: Tensor, *, write: bool) -> bool:
+    """Run one task and say whether its source is bad."""
+    if task.op is Op.QUANTIZE:
+        assert task.scale is not None, f"{task=}"
+        if source.dtype is torch.float32 and task.round_to_bf16:
+            source = source.to(torch.bfloat16)
+        codes, scale, is_bad = quantize_reference(source, task.block_size, task.scale_format)
+        if write:
+            task.target.view(torch.uint8).copy_(codes.view(torch.uint8))
+            task.scale.copy_(scale)
+        return bool(is_bad)
+    if task.op is Op.COPY_CODES:
+        if write:
+            task.target.view(torch.uint8).copy_(source.view(torch.uint8))
+        return bool((source.view(torch.uint8) & 0x7F == 0x7F).any())
+    values = source.to(task.target.dtype)
+    if write:
+        task.target.copy_(values)
+    if task.op is Op.COPY_SCALES:
+        return bool(~fits_scale_format(values, task.scale_format).all())
+    return bool(~torch.isfinite(values).all())
+
+
+def fits_scale_format(scale: Tensor, scale_format: ScaleFormat) -> Tensor:
+    """Elementwise: whether float32 `scale` is finite, positive and, for `ue8m0`, a power of two."""
+    bits = scale.contiguous().view(torch.int32)
+    fits = (bits > 0) & (bits < 0x7F800000)
+    return fits & (bits & 0x7FFFFF == 0) if scale_format is ScaleFormat.UE8M0 else fits
+
+
+def assert_is_writable(task: Task) -> None:
+    """Hold what the kernels rely on: dense rows in every target."""
+    for tensor in (task.target, task.scale):
+        if tensor is not None and tensor.ndim and tensor.shape[-1] > 1:
+            assert tensor.stride(-1) == 1, f"{task.op=} {tensor.shape=} {tensor.stride()=}"
+    if task.op in (Op.QUANTIZE, Op.COPY_CODES):
+        assert task.target.dtype is FP8_DTYPE, f"{task.target.dtype=}"

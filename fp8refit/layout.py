@@ -1,0 +1,67 @@
+"""An engine's slots, kernels, formats and refusals as JSON: what `fp8refit inspect` prints and `quantize --like` reads."""
+
+from pydantic import BaseModel, ConfigDict
+
+from fp8refit.slots import Inventory, ScaleFormat
+
+
+class SlotLayout(BaseModel):
+    """One slot without its storage."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """Checkpoint name."""
+    module: str
+    full_shape: tuple[int, ...]
+    """Shape of the checkpoint tensor."""
+    shape: tuple[int, ...]
+    """Shape of the slice held here."""
+    offset: tuple[int, ...]
+    dtype: str
+    """dtype of the live storage, for example `float8_e4m3fn`."""
+    scale_format: ScaleFormat | None
+    """None if the slot is copied, not quantized."""
+    block_size: tuple[int, int] | None
+    kernel: str
+    """Class of the engine kernel that reads it."""
+
+
+class EngineLayout(BaseModel):
+    """What one engine rank holds and why it may not be refitted."""
+
+    model_config = ConfigDict(frozen=True)
+
+    engine: str
+    versions: dict[str, str]
+    """Packages that matter and their versions."""
+    device: str
+    slots: tuple[SlotLayout, ...]
+    aliases: dict[str, str]
+    """Checkpoint names that share another name's slot."""
+    refusals: tuple[str, ...]
+
+    @classmethod
+    def of(cls, inventory: Inventory, *, engine: str, versions: dict[str, str], device: str) -> "EngineLayout":
+        """Describe `inventory`."""
+        return cls(
+            engine=engine,
+            versions=versions,
+            device=device,
+            slots=tuple(
+                SlotLayout(
+                    name=slot.name,
+                    module=slot.module,
+                    full_shape=slot.full_shape,
+                    shape=tuple(slot.weight.shape),
+                    offset=slot.origin,
+                    dtype=str(slot.weight.dtype).removeprefix("torch."),
+                    scale_format=slot.scale_format if slot.is_quantized else None,
+                    block_size=slot.block_size if slot.is_quantized else None,
+                    kernel=slot.kernel,
+                )
+                for slot in inventory.slots
+            ),
+            aliases=inventory.aliases,
+            refusals=tuple(str(refusal) for refusal in inventory.refusals),
+        )

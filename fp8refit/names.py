@@ -1,0 +1,41 @@
+"""Checkpoint names: the wrappers trainers put around them, and the parts of fused engine modules. Strings only."""
+
+import re
+
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
+_PREFIXES = ("base_model.model.",)
+_NOT_WEIGHTS = re.compile(r"(?:^|\.)rotary_emb\.(?:inv_freq|original_inv_freq|cos_cached|sin_cached)$")
+
+FUSED_MODULES: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Engine modules that hold several checkpoint modules, row after row, for engines that do not say so themselves."""
+
+
+def strip_wrappers(name: str) -> str:
+    """Give the Hugging Face checkpoint name under the prefixes of torch.compile, FSDP, DDP and PEFT.
+
+    >>> strip_wrappers("module._orig_mod.model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    name = _WRAPPERS.sub("", name)
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def is_not_a_weight(name: str) -> bool:
+    """Whether a checkpoint tensor is one that every engine recomputes (rotary tables of old checkpoints)."""
+    return _NOT_WEIGHTS.search(name) is not None
+
+
+def split_fused(module: str, fused: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Name the checkpoint modules that the engine module `module` holds, in storage order.
+
+    >>> split_fused("model.layers.0.mlp.gate_up_proj", FUSED_MODULES)
+    ('model.layers.0.mlp.gate_proj', 'model.layers.0.mlp.up_proj')
+    """
+    parent, _, leaf = module.rpartition(".")
+    parts = fused.get(leaf, (leaf,))
+    return tuple(f"{parent}.{part}" if parent else part for part in parts)

@@ -1,0 +1,228 @@
+"""What is read from where and written to which slot: pure, on names, shapes and dtypes alone.
+
+`PlanBuilder` judges one source tensor at a time, so that a stream can be planned while it arrives; `compile_plan` judges
+a whole source and raises every problem at once.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from fp8refit.errors import InvalidSourceError
+from fp8refit.names import is_not_a_weight
+from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, Op, Slot, TensorMeta
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One box of one source tensor, bound for one slot."""
+
+    op: Op
+    source: str
+    """Checkpoint name of the tensor that is read."""
+    slot: int
+    """Index into the inventory's slots."""
+    offset: tuple[int, ...]
+    """Where the box starts in the source tensor."""
+    shape: tuple[int, ...]
+    """Shape of the box."""
+    dtype: str
+    """dtype of the source tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefitPlan:
+    """Every step of one refit, in slot order."""
+
+    steps: tuple[Step, ...]
+    ignored: tuple[str, ...]
+    num_bytes_read: int
+    num_bytes_written: int
+    digest: str
+    """sha256 over the steps: equal when the same source meets the same engine again."""
+
+
+def compile_plan(
+    slots: tuple[Slot, ...],
+    sources: Mapping[str, TensorMeta],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    problems: Iterable[str] = (),
+) -> RefitPlan:
+    """Plan the refit of `slots` from a source whose tensors are all known.
+
+    Args:
+        slots: The inventory's slots.
+        sources: Checkpoint name to shape and dtype.
+        aliases: Names that share another name's slot.
+        problems: What was already found wrong with the source (duplicates), to be raised together with the rest.
+
+    Raises:
+        InvalidSourceError: Names every missing, unexpected or ill-fitting tensor.
+    """
+    builder = PlanBuilder(slots, aliases=aliases, problems=problems)
+    for name, meta in sources.items():
+        builder.add(name, meta)
+    return builder.finish()
+
+
+class PlanBuilder:
+    """Collects steps tensor by tensor; `finish` judges completeness."""
+
+    def __init__(
+        self,
+        slots: tuple[Slot, ...],
+        *,
+        aliases: Mapping[str, str] | None = None,
+        problems: Iterable[str] = (),
+    ) -> None:
+        self._slots = slots
+        self._aliases = dict(aliases or {})
+        self._by_name: dict[str, list[int]] = {}
+        for index, slot in enumerate(slots):
+            self._by_name.setdefault(slot.name, []).append(index)
+        self._problems = list(problems)
+        self._ignored: list[str] = []
+        self._seen: dict[str, TensorMeta] = {}
+        self._weights: dict[int, Step] = {}
+        self._scales: dict[int, Step] = {}
+        self._claimed: set[str] = set()
+
+    def add(self, name: str, meta: TensorMeta) -> list[Step]:
+        """Judge one source tensor and give the steps it takes part in: none if it is ignored or does not fit."""
+        if name in self._seen:
+            self._problems.append(f"{name}: sent twice (as {_say(self._seen[name])} and as {_say(meta)}); send it once")
+            return []
+        self._seen[name] = meta
+        is_scale = name.endswith(SCALE_SUFFIX)
+        weight_name = name.removesuffix(SCALE_SUFFIX)
+        canonical = self._aliases.get(weight_name, weight_name)
+        indexes = self._by_name.get(canonical)
+        if indexes is None:
+            if is_not_a_weight(name):
+                self._ignored.append(name)
+            else:
+                self._problems.append(f"{name}: unexpected, this engine has no such weight; leave it out")
+            return []
+        if canonical != weight_name and self._is_taken(canonical, is_scale):
+            self._ignored.append(name)
+            return []
+        self._claimed.add(canonical)
+        steps = []
+        for index in indexes:
+            judge = self._judge_scale if is_scale else self._judge_weight
+            verdict = judge(name, meta, index)
+            if isinstance(verdict, str):
+                self._problems.append(f"{name}: {verdict}")
+                return []
+            (self._scales if is_scale else self._weights)[index] = verdict
+            steps.append(verdict)
+        return steps
+
+    def finish(self) -> RefitPlan:
+        """Judge completeness and give the plan.
+
+        Raises:
+            InvalidSourceError: Names every problem met so far and every weight that did not come.
+        """
+        self._drop_superseded_aliases()
+        problems = [*self._problems, *self._incomplete()]
+        if problems:
+            raise InvalidSourceError(problems)
+        steps = tuple(
+            step
+            for index in range(len(self._slots))
+            for step in (self._weights.get(index), self._scales.get(index))
+            if step
+        )
+        digest = hashlib.sha256()
+        for step in steps:
+            slot = self._slots[step.slot]
+            digest.update(f"{step}|{slot.name}|{slot.scale_format}|{slot.block_size}|{slot.weight.dtype}\n".encode())
+        return RefitPlan(
+            steps=steps,
+            ignored=tuple(self._ignored),
+            num_bytes_read=sum(prod(step.shape) * _itemsize(self._seen[step.source]) for step in steps),
+            num_bytes_written=sum(_bytes_written(step, self._slots[step.slot]) for step in steps),
+            digest=digest.hexdigest(),
+        )
+
+    def _is_taken(self, canonical: str, is_scale: bool) -> bool:
+        return (canonical + SCALE_SUFFIX if is_scale else canonical) in self._seen
+
+    def _drop_superseded_aliases(self) -> None:
+        """A tensor sent under its own name won over its alias; report the alias as ignored."""
+        used = {step.source for step in (*self._weights.values(), *self._scales.values())}
+        self._ignored += [
+            name for name in self._seen if name in self._aliases and name not in used | set(self._ignored)
+        ]
+
+    def _judge_weight(self, name: str, meta: TensorMeta, index: int) -> Step | str:
+        slot = self._slots[index]
+        if meta.shape != slot.full_shape:
+            return f"has shape {list(meta.shape)}, this engine's is {list(slot.full_shape)}"
+        if meta.dtype == FP8_DTYPE:
+            if not slot.is_quantized:
+                return f"is FP8, but this engine holds it as {_dtype_name(slot.weight.dtype)}; send it unquantized"
+            op = Op.COPY_CODES
+        elif meta.dtype in SOURCE_DTYPES:
+            op = Op.QUANTIZE if slot.is_quantized else Op.COPY
+        else:
+            return f"has dtype {_dtype_name(meta.dtype)}; send bfloat16, float16, float32, or float8_e4m3fn with its scales"
+        shape = tuple(slot.weight.shape)
+        return Step(op=op, source=name, slot=index, offset=slot.origin, shape=shape, dtype=_dtype_name(meta.dtype))
+
+    def _judge_scale(self, name: str, meta: TensorMeta, index: int) -> Step | str:
+        slot = self._slots[index]
+        if slot.scale is None:
+            return f"is a scale, but this engine holds {slot.name} as {_dtype_name(slot.weight.dtype)}; leave it out"
+        block = slot.block_size
+        expected = tuple(-(-length // size) for length, size in zip(slot.full_shape, block, strict=True))
+        if meta.shape != expected:
+            return f"has shape {list(meta.shape)}, blocks of {block[0]}x{block[1]} need {list(expected)}"
+        if meta.dtype.itemsize != 4 or not meta.dtype.is_floating_point:
+            return f"has dtype {_dtype_name(meta.dtype)}; block scales are float32"
+        if any(start % size for start, size in zip(slot.origin, block, strict=True)):
+            return (
+                f"this rank's slice starts at {list(slot.origin)}, off the {block[0]}x{block[1]} grid of the scales; "
+                "send the tensor unquantized"
+            )
+        offset = tuple(start // size for start, size in zip(slot.origin, block, strict=True))
+        shape = tuple(slot.scale.shape)
+        return Step(op=Op.COPY_SCALES, source=name, slot=index, offset=offset, shape=shape, dtype="float32")
+
+    def _incomplete(self) -> Iterable[str]:
+        blamed = {problem.split(":", 1)[0] for problem in self._problems}
+        for name, indexes in self._by_name.items():
+            weights = [self._weights.get(index) for index in indexes]
+            scale = self._scales.get(indexes[0])
+            if None in weights:
+                if not blamed & {name, *(alias for alias, target in self._aliases.items() if target == name)}:
+                    yield f"{name}: missing"
+            elif weights[0] is not None and weights[0].op is Op.COPY_CODES and scale is None:
+                if weights[0].source + SCALE_SUFFIX not in blamed:
+                    yield f"{weights[0].source}: is FP8 without its scales; send {weights[0].source}{SCALE_SUFFIX} too"
+            elif scale is not None and weights[0] is not None and weights[0].op is not Op.COPY_CODES:
+                yield f"{scale.source}: is a scale, but {weights[0].source} is {weights[0].dtype}; leave the scale out"
+
+
+def _bytes_written(step: Step, slot: Slot) -> int:
+    target = slot.scale if step.op is Op.COPY_SCALES else slot.weight
+    assert target is not None, f"{step=}"
+    written = target.numel() * target.element_size()
+    if step.op is Op.QUANTIZE and slot.scale is not None:
+        written += slot.scale.numel() * slot.scale.element_size()
+    return written
+
+
+def _itemsize(meta: TensorMeta) -> int:
+    return meta.dtype.itemsize
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _say(meta: TensorMeta) -> str:
+    return f"{_dtype_name(meta.dtype)} {list(meta.shape)}"

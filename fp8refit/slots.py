@@ -1,0 +1,159 @@
+"""Leaf records: what a live engine holds, slot by slot. No torch operation happens here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+
+FP8_DTYPE = torch.float8_e4m3fn
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALE_SUFFIX = "_scale_inv"
+"""A block-FP8 checkpoint stores the scales of `X` as `X_scale_inv`, the multiplier that dequantizes."""
+
+
+class ScaleFormat(StrEnum):
+    """Which values a scale may take. Both are stored as float32."""
+
+    FP32 = "fp32"
+    """Any float32: `amax / 448`."""
+    UE8M0 = "ue8m0"
+    """Powers of two: the smallest with `amax / scale <= 464`."""
+
+
+class Op(StrEnum):
+    """What is done with one slice of a source tensor."""
+
+    QUANTIZE = "quantize"
+    """BF16, FP16 or FP32 in, E4M3 codes and block scales out."""
+    COPY = "copy"
+    """The values, in the engine's dtype."""
+    COPY_CODES = "copy_codes"
+    """E4M3 bytes, bit for bit."""
+    COPY_SCALES = "copy_scales"
+    """float32 block scales, bit for bit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorMeta:
+    """What is known of a source tensor without its bytes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorMeta":
+        """Describe `tensor`."""
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Slot:
+    """One checkpoint tensor's place in one engine rank's live storage.
+
+    The slice of the checkpoint tensor that this rank holds is the box of `weight`'s shape at `offset`: a tensor-parallel
+    rank holds a range of rows or columns, a fused module holds each of its parts as a slot of its own.
+    """
+
+    name: str
+    """Checkpoint name of the tensor, for example `model.layers.0.self_attn.q_proj.weight`."""
+    full_shape: tuple[int, ...]
+    """Shape of the whole checkpoint tensor."""
+    weight: Tensor
+    """Live view that is written. float8_e4m3fn if the slot is quantized, else the engine's own dtype."""
+    offset: tuple[int, ...] = ()
+    """Where this rank's slice starts in the checkpoint tensor; empty for the origin."""
+    scale: Tensor | None = None
+    """Live view of the block scales (ceil(N / block_n), ceil(K / block_k)), float32; None if the slot is copied."""
+    scale_format: ScaleFormat = ScaleFormat.FP32
+    block_size: tuple[int, int] = (128, 128)
+    module: str = ""
+    """Engine module that owns the storage."""
+    kernel: str = ""
+    """Class name of the engine kernel that reads it."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the engine holds this tensor as block FP8."""
+        return self.scale is not None
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        """`offset` with one entry a dimension."""
+        return self.offset or (0,) * len(self.full_shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why one module cannot be refitted, and what to set instead."""
+
+    module: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.reason}. {self.remedy}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Refresh:
+    """Something the engine derived from weights at boot, and how to bring it up to date after they changed."""
+
+    name: str
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LiveTensor:
+    """One parameter or buffer of the live model, with what a refit must not change about it."""
+
+    name: str
+    holder: dict[str, Tensor | None]
+    """The `_parameters` or `_buffers` of the module that owns it."""
+    key: str
+    tensor: Tensor
+    data_ptr: int
+    layout: tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the module holds another tensor now, or the same one over other storage or in another layout."""
+        tensor = self.tensor
+        return (
+            self.holder.get(self.key) is not tensor
+            or tensor.data_ptr() != self.data_ptr
+            or (tensor.shape, tensor.stride(), tensor.dtype) != self.layout
+        )
+
+
+def live_tensors(model: nn.Module) -> tuple[LiveTensor, ...]:
+    """Every parameter and buffer of `model`, tied ones under each of their names."""
+    return tuple(
+        LiveTensor(
+            name=f"{prefix}.{key}" if prefix else key,
+            holder=holder,
+            key=key,
+            tensor=tensor,
+            data_ptr=tensor.data_ptr(),
+            layout=(tensor.shape, tensor.stride(), tensor.dtype),
+        )
+        for prefix, module in model.named_modules()
+        for holder in (module._parameters, module._buffers)
+        for key, tensor in holder.items()
+        if tensor is not None
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Inventory:
+    """What an adapter reads off one rank's live model."""
+
+    slots: tuple[Slot, ...]
+    live: tuple[LiveTensor, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Checkpoint names that share another's slot (tied embeddings): a source may send either or both."""
+    padding: tuple[Tensor, ...] = ()
+    """Live views that no checkpoint tensor covers; a boot from a checkpoint leaves them zero, and so does a refit."""
+    refreshes: tuple[Refresh, ...] = ()
+    refusals: tuple[Refusal, ...] = ()

@@ -1,0 +1,228 @@
+"""Where weights come from: a mapping, a stream, a safetensors file or folder, all as one kind of source.
+
+Names are checkpoint names with trainers' wrappers stripped. A `MappingSource` holds its tensors and is read in any
+order; every other source is a stream, read in its own order with one tensor in memory at a time.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fp8refit.errors import InvalidSourceError
+from fp8refit.names import strip_wrappers
+from fp8refit.slots import TensorMeta
+
+NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
+StateDict: TypeAlias = Mapping[str, Tensor] | NamedTensors | Callable[[], NamedTensors] | str | Path
+Manifest: TypeAlias = Mapping[str, TensorMeta | tuple[Iterable[int], torch.dtype]]
+
+
+class Source(Protocol):
+    """A stream of named tensors."""
+
+    @property
+    def metadata(self) -> Mapping[str, TensorMeta] | None:
+        """Shape and dtype by checkpoint name, without a pass over the data; None if that is not to be had."""
+        ...
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is already known to be wrong, one line a problem, each beginning with the tensor's name."""
+        ...
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether `iter()` gives a fresh pass every time."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Give checkpoint name and tensor, one at a time."""
+        ...
+
+
+def as_source(state_dict: StateDict, *, manifest: Manifest | None = None) -> Source:
+    """Wrap whatever a trainer holds.
+
+    Args:
+        state_dict: A mapping; a list of pairs; an iterator of pairs; a function that returns a fresh iterator of pairs at
+            every call; a safetensors file, or a folder with `model.safetensors.index.json` or safetensors files.
+        manifest: For iterators: name to `TensorMeta` or (shape, dtype) of everything that will come, so that it can be
+            judged before the first byte is written.
+
+    Raises:
+        InvalidSourceError: It is none of these, or a file is missing or unreadable.
+    """
+    if isinstance(state_dict, Mapping):
+        return MappingSource(state_dict.items())
+    if isinstance(state_dict, str | Path):
+        return SafetensorsSource(Path(state_dict))
+    if isinstance(state_dict, list | tuple):
+        return MappingSource(state_dict)
+    if callable(state_dict):
+        return StreamSource(state_dict, is_repeatable=True, manifest=manifest)
+    if isinstance(state_dict, Iterator):
+        return StreamSource(lambda: state_dict, is_repeatable=False, manifest=manifest)
+    if isinstance(state_dict, Iterable):
+        return StreamSource(lambda: iter(state_dict), is_repeatable=True, manifest=manifest)
+    raise InvalidSourceError(
+        [f"{type(state_dict).__name__}: not a state dict; pass a mapping, an iterable of (name, tensor) or a path"]
+    )
+
+
+class MappingSource:
+    """Tensors that are all there."""
+
+    is_repeatable = True
+
+    def __init__(self, items: NamedTensors) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        sent_as: dict[str, str] = {}
+        problems = []
+        for raw_name, tensor in items:
+            name = strip_wrappers(raw_name)
+            if name in sent_as:
+                problems.append(f"{name}: sent twice, as {sent_as[name]} and as {raw_name}; send it once")
+                continue
+            sent_as[name] = raw_name
+            if problem := _what_is_wrong(tensor):
+                problems.append(f"{name}: {problem}")
+            else:
+                self.tensors[name] = tensor
+        self.problems = tuple(problems)
+
+    @property
+    def metadata(self) -> dict[str, TensorMeta]:
+        """See `Source`."""
+        return {name: TensorMeta.of(tensor) for name, tensor in self.tensors.items()}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Source`."""
+        return iter(self.tensors.items())
+
+
+class StreamSource:
+    """Tensors that come one after another."""
+
+    def __init__(
+        self, make_iterator: Callable[[], NamedTensors], *, is_repeatable: bool, manifest: Manifest | None
+    ) -> None:
+        self._make_iterator = make_iterator
+        self.is_repeatable = is_repeatable
+        self.metadata = _read_manifest(manifest) if manifest is not None else None
+        self.problems: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Source`.
+
+        Raises:
+            InvalidSourceError: A tensor is not what the manifest says, is none at all, or is not in memory.
+        """
+        for raw_name, tensor in self._make_iterator():
+            name = strip_wrappers(raw_name)
+            if problem := _what_is_wrong(tensor):
+                raise InvalidSourceError([f"{name}: {problem}"])
+            if self.metadata is not None and self.metadata.get(name) != (meta := TensorMeta.of(tensor)):
+                raise InvalidSourceError([f"{name}: came as {meta}, the manifest says {self.metadata.get(name)}"])
+            yield name, tensor
+
+
+class SafetensorsSource:
+    """A safetensors file, or a folder of them with or without an index."""
+
+    is_repeatable = True
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._files = _safetensors_files(path)
+        self._file_of: dict[str, Path] = {}
+        self.metadata: dict[str, TensorMeta] = {}
+        problems = []
+        for file in self._files:
+            try:
+                with safe_open(file, framework="pt") as tensors:
+                    for raw_name in tensors.keys():  # noqa: SIM118 - a handle, not a mapping
+                        name = strip_wrappers(raw_name)
+                        if name in self._file_of:
+                            problems.append(f"{name}: stored twice, in {self._file_of[name].name} and in {file.name}")
+                            continue
+                        view = tensors.get_slice(raw_name)
+                        self._file_of[name] = file
+                        self.metadata[name] = TensorMeta(
+                            shape=tuple(view.get_shape()), dtype=_SAFETENSORS_DTYPES.get(view.get_dtype(), torch.uint8)
+                        )
+            except (SafetensorError, OSError) as error:
+                raise InvalidSourceError([f"{file}: cannot be read as safetensors ({error})"]) from error
+        self.problems = tuple(problems)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Source`."""
+        from safetensors import safe_open
+
+        for file in self._files:
+            with safe_open(file, framework="pt") as tensors:
+                for raw_name in tensors.keys():  # noqa: SIM118 - a handle, not a mapping
+                    yield strip_wrappers(raw_name), tensors.get_tensor(raw_name)
+
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
+
+
+def _safetensors_files(path: Path) -> list[Path]:
+    """The files of a checkpoint, in order.
+
+    Raises:
+        InvalidSourceError: There are none, or the index names one that is not there.
+    """
+    if path.is_file():
+        return [path]
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise InvalidSourceError([f"{index}: not a safetensors index ({error!r})"]) from error
+        absent = [name for name in names if not (path / name).is_file()]
+        if absent:
+            raise InvalidSourceError([f"{name}: named by {index} but not there" for name in absent])
+        return [path / name for name in names]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise InvalidSourceError([f"{path}: no safetensors file, nor a folder with any"])
+    return files
+
+
+def _read_manifest(manifest: Manifest) -> dict[str, TensorMeta]:
+    metas = {}
+    for raw_name, entry in manifest.items():
+        if not isinstance(entry, TensorMeta):
+            shape, dtype = entry
+            entry = TensorMeta(shape=tuple(shape), dtype=dtype)
+        metas[strip_wrappers(raw_name)] = entry
+    return metas
+
+
+def _what_is_wrong(tensor: Any) -> str | None:
+    """Why a source value cannot be read, or None."""
+    if not isinstance(tensor, Tensor):
+        return f"is a {type(tensor).__name__}, not a tensor"
+    if hasattr(tensor, "full_tensor"):
+        return "is a DTensor shard; send tensor.full_tensor() from every trainer rank, for example from a generator"
+    if tensor.layout is not torch.strided:
+        return f"is {tensor.layout}; send it dense"
+    if tensor.device.type == "meta":
+        return "is on the meta device and has no bytes"
+    return None
