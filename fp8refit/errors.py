@@ -56,6 +56,18 @@ class UnsupportedEngineError(RefitError, ValueError):
         super().__init__("\n".join([summary, *(f"  - {reason}" for reason in self.reasons)]))
 
 
+class CheckpointError(RefitError, ValueError):
+    """A checkpoint cannot be quantized: what is there does not fit, or the result cannot be written.
+
+    Attributes:
+        problems: One line a problem.
+    """
+
+    def __init__(self, summary: str, problems: Sequence[str] = ()) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join([summary, *(f"  - {problem}" for problem in self.problems)]))
+
+
 class EngineBusyError(RefitError):
     """The engine has unfinished requests, or another refit of it is under way."""
 

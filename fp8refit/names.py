@@ -1,6 +1,7 @@
 """Checkpoint names: the wrappers trainers put around them, and the parts of fused engine modules. Strings only."""
 
 import re
+from functools import lru_cache
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 _PREFIXES = ("base_model.model.",)
@@ -13,6 +14,7 @@ FUSED_MODULES: dict[str, tuple[str, ...]] = {
 """Engine modules that hold several checkpoint modules, row after row, for engines that do not say so themselves."""
 
 
+@lru_cache(maxsize=1 << 17)
 def strip_wrappers(name: str) -> str:
     """Give the Hugging Face checkpoint name under the prefixes of torch.compile, FSDP, DDP and PEFT.
 

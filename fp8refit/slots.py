@@ -117,14 +117,15 @@ class LiveTensor:
     layout: tuple[torch.Size, tuple[int, ...], torch.dtype]
 
     @property
+    def was_replaced(self) -> bool:
+        """Whether the module holds another tensor now, or the same one over other storage."""
+        return self.holder.get(self.key) is not self.tensor or self.tensor.data_ptr() != self.data_ptr
+
+    @property
     def has_moved(self) -> bool:
-        """Whether the module holds another tensor now, or the same one over other storage or in another layout."""
+        """Whether it was replaced, or is laid out differently."""
         tensor = self.tensor
-        return (
-            self.holder.get(self.key) is not tensor
-            or tensor.data_ptr() != self.data_ptr
-            or (tensor.shape, tensor.stride(), tensor.dtype) != self.layout
-        )
+        return self.was_replaced or (tensor.shape, tensor.stride(), tensor.dtype) != self.layout
 
 
 def live_tensors(model: nn.Module) -> tuple[LiveTensor, ...]:

@@ -21,6 +21,9 @@ StateDict: TypeAlias = Mapping[str, Tensor] | NamedTensors | Callable[[], NamedT
 Manifest: TypeAlias = Mapping[str, TensorMeta | tuple[Iterable[int], torch.dtype]]
 
 
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+
 class Source(Protocol):
     """A stream of named tensors."""
 
@@ -80,14 +83,14 @@ class MappingSource:
 
     def __init__(self, items: NamedTensors) -> None:
         self.tensors: dict[str, Tensor] = {}
-        sent_as: dict[str, str] = {}
         problems = []
+        names = set()
         for raw_name, tensor in items:
             name = strip_wrappers(raw_name)
-            if name in sent_as:
-                problems.append(f"{name}: sent twice, as {sent_as[name]} and as {raw_name}; send it once")
+            if name in names:
+                problems.append(f"{name}: sent twice, the second time as {raw_name}; send it once")
                 continue
-            sent_as[name] = raw_name
+            names.add(name)
             if problem := _what_is_wrong(tensor):
                 problems.append(f"{name}: {problem}")
             else:
@@ -217,12 +220,14 @@ def _read_manifest(manifest: Manifest) -> dict[str, TensorMeta]:
 
 def _what_is_wrong(tensor: Any) -> str | None:
     """Why a source value cannot be read, or None."""
+    if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_meta:
+        return None
     if not isinstance(tensor, Tensor):
         return f"is a {type(tensor).__name__}, not a tensor"
     if hasattr(tensor, "full_tensor"):
         return "is a DTensor shard; send tensor.full_tensor() from every trainer rank, for example from a generator"
     if tensor.layout is not torch.strided:
         return f"is {tensor.layout}; send it dense"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "is on the meta device and has no bytes"
     return None

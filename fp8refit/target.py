@@ -62,6 +62,9 @@ class Target:
         if self._is_lost:
             raise EngineLostError("a CUDA fault ended an earlier refit of this engine; start the engine again")
         self._job = None
+        if self._device.type == "cuda":
+            # The trainer's and the engine's kernels run on streams of their own; a refit begins when all are done.
+            torch.cuda.synchronize(self._device)
         inventory = self._current_inventory()
         if inventory.refusals:
             raise UnsupportedEngineError(
@@ -105,7 +108,7 @@ class Target:
 
     def _current_inventory(self) -> Inventory:
         """The inventory, read again if the engine replaced a live tensor since."""
-        if self._inventory is None or any(live.has_moved for live in self._inventory.live):
+        if self._inventory is None or any(live.was_replaced for live in self._inventory.live):
             self._resident = None
             self._inventory = self._read_inventory()
         return self._inventory

@@ -52,7 +52,10 @@ class WorkTable(Protocol):
     """Memory the table itself holds on the device."""
 
     def refresh(self, sources: Sequence[Tensor]) -> None:
-        """Point the tasks at `sources`, one a task, each with the `source_layout` of the task's own source."""
+        """Point the tasks at `sources`, one a task, each with the `source_layout` of the task's own source.
+
+        Waits for, and forgets the flags of, a launch whose `bad_tasks` was never asked for.
+        """
         ...
 
     def launch(self, *, check: bool, write: bool = True) -> None:
@@ -65,7 +68,7 @@ class WorkTable(Protocol):
 
 
 def compile_table(tasks: Sequence[Task], device: torch.device) -> WorkTable:
-    """Compile `tasks`, whose sources and targets are all on `device`."""
+    """Compile `tasks`, whose tensors are all on `device`; the caller keeps them alive, the table may hold only addresses."""
     if device.type == "cuda":
         from fp8refit.kernels.triton_table import TritonTable
 
@@ -75,7 +78,7 @@ def compile_table(tasks: Sequence[Task], device: torch.device) -> WorkTable:
 
 def source_layout(source: Tensor) -> tuple[object, ...]:
     """What must be equal for a table to be pointed at another tensor."""
-    return source.shape, source.stride(), source.dtype, source.get_device(), source.data_ptr() % ALIGNMENT_BYTES == 0
+    return source.shape, source.stride(), source.dtype, source.get_device(), source.data_ptr() % ALIGNMENT_BYTES
 
 
 def is_empty(task: Task) -> bool:
@@ -95,6 +98,7 @@ class ReferenceTable:
 
     def refresh(self, sources: Sequence[Tensor]) -> None:
         """See `WorkTable`."""
+        self.bad_tasks()
         self._sources = list(sources)
 
     def launch(self, *, check: bool, write: bool = True) -> None:

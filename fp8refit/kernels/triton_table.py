@@ -9,7 +9,6 @@ form kinds of their own, for which the kernel is told so.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from math import prod
 
 import numpy as np
 import torch
@@ -26,7 +25,9 @@ _FIELDS = ("source", "target", "scale", "rows", "cols", "source_row", "source_co
 _NUM_FIELDS = len(_FIELDS)
 _SOURCE = _FIELDS.index("source")
 
-_COPY_TILE = 8192
+_QUANTIZE_WARPS = 4
+_COPY_WARPS = 4
+_COPY_TILE = 2048
 _TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -91,6 +92,7 @@ class TritonTable:
 
     def refresh(self, sources: Sequence[Tensor]) -> None:
         """See `WorkTable`."""
+        self.bad_tasks()
         addresses = np.fromiter((source.data_ptr() for source in sources), dtype=np.int64, count=len(sources))
         self._host_view[:, _SOURCE] = addresses[self._task_of_row] + self._byte_offsets
         self._is_uploaded = False
@@ -225,14 +227,14 @@ def _run(launch: _Launch, matrix: Tensor, tile_rows: Tensor, status: Tensor, *, 
             IS_UE8M0=kind.scale_format is ScaleFormat.UE8M0,
             AMAX_FLOOR=AMAX_FLOOR[kind.scale_format],
             ROUND_TO_BF16=kind.round_to_bf16,
-            num_warps=4 if prod((tile_n, tile_k)) <= 16384 else 8,
+            num_warps=_QUANTIZE_WARPS,
             **common,
         )
         return
     rule = {Op.COPY: Check.FINITE, Op.COPY_CODES: Check.CODES}.get(kind.op)
     if rule is None:
         rule = Check.POWERS_OF_TWO if kind.scale_format is ScaleFormat.UE8M0 else Check.SCALES
-    _copy_tiles[grid](matrix, tile_rows, status, TILE=_COPY_TILE, RULE=int(rule), num_warps=8, **common)
+    _copy_tiles[grid](matrix, tile_rows, status, TILE=_COPY_TILE, RULE=int(rule), num_warps=_COPY_WARPS, **common)
 
 
 @triton.jit

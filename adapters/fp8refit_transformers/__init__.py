@@ -1,0 +1,7 @@
+"""The embedded default engine: any Hugging Face causal LM with block-FP8 linears, refitted where it lies."""
+
+from fp8refit_transformers.convert import to_block_fp8
+from fp8refit_transformers.engine import TransformersEngine
+from fp8refit_transformers.linear import BlockFp8Linear
+
+__all__ = ["BlockFp8Linear", "TransformersEngine", "to_block_fp8"]

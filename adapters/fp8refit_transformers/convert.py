@@ -1,0 +1,77 @@
+"""Makes a Hugging Face causal LM a block-FP8 engine, in place."""
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fp8refit.errors import UnsupportedEngineError
+from fp8refit.slots import ScaleFormat
+from fp8refit_transformers.linear import BlockFp8Linear
+
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Names of the modules that choose experts: small, and ruined by coarse values."""
+IGNORE_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
+"""Where a checkpoint's `quantization_config` lists the modules to leave alone."""
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def to_block_fp8(
+    model: Model, *, block_size: tuple[int, int] = (128, 128), scale_format: str = ScaleFormat.FP32
+) -> Model:
+    """Replace every `nn.Linear` of `model` by a `BlockFp8Linear` of the same weights, in place.
+
+    The LM head, the routers of mixtures of experts and the modules that `model.config`'s quantization config ignores
+    keep their dtype; so do experts that are held as one stacked parameter. Peak extra memory: one layer.
+
+    Args:
+        model: A Hugging Face causal LM.
+        block_size: Rows and columns of one block.
+        scale_format: `"fp32"` or `"ue8m0"`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        UnsupportedEngineError: There is no `nn.Linear` to replace.
+        NonFiniteError: A weight holds NaN or Inf; the layers before it are replaced.
+
+    Example:
+        >>> engine = to_block_fp8(AutoModelForCausalLM.from_pretrained(path))   # doctest: +SKIP
+        >>> Refitter(engine).refit(policy.state_dict())                         # doctest: +SKIP
+    """
+    names = list(_quantizable(model))
+    if not names and not any(isinstance(module, BlockFp8Linear) for module in model.modules()):
+        raise UnsupportedEngineError(f"{type(model).__name__} has no nn.Linear to make block FP8 besides its LM head")
+    for name in names:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear), f"{name=}"
+        layer = BlockFp8Linear.from_linear(linear, block_size=block_size, scale_format=ScaleFormat(scale_format))
+        model.set_submodule(name, layer)
+    return model
+
+
+def _quantizable(model: nn.Module) -> Iterable[str]:
+    """Names of the modules to replace."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    ignored = _ignore_list(model)
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear or module is head:
+            continue
+        if not ROUTERS & set(name.split(".")) and not any(_matches(name, entry) for entry in ignored):
+            yield name
+
+
+def _ignore_list(model: nn.Module) -> list[str]:
+    quantization: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if quantization is None:
+        return []
+    settings = quantization if isinstance(quantization, Mapping) else vars(quantization)
+    return [entry for key in IGNORE_LISTS for entry in settings.get(key) or ()]
+
+
+def _matches(name: str, entry: str) -> bool:
+    """Whether an entry of an ignore list means the module `name`: its own name, a parent's, their ends, or a pattern."""
+    return f".{entry}." in f".{name}." or fnmatch.fnmatchcase(name, entry)

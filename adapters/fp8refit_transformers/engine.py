@@ -1,0 +1,114 @@
+"""A Hugging Face model in this process as an engine: one rank, admission at `forward`, no caches of its own."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fp8refit.errors import EngineDirtyError, UnsupportedEngineError
+from fp8refit.refitter import Refitter
+from fp8refit.target import Target
+from fp8refit_transformers.convert import to_block_fp8
+from fp8refit_transformers.layout import read_inventory
+from fp8refit_transformers.linear import BlockFp8Linear
+
+
+class TransformersEngine:
+    """See `fp8refit.engine.Engine`.
+
+    Args:
+        candidate: A model that `to_block_fp8` converted.
+
+    Raises:
+        UnsupportedEngineError: It holds no block-FP8 layer, or lies on more than one device.
+    """
+
+    name = "transformers"
+
+    def __init__(self, candidate: nn.Module) -> None:
+        if not any(isinstance(module, BlockFp8Linear) for module in candidate.modules()):
+            raise UnsupportedEngineError(
+                f"{type(candidate).__name__} is not block FP8; make it so first: "
+                "`from fp8refit_transformers import to_block_fp8; to_block_fp8(model)`"
+            )
+        self._model = candidate
+        self._block: RemovableHandle | None = None
+        self.ranks = Target(
+            lambda: read_inventory(candidate),
+            device=_only_device(candidate),
+            engine=self.name,
+            versions={package: version(package) for package in ("torch", "transformers")},
+        )
+
+    @classmethod
+    def accepts(cls, candidate: object) -> bool:
+        """Whether `candidate` is a Hugging Face model."""
+        bases = type(candidate).__mro__
+        return isinstance(candidate, nn.Module) and any(base.__module__.startswith("transformers.") for base in bases)
+
+    @classmethod
+    def boot(cls, model: str) -> nn.Module:
+        """Load a model folder in BF16 and make it block FP8; one with only `config.json` gets random weights.
+
+        A folder that is block FP8 already is read as it is, bit for bit.
+
+        Raises:
+            UnsupportedEngineError: transformers is not installed, or `model` is no model folder.
+        """
+        try:
+            from transformers import AutoConfig, AutoModelForCausalLM
+        except ImportError as error:
+            raise UnsupportedEngineError(
+                "transformers is not installed: pip install 'fp8refit[transformers]'"
+            ) from error
+        folder = Path(model)
+        if not (folder / "config.json").is_file():
+            raise UnsupportedEngineError(f"{model} is no model folder: it has no config.json")
+        has_weights = any(file.suffix in {".safetensors", ".bin"} for file in folder.iterdir())
+        config = AutoConfig.from_pretrained(folder)
+        if has_weights and getattr(config, "quantization_config", None) is None:
+            network: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+            return to_block_fp8(network)
+        engine: nn.Module = to_block_fp8(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)).eval()
+        if has_weights:
+            with Refitter(engine) as refitter:
+                refitter.refit(folder)
+        return engine
+
+    def check_ready(self) -> None:
+        """See `fp8refit.engine.Engine`: requests are calls, and the caller of `refit` makes none meanwhile."""
+
+    def block_requests(self, reason: str) -> None:
+        """See `fp8refit.engine.Engine`."""
+
+        def refuse(*_: Any) -> None:
+            raise EngineDirtyError(f"this model refuses requests: {reason}; it serves again after a complete refit")
+
+        self.unblock_requests()
+        self._block = self._model.register_forward_pre_hook(refuse, prepend=True)
+
+    def unblock_requests(self) -> None:
+        """See `fp8refit.engine.Engine`."""
+        if self._block is not None:
+            self._block.remove()
+            self._block = None
+
+    def flush_caches(self) -> None:
+        """See `fp8refit.engine.Engine`: every `generate` call begins with a cache of its own."""
+
+
+def _only_device(model: nn.Module) -> torch.device:
+    """The device of every parameter.
+
+    Raises:
+        UnsupportedEngineError: There are several, or none with memory.
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        raise UnsupportedEngineError(
+            f"{type(model).__name__} lies on {', '.join(sorted(map(str, devices)))}; load it onto one device"
+        )
+    return devices.pop()

@@ -1,0 +1,152 @@
+"""A linear layer over block-FP8 weights and dynamically quantized activations, for inference.
+
+Both operands are E4M3: the weight in blocks, the input in groups along K, one scale a token and group. Where the device
+multiplies such operands itself the layer lets it; elsewhere it multiplies what the codes mean, in float32. A dequantized
+weight lives for one forward, so that the FP8 bytes stay the only copy there is.
+
+Legend of shape suffixes: M tokens, N outputs, K inputs, G groups of K.
+"""
+
+import functools
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fp8refit import dequantize_blockwise, quantize_blockwise
+from fp8refit.kernels.reference import quantize_reference
+from fp8refit.slots import ScaleFormat
+
+DEVICE_BLOCK = 128
+"""The one block length that devices multiply natively."""
+
+
+class BlockFp8Linear(nn.Module):
+    """`y = x W^T + b` with W (N, K) as E4M3 codes and block scales. No gradient flows through it.
+
+    Args:
+        weight: (N, K) float8_e4m3fn.
+        weight_scale_inv: (ceil(N / block_n), ceil(K / block_k)) float32, the multipliers that dequantize.
+        bias: (N,), or None.
+        block_size: Rows and columns of one weight block; the input's groups are as long as its columns.
+        scale_format: Which values the scales may take.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale_inv: Tensor,
+        bias: Tensor | None = None,
+        *,
+        block_size: tuple[int, int] = (128, 128),
+        scale_format: ScaleFormat = ScaleFormat.FP32,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.block_size = block_size
+        self.scale_format = scale_format
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(weight_scale_inv, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(cls, linear: nn.Linear, *, block_size: tuple[int, int], scale_format: ScaleFormat) -> Self:
+        """Quantize `linear`. A float32 weight is rounded to BF16 first, as `Refitter` does by default.
+
+        Raises:
+            NonFiniteError: The weight holds NaN or Inf.
+        """
+        weight = linear.weight
+        if weight.dtype is torch.float32:
+            weight = weight.to(torch.bfloat16)
+        codes, scale = quantize_blockwise(weight, block_size=block_size, scale_format=scale_format)
+        layer = cls(codes, scale, linear.bias, block_size=block_size, scale_format=scale_format)
+        return layer.train(linear.training)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply `x` (..., K) and give (..., N) in its dtype."""
+        x_MK = x.reshape(-1, self.in_features)
+        codes_MK, scale_MG, _ = quantize_reference(x_MK, (1, self.block_size[1]), ScaleFormat.FP32)
+        y_MN = self._multiply(codes_MK, scale_MG, x.dtype)
+        if self.bias is not None:
+            y_MN = y_MN + self.bias
+        return y_MN.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Shapes and format, for `print(model)`."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"block_size={self.block_size}, scale_format={self.scale_format}"
+        )
+
+    def _multiply(self, codes_MK: Tensor, scale_MG: Tensor, dtype: torch.dtype) -> Tensor:
+        device = self.weight.device
+        if self._fits_device_blocks() and has_block_scaled_product(device, dtype):
+            return block_scaled_product(codes_MK, scale_MG, self.weight, self.weight_scale_inv, dtype)
+        x_MK = dequantize_blockwise(codes_MK, scale_MG, block_size=(1, self.block_size[1]))
+        w_NK = dequantize_blockwise(self.weight, self.weight_scale_inv, block_size=self.block_size)
+        return x_MK @ w_NK.t()
+
+    def _fits_device_blocks(self) -> bool:
+        return (
+            self.weight.is_cuda
+            and self.block_size == (DEVICE_BLOCK, DEVICE_BLOCK)
+            and self.in_features % DEVICE_BLOCK == 0
+            and self.out_features % DEVICE_BLOCK == 0
+        )
+
+
+def block_scaled_product(
+    codes_MK: Tensor, scale_MG: Tensor, weight_NK: Tensor, weight_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Multiply E4M3 operands with the device's own 1x128 by 128x128 scaled product (cuBLASLt).
+
+    It takes tokens in fours, input scales with tokens contiguous, and weight scales padded to fours along K; with fewer
+    weight scales it answers wrongly and says nothing (pytorch/pytorch#166752).
+
+    Args:
+        codes_MK: (M, K) float8_e4m3fn.
+        scale_MG: (M, K / 128) float32.
+        weight_NK: (N, K) float8_e4m3fn.
+        weight_scale: (N / 128, K / 128) float32.
+        dtype: bfloat16 or float32.
+
+    Returns:
+        (M, N) in `dtype`.
+    """
+    num_tokens, num_groups = scale_MG.shape
+    missing_tokens = -num_tokens % 4
+    codes_MK = functional.pad(codes_MK.view(torch.uint8), (0, 0, 0, missing_tokens)).view(codes_MK.dtype)
+    scale_MG = functional.pad(scale_MG, (0, 0, 0, missing_tokens)).t().contiguous().t()
+    padded_scale = functional.pad(weight_scale, (0, -num_groups % 4))
+    product = functional.scaled_mm(
+        codes_MK,
+        weight_NK.t(),
+        scale_MG,
+        functional.ScalingType.BlockWise1x128,
+        padded_scale.t(),
+        functional.ScalingType.BlockWise128x128,
+        output_dtype=dtype,
+    )
+    return product[:num_tokens]
+
+
+@functools.cache
+def has_block_scaled_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `block_scaled_product` works on `device`, found out by one small product that is compared."""
+    if device.type != "cuda" or not hasattr(functional, "scaled_mm"):
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+    x, w = (torch.randn(rows, 640, generator=generator, device=device) for rows in (3, 256))
+    codes, scale, _ = quantize_reference(x, (1, DEVICE_BLOCK), ScaleFormat.FP32)
+    weight, weight_scale = quantize_blockwise(w)
+    try:
+        product = block_scaled_product(codes, scale, weight, weight_scale, dtype)
+    except (RuntimeError, NotImplementedError, ValueError):
+        return False
+    x = dequantize_blockwise(codes, scale, block_size=(1, DEVICE_BLOCK))
+    w = dequantize_blockwise(weight, weight_scale)
+    return torch.allclose(product.float(), x @ w.t(), rtol=1e-2, atol=0.05)

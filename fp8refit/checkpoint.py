@@ -1,0 +1,368 @@
+"""A BF16 checkpoint in, a block-FP8 checkpoint out that stock vLLM and SGLang boot from.
+
+The codes and scales are those `refit` writes from the same weights: with the layout of an engine, byte for byte what
+that engine then holds after loading. All or nothing: the result is written beside its place and renamed at the end.
+"""
+
+import json
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from fp8refit.errors import CheckpointError, NonFiniteError
+from fp8refit.kernels import quantize_blockwise
+from fp8refit.layout import EngineLayout, SlotLayout
+from fp8refit.names import is_not_a_weight
+from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, TensorMeta
+from fp8refit.sources import SafetensorsSource
+
+DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
+INDEX_NAME = "model.safetensors.index.json"
+
+_LINEAR = re.compile(r"_proj(?:_with_mqa)?\.weight$|\.experts\..+\.weight$")
+_LM_HEAD = re.compile(r"(?:^|\.)lm_head\.weight$")
+_EMBEDDING = re.compile(r"(?:^|\.)(?:embed\w*|\w*embeddings?|wte|wpe)\.weight$")
+_FP32_SUFFIXES = ("e_score_correction_bias",)
+_WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+
+
+class CheckpointReport(BaseModel):
+    """What `quantize_checkpoint` wrote."""
+
+    model_config = ConfigDict(frozen=True)
+
+    num_quantized: int
+    """Tensors written as codes and scales."""
+    num_copied: int
+    """Tensors written as values."""
+    bytes_read: int
+    """Bytes of the source tensors that were written."""
+    bytes_written: int
+    """Bytes of the tensors in the shards."""
+    shards: tuple[str, ...]
+    """File names."""
+    scale_formats: dict[ScaleFormat, int]
+    """Quantized tensors by the format of their scales."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Output:
+    """What one source tensor becomes."""
+
+    name: str
+    source: TensorMeta
+    dtype: torch.dtype
+    """dtype it is stored in."""
+    scale_format: ScaleFormat | None
+    """None if it is copied."""
+    block_size: tuple[int, int]
+
+    @property
+    def num_source_bytes(self) -> int:
+        return prod(self.source.shape) * self.source.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        num_bytes = prod(self.source.shape) * self.dtype.itemsize
+        if self.scale_format is not None:
+            num_bytes += 4 * prod(-(-n // size) for n, size in zip(self.source.shape, self.block_size, strict=True))
+        return num_bytes
+
+
+def quantize_checkpoint(
+    src: Path,
+    dst: Path,
+    *,
+    like: EngineLayout | None = None,
+    scale_format: ScaleFormat = ScaleFormat.FP32,
+    block_size: tuple[int, int] = (128, 128),
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    on_progress: Callable[[int, int], None] | None = None,
+    device: torch.device | None = None,
+) -> CheckpointReport:
+    """Write the block-FP8 checkpoint of a Hugging Face checkpoint.
+
+    Linear weights become E4M3 codes under their own name and float32 scales under `..._scale_inv`; the rest is copied.
+    fp32 is rounded to BF16 first, as `refit` does. The LM head of a tied model is left out. Peak memory: one shard of the
+    result, the copy of it that safetensors writes from, and one source tensor with the quantizer's fp32 workspace.
+
+    Args:
+        src: Folder with `config.json` and safetensors in bfloat16, float16 or float32.
+        dst: Folder to write; must not exist, or be empty.
+        like: Layout of the engine that is to boot from the result (`fp8refit inspect --json`). What it holds as block FP8
+            is quantized, in its slot's format and block size, and nothing else; `scale_format` and `block_size` are not
+            read. Without it, every 2-D `*_proj.weight` and expert weight is quantized.
+        scale_format: Format of every scale.
+        block_size: Rows and columns of one block.
+        max_shard_bytes: Size at which a new file is begun; a larger tensor is a file of its own.
+        on_progress: Called after every tensor with the source bytes done and the source bytes in all.
+        device: Where to quantize: by default CUDA, or the CPU if there is none. The bytes are the same.
+
+    Raises:
+        CheckpointError: `src` is no such checkpoint, already FP8 or does not fit `like`; `dst` is not empty or cannot be
+            written.
+        InvalidSourceError: A safetensors file is missing or corrupt.
+        NonFiniteError: NaN or Inf, after the rounding to BF16; names every tensor.
+
+    Example:
+        >>> quantize_checkpoint(Path("Qwen3-8B"), Path("Qwen3-8B-FP8"))  # doctest: +SKIP
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
+    config = _read_config(src)
+    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        raise CheckpointError(f"{dst}: exists and is not an empty folder; remove it or name another")
+    source = SafetensorsSource(src)
+    metadata = _select(source, config)
+    if like is None:
+        outputs = [_output_by_name(name, meta, scale_format, block_size) for name, meta in metadata.items()]
+    else:
+        outputs = _outputs_like(like, metadata)
+        block_size = _one_block_size(outputs)
+    if all(output.scale_format is None for output in outputs):
+        raise CheckpointError(f"{src}: holds no weight to quantize")
+    shards = _plan_shards(outputs, max_shard_bytes)
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.") as scratch:
+            folder = Path(scratch) / dst.name
+            folder.mkdir()
+            _write_shards(source, shards, folder, device=device, on_progress=on_progress)
+            _write_index(shards, folder / INDEX_NAME)
+            _write_config(config, outputs, block_size, folder / "config.json")
+            _copy_other_files(src, folder)
+            folder.rename(dst)
+    except OSError as error:
+        raise CheckpointError(f"{dst}: could not be written ({error}); nothing was left behind") from error
+    return CheckpointReport(
+        num_quantized=sum(output.scale_format is not None for output in outputs),
+        num_copied=sum(output.scale_format is None for output in outputs),
+        bytes_read=sum(output.num_source_bytes for output in outputs),
+        bytes_written=sum(output.num_bytes for output in outputs),
+        shards=tuple(shards),
+        scale_formats=Counter(output.scale_format for output in outputs if output.scale_format is not None),
+    )
+
+
+def _read_config(src: Path) -> dict[str, Any]:
+    path = src / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); pass a Hugging Face checkpoint folder") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: is no JSON object; pass a Hugging Face checkpoint folder")
+    if "quantization_config" in config:
+        raise CheckpointError(
+            f"{src}: is quantized already (config.json has quantization_config); pass its BF16 original"
+        )
+    return config
+
+
+def _select(source: SafetensorsSource, config: Mapping[str, Any]) -> dict[str, TensorMeta]:
+    """The tensors to write, in the order of the source."""
+    problems = list(source.problems)
+    problems += [
+        f"{name}: is FP8 already; pass the BF16 checkpoint it came from"
+        for name, meta in source.metadata.items()
+        if meta.dtype == FP8_DTYPE or name.endswith(SCALE_SUFFIX)
+    ]
+    if problems:
+        raise CheckpointError("this checkpoint cannot be quantized:", problems)
+    is_tied = bool(config.get("tie_word_embeddings", False))
+    return {name: meta for name, meta in source.metadata.items() if not (is_tied and _LM_HEAD.search(name))}
+
+
+def _output_by_name(name: str, meta: TensorMeta, scale_format: ScaleFormat, block_size: tuple[int, int]) -> _Output:
+    if len(meta.shape) == 2 and _LINEAR.search(name):
+        return _Output(name=name, source=meta, dtype=FP8_DTYPE, scale_format=scale_format, block_size=block_size)
+    is_rounded = meta.dtype is torch.float32 and not name.endswith(_FP32_SUFFIXES) and not is_not_a_weight(name)
+    dtype = torch.bfloat16 if is_rounded else meta.dtype
+    return _Output(name=name, source=meta, dtype=dtype, scale_format=None, block_size=block_size)
+
+
+def _outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> list[_Output]:
+    """What each tensor becomes for the engine that `layout` describes.
+
+    Raises:
+        CheckpointError: Names every tensor that does not fit it.
+    """
+    slots = {slot.name: slot for slot in layout.slots}
+    problems = [
+        f"{slot.name}: slots of this engine want it in different formats"
+        for slot in layout.slots
+        if (slot.scale_format, slot.block_size) != (slots[slot.name].scale_format, slots[slot.name].block_size)
+    ]
+    outputs = []
+    for name, meta in metadata.items():
+        slot = slots.get(layout.aliases.get(name, name))
+        if slot is not None and meta.shape != slot.full_shape:
+            problems.append(f"{name}: has shape {list(meta.shape)}, this engine's is {list(slot.full_shape)}")
+        elif slot is not None:
+            outputs.append(_output_for_slot(name, meta, slot))
+        elif is_not_a_weight(name):
+            outputs.append(_output_by_name(name, meta, ScaleFormat.FP32, (128, 128)))
+        else:
+            problems.append(f"{name}: this engine has no such weight")
+    sent = {layout.aliases.get(name, name) for name in metadata}
+    problems += [f"{name}: this engine has it, the checkpoint does not" for name in slots if name not in sent]
+    if problems:
+        raise CheckpointError(f"this checkpoint does not fit the layout of {layout.engine}:", problems)
+    return outputs
+
+
+def _output_for_slot(name: str, meta: TensorMeta, slot: SlotLayout) -> _Output:
+    if slot.scale_format is not None and slot.block_size is not None:
+        return _Output(
+            name=name, source=meta, dtype=FP8_DTYPE, scale_format=slot.scale_format, block_size=slot.block_size
+        )
+    # fp32 goes straight to the dtype of the engine, as in a refit, and is not rounded on the way.
+    dtype = getattr(torch, slot.dtype) if meta.dtype is torch.float32 else meta.dtype
+    return _Output(name=name, source=meta, dtype=dtype, scale_format=None, block_size=(128, 128))
+
+
+def _one_block_size(outputs: list[_Output]) -> tuple[int, int]:
+    """The block size of a whole checkpoint: its config can name only one."""
+    sizes = {output.block_size for output in outputs if output.scale_format is not None}
+    if len(sizes) > 1:
+        raise CheckpointError(f"this engine holds blocks of several sizes, a checkpoint of only one: {sorted(sizes)}")
+    return sizes.pop() if sizes else (128, 128)
+
+
+def _plan_shards(outputs: list[_Output], max_shard_bytes: int) -> dict[str, list[_Output]]:
+    """File name to tensors, in order; scales lie beside their codes."""
+    shards: list[list[_Output]] = []
+    num_bytes = max_shard_bytes
+    for output in outputs:
+        if num_bytes + output.num_bytes > max_shard_bytes:
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(output)
+        num_bytes += output.num_bytes
+    count = len(shards)
+    return {f"model-{index:05}-of-{count:05}.safetensors": shard for index, shard in enumerate(shards, start=1)}
+
+
+def _write_shards(
+    source: SafetensorsSource,
+    shards: Mapping[str, list[_Output]],
+    folder: Path,
+    *,
+    device: torch.device,
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    """Write one shard after another; read on to the end after a bad tensor, to name them all.
+
+    Raises:
+        NonFiniteError: Names every tensor with NaN or Inf.
+    """
+    wanted = {output.name for shard in shards.values() for output in shard}
+    num_bytes = sum(output.num_source_bytes for shard in shards.values() for output in shard)
+    num_bytes_done = 0
+    tensors = ((name, tensor) for name, tensor in source if name in wanted)
+    bad: list[str] = []
+    for file_name, shard in shards.items():
+        batch: dict[str, Tensor] = {}
+        for output, (name, tensor) in zip(shard, islice(tensors, len(shard)), strict=True):
+            assert output.name == name, f"{output.name=} {name=}"
+            try:
+                batch |= _convert(output, tensor, device)
+            except NonFiniteError:
+                bad.append(name)
+            num_bytes_done += output.num_source_bytes
+            if on_progress is not None:
+                on_progress(num_bytes_done, num_bytes)
+        if not bad:
+            _save(batch, folder / file_name)
+    if bad:
+        raise NonFiniteError(bad, written=False)
+
+
+def _convert(output: _Output, tensor: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """Names and tensors of one source tensor in the result.
+
+    Raises:
+        NonFiniteError: It holds NaN or Inf.
+    """
+    if output.scale_format is not None:
+        tensor = tensor.to(device)
+        if tensor.dtype is torch.float32:
+            tensor = tensor.to(torch.bfloat16)
+        codes, scale = quantize_blockwise(tensor, block_size=output.block_size, scale_format=output.scale_format)
+        return {output.name: codes.cpu(), output.name + SCALE_SUFFIX: scale.cpu()}
+    values = tensor.to(output.dtype)
+    if not bool(torch.isfinite(values).all()):
+        raise NonFiniteError([output.name], written=False)
+    return {output.name: values}
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write one safetensors file.
+
+    Raises:
+        OSError: It cannot be written, for example because the disk is full.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file.name}: {error}") from error
+
+
+def _write_index(shards: Mapping[str, list[_Output]], file: Path) -> None:
+    weight_map = {}
+    for file_name, shard in shards.items():
+        for output in shard:
+            weight_map[output.name] = file_name
+            if output.scale_format is not None:
+                weight_map[output.name + SCALE_SUFFIX] = file_name
+    total = sum(output.num_bytes for shard in shards.values() for output in shard)
+    _write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, file)
+
+
+def _write_config(config: Mapping[str, Any], outputs: list[_Output], block_size: tuple[int, int], file: Path) -> None:
+    """Write `config.json` with the quantization config that vLLM and SGLang read."""
+    stored = {key: "bfloat16" for key in ("dtype", "torch_dtype") if config.get(key) == "float32"}
+    kept = ["lm_head"] + [
+        output.name.removesuffix(".weight")
+        for output in outputs
+        if output.scale_format is None
+        and output.name.endswith(".weight")
+        and len(output.source.shape) == 2
+        and not _EMBEDDING.search(output.name)
+    ]
+    quantization_config = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block_size),
+        "modules_to_not_convert": list(dict.fromkeys(kept)),
+    }
+    _write_json({**config, **stored, "quantization_config": quantization_config}, file)
+
+
+def _write_json(value: object, file: Path) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _copy_other_files(src: Path, folder: Path) -> None:
+    """Copy tokenizer, generation config and the like: every file that holds no weights."""
+    for file in sorted(src.iterdir()):
+        is_index = file.name.endswith(".index.json")
+        if file.is_file() and file.suffix not in _WEIGHT_FILES and not is_index and file.name != "config.json":
+            shutil.copyfile(file, folder / file.name)

@@ -1,0 +1,273 @@
+"""The command line. Tables and progress are for people; with `--json`, standard output is JSON and nothing else."""
+
+import contextlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import entry_points
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+import typer.core
+from pydantic import BaseModel, ValidationError
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from fp8refit._version import __version__
+from fp8refit.engine import ENTRY_POINT_GROUP
+from fp8refit.errors import InvalidSourceError, RefitError, UnsupportedEngineError
+from fp8refit.layout import EngineLayout, SlotLayout
+from fp8refit.refitter import Refitter
+from fp8refit.slots import ScaleFormat
+
+if TYPE_CHECKING:
+    from fp8refit.demo import DemoConfig, DemoResult, Round
+
+EXIT_FAILED = 1
+"""The command ran and its result is bad."""
+EXIT_REFUSED = 2
+"""The command was refused: a `RefitError`."""
+
+
+class _Commands(typer.core.TyperGroup):
+    """Reports what fp8refit raises on purpose as a message, not as a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RefitError as error:
+            Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
+            raise typer.Exit(EXIT_REFUSED) from error
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else.")]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Move a live block-FP8 inference engine to a new policy in place, at memory speed, all or nothing."""
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 150,
+    refit_every: Annotated[int, typer.Option(min=1, help="Optimizer steps between two refits.")] = 15,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the chart.")] = Path("fp8refit-demo"),
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and sampling.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small policy on this machine and keep an FP8 engine up to date with it, round by round."""
+    try:
+        from fp8refit.demo import DemoConfig, run_demo
+    except ModuleNotFoundError as error:
+        raise UnsupportedEngineError(f"the demo needs {error.name}: pip install 'fp8refit[demo]'") from error
+    config = DemoConfig(steps=steps, refit_every=refit_every, out=out, seed=seed)
+    if as_json:
+        result = run_demo(config, on_round=_write_json)
+        _write_json(result)
+    else:
+        result = _show_demo(config)
+    if result.problems:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="Model folder to boot from.")],
+    engine: Annotated[str, typer.Option(help="Engine to boot: vllm, transformers, or another installed adapter's.")],
+    as_json: AsJson = False,
+) -> None:
+    """Boot an engine and show what it holds: slots, kernels, formats, and what cannot be refitted."""
+    adapter = _find_adapter(engine)
+    with _standard_output_to_error(), Refitter(adapter.boot(model)) as refitter:
+        layout = refitter.layout()
+    if as_json:
+        _write_json(layout)
+    else:
+        _show_layout(layout)
+
+
+@app.command()
+def quantize(
+    src: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Checkpoint folder in BF16.")],
+    dst: Annotated[Path, typer.Argument(help="Folder to write.")],
+    like: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Layout of the engine to write for: `inspect --json`."),
+    ] = None,
+    scale_format: Annotated[
+        ScaleFormat, typer.Option(help="Format of every scale, where no layout says it.")
+    ] = ScaleFormat.FP32,
+    as_json: AsJson = False,
+) -> None:
+    """Write the block-FP8 checkpoint that an engine can boot from, with the bytes that a refit would write."""
+    from fp8refit.checkpoint import quantize_checkpoint
+
+    layout = _read_layout(like) if like is not None else None
+    with _byte_progress("quantize") as on_progress:
+        report = quantize_checkpoint(src, dst, like=layout, scale_format=scale_format, on_progress=on_progress)
+    if as_json:
+        _write_json(report)
+    else:
+        _show_fields(report, title=str(dst))
+
+
+def _write_json(model: BaseModel) -> None:
+    typer.echo(model.model_dump_json())
+
+
+def _show_demo(config: "DemoConfig") -> "DemoResult":
+    """Run the demo under a live table, then show what came of it."""
+    from fp8refit.demo import run_demo
+
+    console = Console()
+    table = Table("step", "version", "train", title="held-out loss, nats per byte")
+    for column in ("trainer", "FP8 refitted", "FP8 stale", "refit ms", "GB/s"):
+        table.add_column(column, justify="right")
+    with Live(table, console=console, refresh_per_second=4):
+        result = run_demo(config, on_round=lambda row: table.add_row(*_demo_cells(row)))
+    console.print(f"\n[bold]The refitted engine writes:[/bold]\n{escape(result.sample)}\n", highlight=False)
+    console.print(
+        f"Held-out loss fell by {result.fall:.1%}; engine and trainer differ by at most {result.gap:.2%}. "
+        f"Chart: {result.chart}. {result.seconds:.0f} s."
+    )
+    for problem in result.problems:
+        Console(stderr=True).print(problem, style="red")
+    return result
+
+
+def _demo_cells(row: "Round") -> Iterable[str]:
+    yield from (str(row.step), str(row.version))
+    yield f"{row.train_loss:.3f}" if row.train_loss is not None else ""
+    yield from (f"{loss:.4f}" for loss in (row.trainer_loss, row.refitted_loss, row.stale_loss))
+    yield f"{row.refit_ms:.1f}" if row.refit_ms is not None else ""
+    yield f"{row.gb_per_s:.2f}" if row.gb_per_s is not None else ""
+
+
+def _find_adapter(name: str) -> Any:
+    """The adapter registered under `name`.
+
+    Raises:
+        UnsupportedEngineError: There is none.
+    """
+    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in points:
+        known = ", ".join(sorted(points)) or "none: install fp8refit, a path alone has no entry points"
+        raise UnsupportedEngineError(f"no adapter is called {name!r}; installed are {known}")
+    return points[name].load()
+
+
+@contextlib.contextmanager
+def _standard_output_to_error() -> Iterator[None]:
+    """Send to standard error what engines and their worker processes would write to standard output."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def _show_layout(layout: EngineLayout) -> None:
+    versions = ", ".join(f"{package} {version}" for package, version in layout.versions.items())
+    console = Console()
+    console.print(f"[bold]{layout.engine}[/bold] on {layout.device} ({versions})", highlight=False)
+    console.print(_kinds_table(layout.slots))
+    console.print(_slots_table(layout.slots))
+    for alias, name in layout.aliases.items():
+        console.print(f"{alias} shares the slot of {name}", highlight=False)
+    for refusal in layout.refusals:
+        console.print(f"cannot be refitted: {refusal}", style="red", markup=False, highlight=False)
+
+
+def _kinds_table(slots: Iterable[SlotLayout]) -> Table:
+    """Slots and bytes of each kernel and format."""
+    counts: Counter[tuple[str, str]] = Counter()
+    num_bytes: Counter[tuple[str, str]] = Counter()
+    for slot in slots:
+        kind = (slot.kernel, _format_of(slot))
+        counts[kind] += 1
+        num_bytes[kind] += _num_bytes(slot)
+    table = Table("kernel", "format", title="kinds")
+    table.add_column("slots", justify="right")
+    table.add_column("MB", justify="right")
+    for kind, count in counts.most_common():
+        table.add_row(*kind, str(count), f"{num_bytes[kind] / 1e6:.2f}")
+    return table
+
+
+def _slots_table(slots: Iterable[SlotLayout]) -> Table:
+    table = Table("name", "held here", "of", "format", "kernel", title="slots")
+    for slot in slots:
+        place = f"{list(slot.shape)} at {list(slot.offset)}" if any(slot.offset) else str(list(slot.shape))
+        table.add_row(slot.name, place, str(list(slot.full_shape)), _format_of(slot), slot.kernel)
+    return table
+
+
+def _format_of(slot: SlotLayout) -> str:
+    if slot.scale_format is None or slot.block_size is None:
+        return slot.dtype
+    block_n, block_k = slot.block_size
+    return f"{slot.dtype}, {slot.scale_format} scales a {block_n}x{block_k} block"
+
+
+def _num_bytes(slot: SlotLayout) -> int:
+    """Bytes of codes or values, and of scales."""
+    dtype: torch.dtype = getattr(torch, slot.dtype)
+    num_bytes = prod(slot.shape) * dtype.itemsize
+    if slot.block_size is not None:
+        num_blocks = prod(-(-length // size) for length, size in zip(slot.shape, slot.block_size, strict=True))
+        num_bytes += num_blocks * torch.float32.itemsize
+    return num_bytes
+
+
+def _read_layout(path: Path) -> EngineLayout:
+    """Read what `inspect --json` wrote.
+
+    Raises:
+        InvalidSourceError: It is something else.
+    """
+    try:
+        return EngineLayout.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise InvalidSourceError(
+            [f"{path}: not a layout that `fp8refit inspect --json` wrote ({error.error_count()} fields do not fit)"]
+        ) from error
+
+
+@contextlib.contextmanager
+def _byte_progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error, moved by (bytes done, bytes in all)."""
+    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task(label, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def _show_fields(report: BaseModel, *, title: str) -> None:
+    table = Table("", "", title=title, show_header=False)
+    for name, value in report.model_dump(mode="json").items():
+        table.add_row(name.replace("_", " "), str(value))
+    Console().print(table)

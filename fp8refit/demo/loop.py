@@ -1,0 +1,186 @@
+"""Train, refit, compare, round after round; then judge, draw and let the refitted engine speak."""
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal
+
+import torch
+from fp8refit_transformers import to_block_fp8
+from pydantic import BaseModel, ConfigDict, Field, computed_field
+from torch import nn
+
+from fp8refit.demo.chart import draw_chart
+from fp8refit.demo.corpus import read_corpus, sample_windows
+from fp8refit.demo.policy import Trainer, held_out_loss, make_policy
+from fp8refit.refitter import Refitter
+from fp8refit.report import RefitReport
+
+LEAST_FALL = 0.20
+"""By how much, relative to the start, the refitted engine's held-out loss must fall."""
+GREATEST_GAP = 0.05
+"""By how much, relative to the trainer's, the refitted engine's held-out loss may differ."""
+PROMPT = "The "
+
+
+class DemoConfig(BaseModel):
+    """How long and how large."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: int = Field(default=150, ge=1)
+    """Optimizer steps in all."""
+    refit_every: int = Field(default=15, ge=1)
+    """Optimizer steps between two refits."""
+    out: Path = Path("fp8refit-demo")
+    """Folder for `demo.png`."""
+    seed: int = 0
+    batch_size: int = Field(default=16, ge=1)
+    window_bytes: int = Field(default=129, ge=2)
+    """Length of one training example."""
+    num_held_out: int = Field(default=32, ge=1)
+    """Held-out examples; the same ones in every round."""
+    sample_bytes: int = Field(default=240, ge=1)
+    """Length of the text sampled at the end."""
+
+
+class Round(BaseModel):
+    """One round: some optimizer steps, then one refit. Losses in nats a byte."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["round"] = "round"
+    step: int
+    version: int
+    """Policy version that the refitted engine serves."""
+    train_loss: float | None
+    """Mean over the round; None before the first step."""
+    trainer_loss: float
+    """Held out, as the other two: the policy itself."""
+    refitted_loss: float
+    stale_loss: float
+    """An engine that is never refitted."""
+    refit_ms: float | None
+    gb_per_s: float | None
+
+
+class DemoResult(BaseModel):
+    """What came of it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["result"] = "result"
+    rounds: tuple[Round, ...] = Field(exclude=True)
+    seconds: float
+    chart: Path
+    sample: str
+    """Text that the refitted engine wrote."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def fall(self) -> float:
+        """How far the refitted engine's held-out loss fell, relative to the start."""
+        return 1 - self.rounds[-1].refitted_loss / self.rounds[0].refitted_loss
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def gap(self) -> float:
+        """The greatest difference in any round between the engine's held-out loss and the trainer's, relative."""
+        return max(abs(row.refitted_loss / row.trainer_loss - 1) for row in self.rounds)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why the demo failed; empty if it did not. Written so that NaN fails."""
+        problems = []
+        if not self.fall >= LEAST_FALL:
+            problems.append(f"the refitted engine's held-out loss fell by {self.fall:.1%}, less than {LEAST_FALL:.0%}")
+        if not self.gap <= GREATEST_GAP:
+            problems.append(
+                f"the refitted engine strayed {self.gap:.1%} from its trainer, more than {GREATEST_GAP:.0%}"
+            )
+        return tuple(problems)
+
+
+def run_demo(config: DemoConfig, *, on_round: Callable[[Round], None] = lambda _: None) -> DemoResult:
+    """Train a small policy and keep one FP8 engine up to date with it and another not.
+
+    Args:
+        config: How long and how large.
+        on_round: Called with every round as it ends, first with the state before training.
+    """
+    start_s = time.perf_counter()
+    demo = _Demo(config)
+    rounds = []
+    for row in demo.rounds():
+        on_round(row)
+        rounds.append(row)
+    config.out.mkdir(parents=True, exist_ok=True)
+    chart = draw_chart(rounds, config.out / "demo.png")
+    sample = write_text(demo.refitted, num_bytes=config.sample_bytes)
+    return DemoResult(rounds=tuple(rounds), seconds=time.perf_counter() - start_s, chart=chart, sample=sample)
+
+
+def write_text(engine: Any, *, num_bytes: int) -> str:
+    """Let `engine` go on from `PROMPT`."""
+    prompt = torch.tensor([list(PROMPT.encode())])
+    tokens = engine.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=num_bytes, do_sample=True, temperature=0.7
+    )
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+class _Demo:
+    """A trainer and two engines that began with its weights."""
+
+    def __init__(self, config: DemoConfig) -> None:
+        torch.manual_seed(config.seed)
+        self._config = config
+        self._generator = torch.Generator().manual_seed(config.seed)
+        self._corpus = read_corpus()
+        self._held_out = sample_windows(
+            self._corpus.held_out,
+            num_windows=config.num_held_out,
+            length=config.window_bytes,
+            generator=self._generator,
+        )
+        self._policy = make_policy()
+        self._trainer = Trainer(self._policy, num_steps=config.steps)
+        self.refitted = _make_engine(self._policy)
+        self._stale = _make_engine(self._policy)
+
+    def rounds(self) -> Iterator[Round]:
+        """Measure, then train, refit and measure until the steps are used up."""
+        yield self._measure(step=0)
+        refitter = Refitter(self.refitted)
+        for start in range(0, self._config.steps, self._config.refit_every):
+            step = min(start + self._config.refit_every, self._config.steps)
+            train_loss = mean(self._train_step() for _ in range(start, step))
+            report = refitter.refit(self._policy.state_dict())
+            yield self._measure(step=step, train_loss=train_loss, report=report)
+
+    def _train_step(self) -> float:
+        config = self._config
+        windows = sample_windows(
+            self._corpus.train, num_windows=config.batch_size, length=config.window_bytes, generator=self._generator
+        )
+        return self._trainer.step(windows)
+
+    def _measure(self, *, step: int, train_loss: float | None = None, report: RefitReport | None = None) -> Round:
+        return Round(
+            step=step,
+            version=report.version if report is not None else 0,
+            train_loss=train_loss,
+            trainer_loss=held_out_loss(self._policy, self._held_out),
+            refitted_loss=held_out_loss(self.refitted, self._held_out),
+            stale_loss=held_out_loss(self._stale, self._held_out),
+            refit_ms=report.total_s * 1e3 if report is not None else None,
+            gb_per_s=report.gb_per_s if report is not None else None,
+        )
+
+
+def _make_engine(policy: nn.Module) -> nn.Module:
+    """A block-FP8 engine with the weights that `policy` has now."""
+    return to_block_fp8(copy.deepcopy(policy).to(torch.bfloat16)).eval()

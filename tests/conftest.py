@@ -1,0 +1,15 @@
+"""What every test shares.
+
+Without a GPU the Triton kernels run in Triton's CPU interpreter. Triton reads that choice when a kernel is defined, so
+the kernels are imported here, before a test module can import Triton otherwise; subprocesses do not inherit it.
+"""
+
+from contextlib import suppress
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    with pytest.MonkeyPatch.context() as patch, suppress(ImportError):
+        patch.setenv("TRITON_INTERPRET", "1")
+        import fp8refit.kernels.triton_table  # noqa: F401

@@ -1,0 +1,248 @@
+"""The command line: what it writes where, and its exit codes. Engines are real or, where that does not matter, fake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from fp8refit_transformers import TransformersEngine, to_block_fp8
+from transformers import AutoModelForCausalLM, Qwen3Config
+from typer.testing import CliRunner
+
+from fp8refit import Refitter, __version__, cli, demo
+from fp8refit.checkpoint import CheckpointReport
+from fp8refit.layout import EngineLayout, SlotLayout
+from fp8refit.slots import SCALE_SUFFIX
+
+BAD_TENSOR = "model.layers.0.mlp.up_proj.weight"
+
+
+def run(*arguments):
+    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=160,
+        intermediate_size=192,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "policy"
+    make_model().save_pretrained(folder)
+    return folder
+
+
+def fake_result(*, falls):
+    losses = [(5.0, 5.0), (2.0, 2.0) if falls else (4.9, 4.9)]
+    rounds = tuple(
+        demo.Round(
+            step=10 * index,
+            version=index,
+            train_loss=None if index == 0 else 3.25,
+            trainer_loss=trainer,
+            refitted_loss=refitted,
+            stale_loss=5.0,
+            refit_ms=None if index == 0 else 7.5,
+            gb_per_s=None if index == 0 else 2.5,
+        )
+        for index, (trainer, refitted) in enumerate(losses)
+    )
+    return demo.DemoResult(rounds=rounds, seconds=1.0, chart="out/demo.png", sample="The [bold] word")
+
+
+def fake_demo(result, configs):
+    def run_demo(config, *, on_round):
+        configs.append(config)
+        for row in result.rounds:
+            on_round(row)
+        return result
+
+    return run_demo
+
+
+def test_version():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"{__version__}\n")
+
+
+def test_help_names_every_command_and_imports_no_engine():
+    result = run("--help")
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in ("demo", "inspect", "quantize"))
+    code = "import sys, fp8refit.cli; print([name for name in ('transformers', 'vllm', 'matplotlib') if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "[]\n"
+
+
+def test_inspect_json_is_the_layout_and_nothing_else(checkpoint):
+    result = run("inspect", checkpoint, "--engine", "transformers", "--json")
+    assert result.exit_code == 0, result.output
+    expected = Refitter(TransformersEngine.boot(str(checkpoint))).layout()
+    assert EngineLayout.model_validate_json(result.stdout) == expected
+    assert result.stdout.count("\n") == 1
+
+
+def test_inspect_json_survives_an_engine_that_writes_to_standard_output(checkpoint, tmp_path):
+    noisy = (
+        "import os, sys\n"
+        "from fp8refit_transformers import TransformersEngine\n"
+        "from fp8refit import cli\n"
+        "boot = TransformersEngine.boot\n"
+        "def noisy_boot(model):\n"
+        "    print('noise from Python')\n"
+        "    os.write(1, b'noise from below')\n"
+        "    return boot(model)\n"
+        "TransformersEngine.boot = noisy_boot\n"
+        "cli.app(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", noisy, "inspect", str(checkpoint), "--engine", "transformers", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert EngineLayout.model_validate_json(done.stdout).engine == "transformers"
+    assert "noise from Python" in done.stderr and "noise from below" in done.stderr
+
+
+def test_inspect_shows_kinds_slots_and_aliases(checkpoint):
+    result = run("inspect", checkpoint, "--engine", "transformers")
+    assert result.exit_code == 0, result.output
+    rows = [" ".join(line.replace("│", " ").split()) for line in result.stdout.splitlines()]
+    layers = make_model().model.layers
+    linears = [module for module in layers.modules() if isinstance(module, torch.nn.Linear)]
+    num_bytes = sum(
+        linear.weight.numel() + 4 * -(-linear.out_features // 128) * -(-linear.in_features // 128) for linear in linears
+    )
+    kind = "float8_e4m3fn, fp32 scales a 128x128 block"
+    assert f"BlockFp8Linear {kind} {len(linears)} {num_bytes / 1e6:.2f}" in rows
+    assert f"{BAD_TENSOR} [192, 160] [192, 160] {kind} BlockFp8Linear" in rows
+    assert "lm_head.weight shares the slot of model.embed_tokens.weight" in rows
+
+
+def test_inspect_shows_slices_and_refusals(monkeypatch, capsys):
+    slot = SlotLayout(
+        name="a.weight",
+        module="a",
+        full_shape=(256, 128),
+        shape=(128, 128),
+        offset=(128, 0),
+        dtype="float8_e4m3fn",
+        scale_format="ue8m0",
+        block_size=(128, 128),
+        kernel="Kernel",
+    )
+    layout = EngineLayout(
+        engine="fake", versions={}, device="cpu", slots=(slot,), aliases={}, refusals=("b: repacked [x]. Set y",)
+    )
+    monkeypatch.setenv("COLUMNS", "160")
+    cli._show_layout(layout)
+    shown = capsys.readouterr().out
+    assert "[128, 128] at [128, 0]" in shown and "ue8m0" in shown
+    assert "cannot be refitted: b: repacked [x]. Set y" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("inspect", "/absent", "--engine", "transformers"), "no config.json"),
+        (("inspect", "/absent", "--engine", "nothing"), "no adapter is called 'nothing'"),
+    ],
+    ids=["no model", "no adapter"],
+)
+def test_a_refusal_is_a_message_on_standard_error(arguments, words):
+    result = run(*arguments)
+    assert result.exit_code == cli.EXIT_REFUSED
+    assert words in result.stderr and "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_other_errors_keep_their_traceback(monkeypatch):
+    def boot(model):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(TransformersEngine, "boot", boot)
+    assert isinstance(run("inspect", "/absent", "--engine", "transformers").exception, ZeroDivisionError)
+
+
+def test_quantize_writes_what_the_engine_then_holds(checkpoint, tmp_path):
+    layout = tmp_path / "layout.json"
+    layout.write_text(run("inspect", checkpoint, "--engine", "transformers", "--json").stdout)
+    result = run("quantize", checkpoint, tmp_path / "fp8", "--like", layout, "--json")
+    assert result.exit_code == 0, result.output
+    report = CheckpointReport.model_validate_json(result.stdout)
+    assert report.num_quantized == 7
+
+    engine = to_block_fp8(make_model(seed=1))
+    Refitter(engine).refit(tmp_path / "fp8")
+    expected = to_block_fp8(make_model()).state_dict()
+    for name, tensor in engine.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
+
+
+def test_quantize_in_a_format(checkpoint, tmp_path):
+    result = run("quantize", checkpoint, tmp_path / "fp8", "--scale-format", "ue8m0")
+    assert result.exit_code == 0, result.output
+    assert "num quantized" in result.stdout and "ue8m0" in result.stdout
+    engine = to_block_fp8(make_model(seed=1))
+    Refitter(engine).refit(tmp_path / "fp8")
+    scale = engine.state_dict()[BAD_TENSOR + SCALE_SUFFIX]
+    assert torch.equal(torch.log2(scale), torch.log2(scale).round())
+
+
+def test_quantize_refuses_nan_and_names_the_tensor(tmp_path):
+    model = make_model()
+    with torch.no_grad():
+        model.get_parameter(BAD_TENSOR)[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "policy")
+    result = run("quantize", tmp_path / "policy", tmp_path / "fp8")
+    assert result.exit_code == cli.EXIT_REFUSED
+    assert BAD_TENSOR in result.stderr
+    assert not (tmp_path / "fp8").exists()
+
+
+def test_quantize_refuses_a_file_that_is_no_layout(checkpoint, tmp_path):
+    layout = tmp_path / "layout.json"
+    layout.write_text(json.dumps({"engine": "x"}))
+    result = run("quantize", checkpoint, tmp_path / "fp8", "--like", layout)
+    assert result.exit_code == cli.EXIT_REFUSED
+    assert "not a layout" in result.stderr.replace("\n", " ")
+
+
+def test_demo_json_is_one_object_a_round_and_the_result(monkeypatch):
+    configs = []
+    monkeypatch.setattr(demo, "run_demo", fake_demo(fake_result(falls=True), configs))
+    result = run("demo", "--json", "--steps", 10, "--refit-every", 5, "--seed", 3, "--out", "there")
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["kind"] for row in rows] == ["round", "round", "result"]
+    assert rows[1]["refitted_loss"] == 2.0 and rows[1]["refit_ms"] == 7.5
+    assert rows[2]["fall"] == pytest.approx(0.6) and rows[2]["problems"] == []
+    (config,) = configs
+    assert (config.steps, config.refit_every, config.seed, str(config.out)) == (10, 5, 3, "there")
+
+
+def test_demo_shows_a_table_and_what_the_engine_wrote(monkeypatch):
+    monkeypatch.setattr(demo, "run_demo", fake_demo(fake_result(falls=True), []))
+    result = run("demo")
+    assert result.exit_code == 0, result.output
+    cells = [line.replace("│", " ").split() for line in result.stdout.splitlines()]
+    assert ["10", "1", "3.250", "2.0000", "2.0000", "5.0000", "7.5", "2.50"] in cells
+    assert "The [bold] word" in result.stdout
+    assert "fell by 60.0%" in result.stdout
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["table", "json"])
+def test_demo_fails_if_the_loss_did_not_fall(monkeypatch, flags):
+    monkeypatch.setattr(demo, "run_demo", fake_demo(fake_result(falls=False), []))
+    result = run("demo", *flags)
+    assert result.exit_code == cli.EXIT_FAILED
+    assert "fell by 2.0%" in result.output

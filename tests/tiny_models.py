@@ -1,0 +1,62 @@
+"""Tiny models of the families that engines refit, from configs alone, with the outlier channels that real ones have."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 259  # bytes and three specials: no multiple of 64, so that engines pad it
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 256,
+    "eos_token_id": 258,
+}
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"head_dim": 64, "tie_word_embeddings": False}),
+    "llama_tied": (LlamaConfig, LlamaForCausalLM, {"head_dim": 64, "tie_word_embeddings": True}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 128, "tie_word_embeddings": False}),
+    "qwen3_tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 128, "tie_word_embeddings": True}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"head_dim": 64, "tie_word_embeddings": False, "sliding_window": None}),
+}
+
+
+def make_model(family: str, seed: int) -> PreTrainedModel:
+    """A BF16 model of `family`; every seed is another policy of the same shape."""
+    config_class, model_class, extra = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**_COMMON, **extra)).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                weight *= 4
+                weight[:, torch.randint(weight.shape[1], (2,))] *= 20  # outlier channels
+            elif name.endswith("bias"):
+                weight.normal_(std=0.5)
+            else:
+                weight.copy_(1 + 0.1 * torch.randn_like(weight))
+    return model.eval()
+
+
+def save_model(family: str, seed: int, folder: Path) -> PreTrainedModel:
+    """`make_model`, saved to `folder`."""
+    model = make_model(family, seed)
+    model.save_pretrained(folder)
+    return model

@@ -1,0 +1,59 @@
+"""A block-FP8 linear kernel for vLLM on a CPU without AMX, which vLLM itself has none for.
+
+vLLM's own method, loaders and post-processing run unmodified; only the product is torch's. With `ue8m0` the weights go
+through vLLM's real power-of-two requantization when the engine boots, as DeepGEMM layers do on Hopper.
+"""
+
+import torch
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+from vllm.platforms import PlatformEnum
+
+
+class ReferenceBlockKernel(Fp8BlockScaledMMLinearKernel):
+    """Multiplies by the dequantized weight; leaves storage as it was loaded."""
+
+    apply_input_quant = False
+    reads_row_major_block_fp8 = True
+
+    @classmethod
+    def is_supported(cls, compute_capability=None):
+        return True, None
+
+    def apply_block_scaled_mm(self, A, B, As, Bs):
+        block_n, block_k = self.weight_group_shape
+        n, k = B.shape
+        scale = Bs.repeat_interleave(block_n, 0)[:n].repeat_interleave(block_k, 1)[:, :k]
+        return (A.float() @ (B.float() * scale).t()).to(self.config.out_dtype)
+
+
+class PowerOfTwoBlockKernel(ReferenceBlockKernel):
+    """Also requantizes to power-of-two scales when the engine boots."""
+
+    use_deep_gemm_e8m0 = True
+
+    def process_weights_after_loading(self, layer):
+        super().process_weights_after_loading(layer)
+        requant_weight_ue8m0_inplace(layer.weight, layer.weight_scale_inv, layer.weight_block_size)
+
+
+class RepackingBlockKernel(ReferenceBlockKernel):
+    """Stands for Marlin and its like: another layout, of which it says nothing."""
+
+    reads_row_major_block_fp8 = False
+
+
+KERNELS = {"fp32": ReferenceBlockKernel, "ue8m0": PowerOfTwoBlockKernel, "repacking": RepackingBlockKernel}
+
+
+def register(kind: str) -> None:
+    """Make `kind` the kernel of every block-FP8 layer in this process."""
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, KERNELS[kind])
+
+    def keep_weight(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+
+    # Stock vLLM packs BF16 linears for oneDNN on a CPU and leaves their `weight` empty; a GPU keeps it.
+    utils.dispatch_cpu_unquantized_gemm = keep_weight
