@@ -116,10 +116,20 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttachedEngine:
-    """An adapter on its engine, and the lock that one refit at a time holds."""
+    """An adapter on its engine, and the lock that one refit at a time holds. A copied or pickled engine has none."""
 
     engine: Engine
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """What an attached engine is restored as."""
 
 
 def attach_engine(candidate: object) -> AttachedEngine:

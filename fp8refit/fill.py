@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8refit.config import RefitConfig
 from fp8refit.kernels import Task, WorkTable, compile_table
-from fp8refit.kernels.table import fits_scale_format, source_layout
+from fp8refit.kernels.table import fits_scale_format, has_layout, source_layout
 from fp8refit.plan import RefitPlan, Step
 from fp8refit.slots import Op, ScaleFormat, Slot
 
@@ -96,9 +96,8 @@ class ResidentFill:
         if tensors.keys() != self._names:
             return False
         sources = [tensors[name] for name in self._sources]
-        for source, layout in zip(sources, self._layouts, strict=True):
-            if source_layout(source) != layout:
-                return False
+        if not all(map(has_layout, sources, self._layouts)):
+            return False
         if any(_meta(tensors[name]) != meta for name, meta in self._elsewhere.items()):
             return False
         self.table.refresh(sources)
@@ -148,17 +147,17 @@ class StreamFill:
         for piece in _split(task, self._buckets[0].num_bytes):
             box = piece.box(tensor.detach())
             if not self._buckets[0].has_room(box):
-                self._flush()
+                self.flush()
             self._buckets[0].put(step.source, piece, box, is_stable=is_stable)
 
     def bad_sources(self) -> list[str]:
         """Fill what is staged, wait, and name the source tensors that were flagged."""
         for _ in self._buckets:
-            self._flush()
+            self.flush()
         return sorted(self._bad)
 
-    def _flush(self) -> None:
-        """Fill from the current bucket and make the other one current, once its own fill is done."""
+    def flush(self) -> None:
+        """Fill from what is staged, and stage in the other bucket, once its own fill is done."""
         self._buckets[0].launch(check=self._check, write=self._write)
         self._buckets.reverse()
         self._bad |= self._buckets[0].drain()

@@ -196,7 +196,7 @@ def _safetensors_files(path: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise InvalidSourceError([f"{index}: not a safetensors index ({error!r})"]) from error
         absent = [name for name in names if not (path / name).is_file()]
         if absent:

@@ -24,7 +24,7 @@ from fp8refit.fill import ResidentFill, StreamFill, misfit_scales, scale_problem
 from fp8refit.layout import EngineLayout
 from fp8refit.plan import PlanBuilder, RefitPlan, Step, compile_plan
 from fp8refit.report import WriteResult
-from fp8refit.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta
+from fp8refit.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta, was_any_replaced
 from fp8refit.sources import MappingSource, Source
 
 
@@ -87,6 +87,9 @@ class Target:
         self.is_dirty = True
         try:
             return self._write(job)
+        except LiveTensorMovedError:
+            self._inventory = None
+            raise
         except torch.AcceleratorError as error:
             self._is_lost = True
             raise EngineLostError(f"a CUDA fault ended the refit ({error}); start the engine again") from error
@@ -108,7 +111,7 @@ class Target:
 
     def _current_inventory(self) -> Inventory:
         """The inventory, read again if the engine replaced a live tensor since."""
-        if self._inventory is None or any(live.was_replaced for live in self._inventory.live):
+        if self._inventory is None or was_any_replaced(self._inventory.live):
             self._resident = None
             self._inventory = self._read_inventory()
         return self._inventory
@@ -172,6 +175,7 @@ class Target:
                 job.resident.table.launch(check=check)
         if stream is not None:
             _write_stream(job, stream)
+            stream.flush()
         with torch.inference_mode():
             for padding in inventory.padding:
                 padding.zero_()
@@ -284,7 +288,7 @@ def _write_stream(job: _Job, stream: StreamFill) -> None:
         for name, tensor in job.tensors():
             for step in builder.add(name, TensorMeta.of(tensor)):
                 stream.add(step, tensor, is_stable=False)
-        job.plan = builder.finish()
+        job.plan, job.is_first = builder.finish(), True
         return
     arrived = set()
     for name, tensor in job.tensors():
@@ -310,7 +314,11 @@ def _by_source(steps: Sequence[Step]) -> dict[str, list[Step]]:
 def _bad_values(names: Sequence[str], job: _Job, *, written: bool) -> RefitError:
     """The error for tensors that a fill flagged: scales that fit no slot, else NaN or Inf."""
     if all(name.endswith(SCALE_SUFFIX) for name in names):
-        formats = {step.source: job.inventory.slots[step.slot].scale_format for step in _require(job.plan).steps}
+        any_scale = job.config.on_scale_mismatch == "copy"
+        formats = {
+            step.source: ScaleFormat.FP32 if any_scale else job.inventory.slots[step.slot].scale_format
+            for step in _require(job.plan).steps
+        }
         return InvalidSourceError([scale_problem(name, formats[name]) for name in names])
     return NonFiniteError(sorted(names), written=written)
 

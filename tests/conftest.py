@@ -9,7 +9,16 @@ from contextlib import suppress
 import pytest
 import torch
 
+from tests.fakes import FakeEntryPoint, FakeModel
+
 if not torch.cuda.is_available():
     with pytest.MonkeyPatch.context() as patch, suppress(ImportError):
         patch.setenv("TRITON_INTERPRET", "1")
         import fp8refit.kernels.triton_table  # noqa: F401
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A fake engine of one layer; its adapter is the only one installed."""
+    monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [FakeEntryPoint()])
+    return FakeModel()

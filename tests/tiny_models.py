@@ -34,7 +34,11 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 128, "tie_word_embeddings": False}),
     "qwen3_tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 128, "tie_word_embeddings": True}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"head_dim": 64, "tie_word_embeddings": False, "sliding_window": None}),
+    "mistral": (
+        MistralConfig,
+        MistralForCausalLM,
+        {"head_dim": 64, "tie_word_embeddings": False, "sliding_window": None},
+    ),
 }
 
 

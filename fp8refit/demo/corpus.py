@@ -26,7 +26,7 @@ class Corpus:
 
 def read_corpus() -> Corpus:
     """Read the text, drop repeated paragraphs, and hold out every tenth stretch of what is left."""
-    paragraphs = list(dict.fromkeys(paragraph for text in _texts() for paragraph in text.split("\n\n")))
+    paragraphs = list(dict.fromkeys(paragraph for text in _texts() for paragraph in _paragraphs(text)))
     runs = ["\n\n".join(paragraphs[start : start + RUN_LENGTH]) for start in range(0, len(paragraphs), RUN_LENGTH)]
     held_out = runs[::HELD_OUT_EVERY]
     train = [run for index, run in enumerate(runs) if index % HELD_OUT_EVERY]
@@ -37,6 +37,12 @@ def sample_windows(tokens: Tensor, *, num_windows: int, length: int, generator: 
     """Draw `num_windows` stretches of `length` tokens, (num_windows, length)."""
     starts = torch.randint(len(tokens) - length, (num_windows, 1), generator=generator)
     return tokens[starts + torch.arange(length)]
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    for paragraph in text.split("\n\n"):
+        if stripped := paragraph.strip("\n"):
+            yield stripped
 
 
 def _texts() -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Train, refit, compare, round after round; then judge, draw and let the refitted engine speak."""
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,7 +89,8 @@ class DemoResult(BaseModel):
     @property
     def gap(self) -> float:
         """The greatest difference in any round between the engine's held-out loss and the trainer's, relative."""
-        return max(abs(row.refitted_loss / row.trainer_loss - 1) for row in self.rounds)
+        gaps = (abs(row.refitted_loss / row.trainer_loss - 1) for row in self.rounds)
+        return max(gaps, key=lambda gap: (math.isnan(gap), gap))
 
     @computed_field  # type: ignore[prop-decorator]
     @property

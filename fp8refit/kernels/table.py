@@ -7,7 +7,7 @@ runs it. On CUDA a table is a matrix of addresses that Triton kernels walk; on t
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -76,9 +76,24 @@ def compile_table(tasks: Sequence[Task], device: torch.device) -> WorkTable:
     return ReferenceTable(tasks)
 
 
-def source_layout(source: Tensor) -> tuple[object, ...]:
-    """What must be equal for a table to be pointed at another tensor."""
+SourceLayout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype, int, int]
+
+
+def source_layout(source: Tensor) -> SourceLayout:
+    """What must be equal for a table to be pointed at another tensor: shape, strides, dtype, device and alignment."""
     return source.shape, source.stride(), source.dtype, source.get_device(), source.data_ptr() % ALIGNMENT_BYTES
+
+
+def has_layout(source: Tensor, layout: SourceLayout) -> bool:
+    """Whether `source_layout(source)` is `layout`."""
+    shape, stride, dtype, device, misalignment = layout
+    return (
+        source.dtype is dtype
+        and source.shape == shape
+        and source.stride() == stride
+        and source.get_device() == device
+        and source.data_ptr() % ALIGNMENT_BYTES == misalignment
+    )
 
 
 def is_empty(task: Task) -> bool:

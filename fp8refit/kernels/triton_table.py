@@ -71,7 +71,8 @@ class TritonTable:
 
     def __init__(self, tasks: Sequence[Task], device: torch.device) -> None:
         rows = [row for index, task in enumerate(tasks) for row in _rows_of(index, task)]
-        rows.sort(key=lambda row: repr(row[0]))
+        # One kind after another, and the long launches first: the short ones are then queued while those run.
+        rows.sort(key=lambda row: (row[0].op is not Op.QUANTIZE, repr(row[0])))
         self._device = device
         self._launches, matrix, tile_rows = _lay_out(rows)
         self._byte_offsets = np.array([row[2] for row in rows], dtype=np.int64)
@@ -84,7 +85,7 @@ class TritonTable:
         self._tile_rows = torch.from_numpy(tile_rows).to(device)
         self._status = torch.zeros(max(len(tasks), 1), dtype=torch.int32, device=device)
         self._host_status = torch.zeros(self._status.shape, dtype=torch.int32, pin_memory=pinned)
-        self._is_uploaded = False
+        self._matrix.copy_(self._host_matrix, non_blocking=True)
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.num_device_bytes = sum(
             tensor.numel() * tensor.element_size() for tensor in (self._matrix, self._tile_rows, self._status)
@@ -95,13 +96,10 @@ class TritonTable:
         self.bad_tasks()
         addresses = np.fromiter((source.data_ptr() for source in sources), dtype=np.int64, count=len(sources))
         self._host_view[:, _SOURCE] = addresses[self._task_of_row] + self._byte_offsets
-        self._is_uploaded = False
+        self._matrix.copy_(self._host_matrix, non_blocking=True)
 
     def launch(self, *, check: bool, write: bool = True) -> None:
         """See `WorkTable`."""
-        if not self._is_uploaded:
-            self._matrix.copy_(self._host_matrix, non_blocking=True)
-            self._is_uploaded = True
         for launch in self._launches:
             _run(launch, self._matrix, self._tile_rows, self._status, check=check, write=write)
         self._host_status.copy_(self._status, non_blocking=True)

@@ -54,7 +54,8 @@ def clone_view(tensor: Tensor) -> Tensor:
 
 def storage_bytes(tensor: Tensor) -> bytes:
     """Every byte of the storage under `tensor`, its neighbours too."""
-    return bytes(tensor.untyped_storage().cpu())
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return memory.cpu().numpy().tobytes()
 
 
 def assert_same_as_reference(tasks: list[Task], *, check: bool = True, write: bool = True) -> list[int]:

@@ -33,7 +33,9 @@ def matrix_with_maxima(maxima: torch.Tensor, block_size: tuple[int, int] = (128,
     block_n, block_k = block_size
     generator = torch.Generator().manual_seed(0)
     shape = (num_n, block_n, num_k, block_k)
-    blocks = 10 ** (-3 * torch.rand(shape, generator=generator)) * torch.rand(shape, generator=generator).sub(0.5).sign()
+    blocks = (
+        10 ** (-3 * torch.rand(shape, generator=generator)) * torch.rand(shape, generator=generator).sub(0.5).sign()
+    )
     blocks[:, 0, :, 0] = 1
     return (blocks * maxima[:, None, :, None]).view(num_n * block_n, num_k * block_k)
 

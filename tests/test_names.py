@@ -1,0 +1,42 @@
+import pytest
+
+from fp8refit.names import FUSED_MODULES, is_not_a_weight, split_fused, strip_wrappers
+
+
+@pytest.mark.parametrize(
+    ("sent", "name"),
+    [
+        ("model.norm.weight", "model.norm.weight"),
+        ("module.model.norm.weight", "model.norm.weight"),
+        ("_orig_mod.model.norm.weight", "model.norm.weight"),
+        (
+            "module._orig_mod.model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight",
+            "model.layers.0.mlp.up_proj.weight",
+        ),
+        ("model.layers.0._checkpoint_wrapped_module.norm.weight", "model.layers.0.norm.weight"),
+        ("model.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.norm.weight", "model.layers.0.norm.weight"),
+        ("base_model.model.model.norm.weight", "model.norm.weight"),
+        ("module.base_model.model.lm_head.weight", "lm_head.weight"),
+        ("model.submodule.weight", "model.submodule.weight"),
+        ("model.module_list.0.weight", "model.module_list.0.weight"),
+    ],
+)
+def test_strip_wrappers(sent, name):
+    assert strip_wrappers(sent) == name
+
+
+def test_rotary_tables_are_no_weights():
+    assert is_not_a_weight("model.layers.0.self_attn.rotary_emb.inv_freq")
+    assert is_not_a_weight("rotary_emb.cos_cached")
+    assert not is_not_a_weight("model.layers.0.self_attn.q_proj.weight")
+    assert not is_not_a_weight("model.rotary_emb.inv_freq.weight")
+
+
+def test_split_fused():
+    assert split_fused("model.layers.0.self_attn.qkv_proj", FUSED_MODULES) == (
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.self_attn.k_proj",
+        "model.layers.0.self_attn.v_proj",
+    )
+    assert split_fused("gate_up_proj", FUSED_MODULES) == ("gate_proj", "up_proj")
+    assert split_fused("model.layers.0.mlp.down_proj", FUSED_MODULES) == ("model.layers.0.mlp.down_proj",)

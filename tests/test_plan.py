@@ -1,0 +1,187 @@
+import pytest
+import torch
+
+from fp8refit.errors import InvalidSourceError
+from fp8refit.plan import PlanBuilder, compile_plan
+from fp8refit.slots import FP8_DTYPE, Op, Slot, TensorMeta
+from tests.fakes import HIDDEN, FakeModel
+
+EMBED = "model.embed_tokens.weight"
+Q = "model.layers.0.self_attn.q_proj.weight"
+O = "model.layers.0.self_attn.o_proj.weight"  # noqa: E741
+UP = "model.layers.0.mlp.up_proj.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+NORM = "model.layers.0.input_layernorm.weight"
+ALIASES = {"lm_head.weight": EMBED}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> TensorMeta:
+    return TensorMeta(shape=shape, dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def slots() -> tuple[Slot, ...]:
+    return tuple(FakeModel().slots())
+
+
+@pytest.fixture
+def sources(slots) -> dict[str, TensorMeta]:
+    return {slot.name: meta(*slot.full_shape) for slot in slots}
+
+
+def problems_of(slots, sources, **options) -> tuple[str, ...]:
+    with pytest.raises(InvalidSourceError) as caught:
+        compile_plan(slots, sources, aliases=ALIASES, **options)
+    return caught.value.problems
+
+
+def as_fp8(sources, name: str, scale: TensorMeta) -> dict[str, TensorMeta]:
+    return {**sources, name: meta(*sources[name].shape, dtype=FP8_DTYPE), name + "_scale_inv": scale}
+
+
+def test_every_slot_gets_its_step_in_slot_order(slots, sources):
+    plan = compile_plan(slots, dict(reversed(sources.items())), aliases=ALIASES)
+    assert [step.source for step in plan.steps] == [slot.name for slot in slots]
+    assert [step.op for step in plan.steps] == [Op.QUANTIZE if slot.is_quantized else Op.COPY for slot in slots]
+    by_name = {step.source: step for step in plan.steps}
+    assert (by_name[UP].offset, by_name[UP].shape) == ((64, 0), (192, HIDDEN))
+    assert (by_name[DOWN].offset, by_name[DOWN].shape) == ((0, 128), (HIDDEN, 256))
+
+
+def test_bytes_are_those_of_the_slices(slots, sources):
+    plan = compile_plan(slots, {**sources, NORM: meta(HIDDEN, dtype=torch.float32)}, aliases=ALIASES)
+    numel = sum(slot.weight.numel() for slot in slots)
+    assert plan.num_bytes_read == 2 * numel + 2 * HIDDEN
+    assert plan.num_bytes_written == sum(
+        slot.weight.numel() * slot.weight.element_size() + (4 * slot.scale.numel() if slot.is_quantized else 0)
+        for slot in slots
+    )
+
+
+def test_digest_is_equal_on_repeat_and_in_any_order(slots, sources):
+    digest = compile_plan(slots, sources, aliases=ALIASES).digest
+    assert compile_plan(tuple(FakeModel().slots()), dict(reversed(sources.items())), aliases=ALIASES).digest == digest
+
+
+@pytest.mark.parametrize("name", [Q, NORM])
+def test_digest_depends_on_the_source_dtype(name, slots, sources):
+    changed = {**sources, name: meta(*sources[name].shape, dtype=torch.float32)}
+    assert compile_plan(slots, changed).digest != compile_plan(slots, sources).digest
+
+
+def test_a_missing_tensor_is_named(slots, sources):
+    del sources[Q]
+    assert problems_of(slots, sources) == (f"{Q}: missing",)
+
+
+def test_an_unexpected_tensor_is_named(slots, sources):
+    assert problems_of(slots, {**sources, "model.extra.weight": meta(3)}) == (
+        "model.extra.weight: unexpected, this engine has no such weight; leave it out",
+    )
+
+
+@pytest.mark.parametrize("shape", [(256, HIDDEN + 1), (HIDDEN, 256), (256,), (1, 256, HIDDEN)])
+def test_a_wrong_shape_is_named(shape, slots, sources):
+    assert problems_of(slots, {**sources, Q: meta(*shape)}) == (
+        f"{Q}: has shape {list(shape)}, this engine's is [256, {HIDDEN}]",
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.uint8, torch.bool, torch.float8_e5m2])
+def test_a_wrong_dtype_is_named(dtype, slots, sources):
+    (problem,) = problems_of(slots, {**sources, Q: meta(256, HIDDEN, dtype=dtype)})
+    assert problem.startswith(f"{Q}: has dtype {str(dtype).removeprefix('torch.')}")
+
+
+def test_every_problem_is_raised_at_once(slots, sources):
+    del sources[Q]
+    sources |= {O: meta(1, 1), "model.extra.weight": meta(3), NORM: meta(HIDDEN, dtype=torch.int64)}
+    problems = problems_of(slots, sources, problems=["model.twice.weight: sent twice"])
+    assert sorted(problem.split(":")[0] for problem in problems) == sorted(
+        [Q, O, "model.extra.weight", NORM, "model.twice.weight"]
+    )
+
+
+def test_rotary_tables_are_ignored(slots, sources):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    assert compile_plan(slots, {**sources, name: meta(64)}).ignored == (name,)
+
+
+@pytest.mark.parametrize("order", [[EMBED, "lm_head.weight"], ["lm_head.weight", EMBED]])
+def test_a_tied_tensor_sent_twice_is_read_under_its_own_name(order, slots, sources):
+    rest = {name: source for name, source in sources.items() if name != EMBED}
+    plan = compile_plan(slots, {**dict.fromkeys(order, sources[EMBED]), **rest}, aliases=ALIASES)
+    assert plan.ignored == ("lm_head.weight",)
+    assert plan.steps[0].source == EMBED
+
+
+def test_a_tied_tensor_may_come_under_its_alias_alone(slots, sources):
+    plan = compile_plan(slots, {"lm_head.weight": sources.pop(EMBED), **sources}, aliases=ALIASES)
+    assert plan.ignored == ()
+    assert plan.steps[0].source == "lm_head.weight"
+
+
+def test_a_tied_tensor_that_does_not_come_is_missing_once(slots, sources):
+    del sources[EMBED]
+    assert problems_of(slots, sources) == (f"{EMBED}: missing",)
+
+
+def test_a_name_sent_twice_is_refused(slots, sources):
+    builder = PlanBuilder(slots, aliases=ALIASES)
+    for name, source in [*sources.items(), (Q, sources[Q])]:
+        builder.add(name, source)
+    with pytest.raises(InvalidSourceError, match=rf"{Q}: sent twice"):
+        builder.finish()
+
+
+def test_fp8_codes_and_scales_are_copied(slots, sources):
+    plan = compile_plan(slots, as_fp8(sources, DOWN, meta(2, 3, dtype=torch.float32)))
+    codes, scale = (step for step in plan.steps if step.source.startswith(DOWN))
+    assert (codes.op, codes.offset, codes.shape) == (Op.COPY_CODES, (0, 128), (HIDDEN, 256))
+    assert (scale.op, scale.offset, scale.shape) == (Op.COPY_SCALES, (0, 1), (2, 2))
+
+
+def test_fp8_without_scales_is_refused(slots, sources):
+    (problem,) = problems_of(slots, {**sources, Q: meta(256, HIDDEN, dtype=FP8_DTYPE)})
+    assert problem == f"{Q}: is FP8 without its scales; send {Q}_scale_inv too"
+
+
+def test_scales_without_fp8_are_refused(slots, sources):
+    (problem,) = problems_of(slots, {**sources, Q + "_scale_inv": meta(2, 2, dtype=torch.float32)})
+    assert problem == f"{Q}_scale_inv: is a scale, but {Q} is bfloat16; leave the scale out"
+
+
+def test_scales_without_their_weight_are_refused(slots, sources):
+    del sources[Q]
+    assert problems_of(slots, {**sources, Q + "_scale_inv": meta(2, 2, dtype=torch.float32)}) == (f"{Q}: missing",)
+
+
+def test_scales_of_another_grid_are_refused(slots, sources):
+    (problem,) = problems_of(slots, as_fp8(sources, Q, meta(4, 3, dtype=torch.float32)))
+    assert problem == f"{Q}_scale_inv: has shape [4, 3], blocks of 128x128 need [2, 2]"
+
+
+def test_scales_of_another_dtype_are_refused(slots, sources):
+    (problem,) = problems_of(slots, as_fp8(sources, Q, meta(2, 2)))
+    assert problem == f"{Q}_scale_inv: has dtype bfloat16; block scales are float32"
+
+
+def test_fp8_for_a_tensor_the_engine_does_not_quantize_is_refused(slots, sources):
+    problems = problems_of(slots, as_fp8(sources, EMBED, meta(1, 2, dtype=torch.float32)))
+    assert any(problem.startswith(f"{EMBED}: is FP8, but this engine holds it as bfloat16") for problem in problems)
+    assert any(problem.startswith(f"{EMBED}_scale_inv: is a scale, but") for problem in problems)
+
+
+def test_an_fp8_slice_off_the_grid_is_refused(slots, sources):
+    (problem,) = problems_of(slots, as_fp8(sources, UP, meta(2, 2, dtype=torch.float32)))
+    assert problem.startswith(f"{UP}_scale_inv: this rank's slice starts at [64, 0], off the 128x128 grid")
+
+
+def test_slots_that_share_a_checkpoint_tensor_each_get_their_part():
+    halves = [torch.zeros(4, 4) for _ in range(2)]
+    slots = tuple(
+        Slot(name="experts.w", full_shape=(8, 4), weight=half, offset=(4 * index, 0))
+        for index, half in enumerate(halves)
+    )
+    plan = compile_plan(slots, {"experts.w": meta(8, 4)})
+    assert [(step.slot, step.offset) for step in plan.steps] == [(0, (0, 0)), (1, (4, 0))]

@@ -1,0 +1,182 @@
+import json
+from collections import OrderedDict
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fp8refit.errors import InvalidSourceError
+from fp8refit.slots import TensorMeta
+from fp8refit.sources import MappingSource, SafetensorsSource, StreamSource, as_source
+
+WEIGHTS = {
+    "model.norm.weight": torch.arange(6, dtype=torch.bfloat16),
+    "model.mlp.up_proj.weight": torch.ones(3, 2, dtype=torch.float16),
+}
+METADATA = {name: TensorMeta.of(tensor) for name, tensor in WEIGHTS.items()}
+
+
+class FakeDTensor(torch.Tensor):
+    """Has what fp8refit knows a DTensor by."""
+
+    def full_tensor(self) -> torch.Tensor: ...
+
+
+def assert_gives_weights(source) -> None:
+    given = dict(source)
+    assert given.keys() == WEIGHTS.keys()
+    assert all(torch.equal(given[name], WEIGHTS[name]) for name in WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "state_dict", [WEIGHTS, OrderedDict(WEIGHTS), list(WEIGHTS.items()), tuple(WEIGHTS.items())], ids=repr
+)
+def test_what_is_all_there_is_a_mapping(state_dict):
+    source = as_source(state_dict)
+    assert isinstance(source, MappingSource)
+    assert source.metadata == METADATA
+    assert source.problems == ()
+    assert_gives_weights(source)
+
+
+def test_an_iterator_is_read_once_and_says_nothing_beforehand():
+    source = as_source(iter(WEIGHTS.items()))
+    assert isinstance(source, StreamSource)
+    assert not source.is_repeatable and source.metadata is None
+    assert_gives_weights(source)
+    assert list(source) == []
+
+
+@pytest.mark.parametrize("state_dict", [lambda: iter(WEIGHTS.items()), WEIGHTS.items()], ids=["function", "iterable"])
+def test_functions_and_iterables_give_a_fresh_pass_every_time(state_dict):
+    source = as_source(state_dict)
+    assert source.is_repeatable and source.metadata is None
+    assert_gives_weights(source)
+    assert_gives_weights(source)
+
+
+@pytest.mark.parametrize(
+    "manifest", [METADATA, {"module." + name: (list(meta.shape), meta.dtype) for name, meta in METADATA.items()}]
+)
+def test_a_manifest_says_what_an_iterator_holds(manifest):
+    source = as_source(iter(WEIGHTS.items()), manifest=manifest)
+    assert source.metadata == METADATA
+    assert_gives_weights(source)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [[("model.norm.weight", torch.ones(5))], [("model.other.weight", torch.ones(6))]],
+    ids=["other shape", "unannounced"],
+)
+def test_a_tensor_that_is_not_what_the_manifest_says_is_refused(items):
+    with pytest.raises(InvalidSourceError, match=r"came as .* the manifest says"):
+        list(as_source(iter(items), manifest=METADATA))
+
+
+def test_wrappers_are_stripped():
+    wrapped = {"module._orig_mod." + name: tensor for name, tensor in WEIGHTS.items()}
+    assert_gives_weights(as_source(wrapped))
+    assert_gives_weights(as_source(iter(wrapped.items())))
+
+
+def test_a_name_sent_twice_under_two_wrappers_is_a_problem():
+    source = as_source({"model.norm.weight": torch.ones(2), "module.model.norm.weight": torch.zeros(2)})
+    (problem,) = source.problems
+    assert problem.startswith("model.norm.weight: sent twice") and "module.model.norm.weight" in problem
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (torch.ones(3, device="meta"), "is on the meta device and has no bytes"),
+        (torch.eye(3).to_sparse(), "is torch.sparse_coo; send it dense"),
+        (torch.ones(3).as_subclass(FakeDTensor), "is a DTensor shard; send tensor.full_tensor()"),
+        ([1.0, 2.0], "is a list, not a tensor"),
+        (None, "is a NoneType, not a tensor"),
+    ],
+    ids=["meta", "sparse", "DTensor", "list", "None"],
+)
+def test_a_value_that_cannot_be_read_is_a_problem(value, problem):
+    (found,) = as_source({**WEIGHTS, "model.bad.weight": value}).problems
+    assert found.startswith(f"model.bad.weight: {problem}")
+    with pytest.raises(InvalidSourceError, match=r"model\.bad\.weight: is"):
+        list(as_source(iter([("model.bad.weight", value)])))
+
+
+def test_every_problem_of_a_mapping_is_kept():
+    source = as_source({"a": None, "b": torch.ones(1), "module.b": torch.ones(1), "c": torch.ones(1, device="meta")})
+    assert [problem[0] for problem in source.problems] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("state_dict", [None, 3])
+def test_what_is_no_state_dict_is_refused(state_dict):
+    with pytest.raises(InvalidSourceError, match="not a state dict"):
+        as_source(state_dict)
+
+
+def test_a_safetensors_file(tmp_path):
+    save_file(WEIGHTS, tmp_path / "weights.safetensors")
+    source = as_source(str(tmp_path / "weights.safetensors"))
+    assert isinstance(source, SafetensorsSource) and source.is_repeatable
+    assert source.metadata == METADATA
+    assert_gives_weights(source)
+
+
+def save_shards(folder, *, with_index: bool) -> None:
+    names = dict(zip(WEIGHTS, ["a.safetensors", "b.safetensors"], strict=True))
+    for name, file in names.items():
+        save_file({name: WEIGHTS[name]}, folder / file)
+    if with_index:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_a_folder_of_shards(with_index, tmp_path):
+    save_shards(tmp_path, with_index=with_index)
+    source = as_source(tmp_path)
+    assert source.metadata == METADATA
+    assert list(source.metadata) == [name for name, _ in source], "metadata lists tensors in the order they come"
+    assert_gives_weights(source)
+
+
+def test_only_files_that_the_index_names_are_read(tmp_path):
+    save_shards(tmp_path, with_index=True)
+    save_file(WEIGHTS, tmp_path / "consolidated.safetensors")
+    assert_gives_weights(as_source(tmp_path))
+
+
+def test_a_shard_that_is_not_there_is_named(tmp_path):
+    save_shards(tmp_path, with_index=True)
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(InvalidSourceError, match=r"b\.safetensors: named by .* but not there"):
+        as_source(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weights": {}}'])
+def test_a_corrupt_index_is_refused(content, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(InvalidSourceError, match="not a safetensors index"):
+        as_source(tmp_path)
+
+
+@pytest.mark.parametrize("num_bytes_kept", [0, 4, 60, -1])
+def test_a_truncated_file_is_refused(num_bytes_kept, tmp_path):
+    file = tmp_path / "weights.safetensors"
+    save_file(WEIGHTS, file)
+    file.write_bytes(file.read_bytes()[:num_bytes_kept])
+    with pytest.raises(InvalidSourceError, match=r"weights\.safetensors: cannot be read"):
+        as_source(file)
+
+
+def test_a_tensor_stored_in_two_files_is_a_problem(tmp_path):
+    save_shards(tmp_path, with_index=False)
+    save_file(WEIGHTS, tmp_path / "c.safetensors")
+    problems = as_source(tmp_path).problems
+    assert sorted(problem.split(":")[0] for problem in problems) == sorted(WEIGHTS)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(InvalidSourceError, match="no safetensors file"):
+            as_source(path)

@@ -1,0 +1,587 @@
+"""One rank: what is refused before a byte is written, what is left dirty, and what heals."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import fp8refit.target
+from fp8refit.config import RefitConfig
+from fp8refit.errors import (
+    EngineLostError,
+    InvalidSourceError,
+    LiveTensorMovedError,
+    NonFiniteError,
+    UnsupportedEngineError,
+)
+from fp8refit.slots import FP8_DTYPE, Refusal, ScaleFormat, TensorMeta
+from fp8refit.sources import as_source
+from fp8refit.target import Target
+from tests.fakes import (
+    FakeModel,
+    assert_holds,
+    box_of,
+    bytes_of,
+    live_bytes,
+    make_policy,
+    make_target,
+    prequantize,
+    refit_target,
+)
+
+EMBED = "model.embed_tokens.weight"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+UP_PROJ = "model.layers.0.mlp.up_proj.weight"
+DOWN_PROJ = "model.layers.0.mlp.down_proj.weight"
+NORM = "model.layers.0.input_layernorm.weight"
+BIAS = "model.layers.0.mlp.gate.e_score_correction_bias"
+
+
+def from_mapping(policy, folder):
+    return as_source(policy)
+
+
+def from_function(policy, folder):
+    return as_source(lambda: iter(policy.items()))
+
+
+def from_announced_iterator(policy, folder):
+    manifest = {name: TensorMeta.of(tensor) for name, tensor in policy.items()}
+    return as_source(iter(policy.items()), manifest=manifest)
+
+
+def from_files(policy, folder):
+    save_file(policy, folder / "weights.safetensors")
+    return as_source(folder)
+
+
+def from_iterator(policy, folder):
+    return as_source(iter(policy.items()))
+
+
+JUDGED_BEFORE = [from_mapping, from_function, from_announced_iterator, from_files]
+REPEATABLE = [from_mapping, from_function, from_files]
+ALL = [*JUDGED_BEFORE, from_iterator]
+
+
+@pytest.fixture
+def target(model) -> Target:
+    """A rank that holds a good policy."""
+    target = make_target(model)
+    refit_target(target, as_source(make_policy(model, seed=0)))
+    return target
+
+
+def refuse(target: Target, model: FakeModel, error: type[Exception], source, match: str, **options) -> Exception:
+    """Hold that `source` is refused before a byte is written."""
+    before = live_bytes(model)
+    with pytest.raises(error, match=match) as caught:
+        target.prepare(source, RefitConfig(**options))
+    assert live_bytes(model) == before
+    assert (target.is_dirty, target.version) == (False, 1)
+    return caught.value
+
+
+def break_off(target: Target, error: type[Exception], source, match: str, **options) -> Exception:
+    """Hold that `source` is found bad while it is written, and leaves the rank dirty."""
+    target.prepare(source, RefitConfig(**options))
+    with pytest.raises(error, match=match) as caught:
+        target.write()
+    assert (target.is_dirty, target.version) == (True, 1)
+    return caught.value
+
+
+def assert_heals(target: Target, model: FakeModel) -> None:
+    """Hold that the next good policy is written whole."""
+    policy = make_policy(model, seed=9)
+    refit_target(target, as_source(policy))
+    assert (target.is_dirty, target.version) == (False, 2)
+    assert_holds(model, policy)
+
+
+@pytest.mark.parametrize("make_source", ALL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_kind_of_source_gives_the_same_bytes(make_source, dtype, model, tmp_path):
+    target, policy = make_target(model), make_policy(model, seed=1, dtype=dtype)
+    result = refit_target(target, make_source(policy, tmp_path))
+    assert_holds(model, policy)
+    assert (target.version, result.num_tensors, result.is_first) == (1, len(policy), True)
+
+
+@pytest.mark.parametrize("make_source", ALL)
+def test_small_buckets_give_the_same_bytes(make_source, model, tmp_path):
+    policy = make_policy(model, seed=1)
+    refit_target(make_target(model), make_source(policy, tmp_path), bucket_bytes=1 << 20)
+    assert_holds(model, policy)
+
+
+def test_a_generator_may_reuse_one_buffer(model):
+    policy = make_policy(model, seed=1)
+    buffer = torch.empty(max(tensor.numel() for tensor in policy.values()), dtype=torch.bfloat16)
+
+    def gather():
+        for name, tensor in policy.items():
+            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+            buffer.fill_(float("nan"))
+
+    refit_target(make_target(model), as_source(gather))
+    assert_holds(model, policy)
+
+
+def test_a_source_may_be_strided(model):
+    policy = make_policy(model, seed=1)
+    strided = {
+        name: torch.stack([tensor, tensor], dim=-1)[..., 0] if tensor.ndim == 1 else tensor.T.contiguous().T
+        for name, tensor in policy.items()
+    }
+    refit_target(make_target(model), as_source(strided))
+    assert_holds(model, policy)
+
+
+# Names, shapes and dtypes.
+
+
+@pytest.mark.parametrize("make_source", JUDGED_BEFORE)
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda policy: policy.pop(Q_PROJ), f"{Q_PROJ}: missing"),
+        (lambda policy: policy.update({"model.extra.weight": torch.ones(1)}), "model.extra.weight: unexpected"),
+        (lambda policy: policy.update({Q_PROJ: torch.ones(192, 256)}), f"{Q_PROJ}: has shape"),
+        (lambda policy: policy.update({NORM: torch.ones(192, dtype=torch.int64)}), f"{NORM}: has dtype int64"),
+        (lambda policy: policy.update({Q_PROJ: policy[Q_PROJ].to(FP8_DTYPE)}), f"{Q_PROJ}: is FP8 without its scales"),
+        (
+            lambda policy: policy.update({Q_PROJ + "_scale_inv": torch.ones(2, 2)}),
+            f"{Q_PROJ}_scale_inv: is a scale, but",
+        ),
+    ],
+    ids=["missing", "unexpected", "shape", "dtype", "FP8 without scale", "scale without FP8"],
+)
+def test_a_source_that_does_not_fit_is_refused(change, problem, make_source, target, model, tmp_path):
+    policy = make_policy(model, seed=1)
+    change(policy)
+    refuse(target, model, InvalidSourceError, make_source(policy, tmp_path), problem)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda policy: policy.pop(Q_PROJ), f"{Q_PROJ}: missing"),
+        (lambda policy: policy.update({"model.extra.weight": torch.ones(1)}), "model.extra.weight: unexpected"),
+        (lambda policy: policy.update({Q_PROJ: torch.ones(192, 256)}), f"{Q_PROJ}: has shape"),
+    ],
+    ids=["missing", "unexpected", "shape"],
+)
+def test_an_iterator_that_turns_out_not_to_fit_leaves_the_rank_dirty(change, problem, target, model, tmp_path):
+    policy = make_policy(model, seed=1)
+    change(policy)
+    break_off(target, InvalidSourceError, from_iterator(policy, tmp_path), problem)
+    assert_heals(target, model)
+
+
+def test_a_name_under_two_wrappers_is_refused(target, model):
+    policy = make_policy(model, seed=1)
+    policy["module." + Q_PROJ] = policy[Q_PROJ]
+    refuse(target, model, InvalidSourceError, as_source(policy), f"{Q_PROJ}: sent twice")
+    refuse(target, model, InvalidSourceError, as_source(lambda: iter(policy.items())), f"{Q_PROJ}: sent twice")
+    break_off(target, InvalidSourceError, as_source(iter(policy.items())), f"{Q_PROJ}: sent twice")
+
+
+def test_a_tensor_on_the_meta_device_is_refused_and_named_once(target, model):
+    policy = make_policy(model, seed=1)
+    policy[Q_PROJ] = policy[Q_PROJ].to("meta")
+    error = refuse(target, model, InvalidSourceError, as_source(policy), "is on the meta device")
+    assert len(error.problems) == 1
+
+
+def test_wrapped_names_are_those_of_the_checkpoint(model):
+    policy = make_policy(model, seed=1)
+    refit_target(make_target(model), as_source({"module._orig_mod." + name: tensor for name, tensor in policy.items()}))
+    assert_holds(model, policy)
+
+
+@pytest.mark.parametrize("make_source", ALL)
+def test_a_tied_tensor_may_be_sent_under_both_names(make_source, model, tmp_path):
+    policy = make_policy(model, seed=1)
+    result = refit_target(
+        make_target(model), make_source({**policy, "lm_head.weight": policy[EMBED].clone()}, tmp_path)
+    )
+    assert result.ignored == ("lm_head.weight",)
+    assert_holds(model, policy)
+
+
+def test_a_tied_tensor_may_be_sent_under_its_alias_alone(model):
+    policy = make_policy(model, seed=1)
+    sent = {"lm_head.weight" if name == EMBED else name: tensor for name, tensor in policy.items()}
+    refit_target(make_target(model), as_source(sent))
+    assert_holds(model, policy)
+
+
+def test_an_engine_with_refusals_is_never_written(model):
+    model.refusals = (Refusal(module="layers.0", reason="its kernel repacks weights", remedy="Set X=1"),)
+    before = live_bytes(model)
+    with pytest.raises(UnsupportedEngineError, match=r"layers\.0: its kernel repacks weights\. Set X=1"):
+        make_target(model).prepare(as_source(make_policy(model, seed=1)), RefitConfig())
+    assert live_bytes(model) == before
+
+
+# Values.
+
+
+@pytest.fixture(scope="module")
+def deep_model() -> FakeModel:
+    """A model of 401 tensors."""
+    return FakeModel(num_layers=50)
+
+
+BAD = "model.layers.31.mlp.down_proj.weight"
+
+
+def bad_policy(model: FakeModel) -> dict[str, torch.Tensor]:
+    policy = make_policy(model, seed=1)
+    assert len(policy) == 401
+    policy[BAD][100, 300] = float("nan")
+    return policy
+
+
+@pytest.mark.parametrize("make_source", [from_mapping, from_function, from_iterator])
+def test_one_nan_in_400_tensors_is_named_when_all_is_written(make_source, deep_model, tmp_path):
+    target = make_target(deep_model)
+    target.prepare(make_source(bad_policy(deep_model), tmp_path), RefitConfig())
+    with pytest.raises(NonFiniteError, match="holds part of this policy") as caught:
+        target.write()
+    assert caught.value.names == (BAD,)
+    assert target.is_dirty
+    policy = make_policy(deep_model, seed=2)
+    refit_target(target, as_source(policy))
+    assert not target.is_dirty
+    assert_holds(deep_model, policy)
+
+
+@pytest.mark.parametrize("make_source", [from_mapping, from_function])
+def test_strict_finds_one_nan_in_400_tensors_before_writing(make_source, deep_model, tmp_path):
+    before, target = live_bytes(deep_model), make_target(deep_model)
+    with pytest.raises(NonFiniteError, match="Nothing was written") as caught:
+        target.prepare(make_source(bad_policy(deep_model), tmp_path), RefitConfig(validate="strict"))
+    assert caught.value.names == (BAD,)
+    assert live_bytes(deep_model) == before and not target.is_dirty
+
+
+def test_off_does_not_look_for_nan(deep_model):
+    refit_target(make_target(deep_model), as_source(bad_policy(deep_model)), validate="off")
+
+
+def test_nan_outside_this_rank_s_slice_is_not_this_rank_s(model):
+    policy = make_policy(model, seed=1)
+    policy[DOWN_PROJ][0, 5] = float("nan")
+    refit_target(make_target(model), as_source(policy))
+    assert_holds(model, policy)
+
+
+@pytest.mark.parametrize("make_source", ALL)
+@pytest.mark.parametrize("name", [Q_PROJ, NORM, EMBED])
+def test_fp32_beyond_bf16_is_not_finite(name, make_source, target, model, tmp_path):
+    policy = make_policy(model, seed=1, dtype=torch.float32)
+    policy[name].view(-1)[0] = 3.4e38
+    error = break_off(target, NonFiniteError, make_source(policy, tmp_path), name)
+    assert error.names == (name,)
+    assert_heals(target, model)
+
+
+def test_fp32_beyond_bf16_is_finite_where_the_engine_keeps_fp32(model):
+    policy = make_policy(model, seed=1, dtype=torch.float32)
+    policy[BIAS][0] = 3.4e38
+    refit_target(make_target(model), as_source(policy))
+    assert_holds(model, policy)
+
+
+@pytest.mark.parametrize("make_source", [from_iterator, from_announced_iterator])
+def test_strict_refuses_what_can_be_read_only_once(make_source, target, model, tmp_path):
+    source = make_source(make_policy(model, seed=1), tmp_path)
+    refuse(target, model, InvalidSourceError, source, "reads everything twice", validate="strict")
+
+
+def test_strict_writes_a_good_policy(model):
+    for make_source in (from_mapping, from_function):
+        policy = make_policy(model, seed=1)
+        refit_target(make_target(model), make_source(policy, None), validate="strict")
+        assert_holds(model, policy)
+
+
+def test_flags_of_a_refit_that_broke_off_are_not_the_next_one_s(target, model):
+    policy = make_policy(model, seed=1)
+    policy[Q_PROJ][0, 0] = float("nan")
+    model.on_refresh = lambda: (_ for _ in ()).throw(RuntimeError("refresh failed"))
+    break_off(target, RuntimeError, as_source(policy), "refresh failed")
+    model.on_refresh = lambda: None
+    assert_heals(target, model)
+
+
+# Tensors that are FP8 already.
+
+
+@pytest.mark.parametrize("make_source", ALL)
+@pytest.mark.parametrize("name", [Q_PROJ, O_PROJ, DOWN_PROJ])
+def test_fp8_is_copied_bit_for_bit(name, make_source, model, tmp_path):
+    policy = make_policy(model, seed=1)
+    sent = prequantize(policy, name, ScaleFormat.UE8M0)
+    refit_target(make_target(model), make_source(sent, tmp_path))
+    slot = next(slot for slot in model.slots() if slot.name == name)
+    grid = sent[name + "_scale_inv"][:, slot.origin[1] // 128 :]
+    assert bytes_of(slot.weight) == bytes_of(box_of(slot, sent[name]))
+    assert torch.equal(slot.scale, grid)
+
+
+@pytest.mark.parametrize("make_source", JUDGED_BEFORE)
+def test_an_fp8_slice_off_the_grid_is_refused(make_source, target, model, tmp_path):
+    sent = prequantize(make_policy(model, seed=1), UP_PROJ, ScaleFormat.FP32)
+    refuse(
+        target, model, InvalidSourceError, make_source(sent, tmp_path), f"{UP_PROJ}_scale_inv: .* off the 128x128 grid"
+    )
+
+
+@pytest.mark.parametrize("make_source", REPEATABLE)
+def test_scales_that_are_no_powers_of_two_are_refused_where_the_kernel_wants_them(make_source, target, model, tmp_path):
+    sent = prequantize(make_policy(model, seed=1), O_PROJ, ScaleFormat.FP32)
+    refuse(target, model, InvalidSourceError, make_source(sent, tmp_path), f"{O_PROJ}_scale_inv: .* no powers of two")
+
+
+@pytest.mark.parametrize("make_source", [from_iterator, from_announced_iterator])
+def test_scales_that_are_no_powers_of_two_end_a_stream_that_is_read_once(make_source, target, model, tmp_path):
+    sent = prequantize(make_policy(model, seed=1), O_PROJ, ScaleFormat.FP32)
+    break_off(target, InvalidSourceError, make_source(sent, tmp_path), f"{O_PROJ}_scale_inv: .* no powers of two")
+    assert_heals(target, model)
+
+
+@pytest.mark.parametrize("make_source", ALL)
+def test_scales_that_are_no_powers_of_two_are_copied_when_asked(make_source, model, tmp_path):
+    sent = prequantize(make_policy(model, seed=1), O_PROJ, ScaleFormat.FP32)
+    refit_target(make_target(model), make_source(sent, tmp_path), on_scale_mismatch="copy")
+    assert torch.equal(model.layers[0].o_scale, sent[O_PROJ + "_scale_inv"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+@pytest.mark.parametrize(("name", "scale_format"), [(Q_PROJ, ScaleFormat.FP32), (O_PROJ, ScaleFormat.UE8M0)])
+def test_a_scale_that_is_not_finite_and_positive_is_refused(name, scale_format, value, target, model):
+    sent = prequantize(make_policy(model, seed=1), name, scale_format)
+    sent[name + "_scale_inv"][1, 1] = value
+    refuse(target, model, InvalidSourceError, as_source(sent), f"{name}_scale_inv: holds scales")
+
+
+def test_a_scale_that_is_not_finite_is_called_so_when_any_scale_is_copied(target, model):
+    sent = prequantize(make_policy(model, seed=1), O_PROJ, ScaleFormat.FP32)
+    sent[O_PROJ + "_scale_inv"][1, 1] = float("nan")
+    problem = f"{O_PROJ}_scale_inv: holds scales that are not finite and positive"
+    break_off(target, InvalidSourceError, as_source(sent), problem, on_scale_mismatch="copy")
+
+
+@pytest.mark.parametrize("make_source", ALL)
+def test_codes_that_are_nan_are_named(make_source, target, model, tmp_path):
+    sent = prequantize(make_policy(model, seed=1), Q_PROJ, ScaleFormat.FP32)
+    sent[Q_PROJ].view(torch.uint8)[3, 3] = 0xFF
+    error = break_off(target, NonFiniteError, make_source(sent, tmp_path), Q_PROJ)
+    assert error.names == (Q_PROJ,)
+    assert_heals(target, model)
+
+
+# Streams that are not what they said.
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_truncated_iterator_leaves_the_rank_dirty(announced, target, model):
+    policy = make_policy(model, seed=1)
+    manifest = {name: TensorMeta.of(tensor) for name, tensor in policy.items()} if announced else None
+    source = as_source(iter(list(policy.items())[:-1]), manifest=manifest)
+    last = list(policy)[-1]
+    break_off(
+        target, InvalidSourceError, source, f"{last}: {'was announced but did not come' if announced else 'missing'}"
+    )
+    assert_heals(target, model)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_iterator_that_raises_midway_leaves_the_rank_dirty(announced, target, model):
+    policy = make_policy(model, seed=1)
+
+    def gather():
+        yield from list(policy.items())[:3]
+        raise ConnectionError("the trainer went away")
+
+    manifest = {name: TensorMeta.of(tensor) for name, tensor in policy.items()} if announced else None
+    break_off(target, ConnectionError, as_source(gather(), manifest=manifest), "the trainer went away")
+    assert_heals(target, model)
+
+
+@pytest.mark.parametrize(
+    ("second_pass", "problem"),
+    [
+        (lambda policy: list(policy.items())[:-1], f"{BIAS}: was announced but did not come"),
+        (lambda policy: [*policy.items(), ("model.extra.weight", torch.ones(1))], "model.extra.weight: came as"),
+        (lambda policy: [*policy.items(), (NORM, policy[NORM])], f"{NORM}: sent twice"),
+        (lambda policy: {**policy, NORM: policy[NORM].float()}.items(), f"{NORM}: came as"),
+    ],
+    ids=["shorter", "longer", "twice", "other dtype"],
+)
+def test_a_function_whose_second_pass_differs_leaves_the_rank_dirty(second_pass, problem, target, model):
+    policy = make_policy(model, seed=1)
+    passes = iter([policy.items(), second_pass(policy)])
+    break_off(target, InvalidSourceError, as_source(lambda: iter(next(passes))), problem)
+    assert_heals(target, model)
+
+
+def test_an_iterator_that_is_not_what_its_manifest_says_leaves_the_rank_dirty(target, model):
+    policy = make_policy(model, seed=1)
+    manifest = {name: TensorMeta.of(tensor) for name, tensor in policy.items()}
+    sent = {**policy, NORM: policy[NORM].float()}
+    break_off(target, InvalidSourceError, as_source(iter(sent.items()), manifest=manifest), f"{NORM}: came as")
+
+
+# Plans.
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[str]:
+    """Digests of the plans that were compiled."""
+    digests = []
+
+    def compile_and_record(*args, **options):
+        plan = compile_plan(*args, **options)
+        digests.append(plan.digest)
+        return plan
+
+    compile_plan = fp8refit.target.compile_plan
+    monkeypatch.setattr(fp8refit.target, "compile_plan", compile_and_record)
+    return digests
+
+
+def test_a_second_mapping_of_the_same_layout_replays_the_plan(compiled, model):
+    target = make_target(model)
+    first = refit_target(target, as_source(make_policy(model, seed=1)))
+    policy = make_policy(model, seed=2)
+    second = refit_target(target, as_source(policy))
+    assert (first.is_first, second.is_first) == (True, False)
+    assert len(compiled) == 1 and model.num_inventories == 1
+    assert_holds(model, policy)
+
+
+def test_a_mapping_of_another_layout_is_planned_anew(compiled, model):
+    target = make_target(model)
+    refit_target(target, as_source(make_policy(model, seed=1)))
+    policy = make_policy(model, seed=2, dtype=torch.float32)
+    assert refit_target(target, as_source(policy)).is_first
+    assert len(set(compiled)) == 2
+    assert_holds(model, policy)
+
+
+def test_other_options_are_planned_anew(compiled, model):
+    target, policy = make_target(model), make_policy(model, seed=1, dtype=torch.float32)
+    refit_target(target, as_source(policy))
+    rounded = live_bytes(model)
+    assert refit_target(target, as_source(policy), fp32_sources="exact").is_first
+    assert live_bytes(model) != rounded
+
+
+def test_the_plan_of_the_same_source_is_the_same(compiled, model):
+    for _ in range(2):
+        refit_target(make_target(model), as_source(make_policy(model, seed=1)))
+    assert len(compiled) == 2 and len(set(compiled)) == 1
+
+
+# Live tensors.
+
+
+def test_a_parameter_replaced_between_refits_is_read_again(target, model):
+    old = model.layers[0].qkv
+    model.layers[0].qkv = nn.Parameter(old.detach().clone(), requires_grad=False)
+    kept = bytes_of(old)
+    assert_heals(target, model)
+    assert model.num_inventories == 2
+    assert bytes_of(old) == kept
+
+
+def replace_parameter(model: FakeModel) -> None:
+    model.layers[0].norm = nn.Parameter(model.layers[0].norm.detach().clone(), requires_grad=False)
+
+
+def replace_storage(model: FakeModel) -> None:
+    model.layers[0].norm.data = model.layers[0].norm.data.clone()
+
+
+def change_layout(model: FakeModel) -> None:
+    model.layers[0].norm.data = model.layers[0].norm.data.view(1, -1)
+
+
+def restore_layout(model: FakeModel) -> None:
+    model.layers[0].norm.data = model.layers[0].norm.data.view(-1)
+
+
+@pytest.mark.parametrize("move", [replace_parameter, replace_storage, change_layout])
+def test_a_live_tensor_that_moves_during_a_refit_is_an_error(move, target, model):
+    model.on_refresh = lambda: move(model)
+    break_off(target, LiveTensorMovedError, as_source(make_policy(model, seed=1)), r"layers\.0\.norm")
+    model.on_refresh = lambda: None
+    restore_layout(model)
+    assert_heals(target, model)
+
+
+def test_an_engine_that_settles_in_another_layout_can_be_refitted(target, model):
+    scale = model.layers[0].o_scale
+    model.on_refresh = lambda: setattr(scale, "data", scale.data.T)
+    break_off(target, LiveTensorMovedError, as_source(make_policy(model, seed=1)), r"layers\.0\.o_scale")
+    model.on_refresh = lambda: None
+    assert_heals(target, model)
+
+
+def test_refits_leave_every_live_tensor_in_place(target, model):
+    before = {name: (id(tensor), tensor.data_ptr(), tensor.stride()) for name, tensor in model.named_parameters()}
+    refit_target(target, as_source(make_policy(model, seed=1)))
+    assert before == {
+        name: (id(tensor), tensor.data_ptr(), tensor.stride()) for name, tensor in model.named_parameters()
+    }
+
+
+# States.
+
+
+def test_a_device_fault_ends_the_engine(target, model):
+    def fault():
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    model.on_refresh = fault
+    break_off(target, EngineLostError, as_source(make_policy(model, seed=1)), "illegal memory access")
+    with pytest.raises(EngineLostError, match="start the engine again"):
+        target.prepare(as_source(make_policy(model, seed=1)), RefitConfig())
+
+
+def test_a_refused_source_leaves_nothing_to_write(target, model):
+    target.prepare(as_source(make_policy(model, seed=1)), RefitConfig())
+    refuse(target, model, InvalidSourceError, as_source({}), "missing")
+    with pytest.raises(AssertionError):
+        target.write()
+    assert not target.is_dirty
+
+
+def test_commits_are_counted(target, model):
+    for version in range(2, 5):
+        refit_target(target, as_source(make_policy(model, seed=version)))
+        assert target.version == version
+
+
+def test_a_closed_rank_begins_afresh(target, model):
+    target.close()
+    policy = make_policy(model, seed=1)
+    assert refit_target(target, as_source(policy)).is_first
+    assert target.version == 2
+    assert_holds(model, policy)
+
+
+def test_layout_describes_every_slot(target, model):
+    layout = target.layout()
+    assert [slot.name for slot in layout.slots] == [slot.name for slot in model.slots()]
+    by_name = {slot.name: slot for slot in layout.slots}
+    assert by_name[O_PROJ].scale_format is ScaleFormat.UE8M0
+    assert by_name[NORM].scale_format is None and by_name[NORM].dtype == "bfloat16"
+    assert (by_name[DOWN_PROJ].offset, by_name[DOWN_PROJ].shape) == ((0, 128), (192, 256))
+    assert layout.aliases == {"lm_head.weight": EMBED}
+    assert type(layout).model_validate_json(layout.model_dump_json()) == layout
