@@ -83,19 +83,16 @@ class MappingSource:
 
     def __init__(self, items: NamedTensors) -> None:
         self.tensors: dict[str, Tensor] = {}
-        problems = []
-        names = set()
+        problems: dict[str, str] = {}
         for raw_name, tensor in items:
             name = strip_wrappers(raw_name)
-            if name in names:
-                problems.append(f"{name}: sent twice, the second time as {raw_name}; send it once")
-                continue
-            names.add(name)
-            if problem := _what_is_wrong(tensor):
-                problems.append(f"{name}: {problem}")
+            if name in self.tensors or name in problems:
+                problems[name] = f"{name}: sent twice, the second time as {raw_name}; send it once"
+            elif problem := _what_is_wrong(tensor):
+                problems[name] = f"{name}: {problem}"
             else:
                 self.tensors[name] = tensor
-        self.problems = tuple(problems)
+        self.problems = tuple(problems.values())
 
     @property
     def metadata(self) -> dict[str, TensorMeta]:

@@ -87,7 +87,9 @@ def dst(tmp_path) -> Path:
     return tmp_path / "dst"
 
 
-def refuse(tmp_path: Path, error: type[Exception], match: str, src: Path, dst: Path, **options: object) -> Exception:
+def refuse(
+    tmp_path: Path, error: type[BaseException], match: str | None, src: Path, dst: Path, **options: object
+) -> Exception:
     """Hold that nothing is left behind."""
     before = sorted(tmp_path.iterdir())
     with pytest.raises(error, match=match) as caught:
@@ -405,4 +407,4 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, src, dst):
     def interrupt(done, total):
         raise KeyboardInterrupt
 
-    refuse(tmp_path, KeyboardInterrupt, "", src, dst, on_progress=interrupt)
+    refuse(tmp_path, KeyboardInterrupt, None, src, dst, on_progress=interrupt)

@@ -242,6 +242,15 @@ def _magnitude_bits(x):
 
 
 @triton.jit
+def _amax_bits(x):
+    """`_magnitude_bits` of the largest magnitude of a block. 16-bit values are compared as they came: half the registers."""
+    if x.dtype.primitive_bitwidth == 16:
+        largest = tl.max(tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=1), axis=0).to(tl.int16)
+        return _magnitude_bits(largest.to(x.dtype, bitcast=True))
+    return tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0)
+
+
+@triton.jit
 def _load_row(matrix, tile_rows, tile, NUM_FIELDS: tl.constexpr):
     """Where the row of this tile starts in the matrix."""
     return matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
@@ -290,9 +299,8 @@ def _quantize_tiles(
     x = tl.load(source_at + n[:, None] * source_row + k[None, :] * source_col, mask=mask, other=0.0)
     if ROUND_TO_BF16:
         x = x.to(tl.bfloat16)
+    amax_bits = _amax_bits(x)
     x = x.to(tl.float32)
-
-    amax_bits = tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0)
     if CHECK:
         tl.store(status + tl.load(row + 11), 1, mask=amax_bits >= 0x7F800000)
     if WRITE:

@@ -5,6 +5,8 @@ result is a JSON file.
     python run_vllm.py fresh    --shape S --work DIR --out FILE    boot from the FP8 checkpoint that `refit` wrote
     python run_vllm.py baseline --shape S --work DIR --out FILE    vLLM's own reload_weights beside our refit
     python run_vllm.py sleep    --shape S --work DIR --out FILE    refit between sleep and wake-up
+    python run_vllm.py families --shape - --work DIR --out FILE    refit small eager engines of the other dense families
+    python run_vllm.py fresh_families ...                          boot them from the FP8 checkpoints that `families` wrote
 """
 
 import argparse
@@ -12,6 +14,7 @@ import hashlib
 import json
 import os
 import statistics
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +26,8 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 import policies
 import torch
@@ -462,18 +467,65 @@ def run_sleep(shape: str, work: Path) -> dict:
     return result
 
 
+FAMILIES = ("llama", "llama_tied", "qwen2", "mistral")
+SHORT_PROMPT = {"prompt_token_ids": [5, 80, 17, 200, 33, 101]}
+
+
+def boot_small(model: Path, order: int, **options) -> LLM:
+    """An eager engine beside those that this process booted before it."""
+    return boot(model, enforce_eager=True, max_model_len=256, gpu_memory_utilization=0.08 * (order + 1), **options)
+
+
+def observe_small(llm: LLM) -> dict:
+    output = llm.generate(SHORT_PROMPT, SAMPLING, use_tqdm=False)[0].outputs[0]
+    logprobs = [{str(token): entry.logprob.hex() for token, entry in step.items()} for step in output.logprobs]
+    return {"live": hash_live(llm), "tokens": list(output.token_ids), "logprobs": logprobs}
+
+
+def run_families(_: str, work: Path) -> dict:
+    import tiny_models
+
+    result = {}
+    for order, family in enumerate(FAMILIES):
+        tiny_models.save_model(family, 1, work / family / "bf16")
+        llm = boot_small(
+            work / family / "bf16", order, load_format="dummy", hf_overrides={"quantization_config": FP8_CONFIG}
+        )
+        refitter = Refitter(llm)
+        for seed in (2, 1):
+            model = tiny_models.make_model(family, seed).cuda()
+            refitter.refit(model.state_dict())
+        layout = refitter.layout()
+        quantize_checkpoint(work / family / "bf16", work / family / "fp8", like=layout)
+        kernels = sorted({f"{slot.kernel} {slot.scale_format}" for slot in layout.slots if slot.scale_format})
+        result[family] = observe_small(llm) | {"kernels": kernels, "aliases": layout.aliases}
+    return result
+
+
+def run_fresh_families(_: str, work: Path) -> dict:
+    return {family: observe_small(boot_small(work / family / "fp8", order)) for order, family in enumerate(FAMILIES)}
+
+
+MODES = {
+    "refit": run_refit,
+    "fresh": run_fresh,
+    "baseline": run_baseline,
+    "sleep": run_sleep,
+    "families": run_families,
+    "fresh_families": run_fresh_families,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=["refit", "fresh", "baseline", "sleep"])
+    parser.add_argument("mode", choices=list(MODES))
     parser.add_argument("--shape", required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     start_s = time.perf_counter()
-    result = {"refit": run_refit, "fresh": run_fresh, "baseline": run_baseline, "sleep": run_sleep}[args.mode](
-        args.shape, args.work
-    )
+    result = MODES[args.mode](args.shape, args.work)
     result["versions"] = {"vllm": vllm.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
     result["gpu"] = torch.cuda.get_device_name()
     result["seconds"] = time.perf_counter() - start_s

@@ -8,6 +8,7 @@ touched by our fill.
 
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,8 @@ SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
 RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit"))
 MIB = 1 << 20
+COMMAND = "python -m pytest " + shlex.join(sys.argv[1:])
+FAMILIES = ("llama", "llama_tied", "qwen2", "mistral")
 
 
 def run(mode, shape=SHAPE):
@@ -57,7 +60,12 @@ def baseline(fresh):
 
 
 @pytest.fixture(scope="module")
-def slept(baseline):
+def families(baseline):
+    return run("families", "families"), run("fresh_families", "families")
+
+
+@pytest.fixture(scope="module")
+def slept(families):
     return run("sleep", "qwen3-0.6b")
 
 
@@ -133,23 +141,12 @@ def test_first_refit_and_host_time(refitted, baseline):
     assert median(refitted["steps"], "first_launch_s") <= 2e-3
 
 
-def test_sleep_mode(slept):
-    checks = {key: value for key, value in slept.items() if key.startswith("level")}
-    assert len(checks) == 3
-    for kind, check in checks.items():
-        assert "asleep" in check["refused"], kind
-        assert check["same_bytes"], kind
-        assert check["same_output"], kind
-        if kind.endswith("kv_cache first"):
-            assert "kv_cache awake" in check["refused"], kind
-
-
-def test_write_the_result(refitted, fresh, baseline, slept):
+def test_write_the_result(refitted, fresh, baseline):
     steps, ours, reloads = refitted["steps"], baseline["ours"], baseline["reload_weights"]
     roofline_s = baseline["num_bytes"] / baseline["copy_gb_per_s"] / 1e9
     result = {
         "what": f"vLLM, {SHAPE} shape with outlier channels, BF16 CUDA tensors into a live block-FP8 engine",
-        "command": "python -m pytest tests/gpu",
+        "command": COMMAND,
         "gpu": refitted["gpu"],
         "versions": refitted["versions"],
         "kernels": refitted["kernels"],
@@ -198,6 +195,51 @@ def test_write_the_result(refitted, fresh, baseline, slept):
         },
         "streams": refitted["streams"],
         "bad_input": refitted["bad_input"],
+    }
+    write_result(f"vllm_{SHAPE}_h200.json", result)
+
+
+def test_other_families_equal_a_fresh_boot_too(families):
+    refitted, fresh = families
+    for family in FAMILIES:
+        assert refitted[family]["live"] == fresh[family]["live"], family
+        assert refitted[family]["tokens"] == fresh[family]["tokens"], family
+        assert refitted[family]["logprobs"] == fresh[family]["logprobs"], family
+
+
+def test_sleep_mode(slept):
+    checks = {key: value for key, value in slept.items() if key.startswith("level")}
+    assert len(checks) == 3
+    for kind, check in checks.items():
+        assert "asleep" in check["refused"], kind
+        assert check["same_bytes"], kind
+        assert check["same_output"], kind
+        if kind.endswith("kv_cache first"):
+            assert "kv_cache awake" in check["refused"], kind
+
+
+def test_write_the_result_of_families_and_sleep(families, slept):
+    refitted, fresh = families
+    result = {
+        "what": "vLLM, small eager engines of the other dense families; Qwen3-0.6B shape under sleep mode",
+        "command": COMMAND,
+        "gpu": slept["gpu"],
+        "versions": slept["versions"],
+        "families": {
+            family: {
+                "kernels": refitted[family]["kernels"],
+                "aliases": refitted[family]["aliases"],
+                "live_tensors_compared": len(fresh[family]["live"]),
+                "live_bytes_equal": refitted[family]["live"] == fresh[family]["live"],
+                "tokens_and_log_probabilities_equal": (refitted[family]["tokens"], refitted[family]["logprobs"])
+                == (fresh[family]["tokens"], fresh[family]["logprobs"]),
+            }
+            for family in FAMILIES
+        },
         "sleep_qwen3-0.6b": {key: value for key, value in slept.items() if key.startswith("level")},
     }
-    (RESULTS / f"vllm_{SHAPE}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result("vllm_families_sleep_h200.json", result)
+
+
+def write_result(name, result):
+    (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")

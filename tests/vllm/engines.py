@@ -1,0 +1,141 @@
+"""Tiny vLLM engines on the CPU: boot one in this process, see what it says and what it holds, and let go of it."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import cpu_kernel
+import torch
+from torch import Tensor, nn
+from vllm import LLM, SamplingParams
+
+from fp8refit import quantize_blockwise
+from tests.tiny_models import VOCAB_SIZE
+
+FP8_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+PROMPTS = [[(31 * i + 7 * j) % 256 for j in range(length)] for i, length in enumerate((24, 40, 200))]
+"""The last is longer than one block of the prefix cache, which is 128 tokens on a CPU."""
+SAMPLING = SamplingParams(max_tokens=12, temperature=0, logprobs=4, detokenize=False, ignore_eos=True)
+
+
+@contextmanager
+def booted(model: Path, kernel: str, **options) -> Iterator[LLM]:
+    """An engine whose block-FP8 layers use `kernel`; one lives at a time."""
+    cpu_kernel.register(kernel)
+    settings = {
+        "model": str(model),
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "skip_tokenizer_init": True,
+    }
+    llm = LLM(**settings | options)
+    yield llm
+    # Now, not when it is collected: that would take the process groups from under the engine booted next.
+    llm.llm_engine.engine_core.shutdown()
+
+
+def booted_dummy(model: Path, kernel: str):
+    """A block-FP8 engine of `model`'s shape, with noise for weights."""
+    return booted(model, kernel, load_format="dummy", hf_overrides={"quantization_config": FP8_CONFIG})
+
+
+def generate(llm: LLM) -> dict:
+    """Greedy tokens, every log-probability as an exact hexadecimal float, and tokens that the prefix cache gave."""
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SAMPLING, use_tqdm=False)
+    return {"outputs": [said(output) for output in outputs], "num_cached": [o.num_cached_tokens for o in outputs]}
+
+
+def said(output) -> dict:
+    """Tokens and log-probabilities of one finished request."""
+    completion = output.outputs[0]
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": [{str(t): entry.logprob.hex() for t, entry in step.items()} for step in completion.logprobs],
+    }
+
+
+def model_of(llm: LLM) -> nn.Module:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+
+def live_bytes(llm: LLM) -> dict[str, str]:
+    """A sha256 for each parameter and persistent buffer, by the engine's own name."""
+    return {name: hashlib.sha256(_raw(t).numpy()).hexdigest() for name, t in model_of(llm).state_dict().items()}
+
+
+def places(llm: LLM) -> dict[str, list]:
+    """Identity, address and layout of each parameter and buffer."""
+    model = model_of(llm)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: [id(t), t.data_ptr(), list(t.shape), list(t.stride()), str(t.dtype)] for name, t in named}
+
+
+def kv_scales(llm: LLM) -> dict[str, float]:
+    """Every copy of every KV-cache scale: buffers, Python floats and CPU tensors."""
+    return {
+        f"{prefix}.{name}": float(value)
+        for prefix, module in model_of(llm).named_modules()
+        if hasattr(module, "_k_scale_float")
+        for name, value in (vars(module) | module._buffers).items()
+        if name.startswith(KV_SCALES) and value is not None
+    }
+
+
+def num_padding_bytes_set(llm: LLM) -> int:
+    """Bytes that are not zero in rows after the vocabulary's own."""
+    vocabulary = [
+        t for name, t in model_of(llm).state_dict().items() if name in ("model.embed_tokens.weight", "lm_head.weight")
+    ]
+    assert all(tensor.shape[0] > VOCAB_SIZE for tensor in vocabulary), "vLLM pads a vocabulary of this size"
+    return sum(int(_raw(tensor[VOCAB_SIZE:]).count_nonzero()) for tensor in vocabulary)
+
+
+def scribble(llm: LLM) -> None:
+    """Overwrite every weight and scale, in place."""
+    for parameter in model_of(llm).parameters():
+        _raw_view(parameter).fill_(0x55)
+
+
+def wrong_tensors(llm: LLM, policy: dict[str, Tensor], scale_format: str) -> list[str]:
+    """Live tensors whose bytes are not what `policy` makes of them; looks at neither slots nor plan."""
+    live = model_of(llm).state_dict()
+    return [
+        name for name in live if not torch.equal(_raw(live[name]), _raw(_expected(name, live, policy, scale_format)))
+    ]
+
+
+def _expected(name: str, live: dict[str, Tensor], policy: dict[str, Tensor], scale_format: str) -> Tensor:
+    """What the live tensor called `name` must hold."""
+    module, _, leaf = name.rpartition(".")
+    if leaf in KV_SCALES:
+        return torch.ones((), dtype=torch.float32)
+    parent, _, last = module.rpartition(".")
+    is_scale = leaf == "weight_scale_inv"
+    parts = [
+        policy[f"{parent}.{part}.{'weight' if is_scale else leaf}".lstrip(".")] for part in FUSED.get(last, (last,))
+    ]
+    if is_scale or (leaf == "weight" and f"{module}.weight_scale_inv" in live):
+        quantized = [quantize_blockwise(part, scale_format=scale_format) for part in parts]
+        parts = [scale if is_scale else codes.view(torch.uint8) for codes, scale in quantized]
+    tensor = torch.cat(parts)
+    padding = live[name].shape[0] - tensor.shape[0]
+    return torch.cat([tensor, tensor.new_zeros((padding, *tensor.shape[1:]))])
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return _raw_view(tensor.contiguous())
+
+
+def _raw_view(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)

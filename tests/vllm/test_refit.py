@@ -1,0 +1,156 @@
+"""A refitted vLLM engine against a fresh one: bytes, tokens, log-probabilities. On the CPU, with the tests' own FP8 product.
+
+The fresh engine is booted by another process, into which fp8refit's fill never comes, from the checkpoint that
+`quantize_checkpoint` writes. What is and is not real here: `conftest.py`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from fp8refit.checkpoint import quantize_checkpoint
+from fp8refit.layout import EngineLayout
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, save_model
+
+pytestmark = pytest.mark.vllm
+
+CASES = [
+    ("qwen3", "fp32"),
+    ("qwen3", "ue8m0"),
+    ("qwen3_tied", "fp32"),
+    ("qwen2", "ue8m0"),
+    ("llama", "ue8m0"),
+    ("llama_tied", "fp32"),
+    ("mistral", "fp32"),
+]
+NAMES = [f"{family}-{kernel}" for family, kernel in CASES]
+TIED = [name for name in NAMES if FAMILIES[name.split("-")[0]][2]["tie_word_embeddings"]]
+KERNELS = {"fp32": "ReferenceBlockKernel", "ue8m0": "PowerOfTwoBlockKernel"}
+LM_HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("refit")
+    for family in {family for family, _ in CASES}:
+        save_model(family, 2, folder / f"{family}-bf16")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def refitted(run_engine, work):
+    return run_engine("refit", cases=CASES, work=work)
+
+
+@pytest.fixture(scope="module")
+def fresh(run_engine, work: Path, refitted):
+    for family, kernel in CASES:
+        name = f"{family}-{kernel}"
+        quantize_checkpoint(
+            work / f"{family}-bf16", work / name, like=EngineLayout.model_validate(refitted[name]["layout"])
+        )
+    return run_engine("fresh", cases=CASES, work=work)
+
+
+@pytest.fixture(scope="module", params=["fp32", "ue8m0"])
+def online(request, run_engine, tmp_path_factory):
+    """An engine that quantized a BF16 checkpoint as it loaded it."""
+    return request.param, run_engine("online", kernel=request.param, work=tmp_path_factory.mktemp("online"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_and_buffer_equals_that_of_a_fresh_engine(name, refitted, fresh):
+    assert fresh[name]["live"]
+    assert refitted[name]["live"] == fresh[name]["live"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_and_buffer_is_what_the_public_quantizer_gives(name, refitted):
+    assert refitted[name]["wrong"] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_and_log_probabilities_equal_those_of_a_fresh_engine(name, refitted, fresh):
+    assert refitted[name]["generated"] == fresh[name]["generated"]
+    assert refitted[name]["generated"]["outputs"] != refitted[name]["before"]["outputs"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_repeated_prompt_does_not_meet_the_old_policys_cache(name, refitted):
+    assert refitted[name]["before_again"]["num_cached"][-1] > 0
+    assert refitted[name]["generated"]["num_cached"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_rows_of_the_vocabulary_are_zero_after_a_dummy_boot(name, refitted):
+    assert refitted[name]["booted_padding"] > 0
+    assert refitted[name]["padding"] == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_copy_of_every_kv_scale_is_one_after_a_dummy_boot(name, refitted, fresh):
+    assert set(refitted[name]["booted_kv_scales"].values()) != {1.0}
+    assert refitted[name]["kv_scales"] == fresh[name]["kv_scales"]
+    assert set(refitted[name]["kv_scales"].values()) == {1.0}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_layout_says_kernel_and_scale_format_of_the_live_engine(name, refitted):
+    kernel = name.split("-")[1]
+    layout = refitted[name]["layout"]
+    quantized = [slot for slot in layout["slots"] if slot["scale_format"] is not None]
+    assert {slot["name"].split(".")[-2] for slot in quantized} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
+    assert {(slot["kernel"], slot["scale_format"]) for slot in quantized} == {(KERNELS[kernel], kernel)}
+    assert layout["refusals"] == []
+    assert [slot["full_shape"] for slot in layout["slots"] if slot["name"] == EMBED] == [[VOCAB_SIZE, 256]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_tied_models_share_the_lm_heads_slot(name, refitted):
+    is_tied = name in TIED
+    layout = refitted[name]["layout"]
+    assert layout["aliases"] == ({LM_HEAD: EMBED} if is_tied else {})
+    assert (LM_HEAD in [slot["name"] for slot in layout["slots"]]) is not is_tied
+    assert refitted[name]["ignored"] == ([LM_HEAD] if is_tied else [])
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_tied_lm_head_may_be_sent_or_not(name, refitted):
+    assert refitted[name]["ignored"] == [LM_HEAD]
+    assert refitted[name]["live_without_ignored"] == refitted[name]["live"]
+
+
+def test_biases_are_refitted(refitted):
+    slots = [slot for slot in refitted["qwen2-ue8m0"]["layout"]["slots"] if slot["name"].endswith("bias")]
+    assert {slot["module"].split(".")[-1] for slot in slots} == {"qkv_proj"}
+    assert "model.layers.0.self_attn.qkv_proj.bias" in refitted["qwen2-ue8m0"]["live"]
+
+
+def test_an_engine_that_quantizes_as_it_loads_is_refitted(online):
+    _, found = online
+    assert found["wrong"] == []
+    assert found["refitted"] != found["booted"]
+
+
+def test_vllms_own_cast_gives_the_same_bytes_for_fp32_scales(online):
+    kernel, found = online
+    if kernel == "ue8m0":
+        # It rounds twice, to fp32 scales and then to powers of two; a refit rounds once.
+        assert found["refitted"] != found["own"]
+    else:
+        assert found["refitted"] == found["own"]
+
+
+def test_a_refit_after_the_engines_own_reload_from_disk(online):
+    _, found = online
+    assert found["reloaded"] == found["booted"]
+    assert found["refitted_after_reload"] == found["refitted"]
+
+
+def test_parameters_that_the_engine_replaced_are_found_again(online):
+    _, found = online
+    assert found["refitted_after_replacement"] == found["refitted"]
+    assert found["replaced_is_left_alone"]

@@ -1,0 +1,47 @@
+"""vLLM engines that fp8refit does not refit, told why and what to set, and left as they were. On the CPU."""
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def refusals(run_engine, tmp_path_factory):
+    return run_engine("refusals", work=tmp_path_factory.mktemp("refusals"))
+
+
+@pytest.mark.parametrize("kind", ["repacking kernel", "bfloat16", "mixture of experts"])
+def test_a_refused_engine_is_left_as_it_was(kind, refusals):
+    assert refusals[kind]["refit"]["error"] == "UnsupportedEngineError"
+    assert refusals[kind]["untouched"]
+    assert not refusals[kind]["dirty"]
+    assert refusals[kind]["refit"]["named"] == refusals[kind]["refusals"]
+
+
+def test_every_module_of_a_repacking_kernel_is_named_with_the_setting_that_helps(refusals):
+    reasons = refusals["repacking kernel"]["refusals"]
+    modules = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+    assert [reason.split(":")[0] for reason in reasons] == [
+        f"model.layers.{layer}.{module}" for layer in range(2) for module in modules
+    ]
+    for reason in reasons:
+        assert "RepackingBlockKernel repacks weights" in reason
+        assert "VLLM_DISABLED_KERNELS" in reason
+
+
+def test_an_unquantized_engine_is_told_how_to_boot(refusals):
+    (reason,) = refusals["bfloat16"]["refusals"]
+    assert "holds no block-FP8 weight" in reason
+    assert 'quantization="fp8_per_block"' in reason
+
+
+def test_a_mixture_of_experts_is_named(refusals):
+    (reason,) = refusals["mixture of experts"]["refusals"]
+    assert reason.startswith("model.layers.0.mlp.experts.routed_experts: is a mixture-of-experts layer")
+
+
+def test_an_engine_in_another_process_is_refused_with_the_setting_that_helps(run_engine, tmp_path):
+    found = run_engine("multiprocess", work=tmp_path, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    assert found["refit"]["error"] == "UnsupportedEngineError"
+    assert "set VLLM_ENABLE_V1_MULTIPROCESSING=0" in found["refit"]["message"]
+    assert found["still_generates"]
