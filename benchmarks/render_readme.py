@@ -53,8 +53,8 @@ def render(result: dict[str, Any]) -> str:
     return (
         f"Qwen3-8B shape with outlier channels, {result['num_tensors']} BF16 tensors on the GPU, one {result['gpu']}; "
         f"{versions}; DeepGEMM kernels, CUDA graphs on. Medians.\n\n| | |\n| --- | --- |\n{table}\n\n"
-        f"`{result['command']}` measures them again and writes "
-        f"[`{RESULT.relative_to(ROOT)}`]({RESULT.relative_to(ROOT)}), from which this table is made.\n"
+        "`python -m pytest tests/gpu` on such a machine measures all of it again. This table is made from "
+        f"[`{RESULT.relative_to(ROOT)}`]({RESULT.relative_to(ROOT)}), which holds the exact command.\n"
     )
 
 

@@ -12,6 +12,7 @@ from fp8refit.errors import (
     LiveTensorMovedError,
     NonFiniteError,
     RefitError,
+    StagingMemoryError,
     UnsupportedEngineError,
 )
 from fp8refit.kernels import dequantize_blockwise, quantize_blockwise
@@ -31,6 +32,7 @@ __all__ = [
     "RefitError",
     "RefitReport",
     "Refitter",
+    "StagingMemoryError",
     "UnsupportedEngineError",
     "__version__",
     "dequantize_blockwise",

@@ -88,5 +88,9 @@ class CacheFlushError(RefitError):
     """The engine did not drop the KV cache of the previous policy."""
 
 
+class StagingMemoryError(RefitError):
+    """There is no room on the engine's device for the buckets through which tensors from elsewhere go."""
+
+
 class EngineLostError(RefitError):
     """The engine cannot be healed: a CUDA fault or a dead rank. Start it again."""

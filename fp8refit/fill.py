@@ -117,6 +117,12 @@ class ResidentFill:
         """Wait for the last launch and name the source tensors that it flagged."""
         return sorted({self._sources[index] for index in self.table.bad_tasks()})
 
+    def release(self) -> None:
+        """Let go of the source tensors; `rebind` comes before the next use."""
+        for table in (self.table, self._scale_table):
+            if table is not None:
+                table.release()
+
     @property
     def num_device_bytes(self) -> int:
         """Device memory held between refits."""

@@ -72,6 +72,7 @@ class Refitter:
             EngineBusyError: Requests are unfinished, or another refit is under way.
             EngineAsleepError: The weights sleep.
             UnsupportedEngineError: The engine has layers that cannot be refitted.
+            StagingMemoryError: No room for the buckets of a source that is not on the engine's device.
             CacheFlushError: The weights are written but the old policy's KV cache stayed; the engine is dirty.
             EngineLostError: A CUDA fault; start the engine again.
         """

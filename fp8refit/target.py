@@ -6,6 +6,7 @@ commit the rank is dirty; only a later complete write heals it.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from fp8refit.errors import (
     LiveTensorMovedError,
     NonFiniteError,
     RefitError,
+    StagingMemoryError,
     UnsupportedEngineError,
 )
 from fp8refit.fill import ResidentFill, StreamFill, misfit_scales, scale_problem
@@ -52,6 +54,7 @@ class Target:
         self._versions = versions
         self._inventory: Inventory | None = None
         self._resident: ResidentFill | None = None
+        self._stream_plan: tuple[dict[str, TensorMeta], RefitPlan] | None = None
         self._job: _Job | None = None
         self._is_lost = False
         self.is_dirty = False
@@ -62,37 +65,26 @@ class Target:
         if self._is_lost:
             raise EngineLostError("a CUDA fault ended an earlier refit of this engine; start the engine again")
         self._job = None
-        if self._device.type == "cuda":
-            # The trainer's and the engine's kernels run on streams of their own; a refit begins when all are done.
-            torch.cuda.synchronize(self._device)
-        inventory = self._current_inventory()
-        if inventory.refusals:
-            raise UnsupportedEngineError(
-                "this engine cannot be refitted, and nothing was written:",
-                [str(refusal) for refusal in inventory.refusals],
-            )
-        job = _Job(source=source, config=config, inventory=inventory)
-        if isinstance(source, MappingSource):
-            self._prepare_mapping(source, job)
-        else:
-            _prepare_stream(job)
-        if config.validate_values == "strict":
-            self._look_for_bad_values(job)
-        self._job = job
+        with self._faults_are_final():
+            if self._device.type == "cuda":
+                # The trainer's and the engine's kernels run on streams of their own; a refit begins when all are done.
+                torch.cuda.synchronize(self._device)
+            self._job = self._prepare(source, config)
 
     def write(self) -> WriteResult:
         """See `fp8refit.engine.Ranks`."""
         job, self._job = self._job, None
         assert job is not None, "write() follows a prepare() that returned"
         self.is_dirty = True
-        try:
-            return self._write(job)
-        except LiveTensorMovedError:
-            self._inventory = None
-            raise
-        except torch.AcceleratorError as error:
-            self._is_lost = True
-            raise EngineLostError(f"a CUDA fault ended the refit ({error}); start the engine again") from error
+        with self._faults_are_final():
+            try:
+                return self._write(job)
+            except LiveTensorMovedError:
+                self._inventory = None
+                raise
+            finally:
+                if job.resident is not None:
+                    job.resident.release()
 
     def commit(self) -> int:
         """See `fp8refit.engine.Ranks`."""
@@ -107,14 +99,45 @@ class Target:
 
     def close(self) -> None:
         """See `fp8refit.engine.Ranks`."""
-        self._inventory = self._resident = self._job = None
+        self._inventory = self._resident = self._stream_plan = self._job = None
+
+    @contextmanager
+    def _faults_are_final(self) -> Iterator[None]:
+        """Remember a CUDA fault: nothing on the device can be trusted after one.
+
+        Raises:
+            EngineLostError: In its place.
+        """
+        try:
+            yield
+        except torch.AcceleratorError as error:
+            self._is_lost = True
+            raise EngineLostError(f"a CUDA fault ended the refit ({error}); start the engine again") from error
 
     def _current_inventory(self) -> Inventory:
         """The inventory, read again if the engine replaced a live tensor since."""
         if self._inventory is None or was_any_replaced(self._inventory.live):
-            self._resident = None
+            self._resident = self._stream_plan = None
             self._inventory = self._read_inventory()
         return self._inventory
+
+    def _prepare(self, source: Source, config: RefitConfig) -> "_Job":
+        inventory = self._current_inventory()
+        if inventory.refusals:
+            raise UnsupportedEngineError(
+                "this engine cannot be refitted, and nothing was written:",
+                [str(refusal) for refusal in inventory.refusals],
+            )
+        job = _Job(source=source, config=config, inventory=inventory)
+        if isinstance(source, MappingSource):
+            self._prepare_mapping(source, job)
+        else:
+            self._prepare_stream(job)
+        if config.validate_values == "strict":
+            self._look_for_bad_values(job)
+        if job.streams:
+            job.stream = self._make_stream(job)
+        return job
 
     def _prepare_mapping(self, source: MappingSource, job: "_Job") -> None:
         resident = self._resident
@@ -133,6 +156,45 @@ class Target:
             misfits += misfit_scales(resident.staged_steps, job.inventory.slots, staged)
         if misfits:
             raise InvalidSourceError(misfits)
+
+    def _prepare_stream(self, job: "_Job") -> None:
+        """Plan a stream before it is written, unless it can be read only once and nothing is known of it."""
+        source, inventory = job.source, job.inventory
+        if source.metadata is not None:
+            job.metadata = dict(source.metadata)
+        elif source.is_repeatable:
+            job.metadata = _read_metadata(source)
+        else:
+            job.is_first = True
+            return
+        known, plan = self._stream_plan or (None, None)
+        if plan is None or source.problems or known != job.metadata:
+            plan = compile_plan(inventory.slots, job.metadata, aliases=inventory.aliases, problems=source.problems)
+            self._stream_plan = job.metadata, plan
+            job.is_first = True
+        job.plan, job.stream_steps = plan, _by_source(plan.steps)
+        needs_powers = any(
+            step.op is Op.COPY_SCALES and inventory.slots[step.slot].scale_format is ScaleFormat.UE8M0
+            for step in plan.steps
+        )
+        if needs_powers and source.is_repeatable and job.config.on_scale_mismatch == "refuse":
+            misfits = misfit_scales(plan.steps, inventory.slots, source)
+            if misfits:
+                raise InvalidSourceError(misfits)
+
+    def _make_stream(self, job: "_Job", *, write: bool = True) -> StreamFill:
+        """Take staging memory, while nothing is written yet.
+
+        Raises:
+            StagingMemoryError: There is not enough.
+        """
+        try:
+            return StreamFill(job.inventory.slots, self._device, job.config, write=write)
+        except torch.OutOfMemoryError as error:
+            raise StagingMemoryError(
+                f"{self._device} has no room for two staging buckets of {job.config.bucket_bytes >> 20} MiB; lower "
+                "bucket_bytes or leave the engine less memory. Nothing was written"
+            ) from error
 
     def _look_for_bad_values(self, job: "_Job") -> None:
         """Read everything without writing.
@@ -153,7 +215,7 @@ class Target:
             job.resident.table.launch(check=True, write=False)
             bad += job.resident.bad_sources()
         if job.streams:
-            stream = StreamFill(job.inventory.slots, self._device, job.config, write=False)
+            stream = self._make_stream(job, write=False)
             steps = job.stream_steps or _by_source(_require(job.plan).steps)
             for name, tensor in job.tensors():
                 for step in steps.get(name, ()):
@@ -166,7 +228,7 @@ class Target:
         inventory, config = job.inventory, job.config
         check = config.validate_values != "off"
         start_s = time.perf_counter()
-        stream = StreamFill(inventory.slots, self._device, config) if job.streams else None
+        stream = job.stream
         begin, end = _device_events(self._device)
         if begin is not None:
             begin.record()
@@ -219,6 +281,7 @@ class _Job:
     """None for a one-shot stream without manifest, which is planned while it arrives."""
     resident: ResidentFill | None = None
     stream_steps: dict[str, list[Step]] | None = None
+    stream: StreamFill | None = None
     is_first: bool = False
 
     @property
@@ -237,27 +300,6 @@ class _Job:
             tensors = self.source.tensors
             return ((name, tensors[name]) for name in self.stream_steps or ())
         return iter(self.source)
-
-
-def _prepare_stream(job: _Job) -> None:
-    """Plan a stream before it is written, unless it can be read only once and nothing is known of it."""
-    source, inventory = job.source, job.inventory
-    if source.metadata is not None:
-        job.metadata = dict(source.metadata)
-    elif source.is_repeatable:
-        job.metadata = _read_metadata(source)
-    else:
-        return
-    plan = compile_plan(inventory.slots, job.metadata, aliases=inventory.aliases, problems=source.problems)
-    job.plan, job.stream_steps, job.is_first = plan, _by_source(plan.steps), True
-    needs_powers = any(
-        step.op is Op.COPY_SCALES and inventory.slots[step.slot].scale_format is ScaleFormat.UE8M0
-        for step in plan.steps
-    )
-    if needs_powers and source.is_repeatable and job.config.on_scale_mismatch == "refuse":
-        misfits = misfit_scales(plan.steps, inventory.slots, source)
-        if misfits:
-            raise InvalidSourceError(misfits)
 
 
 def _read_metadata(source: Source) -> dict[str, TensorMeta]:

@@ -12,6 +12,8 @@ _IN_PROCESS_HINT = (
     "(fp8refit does not reach into other processes yet)"
 )
 
+_DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+
 
 class InProcessLLM:
     """A `vllm.LLM` whose engine core, scheduler and single worker live in this process.
@@ -24,7 +26,9 @@ class InProcessLLM:
         engine = getattr(llm, "llm_engine", None)
         core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
         if core is None:
-            raise UnsupportedEngineError(f"{type(llm).__name__} runs its engine core in another process; {_IN_PROCESS_HINT}")
+            raise UnsupportedEngineError(
+                f"{type(llm).__name__} runs its engine core in another process; {_IN_PROCESS_HINT}"
+            )
         self.llm = llm
         self.engine = engine
         self.executor = core.model_executor
@@ -37,7 +41,9 @@ class InProcessLLM:
         driver = getattr(self.executor, "driver_worker", None)
         worker = getattr(driver, "worker", None)
         if worker is None:
-            raise UnsupportedEngineError(f"{type(self.executor).__name__} keeps its worker elsewhere; {_IN_PROCESS_HINT}")
+            raise UnsupportedEngineError(
+                f"{type(self.executor).__name__} keeps its worker elsewhere; {_IN_PROCESS_HINT}"
+            )
         self.worker = worker
 
     @property
@@ -60,7 +66,16 @@ class InProcessLLM:
     @property
     def has_dummy_weights(self) -> bool:
         """Whether the engine was booted without a checkpoint's values."""
-        return str(getattr(self.config.load_config.load_format, "value", self.config.load_config.load_format)) == "dummy"
+        return (
+            str(getattr(self.config.load_config.load_format, "value", self.config.load_config.load_format)) == "dummy"
+        )
+
+    @property
+    def draft_method(self) -> str | None:
+        """How the engine drafts tokens with weights of their own, or None if it drafts without or not at all."""
+        speculative = self.config.speculative_config
+        method = getattr(speculative, "method", None)
+        return None if method is None or method in _DRAFTS_WITHOUT_WEIGHTS else str(method)
 
     @property
     def are_weights_asleep(self) -> bool:

@@ -1,12 +1,13 @@
 """The driver's side: one `vllm.LLM` in this process."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fp8refit.errors import CacheFlushError, EngineAsleepError, EngineBusyError, UnsupportedEngineError
-from fp8refit.slots import Inventory, Refresh
+from fp8refit.slots import Inventory, Refresh, Refusal
 from fp8refit.target import Target
 from fp8refit_vllm.compat import InProcessLLM, reset_kv_scales
 from fp8refit_vllm.layout import read_inventory
@@ -81,17 +82,17 @@ class VllmEngine:
 
     def _read_inventory(self) -> Inventory:
         inventory = read_inventory(self._llm.model)
-        if not self._has_dummy_scales:
-            return inventory
-        refresh = Refresh(name="KV scales of a dummy boot", run=self._reset_dummy_scales)
-        return Inventory(
-            slots=inventory.slots,
-            live=inventory.live,
-            aliases=inventory.aliases,
-            padding=inventory.padding,
-            refreshes=(*inventory.refreshes, refresh),
-            refusals=inventory.refusals,
-        )
+        if self._llm.draft_method is not None:
+            draft = Refusal(
+                module="draft model",
+                reason=f"drafts tokens with weights of its own ({self._llm.draft_method}), which would stay those of the old policy",
+                remedy="Boot without speculative_config",
+            )
+            inventory = replace(inventory, refusals=(*inventory.refusals, draft))
+        if self._has_dummy_scales:
+            refresh = Refresh(name="KV scales of a dummy boot", run=self._reset_dummy_scales)
+            inventory = replace(inventory, refreshes=(*inventory.refreshes, refresh))
+        return inventory
 
     def _reset_dummy_scales(self) -> None:
         """A dummy boot fills KV scales with noise; a boot from a checkpoint leaves 1.0. Done until the first commit."""

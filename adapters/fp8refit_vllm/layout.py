@@ -33,7 +33,9 @@ _SOURCE_LIKE = (torch.bfloat16, torch.float16, torch.float32)
 
 def read_inventory(model: nn.Module) -> Inventory:
     """Everything a refit of `model` writes, and everything it cannot."""
-    fused = {leaf: tuple(parts) for leaf, parts in getattr(model, "packed_modules_mapping", {}).items()} or FUSED_MODULES
+    fused = {
+        leaf: tuple(parts) for leaf, parts in getattr(model, "packed_modules_mapping", {}).items()
+    } or FUSED_MODULES
     slots: list[Slot] = []
     refusals: list[Refusal] = []
     padding: list[Tensor] = []
@@ -120,6 +122,8 @@ def _why_refused(
 
     kernel = linear_kernel(module)
     method = type(getattr(module, "quant_method", None)).__name__
+    if {"W_UV", "W_UK_T"} & own.keys():
+        return refuse("keeps absorbed copies of its latent projections", "fp8refit does not refresh them yet")
     if hasattr(module, "w13_weight"):
         return refuse("is a mixture-of-experts layer", "fp8refit refits dense models so far")
     if any("base_layer" in part for part in prefix.split(".")):
@@ -145,7 +149,9 @@ def _why_refused(
         )
     block_n, block_k = _block_size(module)
     if weight is None or weight.dtype is not FP8_DTYPE or weight.ndim != 2 or not weight.is_contiguous():
-        return refuse("its weight is not a row-major float8_e4m3fn matrix", "Choose another kernel (VLLM_DISABLED_KERNELS)")
+        return refuse(
+            "its weight is not a row-major float8_e4m3fn matrix", "Choose another kernel (VLLM_DISABLED_KERNELS)"
+        )
     expected = (-(-weight.shape[0] // block_n), -(-weight.shape[1] // block_k))
     if scale.dtype is not torch.float32 or tuple(scale.shape) != expected or not scale.is_contiguous():
         return refuse(
@@ -157,7 +163,9 @@ def _why_refused(
         return unknown
     _, sizes = _parts_of(prefix, module, fused)
     if any(size % block_n for size in (sizes or ())[:-1]):
-        return refuse(f"its parts {list(sizes or ())} do not start on blocks of {block_n} rows", "Leave this layer in BF16")
+        return refuse(
+            f"its parts {list(sizes or ())} do not start on blocks of {block_n} rows", "Leave this layer in BF16"
+        )
     return None
 
 

@@ -5,7 +5,7 @@ runs it. On CUDA a table is a matrix of addresses that Triton kernels walk; on t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol, TypeAlias
 
@@ -66,6 +66,10 @@ class WorkTable(Protocol):
         """Wait for the last launch and give the indexes of the tasks that were flagged."""
         ...
 
+    def release(self) -> None:
+        """Let go of the source tensors; `refresh` comes before the next launch."""
+        ...
+
 
 def compile_table(tasks: Sequence[Task], device: torch.device) -> WorkTable:
     """Compile `tasks`, whose tensors are all on `device`; the caller keeps them alive, the table may hold only addresses."""
@@ -108,8 +112,8 @@ class ReferenceTable:
     num_device_bytes = 0
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self._tasks = list(tasks)
         self._sources = [task.source for task in tasks]
+        self._tasks = [replace(task, source=torch.empty(0)) for task in tasks]
         self._bad: set[int] = set()
 
     def refresh(self, sources: Sequence[Tensor]) -> None:
@@ -129,6 +133,10 @@ class ReferenceTable:
         """See `WorkTable`."""
         bad, self._bad = sorted(self._bad), set()
         return bad
+
+    def release(self) -> None:
+        """See `WorkTable`."""
+        self._sources = []
 
 
 def _run_reference(task: Task, source: Tensor, *, write: bool) -> bool:

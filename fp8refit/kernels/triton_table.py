@@ -115,6 +115,9 @@ class TritonTable:
             self._status.zero_()
         return bad
 
+    def release(self) -> None:
+        """See `WorkTable`: a table holds addresses only."""
+
 
 def _rows_of(index: int, task: Task) -> list[tuple[Kind, dict[str, int], int]]:
     """The table rows of one task: kind, fields, and the byte offset of the row's box in the source tensor."""

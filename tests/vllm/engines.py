@@ -1,6 +1,7 @@
-"""Tiny vLLM engines on the CPU: boot one in this process, see what it says and what it holds, and let go of it."""
+"""Tiny vLLM engines on the CPU: boot one in this process, see what it says and holds and refuses, and let go of it."""
 
 import hashlib
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 
-from fp8refit import quantize_blockwise
-from tests.tiny_models import VOCAB_SIZE
+from fp8refit import RefitError, quantize_blockwise
+from tests.tiny_models import VOCAB_SIZE, make_model
 
 FP8_CONFIG = {
     "quant_method": "fp8",
@@ -63,6 +64,32 @@ def said(output) -> dict:
         "tokens": list(completion.token_ids),
         "logprobs": [{str(t): entry.logprob.hex() for t, entry in step.items()} for step in completion.logprobs],
     }
+
+
+def state(llm: LLM) -> dict:
+    """What it holds and says."""
+    return {"live": live_bytes(llm), **generate(llm)}
+
+
+def make_policy(family: str, seed: int) -> dict[str, Tensor]:
+    """What a trainer's `state_dict` gives: for tied models the LM head too."""
+    return make_model(family, seed).state_dict()
+
+
+def refused(call, *arguments) -> dict | None:
+    """Which error `call` raises, how soon, and what it names; None if it returns."""
+    start_s = time.perf_counter()
+    try:
+        call(*arguments)
+    except RefitError as error:
+        named = [getattr(error, field, ()) for field in ("names", "problems", "reasons")]
+        return {
+            "error": type(error).__name__,
+            "message": str(error),
+            "named": [line for lines in named for line in lines],
+            "seconds": time.perf_counter() - start_s,
+        }
+    return None
 
 
 def model_of(llm: LLM) -> nn.Module:

@@ -8,53 +8,27 @@ would be other code anyway, and compiling takes a minute.
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import torch
 from engines import (
-    PROMPTS,
-    SAMPLING,
     booted,
     booted_dummy,
     generate,
     kv_scales,
     live_bytes,
+    make_policy,
     model_of,
     num_padding_bytes_set,
-    places,
-    said,
+    refused,
     scribble,
+    state,
     wrong_tensors,
 )
+from live_engine import run_live
 
-from fp8refit import RefitError, Refitter
-from fp8refit.checkpoint import quantize_checkpoint
-from tests.tiny_models import make_model, save_model
-
-UP_PROJ = "model.layers.1.mlp.up_proj.weight"
-NORM = "model.layers.0.input_layernorm.weight"
-
-
-def make_policy(family: str, seed: int) -> dict[str, torch.Tensor]:
-    """What a trainer's `state_dict` gives: for tied models the LM head too."""
-    return make_model(family, seed).state_dict()
-
-
-def refused(call, *arguments) -> dict | None:
-    """Which error `call` raises, how soon, and what it names; None if it returns."""
-    start_s = time.perf_counter()
-    try:
-        call(*arguments)
-    except RefitError as error:
-        named = [getattr(error, field, ()) for field in ("names", "problems", "reasons")]
-        return {
-            "error": type(error).__name__,
-            "message": str(error),
-            "named": [line for lines in named for line in lines],
-            "seconds": time.perf_counter() - start_s,
-        }
-    return None
+from fp8refit import Refitter
+from tests.tiny_models import save_model
 
 
 def run_refit(cases: list, work: str) -> dict:
@@ -127,159 +101,6 @@ def run_online(kernel: str, work: str) -> dict:
         return found
 
 
-def run_live(work: str) -> dict:
-    """One engine through everything that may happen to it between two refits."""
-    folder = Path(work) / "bf16"
-    save_model("qwen3", 1, folder)
-    with booted_dummy(folder, "fp32") as llm:
-        refitter = Refitter(llm)
-        found = {"policies": try_policies(llm, refitter)}
-        refitter.refit(make_policy("qwen3", 1))
-        found["good"] = good = state(llm)
-        for name, attempt in ATTEMPTS.items():
-            found[name] = attempt(llm, refitter)
-            refitter.refit(make_policy("qwen3", 1))
-            found[name]["healed"] = state(llm) == good and not refitter.is_dirty
-        found["streams"] = try_streams(llm, refitter, folder)
-        return found
-
-
-def state(llm) -> dict:
-    return {"live": live_bytes(llm), **generate(llm)}
-
-
-def try_policies(llm, refitter: Refitter) -> dict:
-    """Five policies, one after another."""
-    before = places(llm)
-    rounds = []
-    for seed in range(1, 6):
-        policy = make_policy("qwen3", seed)
-        report = refitter.refit(policy)
-        rounds.append(
-            {
-                "version": report.version,
-                "wrong": wrong_tensors(llm, policy, "fp32"),
-                "tokens": [output["tokens"] for output in generate(llm)["outputs"]],
-                "traces": [name for name in vars(llm.llm_engine) if name == "add_request"],
-            }
-        )
-    after = places(llm)
-    return {"rounds": rounds, "num_tensors": len(before), "moved": [n for n in before if before[n] != after.get(n)]}
-
-
-def try_bad_values(llm, refitter: Refitter) -> dict:
-    """NaN in a quantized and Inf in a copied tensor, looked for before and while writing."""
-    policy = make_policy("qwen3", 2)
-    policy[UP_PROJ][300, 200] = torch.nan
-    policy[NORM][7] = torch.inf
-    before = live_bytes(llm)
-    strict = Refitter(llm, validate="strict")
-    found = {"strict": refused(strict.refit, policy), "strict_untouched": live_bytes(llm) == before}
-    found |= {"strict_dirty": strict.is_dirty, "fused": refused(refitter.refit, policy), "dirty": refitter.is_dirty}
-    found["generate"] = refused(generate, llm)
-    found["add_request"] = refused(llm.llm_engine.add_request, "late", {"prompt_token_ids": PROMPTS[0]}, SAMPLING)
-    found["unfinished"] = llm.llm_engine.get_num_unfinished_requests()
-    return found
-
-
-def try_bad_names(llm, refitter: Refitter) -> dict:
-    """One name missing, one unexpected, one of the wrong shape."""
-    policy = make_policy("qwen3", 2)
-    del policy[NORM]
-    policy["model.layers.9.mlp.up_proj.weight"] = policy[UP_PROJ]
-    policy[UP_PROJ] = policy[UP_PROJ][:128]
-    before = state(llm)
-    found = {"refit": refused(refitter.refit, policy), "dirty": refitter.is_dirty}
-    return found | {
-        "live_untouched": live_bytes(llm) == before["live"],
-        "still_generates": refused(generate, llm) is None,
-    }
-
-
-def try_busy(llm, refitter: Refitter) -> dict:
-    """A refit between two steps of a request, and the same request without one."""
-    before = live_bytes(llm)
-    found = {}
-
-    def refit() -> None:
-        found.update(refit=refused(refitter.refit, make_policy("qwen3", 2)), dirty=refitter.is_dirty)
-
-    found["undisturbed"] = step_through(llm, lambda: None)
-    found["disturbed"] = step_through(llm, refit)
-    return found | {"live_untouched": live_bytes(llm) == before}
-
-
-def step_through(llm, after_first_step) -> list[dict]:
-    """Run one request by hand, with something else between its first two steps."""
-    llm.reset_prefix_cache()
-    llm.llm_engine.add_request("by hand", {"prompt_token_ids": PROMPTS[2]}, SAMPLING)
-    outputs = llm.llm_engine.step()
-    after_first_step()
-    while llm.llm_engine.has_unfinished_requests():
-        outputs += llm.llm_engine.step()
-    return [said(output) for output in outputs if output.finished]
-
-
-def try_asleep(llm, refitter: Refitter) -> dict:
-    """vLLM ignores sleep mode on a CPU, so its mark is set by hand: the mark is what is tested, not the memory."""
-    before = live_bytes(llm)
-    executor = llm.llm_engine.model_executor
-    executor.sleeping_tags = {"weights"}
-    found = {"refit": refused(refitter.refit, make_policy("qwen3", 2)), "dirty": refitter.is_dirty}
-    executor.sleeping_tags = set()
-    return found | {"live_untouched": live_bytes(llm) == before}
-
-
-def try_held_block(llm, refitter: Refitter) -> dict:
-    """A block of the KV cache that somebody keeps: vLLM's own flush then does nothing and says False."""
-    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    blocks = pool.get_new_blocks(1)
-    found = {"refit": refused(refitter.refit, make_policy("qwen3", 2)), "dirty": refitter.is_dirty}
-    found["generate"] = refused(generate, llm)
-    pool.free_blocks(blocks)
-    return found
-
-
-def try_two_refitters(llm, refitter: Refitter) -> dict:
-    """Another refitter of the same engine, while the first exists."""
-    other = Refitter(llm, validate="strict")
-    versions = [refitter.version, other.version, other.refit(make_policy("qwen3", 2)).version]
-    return {"versions": [*versions, refitter.version]}
-
-
-ATTEMPTS = {
-    "bad_values": try_bad_values,
-    "bad_names": try_bad_names,
-    "busy": try_busy,
-    "asleep": try_asleep,
-    "held_block": try_held_block,
-    "two_refitters": try_two_refitters,
-}
-
-
-def try_streams(llm, refitter: Refitter, folder: Path) -> dict:
-    """Policy 1 as files, iterators, wrapped names, fp32 and FP8, each over other bytes."""
-    policy = make_policy("qwen3", 1)
-    manifest = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in policy.items()}
-    quantize_checkpoint(folder, folder.with_name("fp8"), like=refitter.layout())
-    sources = {
-        "safetensors": (folder, None),
-        "block-FP8 safetensors": (folder.with_name("fp8"), None),
-        "function": (lambda: iter(policy.items()), None),
-        "one-shot iterator": (iter(policy.items()), None),
-        "one-shot iterator with manifest": (iter(policy.items()), manifest),
-        "list of pairs": (list(policy.items()), None),
-        "fp32": ({name: tensor.float() for name, tensor in policy.items()}, None),
-        "wrapped names": ({f"module._orig_mod.{name}": tensor for name, tensor in policy.items()}, None),
-    }
-    found = {}
-    for kind, (source, announced) in sources.items():
-        scribble(llm)
-        refitter.refit(source, manifest=announced)
-        found[kind] = live_bytes(llm)
-    return found
-
-
 def run_refusals(work: str) -> dict:
     """Engines with layers that cannot be written in place."""
     bf16, moe = Path(work) / "bf16", Path(work) / "moe"
@@ -296,14 +117,9 @@ def run_refusals(work: str) -> dict:
             before = state(llm)
             refitter = Refitter(llm)
             found[kind] = {"refit": refused(refitter.refit, make_policy("qwen3", 2)), "dirty": refitter.is_dirty}
-            found[kind] |= {"untouched": state_after(llm) == before, "refusals": refitter.layout().refusals}
+            llm.reset_prefix_cache()
+            found[kind] |= {"untouched": state(llm) == before, "refusals": refitter.layout().refusals}
     return found
-
-
-def state_after(llm) -> dict:
-    """`state`, without the help of the prefix cache."""
-    llm.reset_prefix_cache()
-    return state(llm)
 
 
 def save_moe(folder: Path) -> None:
