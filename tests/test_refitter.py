@@ -1,7 +1,9 @@
 """The order of a refit, who may call it when, and what it leaves behind."""
 
+import copy
 import json
 import logging
+import pickle
 import threading
 
 import pytest
@@ -241,3 +243,12 @@ def test_options_are_checked(model):
         Refitter(model, buckets=3)
     with pytest.raises(ValueError, match="bucket_bytes"):
         Refitter(model, bucket_bytes=1000)
+
+
+def test_a_copy_of_an_attached_engine_is_an_engine_of_its_own(model):
+    policy = make_policy(model, seed=1)
+    Refitter(model).refit(policy)
+    attached = model._fp8refit_engine
+    assert copy.deepcopy(attached) is None
+    assert pickle.loads(pickle.dumps(attached)) is None
+    assert Refitter(model).version == 1

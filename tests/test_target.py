@@ -1,5 +1,8 @@
 """One rank: what is refused before a byte is written, what is left dirty, and what heals."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,6 +15,7 @@ from fp8refit.errors import (
     InvalidSourceError,
     LiveTensorMovedError,
     NonFiniteError,
+    StagingMemoryError,
     UnsupportedEngineError,
 )
 from fp8refit.slots import FP8_DTYPE, Refusal, ScaleFormat, TensorMeta
@@ -585,3 +589,50 @@ def test_layout_describes_every_slot(target, model):
     assert (by_name[DOWN_PROJ].offset, by_name[DOWN_PROJ].shape) == ((0, 128), (192, 256))
     assert layout.aliases == {"lm_head.weight": EMBED}
     assert type(layout).model_validate_json(layout.model_dump_json()) == layout
+
+
+# What is held, and for how long.
+
+
+@pytest.mark.parametrize("source", [from_function, from_announced_iterator, from_files])
+def test_a_stream_like_the_last_is_not_planned_again(source, target, model, tmp_path):
+    policy = make_policy(model, seed=1)
+    assert refit_target(target, source(policy, tmp_path)).is_first
+    again = make_policy(model, seed=2)
+    assert not refit_target(target, source(again, tmp_path)).is_first
+    assert_holds(model, again)
+    with pytest.raises(InvalidSourceError, match=f"{NORM}: missing"):
+        target.prepare(source({name: again[name] for name in again if name != NORM}, tmp_path), RefitConfig())
+
+
+@pytest.mark.parametrize("source", ALL)
+def test_no_room_for_staging_leaves_the_engine_as_it_was(source, target, model, tmp_path, monkeypatch):
+    def no_room(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fp8refit.target, "StreamFill", no_room)
+    if source is from_mapping:
+        refit_target(target, source(make_policy(model, seed=1), tmp_path))
+    else:
+        refuse(target, model, StagingMemoryError, source(make_policy(model, seed=1), tmp_path), "lower bucket_bytes")
+
+
+def test_the_source_is_let_go_of_when_the_refit_is_over(target, model):
+    policy = make_policy(model, seed=1)
+    kept = [weakref.ref(tensor) for tensor in policy.values()]
+    refit_target(target, as_source(policy))
+    del policy
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+def test_a_fault_found_while_preparing_ends_the_engine_too(target, model, monkeypatch):
+    def fault(*args, **kwargs):
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(fp8refit.target, "compile_plan", fault)
+    with pytest.raises(EngineLostError, match="illegal memory access"):
+        target.prepare(from_function(make_policy(model, seed=1), None), RefitConfig())
+    monkeypatch.undo()
+    with pytest.raises(EngineLostError, match="start the engine again"):
+        target.prepare(as_source(make_policy(model, seed=1)), RefitConfig())

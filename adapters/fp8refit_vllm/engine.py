@@ -85,7 +85,7 @@ class VllmEngine:
         if self._llm.draft_method is not None:
             draft = Refusal(
                 module="draft model",
-                reason=f"drafts tokens with weights of its own ({self._llm.draft_method}), which would stay those of the old policy",
+                reason=f"drafts tokens with weights of its own ({self._llm.draft_method}), which a refit would leave behind",
                 remedy="Boot without speculative_config",
             )
             inventory = replace(inventory, refusals=(*inventory.refusals, draft))

@@ -43,14 +43,18 @@ def read_inventory(model: nn.Module) -> Inventory:
     aliases: dict[str, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = {name: tensor.data for name, tensor in module._parameters.items() if tensor is not None}
-        if not own:
+        for name, tensor in list(own.items()):
+            full_name = f"{prefix}.{name}"
+            first = (
+                names_by_storage.setdefault((tensor.data_ptr(), tensor.shape), full_name)
+                if tensor.numel()
+                else full_name
+            )
+            if first != full_name:
+                aliases[full_name] = first
+                del own[name]
+        if not own and not hasattr(module, "W_UK_T"):
             continue
-        first = next(iter(own.values()))
-        key = (first.data_ptr(), first.shape)
-        if first.numel() and key in names_by_storage:
-            aliases |= {f"{prefix}.{name}": f"{names_by_storage[key]}.{name}" for name in own}
-            continue
-        names_by_storage[key] = prefix
         refusal = _why_refused(prefix, module, own, fused)
         if refusal is not None:
             refusals.append(refusal)
@@ -122,7 +126,7 @@ def _why_refused(
 
     kernel = linear_kernel(module)
     method = type(getattr(module, "quant_method", None)).__name__
-    if {"W_UV", "W_UK_T"} & own.keys():
+    if hasattr(module, "W_UK_T"):
         return refuse("keeps absorbed copies of its latent projections", "fp8refit does not refresh them yet")
     if hasattr(module, "w13_weight"):
         return refuse("is a mixture-of-experts layer", "fp8refit refits dense models so far")
