@@ -1,8 +1,8 @@
 """Every check, each in an environment of its own: engines pin versions that cannot live together.
 
-    nox -s demo     the main job on the embedded default: no GPU, no download
-    nox -s tests    core and transformers, then real vLLM on the CPU
-    nox -s lint types
+- `nox -s demo`: the main job on the embedded default: no GPU, no download
+- `nox -s tests`: core and transformers, then real vLLM on the CPU
+- `nox -s lint types`
 """
 
 import nox

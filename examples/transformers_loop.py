@@ -9,7 +9,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from fp8refit import Refitter
 
 config = Qwen3Config(
-    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
 policy = Qwen3ForCausalLM(config)
 engine = to_block_fp8(copy.deepcopy(policy))
