@@ -58,8 +58,8 @@ class Refitter:
             state_dict: Checkpoint names to tensors, bfloat16, float16, float32 or already block FP8, on any device, in
                 any order: a mapping, a list or iterator of pairs, a function returning a fresh iterator, or the path of a
                 safetensors file or folder. Wrappers' prefixes (FSDP, torch.compile, DDP, PEFT) are stripped. The source
-                must keep its bytes until this returns. A function is called twice, first for names and shapes, unless a
-                `manifest` says them.
+                must keep its bytes until this returns, and a stream's CUDA tensors must be ready on the caller's current
+                stream. A function is called twice, first for names and shapes, unless a `manifest` says them.
             manifest: For iterators and functions: name to (shape, dtype) of all that will come. Without one, an iterator
                 that can be read only once is judged while it is written.
 

@@ -65,7 +65,7 @@ class Target:
         if self._is_lost:
             raise EngineLostError("a CUDA fault ended an earlier refit of this engine; start the engine again")
         self._job = None
-        with self._faults_are_final():
+        with self._on_device():
             if self._device.type == "cuda":
                 # The trainer's and the engine's kernels run on streams of their own; a refit begins when all are done.
                 torch.cuda.synchronize(self._device)
@@ -76,7 +76,7 @@ class Target:
         job, self._job = self._job, None
         assert job is not None, "write() follows a prepare() that returned"
         self.is_dirty = True
-        with self._faults_are_final():
+        with self._on_device():
             try:
                 return self._write(job)
             except LiveTensorMovedError:
@@ -102,14 +102,15 @@ class Target:
         self._inventory = self._resident = self._stream_plan = self._job = None
 
     @contextmanager
-    def _faults_are_final(self) -> Iterator[None]:
-        """Remember a CUDA fault: nothing on the device can be trusted after one.
+    def _on_device(self) -> Iterator[None]:
+        """Make the engine's device the current one, and remember a fault: nothing on a device can be trusted after one.
 
         Raises:
-            EngineLostError: In its place.
+            EngineLostError: In place of a CUDA fault.
         """
         try:
-            yield
+            with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
+                yield
         except torch.AcceleratorError as error:
             self._is_lost = True
             raise EngineLostError(f"a CUDA fault ended the refit ({error}); start the engine again") from error
