@@ -43,7 +43,7 @@ def tests_vllm(session: nox.Session) -> None:
     session.install(TORCH, *VLLM, "-e", ".[transformers]", *group("test"))
     # vLLM names them, a CPU engine does not need them, and their PyPI builds fail to import without CUDA.
     session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
-    session.run("pytest", "-m", "vllm", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "tests/vllm", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
