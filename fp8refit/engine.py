@@ -143,18 +143,22 @@ def attach_engine(candidate: object) -> AttachedEngine:
     attached: AttachedEngine | None = getattr(candidate, _ATTACHED, None)
     if attached is not None:
         return attached
-    points = entry_points(group=ENTRY_POINT_GROUP)
-    for point in points:
-        adapter = point.load()
+    known, broken = [], []
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            adapter = point.load()
+        except ImportError as error:
+            broken.append(f"the adapter {point.name} cannot be imported: {error}")
+            continue
+        known.append(point.name)
         if adapter.accepts(candidate):
             attached = AttachedEngine(adapter(candidate))
             object.__setattr__(candidate, _ATTACHED, attached)
             return attached
-    known = (
-        ", ".join(sorted(point.name for point in points)) or "none: install fp8refit, a path alone has no entry points"
-    )
+    kinds = ", ".join(sorted(known)) or "none: install fp8refit, a path alone has no entry points"
+    kind = type(candidate)
     raise UnsupportedEngineError(
-        f"{type(candidate).__module__}.{type(candidate).__qualname__} is no engine that an installed adapter knows ({known})"
+        f"{kind.__module__}.{kind.__qualname__} is no engine that an installed adapter knows ({kinds})", broken
     )
 
 

@@ -19,7 +19,7 @@ from fp8refit import (
     UnsupportedEngineError,
     refit,
 )
-from tests.fakes import FakeModel, assert_holds, live_bytes, make_policy, unchanged
+from tests.fakes import FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy, unchanged
 
 NORM = "model.layers.0.input_layernorm.weight"
 GOOD = ["check_ready", "prepare", "block", "write", "flush", "commit", "unblock"]
@@ -252,3 +252,16 @@ def test_a_copy_of_an_attached_engine_is_an_engine_of_its_own(model):
     assert copy.deepcopy(attached) is None
     assert pickle.loads(pickle.dumps(attached)) is None
     assert Refitter(model).version == 1
+
+
+def test_an_adapter_that_cannot_be_imported_stands_in_nobody_s_way(model, monkeypatch):
+    class Broken:
+        name = "broken"
+
+        def load(self):
+            raise ImportError("No module named 'flux'")
+
+    monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [Broken(), FakeEntryPoint()])
+    Refitter(model).refit(make_policy(model, seed=1))
+    with pytest.raises(UnsupportedEngineError, match=r"adapter broken cannot be imported: No module named 'flux'"):
+        Refitter({})
