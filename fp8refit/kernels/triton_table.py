@@ -259,7 +259,7 @@ def _load_row(matrix, tile_rows, tile, NUM_FIELDS: tl.constexpr):
     return matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile"])
 def _quantize_tiles(
     matrix, tile_rows, status, first_tile,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
@@ -321,7 +321,7 @@ def _quantize_tiles(
         tl.store(scale + block_n * scale_row + block_k, s)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile"])
 def _copy_tiles(
     matrix, tile_rows, status, first_tile,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
