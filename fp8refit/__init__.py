@@ -4,6 +4,7 @@ from fp8refit._version import __version__
 from fp8refit.config import RefitConfig
 from fp8refit.errors import (
     CacheFlushError,
+    CheckpointError,
     EngineAsleepError,
     EngineBusyError,
     EngineDirtyError,
@@ -21,6 +22,7 @@ from fp8refit.report import RefitReport
 
 __all__ = [
     "CacheFlushError",
+    "CheckpointError",
     "EngineAsleepError",
     "EngineBusyError",
     "EngineDirtyError",

@@ -200,6 +200,8 @@ def _outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> l
     Raises:
         CheckpointError: Names every tensor that does not fit it.
     """
+    if layout.refusals:
+        raise CheckpointError("this layout is of an engine that cannot be refitted:", layout.refusals)
     slots = {slot.name: slot for slot in layout.slots}
     problems = [
         f"{slot.name}: slots of this engine want it in different formats"

@@ -5,7 +5,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import entry_points
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,8 +20,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from fp8refit._version import __version__
-from fp8refit.engine import ENTRY_POINT_GROUP
-from fp8refit.errors import InvalidSourceError, RefitError, UnsupportedEngineError
+from fp8refit.engine import find_adapters, name_adapters
+from fp8refit.errors import CheckpointError, RefitError, UnsupportedEngineError
 from fp8refit.layout import EngineLayout, SlotLayout
 from fp8refit.refitter import Refitter
 from fp8refit.slots import ScaleFormat
@@ -169,11 +168,10 @@ def _find_adapter(name: str) -> Any:
     Raises:
         UnsupportedEngineError: There is none.
     """
-    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-    if name not in points:
-        known = ", ".join(sorted(points)) or "none: install fp8refit, a path alone has no entry points"
-        raise UnsupportedEngineError(f"no adapter is called {name!r}; installed are {known}")
-    return points[name].load()
+    adapters, broken = find_adapters()
+    if name not in adapters:
+        raise UnsupportedEngineError(f"no adapter is called {name!r}; installed are {name_adapters(adapters)}", broken)
+    return adapters[name]
 
 
 @contextlib.contextmanager
@@ -247,13 +245,13 @@ def _read_layout(path: Path) -> EngineLayout:
     """Read what `inspect --json` wrote.
 
     Raises:
-        InvalidSourceError: It is something else.
+        CheckpointError: It is something else.
     """
     try:
         return EngineLayout.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise InvalidSourceError(
-            [f"{path}: not a layout that `fp8refit inspect --json` wrote ({error.error_count()} fields do not fit)"]
+        raise CheckpointError(
+            f"{path}: not a layout; write one with `fp8refit inspect MODEL --engine ENGINE --json`"
         ) from error
 
 
@@ -262,8 +260,8 @@ def _byte_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on standard error, moved by (bytes done, bytes in all)."""
     columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task(label, total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)
+        bar = progress.add_task(label, total=None, visible=False)
+        yield lambda done, total: progress.update(bar, completed=done, total=total, visible=True)
 
 
 def _show_fields(report: BaseModel, *, title: str) -> None:

@@ -13,8 +13,9 @@ class RefitConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     validate_values: Validate = Field(default="fused", alias="validate")
-    """When NaN and Inf are looked for: `fused` in the pass that writes (a bad tensor leaves the engine dirty, refusing
-    requests until the next good refit); `strict` in a pass of its own before the first byte is written; `off` never."""
+    """Given as `validate=`. When NaN and Inf are looked for: `fused` in the pass that writes (a bad tensor leaves the engine
+    dirty, refusing requests until the next good refit); `strict` in a pass of its own before the first byte is written;
+    `off` never."""
 
     fp32_sources: Literal["round_to_bf16", "exact"] = "round_to_bf16"
     """fp32 masters are rounded to BF16 before they are quantized, so that trainer and engine agree on the policy;

@@ -6,6 +6,7 @@ and commit on every rank of that engine. The core never imports an engine; adapt
 """
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Protocol
@@ -143,26 +144,30 @@ def attach_engine(candidate: object) -> AttachedEngine:
     attached: AttachedEngine | None = getattr(candidate, _ATTACHED, None)
     if attached is not None:
         return attached
-    known, broken = [], []
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            adapter = point.load()
-        except ImportError as error:
-            broken.append(f"the adapter {point.name} cannot be imported: {error}")
-            continue
-        known.append(point.name)
+    adapters, broken = find_adapters()
+    for adapter in adapters.values():
         if adapter.accepts(candidate):
             attached = AttachedEngine(adapter(candidate))
             object.__setattr__(candidate, _ATTACHED, attached)
             return attached
-    kinds = ", ".join(sorted(known)) or "none: install fp8refit, a path alone has no entry points"
     kind = type(candidate)
     raise UnsupportedEngineError(
-        f"{kind.__module__}.{kind.__qualname__} is no engine that an installed adapter knows ({kinds})", broken
+        f"{kind.__module__}.{kind.__qualname__} is no engine that an installed adapter knows ({name_adapters(adapters)})",
+        broken,
     )
 
 
-def detach_engine(candidate: object) -> None:
-    """Forget the adapter attached to `candidate`."""
-    if getattr(candidate, _ATTACHED, None) is not None:
-        object.__delattr__(candidate, _ATTACHED)
+def find_adapters() -> tuple[dict[str, type[Engine]], list[str]]:
+    """Every installed adapter by name, and one line for each that cannot be imported."""
+    adapters, broken = {}, []
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            adapters[point.name] = point.load()
+        except ImportError as error:
+            broken.append(f"the adapter {point.name} cannot be imported: {error}")
+    return adapters, broken
+
+
+def name_adapters(adapters: Iterable[str]) -> str:
+    """The names, for a message."""
+    return ", ".join(sorted(adapters)) or "none: install fp8refit, a path alone has no entry points"

@@ -6,6 +6,8 @@ why it is refused and what to do.
 
 from collections.abc import Sequence
 
+_WRITTEN_IN_PART = "The engine holds part of this policy, refuses requests, and is healed by the next complete refit."
+
 
 class RefitError(Exception):
     """Base class of everything fp8refit raises on purpose."""
@@ -14,17 +16,20 @@ class RefitError(Exception):
 class InvalidSourceError(RefitError, ValueError):
     """The source cannot become this engine's weights: names, shapes, dtypes, devices or scales do not fit.
 
-    Raised once with every problem, before anything is written.
+    Raised once with every problem, before anything is written; for what shows only while a stream is written, after.
 
     Attributes:
         problems: One line a problem, each naming its tensor.
+        written: Whether the engine was written in part.
     """
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, problems: Sequence[str], *, written: bool = False) -> None:
         self.problems = tuple(problems)
+        self.written = written
         count = len(self.problems)
-        listing = "\n".join(f"  - {problem}" for problem in self.problems)
-        super().__init__(f"the source does not fit this engine ({count} problem{'s' * (count != 1)}):\n{listing}")
+        listing = "".join(f"\n  - {problem}" for problem in self.problems)
+        consequence = f"\n{_WRITTEN_IN_PART}" if written else ""
+        super().__init__(f"the source cannot be used ({count} problem{'s' * (count != 1)}):{listing}{consequence}")
 
 
 class NonFiniteError(RefitError, ValueError):
@@ -36,11 +41,7 @@ class NonFiniteError(RefitError, ValueError):
 
     def __init__(self, names: Sequence[str], *, written: bool) -> None:
         self.names = tuple(names)
-        consequence = (
-            "The engine holds part of this policy, refuses requests, and is healed by the next complete refit."
-            if written
-            else "Nothing was written."
-        )
+        consequence = _WRITTEN_IN_PART if written else "Nothing was written."
         super().__init__(f"NaN or Inf in {len(self.names)} tensor(s): {', '.join(self.names)}. {consequence}")
 
 

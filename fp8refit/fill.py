@@ -46,7 +46,7 @@ def misfit_scales(
     return [
         scale_problem(name, formats[name])
         for name, tensor in named_tensors
-        if name in formats and not bool(fits_scale_format(tensor, formats[name]).all())
+        if name in formats and not bool(fits_scale_format(tensor.to(torch.float32), formats[name]).all())
     ]
 
 
@@ -56,7 +56,7 @@ def scale_problem(name: str, scale_format: ScaleFormat) -> str:
         return f"{name}: holds scales that are not finite and positive"
     return (
         f"{name}: holds scales that are no powers of two, which this layer's kernel needs; quantize with "
-        'scale_format="ue8m0", or boot the engine with VLLM_USE_DEEP_GEMM_E8M0=0, or write them anyway with '
+        'scale_format="ue8m0", boot the engine with kernels that take any scale, or write them anyway with '
         'on_scale_mismatch="copy"'
     )
 
@@ -176,7 +176,9 @@ class _Bucket:
         self.num_bytes = num_bytes
         self._device = device
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
+        self._host = (
+            torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) if device.type == "cuda" else None
+        )
         self._used = 0
         self._sources: list[str] = []
         self._tasks: list[Task] = []

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 _PREFIXES = ("base_model.model.",)
+_ADAPTER = re.compile(r"\.base_layer\.|(?:^|\.)lora_\w+")
 _NOT_WEIGHTS = re.compile(r"(?:^|\.)rotary_emb\.(?:inv_freq|original_inv_freq|cos_cached|sin_cached)$")
 
 FUSED_MODULES: dict[str, tuple[str, ...]] = {
@@ -30,6 +31,11 @@ def strip_wrappers(name: str) -> str:
 def is_not_a_weight(name: str) -> bool:
     """Whether a checkpoint tensor is one that every engine recomputes (rotary tables of old checkpoints)."""
     return _NOT_WEIGHTS.search(name) is not None
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Whether a tensor is of a model that LoRA wraps, and so is no weight of the merged policy."""
+    return _ADAPTER.search(name) is not None
 
 
 def split_fused(module: str, fused: dict[str, tuple[str, ...]]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fp8refit.errors import InvalidSourceError
-from fp8refit.names import is_not_a_weight
+from fp8refit.names import is_adapter_weight, is_not_a_weight
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, Op, Slot, TensorMeta
 
 
@@ -48,6 +48,7 @@ def compile_plan(
     sources: Mapping[str, TensorMeta],
     *,
     aliases: Mapping[str, str] | None = None,
+    unneeded: Iterable[str] = (),
     problems: Iterable[str] = (),
 ) -> RefitPlan:
     """Plan the refit of `slots` from a source whose tensors are all known.
@@ -56,12 +57,13 @@ def compile_plan(
         slots: The inventory's slots.
         sources: Checkpoint name to shape and dtype.
         aliases: Names that share another name's slot.
+        unneeded: Names that no slot takes and that may come all the same.
         problems: What was already found wrong with the source (duplicates), to be raised together with the rest.
 
     Raises:
         InvalidSourceError: Names every missing, unexpected or ill-fitting tensor.
     """
-    builder = PlanBuilder(slots, aliases=aliases, problems=problems)
+    builder = PlanBuilder(slots, aliases=aliases, unneeded=unneeded, problems=problems)
     for name, meta in sources.items():
         builder.add(name, meta)
     return builder.finish()
@@ -75,6 +77,7 @@ class PlanBuilder:
         slots: tuple[Slot, ...],
         *,
         aliases: Mapping[str, str] | None = None,
+        unneeded: Iterable[str] = (),
         problems: Iterable[str] = (),
     ) -> None:
         self._slots = slots
@@ -82,6 +85,7 @@ class PlanBuilder:
         self._by_name: dict[str, list[int]] = {}
         for index, slot in enumerate(slots):
             self._by_name.setdefault(slot.name, []).append(index)
+        self._unneeded = frozenset(unneeded)
         self._problems = list(problems)
         self._ignored: list[str] = []
         self._seen: dict[str, TensorMeta] = {}
@@ -92,7 +96,7 @@ class PlanBuilder:
     def add(self, name: str, meta: TensorMeta) -> list[Step]:
         """Judge one source tensor and give the steps it takes part in: none if it is ignored or does not fit."""
         if name in self._seen:
-            self._problems.append(f"{name}: sent twice (as {_say(self._seen[name])} and as {_say(meta)}); send it once")
+            self._problems.append(f"{name}: sent twice (as {self._seen[name]} and as {meta}); send it once")
             return []
         self._seen[name] = meta
         is_scale = name.endswith(SCALE_SUFFIX)
@@ -100,8 +104,12 @@ class PlanBuilder:
         canonical = self._aliases.get(weight_name, weight_name)
         indexes = self._by_name.get(canonical)
         if indexes is None:
-            if is_not_a_weight(name):
+            if is_not_a_weight(name) or name in self._unneeded:
                 self._ignored.append(name)
+            elif is_adapter_weight(name):
+                self._problems.append(
+                    f"{name}: belongs to a LoRA adapter; merge it into the model (merge_and_unload) and send the merged weights"
+                )
             else:
                 self._problems.append(f"{name}: unexpected, this engine has no such weight; leave it out")
             return []
@@ -143,7 +151,7 @@ class PlanBuilder:
         return RefitPlan(
             steps=steps,
             ignored=tuple(self._ignored),
-            num_bytes_read=sum(prod(step.shape) * _itemsize(self._seen[step.source]) for step in steps),
+            num_bytes_read=sum(prod(step.shape) * self._seen[step.source].dtype.itemsize for step in steps),
             num_bytes_written=sum(_bytes_written(step, self._slots[step.slot]) for step in steps),
             digest=digest.hexdigest(),
         )
@@ -181,8 +189,8 @@ class PlanBuilder:
         expected = tuple(-(-length // size) for length, size in zip(slot.full_shape, block, strict=True))
         if meta.shape != expected:
             return f"has shape {list(meta.shape)}, blocks of {block[0]}x{block[1]} need {list(expected)}"
-        if meta.dtype.itemsize != 4 or not meta.dtype.is_floating_point:
-            return f"has dtype {_dtype_name(meta.dtype)}; block scales are float32"
+        if meta.dtype not in SOURCE_DTYPES:
+            return f"has dtype {_dtype_name(meta.dtype)}; send block scales as float32, bfloat16 or float16"
         if any(start % size for start, size in zip(slot.origin, block, strict=True)):
             return (
                 f"this rank's slice starts at {list(slot.origin)}, off the {block[0]}x{block[1]} grid of the scales; "
@@ -190,7 +198,9 @@ class PlanBuilder:
             )
         offset = tuple(start // size for start, size in zip(slot.origin, block, strict=True))
         shape = tuple(slot.scale.shape)
-        return Step(op=Op.COPY_SCALES, source=name, slot=index, offset=offset, shape=shape, dtype="float32")
+        return Step(
+            op=Op.COPY_SCALES, source=name, slot=index, offset=offset, shape=shape, dtype=_dtype_name(meta.dtype)
+        )
 
     def _incomplete(self) -> Iterable[str]:
         blamed = {problem.split(":", 1)[0] for problem in self._problems}
@@ -216,13 +226,5 @@ def _bytes_written(step: Step, slot: Slot) -> int:
     return written
 
 
-def _itemsize(meta: TensorMeta) -> int:
-    return meta.dtype.itemsize
-
-
 def _dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _say(meta: TensorMeta) -> str:
-    return f"{_dtype_name(meta.dtype)} {list(meta.shape)}"

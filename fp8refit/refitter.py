@@ -1,11 +1,12 @@
 """The steps of one refit, in order, timed. The only place that knows the order."""
 
 import logging
+from textwrap import shorten
 from types import TracebackType
 from typing import Any, Self
 
 from fp8refit.config import RefitConfig
-from fp8refit.engine import attach_engine, detach_engine
+from fp8refit.engine import attach_engine
 from fp8refit.errors import EngineBusyError, RefitError
 from fp8refit.layout import EngineLayout
 from fp8refit.report import PhaseClock, RefitReport
@@ -31,7 +32,6 @@ class Refitter:
     """
 
     def __init__(self, engine: object, config: RefitConfig | None = None, **options: Any) -> None:
-        self._candidate = engine
         self._config = config if config is not None else RefitConfig(**options)
         if config is not None and options:
             raise ValueError(f"give config or its fields as keywords, not both (got {sorted(options)} too)")
@@ -59,7 +59,8 @@ class Refitter:
                 any order: a mapping, a list or iterator of pairs, a function returning a fresh iterator, or the path of a
                 safetensors file or folder. Wrappers' prefixes (FSDP, torch.compile, DDP, PEFT) are stripped. The source
                 must keep its bytes until this returns, and a stream's CUDA tensors must be ready on the caller's current
-                stream. A function is called twice, first for names and shapes, unless a `manifest` says them.
+                stream. A function is called once for each pass: for names and shapes, unless a `manifest` says them; for
+                scales, if FP8 comes to slots that want powers of two; for values, with `validate="strict"`; and to write.
             manifest: For iterators and functions: name to (shape, dtype) of all that will come. Without one, an iterator
                 that can be read only once is judged while it is written.
 
@@ -96,7 +97,9 @@ class Refitter:
                 engine.flush_caches()
             version = ranks.commit()
         except BaseException as error:
-            engine.block_requests(f"the last refit failed part way ({type(error).__name__}: {error})")
+            engine.block_requests(
+                f"the last refit failed part way ({type(error).__name__}: {shorten(str(error), 240)})"
+            )
             raise
         engine.unblock_requests()
         report = RefitReport(
@@ -119,7 +122,7 @@ class Refitter:
         return self._engine.ranks.layout()
 
     def close(self) -> None:
-        """Give back what is held beyond the engine: plan and table. A dirty engine stays dirty, and stays attached.
+        """Give back what is held beyond the engine: plan and table. Version and state stay; a later refit compiles again.
 
         Raises:
             EngineBusyError: A refit is under way.
@@ -128,8 +131,6 @@ class Refitter:
             raise EngineBusyError("a refit of this engine is under way; wait for it")
         try:
             self._engine.ranks.close()
-            if not self.is_dirty:
-                detach_engine(self._candidate)
         finally:
             self._lock.release()
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, computed_field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class WriteResult:
 
 
 class RefitReport(BaseModel):
-    """The result of one refit. `str(report)` is one table, `report.model_dump()` is JSON."""
+    """The result of one refit. `str(report)` is one table, `report.model_dump_json()` is JSON."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -47,11 +47,13 @@ class RefitReport(BaseModel):
     is_first: bool = False
     """Whether this refit compiled the plan."""
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def total_s(self) -> float:
         """Seconds from call to return."""
         return sum(self.phases_s.values())
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def gb_per_s(self) -> float:
         """Bytes read and written over fill time, in units of 1e9 bytes a second."""

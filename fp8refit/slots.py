@@ -47,6 +47,9 @@ class TensorMeta:
         """Describe `tensor`."""
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype)
 
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Slot:
@@ -158,6 +161,8 @@ class Inventory:
     live: tuple[LiveTensor, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     """Checkpoint names that share another's slot (tied embeddings): a source may send either or both."""
+    unneeded: tuple[str, ...] = ()
+    """Checkpoint names that a source may send and no slot takes."""
     padding: tuple[Tensor, ...] = ()
     """Live views that no checkpoint tensor covers; a boot from a checkpoint leaves them zero, and so does a refit."""
     refreshes: tuple[Refresh, ...] = ()

@@ -4,13 +4,14 @@ Names are checkpoint names with trainers' wrappers stripped. A `MappingSource` h
 order; every other source is a stream, read in its own order with one tensor in memory at a time.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.names import strip_wrappers
@@ -18,7 +19,7 @@ from fp8refit.slots import TensorMeta
 
 NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
 StateDict: TypeAlias = Mapping[str, Tensor] | NamedTensors | Callable[[], NamedTensors] | str | Path
-Manifest: TypeAlias = Mapping[str, TensorMeta | tuple[Iterable[int], torch.dtype]]
+Manifest: TypeAlias = Mapping[str, TensorMeta | Tensor | tuple[Iterable[int], torch.dtype]]
 
 
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -42,6 +43,10 @@ class Source(Protocol):
         """Whether `iter()` gives a fresh pass every time."""
         ...
 
+    def scan(self) -> tuple[Mapping[str, TensorMeta], list[str]]:
+        """Shape and dtype by checkpoint name and everything that is wrong, in a pass over the data where it takes one."""
+        ...
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Give checkpoint name and tensor, one at a time."""
         ...
@@ -59,16 +64,19 @@ def as_source(state_dict: StateDict, *, manifest: Manifest | None = None) -> Sou
     Raises:
         InvalidSourceError: It is none of these, or a file is missing or unreadable.
     """
-    if isinstance(state_dict, Mapping):
-        return MappingSource(state_dict.items())
-    if isinstance(state_dict, str | Path):
-        return SafetensorsSource(Path(state_dict))
-    if isinstance(state_dict, list | tuple):
-        return MappingSource(state_dict)
+    if isinstance(state_dict, nn.Module):
+        raise InvalidSourceError([f"source: is a {type(state_dict).__name__}; pass its state_dict()"])
+    if isinstance(state_dict, Mapping | str | Path | list | tuple):
+        if manifest is not None:
+            raise InvalidSourceError(["manifest: is for iterators and functions; a mapping, list or path needs none"])
+        if isinstance(state_dict, str | Path):
+            return SafetensorsSource(Path(state_dict))
+        return MappingSource(state_dict.items() if isinstance(state_dict, Mapping) else state_dict)
     if callable(state_dict):
         return StreamSource(state_dict, is_repeatable=True, manifest=manifest)
     if isinstance(state_dict, Iterator):
-        return StreamSource(lambda: state_dict, is_repeatable=False, manifest=manifest)
+        rest = _not_exhausted(state_dict)
+        return StreamSource(lambda: rest, is_repeatable=False, manifest=manifest)
     if isinstance(state_dict, Iterable):
         return StreamSource(lambda: iter(state_dict), is_repeatable=True, manifest=manifest)
     raise InvalidSourceError(
@@ -84,8 +92,7 @@ class MappingSource:
     def __init__(self, items: NamedTensors) -> None:
         self.tensors: dict[str, Tensor] = {}
         problems: dict[str, str] = {}
-        for raw_name, tensor in items:
-            name = strip_wrappers(raw_name)
+        for name, raw_name, tensor in _named(items):
             if name in self.tensors or name in problems:
                 problems[name] = f"{name}: sent twice, the second time as {raw_name}; send it once"
             elif problem := _what_is_wrong(tensor):
@@ -98,6 +105,10 @@ class MappingSource:
     def metadata(self) -> dict[str, TensorMeta]:
         """See `Source`."""
         return {name: TensorMeta.of(tensor) for name, tensor in self.tensors.items()}
+
+    def scan(self) -> tuple[dict[str, TensorMeta], list[str]]:
+        """See `Source`."""
+        return self.metadata, list(self.problems)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """See `Source`."""
@@ -119,15 +130,25 @@ class StreamSource:
         """See `Source`.
 
         Raises:
-            InvalidSourceError: A tensor is not what the manifest says, is none at all, or is not in memory.
+            InvalidSourceError: A value is no tensor, or one without bytes here.
         """
-        for raw_name, tensor in self._make_iterator():
-            name = strip_wrappers(raw_name)
+        for name, _, tensor in _named(self._make_iterator()):
             if problem := _what_is_wrong(tensor):
                 raise InvalidSourceError([f"{name}: {problem}"])
-            if self.metadata is not None and self.metadata.get(name) != (meta := TensorMeta.of(tensor)):
-                raise InvalidSourceError([f"{name}: came as {meta}, the manifest says {self.metadata.get(name)}"])
             yield name, tensor
+
+    def scan(self) -> tuple[dict[str, TensorMeta], list[str]]:
+        """See `Source`."""
+        metadata: dict[str, TensorMeta] = {}
+        problems: dict[str, str] = {}
+        for name, raw_name, tensor in _named(self._make_iterator()):
+            if name in metadata or name in problems:
+                problems[name] = f"{name}: sent twice, the second time as {raw_name}; send it once"
+            elif problem := _what_is_wrong(tensor):
+                problems[name] = f"{name}: {problem}"
+            else:
+                metadata[name] = TensorMeta.of(tensor)
+        return metadata, list(problems.values())
 
 
 class SafetensorsSource:
@@ -159,6 +180,10 @@ class SafetensorsSource:
                 raise InvalidSourceError([f"{file}: cannot be read as safetensors ({error})"]) from error
         self.problems = tuple(problems)
 
+    def scan(self) -> tuple[dict[str, TensorMeta], list[str]]:
+        """See `Source`."""
+        return self.metadata, list(self.problems)
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """See `Source`."""
         from safetensors import safe_open
@@ -187,6 +212,8 @@ def _safetensors_files(path: Path) -> list[Path]:
     Raises:
         InvalidSourceError: There are none, or the index names one that is not there.
     """
+    if not path.exists():
+        raise InvalidSourceError([f"{path}: does not exist"])
     if path.is_file():
         return [path]
     index = path / "model.safetensors.index.json"
@@ -205,12 +232,53 @@ def _safetensors_files(path: Path) -> list[Path]:
     return files
 
 
+def _named(items: Iterable[Any]) -> Iterator[tuple[str, str, Any]]:
+    """Checkpoint name, name as it was sent, and value of each pair.
+
+    Raises:
+        InvalidSourceError: An item is no pair of a name and a value.
+    """
+    for item in items:
+        try:
+            raw_name, value = item
+            name = strip_wrappers(raw_name)
+        except (TypeError, ValueError):
+            raise InvalidSourceError(
+                [f"source: gave something of type {type(item).__name__} where a pair (name, tensor) belongs"]
+            ) from None
+        yield name, raw_name, value
+
+
+def _not_exhausted(iterator: Iterator[Any]) -> Iterator[Any]:
+    """The same items as `iterator`'s.
+
+    Raises:
+        InvalidSourceError: There are none, or the first is no pair of a name and a value.
+    """
+    for first in iterator:
+        next(_named([first]))
+        return itertools.chain([first], iterator)
+    raise InvalidSourceError(
+        ["source: is an iterator with nothing left; it is read once, so make a new one every time"]
+    )
+
+
 def _read_manifest(manifest: Manifest) -> dict[str, TensorMeta]:
+    """Names and what comes under them.
+
+    Raises:
+        InvalidSourceError: An entry says no shape and dtype.
+    """
     metas = {}
     for raw_name, entry in manifest.items():
-        if not isinstance(entry, TensorMeta):
-            shape, dtype = entry
-            entry = TensorMeta(shape=tuple(shape), dtype=dtype)
+        if isinstance(entry, Tensor):
+            entry = TensorMeta.of(entry)
+        elif not isinstance(entry, TensorMeta):
+            try:
+                shape, dtype = entry
+                entry = TensorMeta(shape=tuple(shape), dtype=dtype)
+            except (TypeError, ValueError):
+                raise InvalidSourceError([f"{raw_name}: the manifest says {entry!r}, not (shape, dtype)"]) from None
         metas[strip_wrappers(raw_name)] = entry
     return metas
 
@@ -220,7 +288,7 @@ def _what_is_wrong(tensor: Any) -> str | None:
     if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_meta:
         return None
     if not isinstance(tensor, Tensor):
-        return f"is a {type(tensor).__name__}, not a tensor"
+        return f"is of type {type(tensor).__name__}, not a tensor"
     if hasattr(tensor, "full_tensor"):
         return "is a DTensor shard; send tensor.full_tensor() from every trainer rank, for example from a generator"
     if tensor.layout is not torch.strided:

@@ -29,6 +29,9 @@ from fp8refit.report import WriteResult
 from fp8refit.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta, was_any_replaced
 from fp8refit.sources import MappingSource, Source
 
+_OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation: pinned host memory is refused with it, and the device is as healthy as before."""
+
 
 class Target:
     """A rank in this process. Implements `fp8refit.engine.Ranks` for an engine that has only this one.
@@ -65,11 +68,16 @@ class Target:
         if self._is_lost:
             raise EngineLostError("a CUDA fault ended an earlier refit of this engine; start the engine again")
         self._job = None
+        inventory = self._current_inventory()
         with self._on_device():
             if self._device.type == "cuda":
                 # The trainer's and the engine's kernels run on streams of their own; a refit begins when all are done.
                 torch.cuda.synchronize(self._device)
-            self._job = self._prepare(source, config)
+            try:
+                self._job = self._prepare(source, config, inventory)
+            finally:
+                if self._job is None and self._resident is not None:
+                    self._resident.release()
 
     def write(self) -> WriteResult:
         """See `fp8refit.engine.Ranks`."""
@@ -82,6 +90,8 @@ class Target:
             except LiveTensorMovedError:
                 self._inventory = None
                 raise
+            except InvalidSourceError as error:
+                raise InvalidSourceError(error.problems, written=True) from error
             finally:
                 if job.resident is not None:
                     job.resident.release()
@@ -116,14 +126,22 @@ class Target:
             raise EngineLostError(f"a CUDA fault ended the refit ({error}); start the engine again") from error
 
     def _current_inventory(self) -> Inventory:
-        """The inventory, read again if the engine replaced a live tensor since."""
+        """The inventory, read again if the engine replaced a live tensor since.
+
+        Raises:
+            UnsupportedEngineError: The live weights are not on one device.
+        """
         if self._inventory is None or was_any_replaced(self._inventory.live):
-            self._resident = self._stream_plan = None
-            self._inventory = self._read_inventory()
+            self._inventory = self._resident = self._stream_plan = None
+            inventory = self._read_inventory()
+            devices = {slot.weight.device for slot in inventory.slots} or {self._device}
+            if len(devices) > 1 or any(device.type == "meta" for device in devices):
+                places = ", ".join(sorted(map(str, devices)))
+                raise UnsupportedEngineError(f"the live weights lie on {places}; put the engine onto one device")
+            self._device, self._inventory = devices.pop(), inventory
         return self._inventory
 
-    def _prepare(self, source: Source, config: RefitConfig) -> "_Job":
-        inventory = self._current_inventory()
+    def _prepare(self, source: Source, config: RefitConfig, inventory: Inventory) -> "_Job":
         if inventory.refusals:
             raise UnsupportedEngineError(
                 "this engine cannot be refitted, and nothing was written:",
@@ -144,7 +162,9 @@ class Target:
         resident = self._resident
         if resident is None or source.problems or resident.config != job.config or not resident.rebind(source.tensors):
             inventory, slots = job.inventory, job.inventory.slots
-            plan = compile_plan(slots, source.metadata, aliases=inventory.aliases, problems=source.problems)
+            plan = compile_plan(
+                slots, source.metadata, aliases=inventory.aliases, unneeded=inventory.unneeded, problems=source.problems
+            )
             self._resident = None
             self._resident = resident = ResidentFill(plan, slots, source.tensors, self._device, job.config)
             job.is_first = True
@@ -161,16 +181,20 @@ class Target:
     def _prepare_stream(self, job: "_Job") -> None:
         """Plan a stream before it is written, unless it can be read only once and nothing is known of it."""
         source, inventory = job.source, job.inventory
+        problems = list(source.problems)
         if source.metadata is not None:
             job.metadata = dict(source.metadata)
         elif source.is_repeatable:
-            job.metadata = _read_metadata(source)
+            metadata, problems = source.scan()
+            job.metadata = dict(metadata)
         else:
             job.is_first = True
             return
         known, plan = self._stream_plan or (None, None)
-        if plan is None or source.problems or known != job.metadata:
-            plan = compile_plan(inventory.slots, job.metadata, aliases=inventory.aliases, problems=source.problems)
+        if plan is None or problems or known != job.metadata:
+            plan = compile_plan(
+                inventory.slots, job.metadata, aliases=inventory.aliases, unneeded=inventory.unneeded, problems=problems
+            )
             self._stream_plan = job.metadata, plan
             job.is_first = True
         job.plan, job.stream_steps = plan, _by_source(plan.steps)
@@ -191,10 +215,12 @@ class Target:
         """
         try:
             return StreamFill(job.inventory.slots, self._device, job.config, write=write)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) != _OUT_OF_MEMORY:
+                raise
             raise StagingMemoryError(
-                f"{self._device} has no room for two staging buckets of {job.config.bucket_bytes >> 20} MiB; lower "
-                "bucket_bytes or leave the engine less memory. Nothing was written"
+                f"no room for two staging buckets of {job.config.bucket_bytes >> 20} MiB on {self._device} and in pinned "
+                "host memory; lower bucket_bytes or leave the engine less memory. Nothing was written"
             ) from error
 
     def _look_for_bad_values(self, job: "_Job") -> None:
@@ -218,7 +244,7 @@ class Target:
         if job.streams:
             stream = self._make_stream(job, write=False)
             steps = job.stream_steps or _by_source(_require(job.plan).steps)
-            for name, tensor in job.tensors():
+            for name, tensor in job.arrivals():
                 for step in steps.get(name, ()):
                     stream.add(step, tensor, is_stable=job.is_stable)
             bad += stream.bad_sources()
@@ -302,22 +328,24 @@ class _Job:
             return ((name, tensors[name]) for name in self.stream_steps or ())
         return iter(self.source)
 
+    def arrivals(self) -> Iterator[tuple[str, Tensor]]:
+        """`tensors()`, held against what was announced.
 
-def _read_metadata(source: Source) -> dict[str, TensorMeta]:
-    """Read a repeatable stream once for its names, shapes and dtypes.
-
-    Raises:
-        InvalidSourceError: A name comes twice.
-    """
-    metadata: dict[str, TensorMeta] = {}
-    twice = []
-    for name, tensor in source:
-        if name in metadata:
-            twice.append(f"{name}: sent twice; send it once")
-        metadata[name] = TensorMeta.of(tensor)
-    if twice:
-        raise InvalidSourceError(twice)
-    return metadata
+        Raises:
+            InvalidSourceError: A tensor came twice, otherwise than announced, or not at all.
+        """
+        arrived = set()
+        for name, tensor in self.tensors():
+            if name in arrived:
+                raise InvalidSourceError([f"{name}: sent twice; send it once"])
+            arrived.add(name)
+            if self.metadata is not None and self.metadata.get(name) != (meta := TensorMeta.of(tensor)):
+                announced = self.metadata.get(name, "nothing of that name")
+                raise InvalidSourceError([f"{name}: came as {meta}, announced was {announced}"])
+            yield name, tensor
+        absent = [name for name in self.stream_steps or () if name not in arrived]
+        if absent:
+            raise InvalidSourceError([f"{name}: was announced but did not come" for name in absent])
 
 
 def _write_stream(job: _Job, stream: StreamFill) -> None:
@@ -327,24 +355,15 @@ def _write_stream(job: _Job, stream: StreamFill) -> None:
         InvalidSourceError: The stream is not what was announced, or, unannounced, does not fit or is incomplete.
     """
     if job.stream_steps is None:
-        builder = PlanBuilder(job.inventory.slots, aliases=job.inventory.aliases)
+        builder = PlanBuilder(job.inventory.slots, aliases=job.inventory.aliases, unneeded=job.inventory.unneeded)
         for name, tensor in job.tensors():
             for step in builder.add(name, TensorMeta.of(tensor)):
                 stream.add(step, tensor, is_stable=False)
         job.plan, job.is_first = builder.finish(), True
         return
-    arrived = set()
-    for name, tensor in job.tensors():
-        meta = TensorMeta.of(tensor)
-        if name in arrived:
-            raise InvalidSourceError([f"{name}: sent twice; send it once"])
-        if job.metadata is not None and job.metadata.get(name) != meta:
-            raise InvalidSourceError([f"{name}: came as {meta}, announced was {job.metadata.get(name)}"])
-        arrived.add(name)
+    for name, tensor in job.arrivals():
         for step in job.stream_steps.get(name, ()):
             stream.add(step, tensor, is_stable=job.is_stable)
-    if absent := [name for name in job.stream_steps if name not in arrived]:
-        raise InvalidSourceError([f"{name}: was announced but did not come" for name in absent])
 
 
 def _by_source(steps: Sequence[Step]) -> dict[str, list[Step]]:

@@ -408,3 +408,10 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, src, dst):
         raise KeyboardInterrupt
 
     refuse(tmp_path, KeyboardInterrupt, None, src, dst, on_progress=interrupt)
+
+
+def test_a_layout_of_an_engine_that_cannot_be_refitted_is_refused(tmp_path, dst):
+    like = fake_layout().model_copy(update={"refusals": ("a.b: its kernel repacks weights. Set y",)})
+    refuse(
+        tmp_path, CheckpointError, "its kernel repacks weights", write_checkpoint(tmp_path / "src", {}), dst, like=like
+    )

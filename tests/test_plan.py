@@ -162,8 +162,8 @@ def test_scales_of_another_grid_are_refused(slots, sources):
 
 
 def test_scales_of_another_dtype_are_refused(slots, sources):
-    (problem,) = problems_of(slots, as_fp8(sources, Q, meta(2, 2)))
-    assert problem == f"{Q}_scale_inv: has dtype bfloat16; block scales are float32"
+    (problem,) = problems_of(slots, as_fp8(sources, Q, meta(2, 2, dtype=torch.uint8)))
+    assert problem == f"{Q}_scale_inv: has dtype uint8; send block scales as float32, bfloat16 or float16"
 
 
 def test_fp8_for_a_tensor_the_engine_does_not_quantize_is_refused(slots, sources):

@@ -214,12 +214,16 @@ def test_layout_is_the_engine_s(model):
     assert [slot.name for slot in Refitter(model).layout().slots] == [slot.name for slot in model.slots()]
 
 
-def test_closing_lets_go_of_the_engine(model):
+def test_closing_drops_the_plan_and_keeps_version_and_state(model):
+    other = Refitter(model)
     with Refitter(model) as refitter:
         refitter.refit(make_policy(model, seed=1))
-    assert not hasattr(model, "_fp8refit_engine")
-    refit(model, make_policy(model, seed=2))
+    assert Refitter(model).version == 1
+    with pytest.raises(NonFiniteError):
+        refitter.refit(policy_with_nan(model))
     assert model.num_inventories == 2
+    assert Refitter(model).is_dirty and other.is_dirty
+    assert_dirty_until_refitted(Refitter(model), model, "failed part way")
 
 
 def test_closing_a_dirty_engine_keeps_it_dirty(model):

@@ -64,14 +64,37 @@ def test_a_manifest_says_what_an_iterator_holds(manifest):
     assert_gives_weights(source)
 
 
+@pytest.mark.parametrize("manifest", [{"model.norm.weight": (6,)}, {"model.norm.weight": 6}])
+def test_a_manifest_without_shapes_and_dtypes_is_refused(manifest):
+    with pytest.raises(InvalidSourceError, match=r"model\.norm\.weight: the manifest says .* not \(shape, dtype\)"):
+        as_source(iter(WEIGHTS.items()), manifest=manifest)
+
+
+def test_a_state_dict_serves_as_a_manifest():
+    assert as_source(iter(WEIGHTS.items()), manifest=WEIGHTS).metadata == METADATA
+
+
+@pytest.mark.parametrize("source", [WEIGHTS, list(WEIGHTS.items()), "model.safetensors"])
+def test_a_manifest_beside_what_says_it_itself_is_refused(source):
+    with pytest.raises(InvalidSourceError, match="manifest: is for iterators and functions"):
+        as_source(source, manifest=METADATA)
+
+
 @pytest.mark.parametrize(
-    "items",
-    [[("model.norm.weight", torch.ones(5))], [("model.other.weight", torch.ones(6))]],
-    ids=["other shape", "unannounced"],
+    ("source", "match"),
+    [
+        (torch.nn.Linear(2, 2), r"is a Linear; pass its state_dict\(\)"),
+        (torch.nn.Linear(2, 2).parameters(), "where a pair"),
+        ([torch.ones(2)], "where a pair"),
+        ({3: torch.ones(2)}, "where a pair"),
+        (iter([]), "make a new one every time"),
+        ("/no/such/folder", "does not exist"),
+    ],
+    ids=["model", "parameters", "list of tensors", "numbers for names", "exhausted", "no path"],
 )
-def test_a_tensor_that_is_not_what_the_manifest_says_is_refused(items):
-    with pytest.raises(InvalidSourceError, match=r"came as .* the manifest says"):
-        list(as_source(iter(items), manifest=METADATA))
+def test_what_is_no_state_dict_is_refused_at_once(source, match):
+    with pytest.raises(InvalidSourceError, match=match):
+        as_source(source)
 
 
 def test_wrappers_are_stripped():
@@ -92,8 +115,8 @@ def test_a_name_sent_twice_under_two_wrappers_is_a_problem():
         (torch.ones(3, device="meta"), "is on the meta device and has no bytes"),
         (torch.eye(3).to_sparse(), "is torch.sparse_coo; send it dense"),
         (torch.ones(3).as_subclass(FakeDTensor), "is a DTensor shard; send tensor.full_tensor()"),
-        ([1.0, 2.0], "is a list, not a tensor"),
-        (None, "is a NoneType, not a tensor"),
+        ([1.0, 2.0], "is of type list, not a tensor"),
+        (None, "is of type NoneType, not a tensor"),
     ],
     ids=["meta", "sparse", "DTensor", "list", "None"],
 )
@@ -177,6 +200,5 @@ def test_a_tensor_stored_in_two_files_is_a_problem(tmp_path):
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(InvalidSourceError, match="no safetensors file"):
-            as_source(path)
+    with pytest.raises(InvalidSourceError, match="no safetensors file"):
+        as_source(tmp_path)

@@ -1,5 +1,6 @@
 """One rank: what is refused before a byte is written, what is left dirty, and what heals."""
 
+import dataclasses
 import gc
 import weakref
 
@@ -635,4 +636,70 @@ def test_a_fault_found_while_preparing_ends_the_engine_too(target, model, monkey
         target.prepare(from_function(make_policy(model, seed=1), None), RefitConfig())
     monkeypatch.undo()
     with pytest.raises(EngineLostError, match="start the engine again"):
+        target.prepare(as_source(make_policy(model, seed=1)), RefitConfig())
+
+
+def test_the_source_of_a_refused_refit_is_let_go_of_too(target, model):
+    policy = make_policy(model, seed=1)
+    policy[NORM][0] = float("nan")
+    kept = [weakref.ref(tensor) for tensor in policy.values()]
+    with pytest.raises(NonFiniteError):
+        target.prepare(as_source(policy), RefitConfig(validate="strict"))
+    del policy
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+@pytest.mark.parametrize("items", ["other shape", "unannounced", "twice"])
+def test_a_stream_that_is_not_what_was_announced_says_that_the_engine_is_dirty(items, target, model):
+    policy = make_policy(model, seed=1)
+    manifest = {name: TensorMeta.of(tensor) for name, tensor in policy.items()}
+    sent = {
+        "other shape": [(NORM, torch.ones(5))],
+        "unannounced": [("model.other.weight", torch.ones(5))],
+        "twice": [(NORM, policy[NORM])] * 2,
+    }[items]
+    break_off(target, InvalidSourceError, as_source(iter(sent), manifest=manifest), "holds part of this policy")
+    assert_heals(target, model)
+
+
+def test_every_bad_value_of_a_function_is_named_at_once(target, model):
+    policy = make_policy(model, seed=1) | {NORM: 3, EMBED: None}
+    error = refuse(target, model, InvalidSourceError, from_function(policy, None), "2 problems")
+    assert sorted(problem.split(":")[0] for problem in error.problems) == sorted([NORM, EMBED])
+
+
+@pytest.mark.parametrize("validate", ["fused", "off"])
+def test_scales_that_a_slot_cannot_hold_are_refused_in_every_mode(validate, target, model):
+    policy = prequantize(make_policy(model, seed=1), O_PROJ, ScaleFormat.FP32)
+    slot = next(slot for slot in model.slots() if slot.name == O_PROJ)
+    assert slot.scale_format is ScaleFormat.UE8M0
+    target.prepare(as_source(iter(policy.items())), RefitConfig(validate=validate))
+    with pytest.raises(InvalidSourceError, match="no powers of two"):
+        target.write()
+
+
+def test_bf16_scales_are_taken_as_they_are(target, model):
+    policy = prequantize(make_policy(model, seed=1), O_PROJ, ScaleFormat.UE8M0)
+    name = O_PROJ + "_scale_inv"
+    refit_target(target, as_source(policy))
+    expected = live_bytes(model)
+    refit_target(target, as_source(make_policy(model, seed=2)))
+    refit_target(target, as_source(policy | {name: policy[name].to(torch.bfloat16)}))
+    assert live_bytes(model) == expected
+
+
+def test_lora_names_are_not_to_be_left_out(target, model):
+    policy = make_policy(model, seed=1)
+    policy[Q_PROJ.replace("q_proj.", "q_proj.base_layer.")] = policy[Q_PROJ]
+    refuse(target, model, InvalidSourceError, as_source(policy), "merge it into the model")
+
+
+def test_an_engine_on_no_device_is_refused(target, model):
+    target.close()
+    moved = model.read_inventory
+    slot = moved().slots[0]
+    elsewhere = dataclasses.replace(slot, weight=slot.weight.to("meta"))
+    target._read_inventory = lambda: dataclasses.replace(moved(), slots=(elsewhere, *moved().slots[1:]))
+    with pytest.raises(UnsupportedEngineError, match="the live weights lie on cpu, meta"):
         target.prepare(as_source(make_policy(model, seed=1)), RefitConfig())

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fp8refit.errors import EngineDirtyError, UnsupportedEngineError
 from fp8refit.refitter import Refitter
@@ -35,13 +34,13 @@ class TransformersEngine:
                 "`from fp8refit_transformers import to_block_fp8; to_block_fp8(model)`"
             )
         self._model = candidate
-        self._block: RemovableHandle | None = None
         self.ranks = Target(
             lambda: read_inventory(candidate),
             device=_only_device(candidate),
             engine=self.name,
             versions={package: version(package) for package in ("torch", "transformers")},
         )
+        self.ranks.is_dirty = bool(_refusals(candidate))  # a copy of a dirty model is as dirty
 
     @classmethod
     def accepts(cls, candidate: object) -> bool:
@@ -83,21 +82,31 @@ class TransformersEngine:
 
     def block_requests(self, reason: str) -> None:
         """See `fp8refit.engine.Engine`."""
-
-        def refuse(*_: Any) -> None:
-            raise EngineDirtyError(f"this model refuses requests: {reason}; it serves again after a complete refit")
-
         self.unblock_requests()
-        self._block = self._model.register_forward_pre_hook(refuse, prepend=True)
+        self._model.register_forward_pre_hook(_Refuse(reason), prepend=True)
 
     def unblock_requests(self) -> None:
         """See `fp8refit.engine.Engine`."""
-        if self._block is not None:
-            self._block.remove()
-            self._block = None
+        for key in _refusals(self._model):
+            del self._model._forward_pre_hooks[key]
 
     def flush_caches(self) -> None:
         """See `fp8refit.engine.Engine`: every `generate` call begins with a cache of its own."""
+
+
+class _Refuse:
+    """A forward pre-hook that admits nothing."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __call__(self, *_: Any) -> None:
+        raise EngineDirtyError(f"this model refuses requests: {self._reason}; it serves again after a complete refit")
+
+
+def _refusals(model: nn.Module) -> list[int]:
+    """Keys of the hooks that refuse requests."""
+    return [key for key, hook in model._forward_pre_hooks.items() if isinstance(hook, _Refuse)]
 
 
 def _only_device(model: nn.Module) -> torch.device:

@@ -24,6 +24,8 @@ class InProcessLLM:
 
     def __init__(self, llm: Any) -> None:
         engine = getattr(llm, "llm_engine", None)
+        if engine is None:
+            raise UnsupportedEngineError(f"{type(llm).__name__} is not a vllm.LLM; pass the LLM itself")
         core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
         if core is None:
             raise UnsupportedEngineError(

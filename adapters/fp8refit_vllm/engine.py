@@ -44,7 +44,13 @@ class VllmEngine:
             from vllm import LLM
         except ImportError as error:
             raise UnsupportedEngineError(f"vLLM is not installed ({error}); pip install 'fp8refit[vllm]'") from error
-        is_quantized = getattr(AutoConfig.from_pretrained(model), "quantization_config", None) is not None
+        try:
+            config = AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise UnsupportedEngineError(
+                f"{model} is no model folder, nor a model to be had by that name: {error}"
+            ) from error
+        is_quantized = getattr(config, "quantization_config", None) is not None
         return LLM(
             model=model,
             load_format="dummy",

@@ -179,7 +179,7 @@ def _why_unknown_parts(prefix: str, module: nn.Module, fused: dict[str, tuple[st
         return Refusal(
             module=prefix,
             reason=f"holds {len(sizes)} matrices, and the model says it is made of {', '.join(parts)}",
-            remedy="fp8refit does not know this architecture's fused modules yet",
+            remedy="fp8refit does not know in which order this architecture stores them yet",
         )
     return None
 
@@ -190,9 +190,7 @@ def _parts_of(
     """Checkpoint modules held by an engine module and the rows of each; rows are None for a module that is not fused."""
     parts = split_fused(prefix, fused)
     sizes = tuple(getattr(module, "output_partition_sizes", ()))
-    if len(parts) == 1 or len(sizes) < 2:
-        return parts, None
-    return parts, sizes
+    return parts, sizes if len(sizes) > 1 else None
 
 
 def _num_checkpoint_rows(module: nn.Module, tensor: Tensor) -> int:

@@ -59,7 +59,7 @@ class WorkTable(Protocol):
         ...
 
     def launch(self, *, check: bool, write: bool = True) -> None:
-        """Run every task on the current stream. `check` flags NaN, Inf and scales that fit no slot."""
+        """Run every task on the current stream. `check` flags NaN and Inf; scales that fit no slot always are."""
         ...
 
     def bad_tasks(self) -> list[int]:
@@ -113,7 +113,7 @@ class ReferenceTable:
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._sources = [task.source for task in tasks]
-        self._tasks = [replace(task, source=torch.empty(0)) for task in tasks]
+        self._tasks = [replace(task, source=torch.empty(0, device="cpu")) for task in tasks]
         self._bad: set[int] = set()
 
     def refresh(self, sources: Sequence[Tensor]) -> None:
@@ -121,12 +121,13 @@ class ReferenceTable:
         self.bad_tasks()
         self._sources = list(sources)
 
+    @torch.inference_mode()
     def launch(self, *, check: bool, write: bool = True) -> None:
         """See `WorkTable`."""
         for index, (task, source) in enumerate(zip(self._tasks, self._sources, strict=True)):
             if not is_empty(task):
                 is_bad = _run_reference(task, task.box(source.detach()), write=write)
-                if check and is_bad:
+                if is_bad and (check or task.op is Op.COPY_SCALES):
                     self._bad.add(index)
 
     def bad_tasks(self) -> list[int]:

@@ -77,20 +77,21 @@ class TritonTable:
         self._launches, matrix, tile_rows = _lay_out(rows)
         self._byte_offsets = np.array([row[2] for row in rows], dtype=np.int64)
         pinned = device.type == "cuda"
-        self._host_matrix = torch.empty(matrix.shape, dtype=torch.int64, pin_memory=pinned)
+        self._host_matrix = torch.empty(matrix.shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._host_view = self._host_matrix.numpy()
         self._host_view[:] = matrix
         self._task_of_row = matrix[:, _FIELDS.index("task")].copy()
         self._matrix = torch.empty(matrix.shape, dtype=torch.int64, device=device)
         self._tile_rows = torch.from_numpy(tile_rows).to(device)
         self._status = torch.zeros(max(len(tasks), 1), dtype=torch.int32, device=device)
-        self._host_status = torch.zeros(self._status.shape, dtype=torch.int32, pin_memory=pinned)
+        self._host_status = torch.zeros(self._status.shape, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._matrix.copy_(self._host_matrix, non_blocking=True)
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.num_device_bytes = sum(
             tensor.numel() * tensor.element_size() for tensor in (self._matrix, self._tile_rows, self._status)
         )
 
+    @torch.inference_mode()
     def refresh(self, sources: Sequence[Tensor]) -> None:
         """See `WorkTable`."""
         self.bad_tasks()
@@ -98,14 +99,19 @@ class TritonTable:
         self._host_view[:, _SOURCE] = addresses[self._task_of_row] + self._byte_offsets
         self._matrix.copy_(self._host_matrix, non_blocking=True)
 
+    @torch.inference_mode()
     def launch(self, *, check: bool, write: bool = True) -> None:
         """See `WorkTable`."""
-        for launch in self._launches:
-            _run(launch, self._matrix, self._tile_rows, self._status, check=check, write=write)
-        self._host_status.copy_(self._status, non_blocking=True)
-        if self._done is not None:
-            self._done.record(torch.cuda.current_stream(self._device))
+        # Triton launches on the current device.
+        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
+            for launch in self._launches:
+                checks = check or launch.kind.op is Op.COPY_SCALES
+                _run(launch, self._matrix, self._tile_rows, self._status, check=checks, write=write)
+            self._host_status.copy_(self._status, non_blocking=True)
+            if self._done is not None:
+                self._done.record(torch.cuda.current_stream(self._device))
 
+    @torch.inference_mode()
     def bad_tasks(self) -> list[int]:
         """See `WorkTable`."""
         if self._done is not None:

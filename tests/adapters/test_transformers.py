@@ -194,6 +194,51 @@ def test_blocks_do_not_pile_up_and_the_last_reason_is_told():
     assert logits(engine).shape == (2, 6, SIZES["vocab_size"])
 
 
+def test_a_copy_of_a_dirty_engine_is_dirty_too_and_heals_by_itself():
+    engine = make_engine(make_policy(seed=1))
+    policy = make_policy(seed=2)
+    state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    state["model.norm.weight"][0] = torch.nan
+    with pytest.raises(NonFiniteError):
+        Refitter(engine).refit(state)
+    twin = copy.deepcopy(engine)
+    assert Refitter(twin).is_dirty
+    Refitter(twin).refit(policy.state_dict())
+    assert torch.equal(logits(twin), logits(make_engine(policy)))
+    assert Refitter(engine).is_dirty
+    with pytest.raises(EngineDirtyError):
+        engine(input_ids=PROMPT)
+
+
+def test_an_engine_that_left_its_device_is_not_written():
+    engine = make_engine(make_policy(seed=1))
+    refitter = Refitter(engine)
+    refitter.refit(make_policy(seed=2).state_dict())
+    engine.to("meta")
+    with pytest.raises(UnsupportedEngineError, match="lie on meta"):
+        refitter.refit(make_policy(seed=3).state_dict())
+    assert refitter.version == 1
+
+
+def test_integer_buffers_may_come_along():
+    policy = make_policy(seed=2)
+    policy.register_buffer("num_steps", torch.tensor(3))
+    engine = make_engine(make_policy(seed=1))
+    engine.register_buffer("num_steps", torch.tensor(1))
+    report = Refitter(engine).refit(policy.state_dict())
+    assert report.ignored == ("num_steps",)
+
+
+def test_wrapped_modules_of_the_engine_go_by_their_checkpoint_names():
+    policy, engine = make_policy(seed=2), make_engine(make_policy(seed=1))
+    for index, layer in enumerate(engine.model.layers):
+        engine.model.layers[index] = torch.compile(layer, backend="eager")
+    Refitter(engine).refit(policy.state_dict())
+    assert torch.equal(
+        engine.model.layers[0]._orig_mod.mlp.up_proj.weight, make_engine(policy).model.layers[0].mlp.up_proj.weight
+    )
+
+
 def test_a_plain_model_is_refused_with_the_way_out():
     with pytest.raises(UnsupportedEngineError, match="to_block_fp8"):
         Refitter(make_policy())

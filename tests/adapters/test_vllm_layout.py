@@ -103,6 +103,10 @@ def test_a_module_fused_otherwise_than_the_model_says_is_refused():
     assert "holds 2 matrices" in only_refusal(model_of(qkv_proj=BlockLinear(sizes=(128, 128))))
 
 
+def test_a_module_fused_in_an_order_nobody_says_is_refused():
+    assert "holds 3 matrices" in only_refusal(model_of(query_key_value=BlockLinear(sizes=(128, 128, 128))))
+
+
 def test_parts_off_the_block_grid_are_refused():
     assert "do not start on blocks" in only_refusal(model_of(qkv_proj=BlockLinear(sizes=(192, 64, 128))))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8refit.kernels.table import ReferenceTable, source_layout
+from fp8refit.kernels.table import ReferenceTable, compile_table, source_layout
 from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.slots import FP8_DTYPE, Op, ScaleFormat
 from tests.kernels.tables import assert_same_as_reference, copy_task, quantize_task
@@ -221,3 +221,31 @@ def test_a_source_with_another_alignment_is_another_layout():
     memory = torch.zeros(64, dtype=torch.bfloat16)
     assert source_layout(memory[4:36]) != source_layout(memory[2:34])
     assert source_layout(memory[8:40]) == source_layout(memory[16:48])
+
+
+@pytest.mark.parametrize("make_table", [compile_table, TritonTable])
+def test_a_table_made_in_inference_mode_serves_outside_of_it(make_table):
+    with torch.inference_mode():
+        source = torch.randn(130, 140, dtype=torch.bfloat16)
+        task = quantize_task(source)
+        table = make_table([task], source.device)
+    again = torch.randn(130, 140, dtype=torch.bfloat16)
+    again[3, 4] = float("nan")
+    table.refresh([again])
+    table.launch(check=True)
+    assert table.bad_tasks() == [0]
+    good = torch.ones(130, 140, dtype=torch.bfloat16)
+    table.refresh([good])
+    table.launch(check=True)
+    assert table.bad_tasks() == []
+
+
+@pytest.mark.parametrize("make_table", [compile_table, TritonTable])
+def test_a_default_device_elsewhere_does_no_harm(make_table):
+    source = torch.randn(130, 140, dtype=torch.bfloat16)
+    task = quantize_task(source)
+    with torch.device("meta"):
+        table = make_table([task], source.device)
+        table.launch(check=True)
+        assert table.bad_tasks() == []
+    assert torch.isfinite(task.scale).all() and (task.scale > 0).all()
