@@ -5,6 +5,7 @@ any other quantized form are refused by name: their kernel repacked them.
 """
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ ROW_MAJOR_KERNELS = frozenset(
 
 ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 """An out-of-tree kernel class with this attribute set to True says the same of itself."""
+
+Why: TypeAlias = tuple[str, str] | None
+"""Reason and remedy, or None if there is nothing against it."""
 
 _SOURCE_LIKE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -120,67 +124,69 @@ def _why_refused(
     prefix: str, module: nn.Module, own: dict[str, Tensor], fused: dict[str, tuple[str, ...]]
 ) -> Refusal | None:
     """Why `module` cannot be written in place, or None."""
+    judge_storage = _why_not_block_fp8 if "weight_scale_inv" in own else _why_not_plain
+    why = _why_not_dense(prefix, module, own) or judge_storage(module, own) or _why_not_parts(prefix, module, fused)
+    return Refusal(module=prefix, reason=why[0], remedy=why[1]) if why is not None else None
 
-    def refuse(reason: str, remedy: str) -> Refusal:
-        return Refusal(module=prefix, reason=reason, remedy=remedy)
 
-    kernel = linear_kernel(module)
-    method = type(getattr(module, "quant_method", None)).__name__
+def _why_not_dense(prefix: str, module: nn.Module, own: dict[str, Tensor]) -> Why:
+    """What is against the module as a whole."""
     if hasattr(module, "W_UK_T"):
-        return refuse("keeps absorbed copies of its latent projections", "fp8refit does not refresh them yet")
+        return "keeps absorbed copies of its latent projections", "fp8refit does not refresh them yet"
     if hasattr(module, "w13_weight"):
-        return refuse("is a mixture-of-experts layer", "fp8refit refits dense models so far")
+        return "is a mixture-of-experts layer", "fp8refit refits dense models so far"
     if any("base_layer" in part for part in prefix.split(".")):
-        return refuse("is wrapped for LoRA", "Boot without enable_lora")
+        return "is wrapped for LoRA", "Boot without enable_lora"
     if getattr(module, "tp_size", 1) != 1:
-        return refuse(f"is split over {module.tp_size} ranks", "Boot with tensor_parallel_size=1")
+        return f"is split over {module.tp_size} ranks", "Boot with tensor_parallel_size=1"
     for name, tensor in own.items():
         if tensor.numel() == 0:
-            return refuse(f"its kernel took `{name}` away", "Boot with a kernel that keeps weights as loaded")
-    weight, scale = own.get("weight"), own.get("weight_scale_inv")
-    if scale is None:
-        odd = [f"{name} ({str(tensor.dtype)[6:]})" for name, tensor in own.items() if tensor.dtype not in _SOURCE_LIKE]
-        if odd or "weight_scale" in own:
-            return refuse(
-                f"holds {', '.join(odd) or 'weight_scale'} under {method}, which is not block FP8",
-                'Boot from a checkpoint with weight_block_size, or with quantization="fp8_per_block"',
-            )
-        return _why_unknown_parts(prefix, module, fused)
-    if not _is_row_major(kernel):
-        return refuse(
-            f"its kernel {type(kernel).__name__} repacks weights, or is not known to leave them as loaded",
-            f"Add {type(kernel).__name__} to VLLM_DISABLED_KERNELS, or choose another with --linear-backend",
-        )
-    block_n, block_k = _block_size(module)
-    if weight is None or weight.dtype is not FP8_DTYPE or weight.ndim != 2 or not weight.is_contiguous():
-        return refuse(
-            "its weight is not a row-major float8_e4m3fn matrix", "Choose another kernel (VLLM_DISABLED_KERNELS)"
-        )
-    expected = (-(-weight.shape[0] // block_n), -(-weight.shape[1] // block_k))
-    if scale.dtype is not torch.float32 or tuple(scale.shape) != expected or not scale.is_contiguous():
-        return refuse(
-            f"its scales are {str(scale.dtype)[6:]} {list(scale.shape)}, not row-major float32 {list(expected)}",
-            "Choose another kernel (VLLM_DISABLED_KERNELS)",
-        )
-    unknown = _why_unknown_parts(prefix, module, fused)
-    if unknown is not None:
-        return unknown
-    _, sizes = _parts_of(prefix, module, fused)
-    if any(size % block_n for size in (sizes or ())[:-1]):
-        return refuse(
-            f"its parts {list(sizes or ())} do not start on blocks of {block_n} rows", "Leave this layer in BF16"
-        )
+            return f"its kernel took `{name}` away", "Boot with a kernel that keeps weights as loaded"
     return None
 
 
-def _why_unknown_parts(prefix: str, module: nn.Module, fused: dict[str, tuple[str, ...]]) -> Refusal | None:
+def _why_not_plain(module: nn.Module, own: dict[str, Tensor]) -> Why:
+    """What is against a module without block scales."""
+    odd = [f"{name} ({str(tensor.dtype)[6:]})" for name, tensor in own.items() if tensor.dtype not in _SOURCE_LIKE]
+    if not odd and "weight_scale" not in own:
+        return None
+    method = type(getattr(module, "quant_method", None)).__name__
+    return (
+        f"holds {', '.join(odd) or 'weight_scale'} under {method}, which is not block FP8",
+        'Boot from a checkpoint with weight_block_size, or with quantization="fp8_per_block"',
+    )
+
+
+def _why_not_block_fp8(module: nn.Module, own: dict[str, Tensor]) -> Why:
+    """What is against a module with block scales."""
+    kernel = linear_kernel(module)
+    name = type(kernel).__name__
+    other_kernel = f"Add {name} to VLLM_DISABLED_KERNELS, or choose another with --linear-backend"
+    if not _is_row_major(kernel):
+        return f"its kernel {name} repacks weights, or is not known to leave them as loaded", other_kernel
+    weight, scale = own.get("weight"), own["weight_scale_inv"]
+    if weight is None or weight.dtype is not FP8_DTYPE or weight.ndim != 2 or not weight.is_contiguous():
+        return "its weight is not a row-major float8_e4m3fn matrix", other_kernel
+    grid = tuple(-(-length // size) for length, size in zip(weight.shape, _block_size(module), strict=True))
+    if scale.dtype is not torch.float32 or tuple(scale.shape) != grid or not scale.is_contiguous():
+        found = f"{str(scale.dtype)[6:]} {list(scale.shape)}"
+        return f"its scales are {found}, not row-major float32 {list(grid)}", other_kernel
+    return None
+
+
+def _why_not_parts(prefix: str, module: nn.Module, fused: dict[str, tuple[str, ...]]) -> Why:
+    """What is against the matrices that a fused module holds."""
     parts, sizes = _parts_of(prefix, module, fused)
-    if sizes is not None and len(parts) != len(sizes):
-        return Refusal(
-            module=prefix,
-            reason=f"holds {len(sizes)} matrices, and the model says it is made of {', '.join(parts)}",
-            remedy="fp8refit does not know in which order this architecture stores them yet",
+    if sizes is None:
+        return None
+    if len(parts) != len(sizes):
+        return (
+            f"holds {len(sizes)} matrices, and the model says it is made of {', '.join(parts)}",
+            "fp8refit does not know in which order this architecture stores them yet",
         )
+    block_n = _block_size(module)[0] if "weight_scale_inv" in module._parameters else 1
+    if any(size % block_n for size in sizes[:-1]):
+        return f"its parts {list(sizes)} do not start on blocks of {block_n} rows", "Leave this layer in BF16"
     return None
 
 
