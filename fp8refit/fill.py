@@ -25,7 +25,6 @@ def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig) -> Task:
     """The task that does `step` with `source`, for all of `slot`."""
     target = slot.scale if step.op is Op.COPY_SCALES else slot.weight
     assert target is not None, f"{step=}"
-    any_scale = step.op is Op.COPY_SCALES and config.on_scale_mismatch == "copy"
     return Task(
         op=step.op,
         source=source,
@@ -33,9 +32,14 @@ def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig) -> Task:
         target=target,
         scale=slot.scale if step.op is Op.QUANTIZE else None,
         block_size=slot.block_size,
-        scale_format=ScaleFormat.FP32 if any_scale else slot.scale_format,
+        scale_format=required_format(slot, config) if step.op is Op.COPY_SCALES else slot.scale_format,
         round_to_bf16=config.fp32_sources == "round_to_bf16",
     )
+
+
+def required_format(slot: Slot, config: RefitConfig) -> ScaleFormat:
+    """What the scales of a tensor that is already FP8 have to be, for `slot`."""
+    return ScaleFormat.FP32 if config.on_scale_mismatch == "copy" else slot.scale_format
 
 
 def misfit_scales(
@@ -74,7 +78,7 @@ class ResidentFill:
     ) -> None:
         self.plan = plan
         self.config = config
-        self._names = tensors.keys() - set()
+        self._names = frozenset(tensors)
         self._elsewhere = {name: _meta(tensor) for name, tensor in tensors.items() if tensor.device != device}
         self.steps = [step for step in plan.steps if step.source not in self._elsewhere]
         self.staged_steps = [step for step in plan.steps if step.source in self._elsewhere]
@@ -199,7 +203,6 @@ class _Bucket:
         self._sources.append(name)
         self._tasks.append(replace(task, source=staged, offset=(0,) * staged.ndim))
 
-    @torch.inference_mode()
     def launch(self, *, check: bool, write: bool) -> None:
         if self._tasks:
             self._table = compile_table(self._tasks, self._device)

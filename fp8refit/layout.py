@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict
 
-from fp8refit.slots import Inventory, ScaleFormat
+from fp8refit.slots import Inventory, ScaleFormat, dtype_name
 
 
 class SlotLayout(BaseModel):
@@ -55,7 +55,7 @@ class EngineLayout(BaseModel):
                     full_shape=slot.full_shape,
                     shape=tuple(slot.weight.shape),
                     offset=slot.origin,
-                    dtype=str(slot.weight.dtype).removeprefix("torch."),
+                    dtype=dtype_name(slot.weight.dtype),
                     scale_format=slot.scale_format if slot.is_quantized else None,
                     block_size=slot.block_size if slot.is_quantized else None,
                     kernel=slot.kernel,

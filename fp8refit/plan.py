@@ -11,7 +11,7 @@ from math import prod
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.names import is_adapter_weight, is_not_a_weight
-from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, Op, Slot, TensorMeta
+from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, Op, Slot, TensorMeta, dtype_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,6 @@ class PlanBuilder:
         self._seen: dict[str, TensorMeta] = {}
         self._weights: dict[int, Step] = {}
         self._scales: dict[int, Step] = {}
-        self._claimed: set[str] = set()
 
     def add(self, name: str, meta: TensorMeta) -> list[Step]:
         """Judge one source tensor and give the steps it takes part in: none if it is ignored or does not fit."""
@@ -116,7 +115,6 @@ class PlanBuilder:
         if canonical != weight_name and self._is_taken(canonical, is_scale):
             self._ignored.append(name)
             return []
-        self._claimed.add(canonical)
         steps = []
         for index in indexes:
             judge = self._judge_scale if is_scale else self._judge_weight
@@ -172,25 +170,27 @@ class PlanBuilder:
             return f"has shape {list(meta.shape)}, this engine's is {list(slot.full_shape)}"
         if meta.dtype == FP8_DTYPE:
             if not slot.is_quantized:
-                return f"is FP8, but this engine holds it as {_dtype_name(slot.weight.dtype)}; send it unquantized"
+                return f"is FP8, but this engine holds it as {dtype_name(slot.weight.dtype)}; send it unquantized"
             op = Op.COPY_CODES
         elif meta.dtype in SOURCE_DTYPES:
             op = Op.QUANTIZE if slot.is_quantized else Op.COPY
         else:
-            return f"has dtype {_dtype_name(meta.dtype)}; send bfloat16, float16, float32, or float8_e4m3fn with its scales"
+            return (
+                f"has dtype {dtype_name(meta.dtype)}; send bfloat16, float16, float32, or float8_e4m3fn with its scales"
+            )
         shape = tuple(slot.weight.shape)
-        return Step(op=op, source=name, slot=index, offset=slot.origin, shape=shape, dtype=_dtype_name(meta.dtype))
+        return Step(op=op, source=name, slot=index, offset=slot.origin, shape=shape, dtype=dtype_name(meta.dtype))
 
     def _judge_scale(self, name: str, meta: TensorMeta, index: int) -> Step | str:
         slot = self._slots[index]
         if slot.scale is None:
-            return f"is a scale, but this engine holds {slot.name} as {_dtype_name(slot.weight.dtype)}; leave it out"
+            return f"is a scale, but this engine holds {slot.name} as {dtype_name(slot.weight.dtype)}; leave it out"
         block = slot.block_size
         expected = tuple(-(-length // size) for length, size in zip(slot.full_shape, block, strict=True))
         if meta.shape != expected:
             return f"has shape {list(meta.shape)}, blocks of {block[0]}x{block[1]} need {list(expected)}"
         if meta.dtype not in SOURCE_DTYPES:
-            return f"has dtype {_dtype_name(meta.dtype)}; send block scales as float32, bfloat16 or float16"
+            return f"has dtype {dtype_name(meta.dtype)}; send block scales as float32, bfloat16 or float16"
         if any(start % size for start, size in zip(slot.origin, block, strict=True)):
             return (
                 f"this rank's slice starts at {list(slot.origin)}, off the {block[0]}x{block[1]} grid of the scales; "
@@ -199,7 +199,7 @@ class PlanBuilder:
         offset = tuple(start // size for start, size in zip(slot.origin, block, strict=True))
         shape = tuple(slot.scale.shape)
         return Step(
-            op=Op.COPY_SCALES, source=name, slot=index, offset=offset, shape=shape, dtype=_dtype_name(meta.dtype)
+            op=Op.COPY_SCALES, source=name, slot=index, offset=offset, shape=shape, dtype=dtype_name(meta.dtype)
         )
 
     def _incomplete(self) -> Iterable[str]:
@@ -224,7 +224,3 @@ def _bytes_written(step: Step, slot: Slot) -> int:
     if step.op is Op.QUANTIZE and slot.scale is not None:
         written += slot.scale.numel() * slot.scale.element_size()
     return written
-
-
-def _dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

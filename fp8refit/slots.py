@@ -13,6 +13,11 @@ SCALE_SUFFIX = "_scale_inv"
 """A block-FP8 checkpoint stores the scales of `X` as `X_scale_inv`, the multiplier that dequantizes."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name as engines and checkpoints spell it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 class ScaleFormat(StrEnum):
     """Which values a scale may take. Both are stored as float32."""
 
@@ -48,7 +53,7 @@ class TensorMeta:
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype)
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        return f"{dtype_name(self.dtype)} {list(self.shape)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

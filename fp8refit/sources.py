@@ -6,7 +6,7 @@ order; every other source is a stream, read in its own order with one tensor in 
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -29,22 +29,17 @@ class Source(Protocol):
     """A stream of named tensors."""
 
     @property
-    def metadata(self) -> Mapping[str, TensorMeta] | None:
-        """Shape and dtype by checkpoint name, without a pass over the data; None if that is not to be had."""
-        ...
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """What is already known to be wrong, one line a problem, each beginning with the tensor's name."""
-        ...
-
-    @property
     def is_repeatable(self) -> bool:
         """Whether `iter()` gives a fresh pass every time."""
         ...
 
-    def scan(self) -> tuple[Mapping[str, TensorMeta], list[str]]:
-        """Shape and dtype by checkpoint name and everything that is wrong, in a pass over the data where it takes one."""
+    def scan(self) -> tuple[Mapping[str, TensorMeta], Sequence[str]] | None:
+        """What will come, as far as it can be known before it is written.
+
+        Returns:
+            Shape and dtype by checkpoint name, and what is wrong, one line a problem, each beginning with the tensor's
+            name. A stream without manifest is read once for it; None for one that cannot be read again.
+        """
         ...
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -90,15 +85,8 @@ class MappingSource:
     is_repeatable = True
 
     def __init__(self, items: NamedTensors) -> None:
-        self.tensors: dict[str, Tensor] = {}
         problems: dict[str, str] = {}
-        for name, raw_name, tensor in _named(items):
-            if name in self.tensors or name in problems:
-                problems[name] = f"{name}: sent twice, the second time as {raw_name}; send it once"
-            elif problem := _what_is_wrong(tensor):
-                problems[name] = f"{name}: {problem}"
-            else:
-                self.tensors[name] = tensor
+        self.tensors = dict(_readable(items, problems))
         self.problems = tuple(problems.values())
 
     @property
@@ -106,9 +94,9 @@ class MappingSource:
         """See `Source`."""
         return {name: TensorMeta.of(tensor) for name, tensor in self.tensors.items()}
 
-    def scan(self) -> tuple[dict[str, TensorMeta], list[str]]:
+    def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]]:
         """See `Source`."""
-        return self.metadata, list(self.problems)
+        return self.metadata, self.problems
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """See `Source`."""
@@ -124,7 +112,6 @@ class StreamSource:
         self._make_iterator = make_iterator
         self.is_repeatable = is_repeatable
         self.metadata = _read_manifest(manifest) if manifest is not None else None
-        self.problems: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """See `Source`.
@@ -137,18 +124,15 @@ class StreamSource:
                 raise InvalidSourceError([f"{name}: {problem}"])
             yield name, tensor
 
-    def scan(self) -> tuple[dict[str, TensorMeta], list[str]]:
+    def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]] | None:
         """See `Source`."""
-        metadata: dict[str, TensorMeta] = {}
+        if self.metadata is not None:
+            return self.metadata, ()
+        if not self.is_repeatable:
+            return None
         problems: dict[str, str] = {}
-        for name, raw_name, tensor in _named(self._make_iterator()):
-            if name in metadata or name in problems:
-                problems[name] = f"{name}: sent twice, the second time as {raw_name}; send it once"
-            elif problem := _what_is_wrong(tensor):
-                problems[name] = f"{name}: {problem}"
-            else:
-                metadata[name] = TensorMeta.of(tensor)
-        return metadata, list(problems.values())
+        metadata = {name: TensorMeta.of(tensor) for name, tensor in _readable(self._make_iterator(), problems)}
+        return metadata, tuple(problems.values())
 
 
 class SafetensorsSource:
@@ -180,9 +164,9 @@ class SafetensorsSource:
                 raise InvalidSourceError([f"{file}: cannot be read as safetensors ({error})"]) from error
         self.problems = tuple(problems)
 
-    def scan(self) -> tuple[dict[str, TensorMeta], list[str]]:
+    def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]]:
         """See `Source`."""
-        return self.metadata, list(self.problems)
+        return self.metadata, self.problems
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """See `Source`."""
@@ -247,6 +231,20 @@ def _named(items: Iterable[Any]) -> Iterator[tuple[str, str, Any]]:
                 [f"source: gave something of type {type(item).__name__} where a pair (name, tensor) belongs"]
             ) from None
         yield name, raw_name, value
+
+
+def _readable(items: Iterable[Any], problems: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that can be read, once, under its checkpoint name; `problems` takes a line for each other name."""
+    names = set()
+    for name, raw_name, tensor in _named(items):
+        if name in names:
+            problems[name] = f"{name}: sent twice, the second time as {raw_name}; send it once"
+            continue
+        names.add(name)
+        if problem := _what_is_wrong(tensor):
+            problems[name] = f"{name}: {problem}"
+        else:
+            yield name, tensor
 
 
 def _not_exhausted(iterator: Iterator[Any]) -> Iterator[Any]:

@@ -5,7 +5,7 @@ commit the rank is dirty; only a later complete write heals it.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from fp8refit.errors import (
     StagingMemoryError,
     UnsupportedEngineError,
 )
-from fp8refit.fill import ResidentFill, StreamFill, misfit_scales, scale_problem
+from fp8refit.fill import ResidentFill, StreamFill, misfit_scales, required_format, scale_problem
 from fp8refit.layout import EngineLayout
 from fp8refit.plan import PlanBuilder, RefitPlan, Step, compile_plan
 from fp8refit.report import WriteResult
@@ -57,7 +57,7 @@ class Target:
         self._versions = versions
         self._inventory: Inventory | None = None
         self._resident: ResidentFill | None = None
-        self._stream_plan: tuple[dict[str, TensorMeta], RefitPlan] | None = None
+        self._stream_plan: tuple[Mapping[str, TensorMeta], RefitPlan] | None = None
         self._job: _Job | None = None
         self._is_lost = False
         self.is_dirty = False
@@ -161,12 +161,11 @@ class Target:
     def _prepare_mapping(self, source: MappingSource, job: "_Job") -> None:
         resident = self._resident
         if resident is None or source.problems or resident.config != job.config or not resident.rebind(source.tensors):
-            inventory, slots = job.inventory, job.inventory.slots
-            plan = compile_plan(
-                slots, source.metadata, aliases=inventory.aliases, unneeded=inventory.unneeded, problems=source.problems
-            )
+            plan = job.compile(*source.scan())
             self._resident = None
-            self._resident = resident = ResidentFill(plan, slots, source.tensors, self._device, job.config)
+            self._resident = resident = ResidentFill(
+                plan, job.inventory.slots, source.tensors, self._device, job.config
+            )
             job.is_first = True
         job.plan, job.resident = resident.plan, resident
         if resident.staged_steps:
@@ -181,20 +180,14 @@ class Target:
     def _prepare_stream(self, job: "_Job") -> None:
         """Plan a stream before it is written, unless it can be read only once and nothing is known of it."""
         source, inventory = job.source, job.inventory
-        problems = list(source.problems)
-        if source.metadata is not None:
-            job.metadata = dict(source.metadata)
-        elif source.is_repeatable:
-            metadata, problems = source.scan()
-            job.metadata = dict(metadata)
-        else:
+        scanned = source.scan()
+        if scanned is None:
             job.is_first = True
             return
+        job.metadata, problems = scanned
         known, plan = self._stream_plan or (None, None)
         if plan is None or problems or known != job.metadata:
-            plan = compile_plan(
-                inventory.slots, job.metadata, aliases=inventory.aliases, unneeded=inventory.unneeded, problems=problems
-            )
+            plan = job.compile(job.metadata, problems)
             self._stream_plan = job.metadata, plan
             job.is_first = True
         job.plan, job.stream_steps = plan, _by_source(plan.steps)
@@ -243,10 +236,7 @@ class Target:
             bad += job.resident.bad_sources()
         if job.streams:
             stream = self._make_stream(job, write=False)
-            steps = job.stream_steps or _by_source(_require(job.plan).steps)
-            for name, tensor in job.arrivals():
-                for step in steps.get(name, ()):
-                    stream.add(step, tensor, is_stable=job.is_stable)
+            _feed(job, stream)
             bad += stream.bad_sources()
         if bad:
             raise _bad_values(bad, job, written=False)
@@ -260,10 +250,9 @@ class Target:
         if begin is not None:
             begin.record()
         if job.resident is not None:
-            with torch.inference_mode():
-                job.resident.table.launch(check=check)
+            job.resident.table.launch(check=check)
         if stream is not None:
-            _write_stream(job, stream)
+            _feed(job, stream)
             stream.flush()
         with torch.inference_mode():
             for padding in inventory.padding:
@@ -302,7 +291,7 @@ class _Job:
     source: Source
     config: RefitConfig
     inventory: Inventory
-    metadata: dict[str, TensorMeta] | None = None
+    metadata: Mapping[str, TensorMeta] | None = None
     """What a stream was announced to hold."""
     plan: RefitPlan | None = None
     """None for a one-shot stream without manifest, which is planned while it arrives."""
@@ -320,6 +309,17 @@ class _Job:
     def is_stable(self) -> bool:
         """Whether tensors keep their bytes until the refit is over."""
         return isinstance(self.source, MappingSource)
+
+    def compile(self, metadata: Mapping[str, TensorMeta], problems: Sequence[str]) -> RefitPlan:
+        """Plan what was announced.
+
+        Raises:
+            InvalidSourceError: It does not fit; names every problem, `problems` among them.
+        """
+        inventory = self.inventory
+        return compile_plan(
+            inventory.slots, metadata, aliases=inventory.aliases, unneeded=inventory.unneeded, problems=problems
+        )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that go through staging."""
@@ -348,18 +348,19 @@ class _Job:
             raise InvalidSourceError([f"{name}: was announced but did not come" for name in absent])
 
 
-def _write_stream(job: _Job, stream: StreamFill) -> None:
-    """Fill from everything that goes through staging, in the order in which it comes.
+def _feed(job: _Job, stream: StreamFill) -> None:
+    """Give `stream` everything that goes through staging, in the order in which it comes.
 
     Raises:
         InvalidSourceError: The stream is not what was announced, or, unannounced, does not fit or is incomplete.
     """
     if job.stream_steps is None:
-        builder = PlanBuilder(job.inventory.slots, aliases=job.inventory.aliases, unneeded=job.inventory.unneeded)
+        inventory = job.inventory
+        builder = PlanBuilder(inventory.slots, aliases=inventory.aliases, unneeded=inventory.unneeded)
         for name, tensor in job.tensors():
             for step in builder.add(name, TensorMeta.of(tensor)):
                 stream.add(step, tensor, is_stable=False)
-        job.plan, job.is_first = builder.finish(), True
+        job.plan = builder.finish()
         return
     for name, tensor in job.arrivals():
         for step in job.stream_steps.get(name, ()):
@@ -376,11 +377,8 @@ def _by_source(steps: Sequence[Step]) -> dict[str, list[Step]]:
 def _bad_values(names: Sequence[str], job: _Job, *, written: bool) -> RefitError:
     """The error for tensors that a fill flagged: scales that fit no slot, else NaN or Inf."""
     if all(name.endswith(SCALE_SUFFIX) for name in names):
-        any_scale = job.config.on_scale_mismatch == "copy"
-        formats = {
-            step.source: ScaleFormat.FP32 if any_scale else job.inventory.slots[step.slot].scale_format
-            for step in _require(job.plan).steps
-        }
+        slots = job.inventory.slots
+        formats = {step.source: required_format(slots[step.slot], job.config) for step in _require(job.plan).steps}
         return InvalidSourceError([scale_problem(name, formats[name]) for name in names])
     return NonFiniteError(sorted(names), written=written)
 

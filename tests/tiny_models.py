@@ -17,6 +17,15 @@ from transformers import (
 
 VOCAB_SIZE = 259  # bytes and three specials: no multiple of 64, so that engines pad it
 
+FP8_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
+"""The `quantization_config` that makes vLLM build a block-FP8 model from a plain `config.json`."""
+
 _COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,

@@ -75,7 +75,6 @@ class VllmEngine:
 
     def unblock_requests(self) -> None:
         """See `fp8refit.engine.Engine`."""
-        self._has_dummy_scales = False
         self._llm.unblock_requests()
 
     def flush_caches(self) -> None:
@@ -101,6 +100,7 @@ class VllmEngine:
         return inventory
 
     def _reset_dummy_scales(self) -> None:
-        """A dummy boot fills KV scales with noise; a boot from a checkpoint leaves 1.0. Done until the first commit."""
+        """A dummy boot fills KV scales with noise; a boot from a checkpoint leaves 1.0. Done once."""
         if self._has_dummy_scales:
             reset_kv_scales(self._llm.model)
+            self._has_dummy_scales = False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.names import FUSED_MODULES, split_fused
-from fp8refit.slots import FP8_DTYPE, Inventory, Refusal, ScaleFormat, Slot, live_tensors
+from fp8refit.slots import FP8_DTYPE, Inventory, Refusal, ScaleFormat, Slot, dtype_name, live_tensors
 from fp8refit_vllm.compat import linear_kernel, wants_powers_of_two
 
 ROW_MAJOR_KERNELS = frozenset(
@@ -147,7 +147,7 @@ def _why_not_dense(prefix: str, module: nn.Module, own: dict[str, Tensor]) -> Wh
 
 def _why_not_plain(module: nn.Module, own: dict[str, Tensor]) -> Why:
     """What is against a module without block scales."""
-    odd = [f"{name} ({str(tensor.dtype)[6:]})" for name, tensor in own.items() if tensor.dtype not in _SOURCE_LIKE]
+    odd = [f"{name} ({dtype_name(tensor.dtype)})" for name, tensor in own.items() if tensor.dtype not in _SOURCE_LIKE]
     if not odd and "weight_scale" not in own:
         return None
     method = type(getattr(module, "quant_method", None)).__name__
@@ -169,7 +169,7 @@ def _why_not_block_fp8(module: nn.Module, own: dict[str, Tensor]) -> Why:
         return "its weight is not a row-major float8_e4m3fn matrix", other_kernel
     grid = tuple(-(-length // size) for length, size in zip(weight.shape, _block_size(module), strict=True))
     if scale.dtype is not torch.float32 or tuple(scale.shape) != grid or not scale.is_contiguous():
-        found = f"{str(scale.dtype)[6:]} {list(scale.shape)}"
+        found = f"{dtype_name(scale.dtype)} {list(scale.shape)}"
         return f"its scales are {found}, not row-major float32 {list(grid)}", other_kernel
     return None
 

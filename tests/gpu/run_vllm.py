@@ -33,6 +33,7 @@ import policies
 import torch
 import vllm
 from safetensors.torch import save_file
+from tiny_models import FP8_CONFIG, make_model, save_model
 from vllm import LLM, SamplingParams
 
 from fp8refit import EngineAsleepError, EngineBusyError, EngineDirtyError, NonFiniteError, Refitter
@@ -41,13 +42,6 @@ from fp8refit.kernels import triton_table
 from fp8refit.kernels.reference import quantize_reference
 from fp8refit.layout import EngineLayout
 
-FP8_CONFIG = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["lm_head"],
-}
 PROMPTS = [[(31 * i + 7 * j) % 50000 + 100 for j in range(24 + 8 * i)] for i in range(4)]
 SAMPLING = SamplingParams(
     max_tokens=24, temperature=0, logprobs=4, prompt_logprobs=0, detokenize=False, ignore_eos=True
@@ -483,17 +477,15 @@ def observe_small(llm: LLM) -> dict:
 
 
 def run_families(_: str, work: Path) -> dict:
-    import tiny_models
-
     result = {}
     for order, family in enumerate(FAMILIES):
-        tiny_models.save_model(family, 1, work / family / "bf16")
+        save_model(family, 1, work / family / "bf16")
         llm = boot_small(
             work / family / "bf16", order, load_format="dummy", hf_overrides={"quantization_config": FP8_CONFIG}
         )
         refitter = Refitter(llm)
         for seed in (2, 1):
-            model = tiny_models.make_model(family, seed).cuda()
+            model = make_model(family, seed).cuda()
             refitter.refit(model.state_dict())
         layout = refitter.layout()
         quantize_checkpoint(work / family / "bf16", work / family / "fp8", like=layout)

@@ -12,15 +12,8 @@ from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 
 from fp8refit import RefitError, quantize_blockwise
-from tests.tiny_models import VOCAB_SIZE, make_model
+from tests.tiny_models import FP8_CONFIG, VOCAB_SIZE, make_model
 
-FP8_CONFIG = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["lm_head"],
-}
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 PROMPTS = [[(31 * i + 7 * j) % 256 for j in range(length)] for i, length in enumerate((24, 40, 200))]
