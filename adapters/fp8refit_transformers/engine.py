@@ -9,6 +9,7 @@ from torch import nn
 
 from fp8refit.errors import EngineDirtyError, UnsupportedEngineError
 from fp8refit.refitter import Refitter
+from fp8refit.sources import SafetensorsSource
 from fp8refit.target import Target
 from fp8refit_transformers.convert import to_block_fp8
 from fp8refit_transformers.layout import read_inventory
@@ -56,6 +57,7 @@ class TransformersEngine:
 
         Raises:
             UnsupportedEngineError: transformers is not installed, or `model` is no model folder.
+            InvalidSourceError: A safetensors file is missing or corrupt.
         """
         try:
             from transformers import AutoConfig, AutoModelForCausalLM
@@ -66,7 +68,10 @@ class TransformersEngine:
         folder = Path(model)
         if not (folder / "config.json").is_file():
             raise UnsupportedEngineError(f"{model} is no model folder: it has no config.json")
-        has_weights = any(file.suffix in {".safetensors", ".bin"} for file in folder.iterdir())
+        suffixes = {file.suffix for file in folder.iterdir()}
+        has_weights = bool(suffixes & {".safetensors", ".bin"})
+        if ".safetensors" in suffixes:
+            SafetensorsSource(folder)  # names a file that is missing or corrupt
         config = AutoConfig.from_pretrained(folder)
         if has_weights and getattr(config, "quantization_config", None) is None:
             network: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

@@ -369,6 +369,13 @@ def test_boot_makes_weights_up_if_there_is_only_a_config(tmp_path):
     assert torch.isfinite(logits(TransformersEngine.boot(str(tmp_path)))).all()
 
 
+def test_boot_names_a_file_that_is_corrupt(tmp_path):
+    make_policy(seed=1).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no safetensors")
+    with pytest.raises(InvalidSourceError, match=r"model\.safetensors: cannot be read as safetensors"):
+        TransformersEngine.boot(str(tmp_path))
+
+
 def test_boot_refuses_what_is_no_folder(tmp_path):
     with pytest.raises(UnsupportedEngineError, match=r"no config\.json"):
         TransformersEngine.boot(str(tmp_path / "absent"))
