@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Validate = Literal["fused", "strict", "off"]
+InFlight = Literal["wait", "abort", "keep"]
 
 
 class RefitConfig(BaseModel):
@@ -26,4 +27,13 @@ class RefitConfig(BaseModel):
     powers of two. `copy` writes them bit for bit anyway: the engine then differs from one booted from that checkpoint."""
 
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Size of one staging buffer for tensors that are not on the engine's device; at most two are held."""
+    """Size of one staging buffer for tensors that are not on the engine's device; at most two are held on a rank, and one
+    that other processes can read by a trainer whose engine runs in other processes."""
+
+    in_flight: InFlight = "wait"
+    """What an asynchronous engine does with requests that run when a refit begins: `wait` lets them finish, `abort` ends them
+    with what they have, `keep` freezes them and goes on under the new policy, their KV computed anew. Requests that arrive
+    meanwhile wait for the refit. A synchronous engine refuses to be refitted while requests are unfinished."""
+
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds to wait for any other rank or process, and for running requests under `in_flight="wait"`."""

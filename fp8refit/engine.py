@@ -6,7 +6,7 @@ and commit on every rank of that engine. The core never imports an engine; adapt
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Protocol
@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from fp8refit.config import RefitConfig
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.layout import EngineLayout
-from fp8refit.report import WriteResult
+from fp8refit.rank import Rank
+from fp8refit.report import RankReport
 from fp8refit.sources import Source
 
 ENTRY_POINT_GROUP = "fp8refit.engines"
@@ -22,7 +23,11 @@ _ATTACHED = "_fp8refit_engine"
 
 
 class Ranks(Protocol):
-    """Every rank of one engine, as one. `prepare` may be repeated; `write` follows a `prepare` that returned."""
+    """Every rank of one engine, as one. `prepare` may be repeated; `write` follows a `prepare` that returned.
+
+    A driver that fails at a step hands its error to the next one as an objection, so that the drivers of the other ranks,
+    if each rank has one, hear of it there instead of waiting.
+    """
 
     @property
     def version(self) -> int:
@@ -34,37 +39,105 @@ class Ranks(Protocol):
         """Whether a write began and was not committed."""
         ...
 
-    def prepare(self, source: Source, config: RefitConfig) -> None:
-        """Judge names, shapes, dtypes, scales and readiness, and compile what is missing. Writes nothing.
+    async def prepare(
+        self, make_source: Callable[[], Source], config: RefitConfig, *, objection: BaseException | None = None
+    ) -> None:
+        """Judge names, shapes, dtypes, scales and readiness on every rank, and compile what is missing. Writes nothing.
+
+        Args:
+            make_source: Gives the policy; called only when every rank is ready.
+            config: How to refit.
+            objection: Why the engine may not be refitted now; raised here, and by the drivers of the other ranks.
 
         Raises:
             InvalidSourceError: The source does not fit; names everything that is wrong with it.
             NonFiniteError: NaN or Inf, if they are looked for before writing.
             UnsupportedEngineError: The engine cannot be refitted; names every module and the setting that helps.
+            EngineAsleepError: The weights are not mapped.
+            EngineLostError: A rank is gone.
         """
         ...
 
-    def write(self) -> WriteResult:
-        """Write what was prepared. The ranks are dirty from the first byte until `commit`."""
+    async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
+        """Write what was prepared on every rank, and commit it there once it is whole on all; one report a rank.
+
+        Args:
+            objection: Why nothing may be written (caches that stayed); raised here, and by the drivers of the other ranks.
+
+        Raises:
+            NonFiniteError: NaN or Inf in the source. This and every later error leaves all ranks dirty.
+            RefitError: See `fp8refit.target.Target.finish`.
+        """
         ...
 
-    def commit(self) -> int:
-        """Declare the written policy whole, and give its version."""
+    async def abandon(self) -> None:
+        """Let go of what was prepared."""
         ...
 
-    def layout(self) -> EngineLayout:
-        """Describe slots, kernels, formats and refusals."""
+    async def layout(self) -> EngineLayout:
+        """Describe slots, kernels, formats and refusals of all ranks."""
         ...
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Drop what is held beyond the engine itself."""
         ...
 
 
+class LocalRanks:
+    """Implements `Ranks` for a rank in this process: alone, or one of several whose drivers call alike.
+
+    Args:
+        rank: The rank.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._config = RefitConfig()
+
+    @property
+    def version(self) -> int:
+        """See `Ranks`."""
+        return self._rank.target.version
+
+    @property
+    def is_dirty(self) -> bool:
+        """See `Ranks`."""
+        return self._rank.target.is_dirty
+
+    async def prepare(
+        self, make_source: Callable[[], Source], config: RefitConfig, *, objection: BaseException | None = None
+    ) -> None:
+        """See `Ranks`."""
+        self._config = config
+        self._rank.prepare(make_source, config, objection=objection)
+
+    async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
+        """See `Ranks`."""
+        self._rank.agree(self._config, objection=objection)
+        return self._rank.write(self._config)
+
+    async def abandon(self) -> None:
+        """See `Ranks`."""
+        self._rank.target.abandon()
+
+    async def layout(self) -> EngineLayout:
+        """See `Ranks`."""
+        return self._rank.layout()
+
+    async def close(self) -> None:
+        """See `Ranks`."""
+        self._rank.close()
+
+
 class Engine(Protocol):
-    """One live engine, as its adapter presents it."""
+    """One live engine, as its adapter presents it.
+
+    The methods of a synchronous engine never suspend: `Refitter.refit` runs them without an event loop.
+    """
 
     name: str
+    is_asynchronous: bool
+    """Whether the engine is driven from an event loop, and so refitted by `await refitter.refit_async(...)` alone."""
     ranks: Ranks
 
     @classmethod
@@ -89,29 +162,46 @@ class Engine(Protocol):
         """
         ...
 
-    def check_ready(self) -> None:
+    async def check_ready(self) -> None:
         """Refuse to begin while weights may not be written.
 
         Raises:
-            EngineBusyError: Requests are unfinished.
+            EngineBusyError: Requests are unfinished, and the engine cannot wait for them.
             EngineAsleepError: The weights are not mapped.
         """
         ...
 
-    def block_requests(self, reason: str) -> None:
-        """From now on refuse every request at admission with `EngineDirtyError(reason)`; may be repeated."""
+    async def pause(self, config: RefitConfig) -> int:
+        """Let no request run from here on until `resume` or `refuse`, and give the number that `config.in_flight` met.
+
+        Raises:
+            EngineBusyError: Requests did not finish in time; they go on as if nothing had been asked.
+        """
         ...
 
-    def unblock_requests(self) -> None:
-        """Admit requests again, leaving no trace of the block."""
+    async def resume(self) -> None:
+        """Admit and run requests again, leaving no trace of the pause, or of a refusal before it."""
         ...
 
-    def flush_caches(self) -> None:
-        """Drop everything computed under the previous policy: prefix, multimodal and encoder caches.
+    async def refuse(self, reason: str) -> None:
+        """From now on refuse every request at admission with `EngineDirtyError(reason)`, and end those that wait.
+
+        May be repeated; `resume` ends it.
+        """
+        ...
+
+    async def flush_caches(self) -> None:
+        """Drop everything computed under the policy that is about to be replaced: prefix, multimodal and encoder caches.
+
+        Comes after `pause`, before the first byte is written: nothing is computed from then on until `resume`.
 
         Raises:
             CacheFlushError: The engine kept some of it.
         """
+        ...
+
+    async def publish_version(self, version: int) -> None:
+        """Tell the engine its policy version, where it can show one on its outputs."""
         ...
 
 

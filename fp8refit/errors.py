@@ -37,10 +37,12 @@ class NonFiniteError(RefitError, ValueError):
 
     Attributes:
         names: The checkpoint names of every tensor in which one was seen.
+        written: Whether the engine was written in part.
     """
 
     def __init__(self, names: Sequence[str], *, written: bool) -> None:
         self.names = tuple(names)
+        self.written = written
         consequence = _WRITTEN_IN_PART if written else "Nothing was written."
         super().__init__(f"NaN or Inf in {len(self.names)} tensor(s): {', '.join(self.names)}. {consequence}")
 
@@ -93,5 +95,16 @@ class StagingMemoryError(RefitError):
     """There is no room on the engine's device for the buckets through which tensors from elsewhere go."""
 
 
+class RankFailedError(RefitError):
+    """A rank of the engine, or the trainer beside it, failed in a way that has no error of its own; it says what was raised.
+
+    Raised on every rank. If a byte was written the engine is dirty, and the next complete refit heals it.
+    """
+
+
+class TransportError(RefitError):
+    """Tensors of the trainer cannot be reached from an engine rank."""
+
+
 class EngineLostError(RefitError):
-    """The engine cannot be healed: a CUDA fault or a dead rank. Start it again."""
+    """The engine cannot be healed: a CUDA fault, or a rank that died or does not answer. Start it again."""

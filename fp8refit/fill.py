@@ -79,9 +79,10 @@ class ResidentFill:
         self.plan = plan
         self.config = config
         self._names = frozenset(tensors)
-        self._elsewhere = {name: _meta(tensor) for name, tensor in tensors.items() if tensor.device != device}
-        self.steps = [step for step in plan.steps if step.source not in self._elsewhere]
-        self.staged_steps = [step for step in plan.steps if step.source in self._elsewhere]
+        elsewhere = {name for name, tensor in tensors.items() if tensor.device != device}
+        self._unbound = {name: _meta(tensors[name]) for name in elsewhere.union(plan.ignored)}
+        self.steps = [step for step in plan.steps if step.source not in elsewhere]
+        self.staged_steps = [step for step in plan.steps if step.source in elsewhere]
         self._sources = [step.source for step in self.steps]
         self._layouts = [source_layout(tensors[name]) for name in self._sources]
         tasks = [bind(step, slots[step.slot], tensors[step.source], config) for step in self.steps]
@@ -95,19 +96,29 @@ class ResidentFill:
         self._scale_formats = [tasks[index].scale_format for index in strict_scales]
         self._scale_table = compile_table([tasks[index] for index in strict_scales], device) if strict_scales else None
 
-    def rebind(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Point the table at `tensors`; False, and nothing done, if they are not laid out as those compiled for."""
-        if tensors.keys() != self._names:
+    def rebind(self, tensors: Mapping[str, Tensor], *, is_known: bool = False) -> bool:
+        """Point the table at `tensors`; False, and nothing done, if they are not laid out as those compiled for.
+
+        Args:
+            tensors: The source's.
+            is_known: Whether these very tensors were the last ones, so that their layout need not be looked at.
+        """
+        if not is_known and not self._fits(tensors):
             return False
         sources = [tensors[name] for name in self._sources]
-        if not all(map(has_layout, sources, self._layouts)):
-            return False
-        if any(_meta(tensors[name]) != meta for name, meta in self._elsewhere.items()):
-            return False
         self.table.refresh(sources)
         if self._scale_table is not None:
             self._scale_table.refresh([tensors[name] for name in self._scale_sources])
         return True
+
+    def _fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        return (
+            tensors.keys() == self._names
+            and all(
+                has_layout(tensors[name], layout) for name, layout in zip(self._sources, self._layouts, strict=True)
+            )
+            and all(_meta(tensors[name]) == meta for name, meta in self._unbound.items())
+        )
 
     def misfit_scales(self) -> list[str]:
         """One line for each prequantized tensor whose scales its slot cannot hold. Writes nothing."""

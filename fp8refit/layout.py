@@ -1,5 +1,7 @@
 """An engine's slots, kernels, formats and refusals as JSON: what `fp8refit inspect` prints and `quantize --like` reads."""
 
+from collections.abc import Sequence
+
 from pydantic import BaseModel, ConfigDict
 
 from fp8refit.slots import Inventory, ScaleFormat, dtype_name
@@ -64,4 +66,19 @@ class EngineLayout(BaseModel):
             ),
             aliases=inventory.aliases,
             refusals=tuple(str(refusal) for refusal in inventory.refusals),
+        )
+
+    @classmethod
+    def merge(cls, ranks: Sequence["EngineLayout"]) -> "EngineLayout":
+        """The layout of an engine of several ranks: every slot once, with the slice that the first of its ranks holds."""
+        slots: dict[str, SlotLayout] = {}
+        for rank in ranks:
+            for slot in rank.slots:
+                slots.setdefault(slot.name, slot)
+        return ranks[0].model_copy(
+            update={
+                "slots": tuple(slots.values()),
+                "aliases": {name: slot for rank in ranks for name, slot in rank.aliases.items()},
+                "refusals": tuple(dict.fromkeys(refusal for rank in ranks for refusal in rank.refusals)),
+            }
         )

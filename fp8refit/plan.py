@@ -41,6 +41,8 @@ class RefitPlan:
     num_bytes_written: int
     digest: str
     """sha256 over the steps: equal when the same source meets the same engine again."""
+    source_digest: str
+    """sha256 over names, shapes and dtypes of all that came: equal on every rank of one refit."""
 
 
 def compile_plan(
@@ -103,7 +105,7 @@ class PlanBuilder:
         canonical = self._aliases.get(weight_name, weight_name)
         indexes = self._by_name.get(canonical)
         if indexes is None:
-            if is_not_a_weight(name) or name in self._unneeded:
+            if is_not_a_weight(name) or {name, weight_name} & self._unneeded:
                 self._ignored.append(name)
             elif is_adapter_weight(name):
                 self._problems.append(
@@ -152,6 +154,7 @@ class PlanBuilder:
             num_bytes_read=sum(prod(step.shape) * self._seen[step.source].dtype.itemsize for step in steps),
             num_bytes_written=sum(_bytes_written(step, self._slots[step.slot]) for step in steps),
             digest=digest.hexdigest(),
+            source_digest=hashlib.sha256(repr(sorted(f"{n}|{m}" for n, m in self._seen.items())).encode()).hexdigest(),
         )
 
     def _is_taken(self, canonical: str, is_scale: bool) -> bool:

@@ -1,25 +1,28 @@
 """The steps of one refit, in order, timed. The only place that knows the order."""
 
 import logging
+from collections.abc import Awaitable, Coroutine
 from textwrap import shorten
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from fp8refit.config import RefitConfig
 from fp8refit.engine import attach_engine
-from fp8refit.errors import EngineBusyError, RefitError
+from fp8refit.errors import EngineBusyError, EngineLostError, RefitError, UnsupportedEngineError
 from fp8refit.layout import EngineLayout
 from fp8refit.report import PhaseClock, RefitReport
 from fp8refit.sources import Manifest, StateDict, as_source
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Refitter:
     """Moves one live engine from policy to policy.
 
     Args:
-        engine: A `vllm.LLM`, or a transformers model made block FP8 by `fp8refit_transformers.to_block_fp8`.
+        engine: A `vllm.LLM` or `AsyncLLM`, or a transformers model made block FP8 by `fp8refit_transformers.to_block_fp8`.
         config: How to refit; or give its fields as keywords.
 
     Raises:
@@ -54,6 +57,9 @@ class Refitter:
         An error before the first byte is written leaves the engine as it was, serving. An error after it leaves the
         engine dirty: it refuses requests at admission until a later `refit` succeeds.
 
+        If the engine has one driver a rank (vLLM's `external_launcher`), each of them calls this with the same policy, and all
+        of them return or raise the same.
+
         Args:
             state_dict: Checkpoint names to tensors, bfloat16, float16, float32 or already block FP8, on any device, in
                 any order: a mapping, a list or iterator of pairs, a function returning a fresh iterator, or the path of a
@@ -74,65 +80,125 @@ class Refitter:
             EngineAsleepError: The weights sleep.
             UnsupportedEngineError: The engine has layers that cannot be refitted.
             StagingMemoryError: No room for the buckets of a source that is not on the engine's device.
-            CacheFlushError: The weights are written but the old policy's KV cache stayed; the engine is dirty.
-            EngineLostError: A CUDA fault; start the engine again.
+            CacheFlushError: The old policy's KV cache would stay; nothing was written.
+            TransportError: The tensors cannot be reached from the processes of the engine.
+            RankFailedError: A rank failed in a way that was not foreseen.
+            EngineLostError: A CUDA fault, or a rank that died or does not answer; start the engine again.
+        """
+        return self._run(self.refit_async(state_dict, manifest=manifest))
+
+    async def refit_async(self, state_dict: StateDict, *, manifest: Manifest | None = None) -> RefitReport:
+        """`refit` for an asynchronous engine, awaited in the event loop that drives the engine.
+
+        `RefitConfig.in_flight` says what becomes of requests that run; those that arrive meanwhile wait. If the refit fails
+        part way, both end: the former with what they have, the latter with `EngineDirtyError`. Reading the state dict takes
+        place in the event loop. A synchronous engine blocks the loop until it is done.
         """
         if not self._lock.acquire(blocking=False):
             raise EngineBusyError("another refit of this engine is under way; wait for it")
         try:
-            return self._refit(state_dict, manifest)
+            return await self._refit(state_dict, manifest)
+        except EngineLostError as error:
+            await self._engine.refuse(f"the engine is lost ({_describe(error)})")
+            raise
         finally:
             self._lock.release()
 
-    def _refit(self, state_dict: StateDict, manifest: Manifest | None) -> RefitReport:
-        engine, ranks, clock = self._engine, self._engine.ranks, PhaseClock()
+    async def _refit(self, state_dict: StateDict, manifest: Manifest | None) -> RefitReport:
+        engine, ranks, config, clock = self._engine, self._engine.ranks, self._config, PhaseClock()
         with clock.phase("plan"):
-            engine.check_ready()
-            ranks.prepare(as_source(state_dict, manifest=manifest), self._config)
-        engine.block_requests("a refit is under way")
+            objection = await _objection(engine.check_ready())
+            await ranks.prepare(lambda: as_source(state_dict, manifest=manifest), config, objection=objection)
+        version, objection, num_interrupted = ranks.version, None, 0
         try:
-            written = ranks.write()
-            clock.phases_s |= {"fill": written.fill_s, "verify": written.verify_s}
+            with clock.phase("pause"):
+                num_interrupted = await engine.pause(config)
             with clock.phase("flush"):
-                engine.flush_caches()
-            version = ranks.commit()
+                await engine.flush_caches()
+        except BaseException as error:  # noqa: BLE001 - raised by `write`, on every rank
+            objection = error
+        try:
+            with clock.phase("transfer"):
+                written = await ranks.write(objection=objection)
         except BaseException as error:
-            engine.block_requests(
-                f"the last refit failed part way ({type(error).__name__}: {shorten(str(error), 240)})"
+            await self._let_go(error, version)
+            raise
+        clock.move("transfer", fill=max(rank.fill_s for rank in written))
+        clock.move("transfer", verify=max(rank.verify_s for rank in written))
+        version = ranks.version
+        try:
+            with clock.phase("resume"):
+                await engine.publish_version(version)
+                await engine.resume()
+        except BaseException as error:
+            await engine.refuse(
+                f"version {version} is in place, but the engine did not go on ({_describe(error)}); refit again"
             )
             raise
-        engine.unblock_requests()
-        report = RefitReport(
-            version=version,
-            engine=engine.name,
-            num_tensors=written.num_tensors,
-            ignored=written.ignored,
-            bytes_read=written.num_bytes_read,
-            bytes_written=written.num_bytes_written,
-            phases_s=clock.phases_s,
-            fill_device_s=written.device_s,
-            extra_bytes=written.extra_bytes,
-            is_first=written.is_first,
+        report = RefitReport.of(
+            written, version=version, engine=engine.name, phases_s=clock.phases_s, num_interrupted=num_interrupted
         )
         logger.info("%s", report.summary())
         return report
 
+    async def _let_go(self, error: BaseException, version: int) -> None:
+        """After a refit that failed: go on with a whole policy, the old or the new one; with parts of both refuse."""
+        engine, ranks = self._engine, self._engine.ranks
+        if ranks.is_dirty:
+            await engine.refuse(
+                f"the last refit failed part way ({_describe(error)}); the next one that succeeds heals it"
+            )
+            return
+        await ranks.abandon()
+        if ranks.version != version:  # the ranks committed, and only their driver did not hear of it
+            await engine.publish_version(ranks.version)
+        await engine.resume()
+
     def layout(self) -> EngineLayout:
         """Slots, kernels, scale formats and refusals of the engine."""
-        return self._engine.ranks.layout()
+        return self._run(self.layout_async())
+
+    async def layout_async(self) -> EngineLayout:
+        """`layout` for an asynchronous engine."""
+        return await self._engine.ranks.layout()
 
     def close(self) -> None:
-        """Give back what is held beyond the engine: plan and table. Version and state stay; a later refit compiles again.
+        """Give back what is held beyond the engine: plan, table, and mappings of the trainer's memory in other processes.
+
+        Version and state stay; a later refit compiles again.
 
         Raises:
             EngineBusyError: A refit is under way.
         """
+        self._run(self.close_async())
+
+    async def close_async(self) -> None:
+        """`close` for an asynchronous engine."""
         if not self._lock.acquire(blocking=False):
             raise EngineBusyError("a refit of this engine is under way; wait for it")
         try:
-            self._engine.ranks.close()
+            await self._engine.ranks.close()
         finally:
             self._lock.release()
+
+    def _run(self, steps: Coroutine[Any, Any, T]) -> T:
+        """Run the steps of a synchronous engine, which never suspend.
+
+        Raises:
+            UnsupportedEngineError: The engine is asynchronous.
+        """
+        if self._engine.is_asynchronous:
+            steps.close()
+            raise UnsupportedEngineError(
+                f"this {self._engine.name} engine is asynchronous; call refit_async, layout_async and close_async, and await "
+                "them in the event loop that drives it"
+            )
+        try:
+            steps.send(None)
+        except StopIteration as result:
+            return result.value  # type: ignore[no-any-return]
+        steps.close()
+        raise AssertionError(f"{self._engine.name} is synchronous, and suspended")
 
     def __enter__(self) -> Self:
         return self
@@ -145,6 +211,31 @@ class Refitter:
         except RefitError:
             if error is None:
                 raise
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.close_async()
+        except RefitError:
+            if error is None:
+                raise
+
+
+async def _objection(step: Awaitable[None]) -> BaseException | None:
+    """Why `step` failed, or None: an objection is raised by the ranks' vote, on every one of them."""
+    try:
+        await step
+    except BaseException as error:  # noqa: BLE001 - raised again
+        return error
+    return None
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {shorten(str(error), 240)}"
 
 
 def refit(engine: object, state_dict: StateDict, *, manifest: Manifest | None = None, **options: Any) -> RefitReport:

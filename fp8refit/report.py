@@ -1,26 +1,38 @@
 """What a refit did and how long each phase took."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WriteResult:
-    """What the ranks wrote; summed over ranks, the slowest where it is a time."""
+class RankReport(BaseModel):
+    """What one rank wrote, and how long it took there."""
 
+    model_config = ConfigDict(frozen=True)
+
+    rank: int = 0
+    device: str = ""
     num_tensors: int
-    ignored: tuple[str, ...]
-    num_bytes_read: int
-    num_bytes_written: int
+    """Source tensors of which this rank holds a part."""
+    ignored: tuple[str, ...] = ()
+    """Source tensors of which it holds none."""
+    bytes_read: int
+    bytes_written: int
     fill_s: float
+    """Seconds of host time until everything was launched."""
     verify_s: float
-    device_s: float | None
-    extra_bytes: int
-    is_first: bool
+    """Seconds of host time after that, until the device had finished and its status word was read."""
+    fill_device_s: float | None = None
+    """Seconds between the first and the last byte written, on the device's own clock; None on a CPU."""
+    extra_bytes: int = 0
+    """Device memory that the refit held of its own."""
+    is_first: bool = False
+    """Whether this refit compiled the plan."""
+    source_digest: str = ""
+    """sha256 over names, shapes and dtypes of all that came."""
 
 
 class RefitReport(BaseModel):
@@ -38,14 +50,39 @@ class RefitReport(BaseModel):
     bytes_read: int
     bytes_written: int
     phases_s: dict[str, float]
-    """Seconds of host time in each phase, in order. `fill` ends when everything is launched, `verify` when the device has
-    finished and its status word is read."""
+    """Seconds of host time in each phase, in order. `plan` judges the source, `pause` stops running requests, `flush`
+    drops the caches of the policy that is replaced, `transfer` is what it took to reach ranks in other processes, `fill` ends
+    when everything is launched, `verify` when the device has finished and its status word is read; `resume` admits requests
+    again."""
     fill_device_s: float | None = None
     """Seconds between the first and the last byte written, on the device's own clock; None on a CPU."""
     extra_bytes: int = 0
-    """Device memory that the refit held of its own: the work table, and staging buffers for tensors from elsewhere."""
+    """Device memory that the refit held of its own on one rank: the work table, and staging buffers for tensors from
+    elsewhere."""
     is_first: bool = False
     """Whether this refit compiled the plan."""
+    num_interrupted: int = 0
+    """Requests that were unfinished when the refit began: aborted, or kept and continued under the new policy."""
+    ranks: tuple[RankReport, ...] = ()
+    """One entry a rank, in order of rank."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankReport], **fields: Any) -> Self:
+        """Put together what every rank wrote: bytes are summed, times are the slowest rank's."""
+        device_s = [rank.fill_device_s for rank in ranks if rank.fill_device_s is not None]
+        taken = max(rank.num_tensors + len(rank.ignored) for rank in ranks)
+        ignored = set.intersection(*(set(rank.ignored) for rank in ranks))
+        return cls(
+            num_tensors=taken - len(ignored),
+            ignored=tuple(name for name in ranks[0].ignored if name in ignored),
+            bytes_read=sum(rank.bytes_read for rank in ranks),
+            bytes_written=sum(rank.bytes_written for rank in ranks),
+            fill_device_s=max(device_s, default=None),
+            extra_bytes=max(rank.extra_bytes for rank in ranks),
+            is_first=any(rank.is_first for rank in ranks),
+            ranks=tuple(ranks),
+            **fields,
+        )
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -77,6 +114,7 @@ class RefitReport(BaseModel):
             ("read", f"{self.bytes_read / 1e9:.3f} GB"),
             ("written", f"{self.bytes_written / 1e9:.3f} GB"),
             ("rate", f"{self.gb_per_s:.1f} GB/s"),
+            *([("ranks", str(len(self.ranks)))] if len(self.ranks) > 1 else []),
             *((name, f"{seconds * 1e3:.3f} ms") for name, seconds in self.phases_s.items()),
             ("total", f"{self.total_s * 1e3:.3f} ms"),
         ]
@@ -97,3 +135,9 @@ class PhaseClock:
             yield
         finally:
             self.phases_s[name] = self.phases_s.get(name, 0.0) + time.perf_counter() - start
+
+    def move(self, source: str, **phases_s: float) -> None:
+        """Account seconds that were spent inside the phase `source` to other phases."""
+        for name, seconds in phases_s.items():
+            self.phases_s[name] = self.phases_s.get(name, 0.0) + seconds
+            self.phases_s[source] = max(self.phases_s[source] - seconds, 0.0)

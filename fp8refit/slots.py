@@ -172,3 +172,8 @@ class Inventory:
     """Live views that no checkpoint tensor covers; a boot from a checkpoint leaves them zero, and so does a refit."""
     refreshes: tuple[Refresh, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every checkpoint name that a source may send to this rank."""
+        return frozenset(slot.name for slot in self.slots).union(self.aliases, self.unneeded)

@@ -135,6 +135,37 @@ class StreamSource:
         return metadata, tuple(problems.values())
 
 
+class PushedSource:
+    """Tensors that somebody else reads and hands over part by part. What could be judged there was judged there.
+
+    Args:
+        metadata: Shape and dtype of everything that will come; None if nothing is known.
+        problems: What was found wrong with it.
+        odd_scales: Names of scale tensors with values that are no powers of two.
+    """
+
+    is_repeatable = False
+
+    def __init__(
+        self,
+        metadata: Mapping[str, TensorMeta] | None,
+        *,
+        problems: Sequence[str] = (),
+        odd_scales: Iterable[str] = (),
+    ) -> None:
+        self.metadata = metadata
+        self.problems = tuple(problems)
+        self.odd_scales = frozenset(odd_scales)
+
+    def scan(self) -> tuple[Mapping[str, TensorMeta], Sequence[str]] | None:
+        """See `Source`."""
+        return None if self.metadata is None else (self.metadata, self.problems)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Source`: it has nothing to give."""
+        return iter(())
+
+
 class SafetensorsSource:
     """A safetensors file, or a folder of them with or without an index."""
 
@@ -143,6 +174,7 @@ class SafetensorsSource:
     def __init__(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
+        self.path = path
         self._files = _safetensors_files(path)
         self._file_of: dict[str, Path] = {}
         self.metadata: dict[str, TensorMeta] = {}

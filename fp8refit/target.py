@@ -5,15 +5,17 @@ commit the rank is dirty; only a later complete write heals it.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import (
+    EngineAsleepError,
     EngineLostError,
     InvalidSourceError,
     LiveTensorMovedError,
@@ -23,18 +25,21 @@ from fp8refit.errors import (
     UnsupportedEngineError,
 )
 from fp8refit.fill import ResidentFill, StreamFill, misfit_scales, required_format, scale_problem
+from fp8refit.job import Arrivals, Job, Write, by_source
 from fp8refit.layout import EngineLayout
-from fp8refit.plan import PlanBuilder, RefitPlan, Step, compile_plan
-from fp8refit.report import WriteResult
+from fp8refit.plan import RefitPlan
+from fp8refit.report import RankReport
 from fp8refit.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta, was_any_replaced
-from fp8refit.sources import MappingSource, Source
+from fp8refit.sources import MappingSource, PushedSource, Source
+
+T = TypeVar("T")
 
 _OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation: pinned host memory is refused with it, and the device is as healthy as before."""
 
 
 class Target:
-    """A rank in this process. Implements `fp8refit.engine.Ranks` for an engine that has only this one.
+    """A rank in this process.
 
     Args:
         read_inventory: Reads the live model; called again whenever a live tensor turns out to have been replaced.
@@ -58,58 +63,168 @@ class Target:
         self._inventory: Inventory | None = None
         self._resident: ResidentFill | None = None
         self._stream_plan: tuple[Mapping[str, TensorMeta], RefitPlan] | None = None
-        self._job: _Job | None = None
-        self._is_lost = False
+        self._last_source: weakref.ref[MappingSource] | None = None
+        self._job: Job | None = None
+        self._write: Write | None = None
+        self._is_whole = False
+        self.lost_because: str | None = None
         self.is_dirty = False
         self.version = 0
 
-    def prepare(self, source: Source, config: RefitConfig) -> None:
-        """See `fp8refit.engine.Ranks`."""
-        if self._is_lost:
-            raise EngineLostError("a CUDA fault ended an earlier refit of this engine; start the engine again")
-        self._job = None
+    @property
+    def device(self) -> torch.device:
+        """Where the live tensors are."""
+        return self._device
+
+    def check_ready(self) -> Inventory:
+        """What this rank holds, if it may be written now.
+
+        Raises:
+            EngineLostError: A fault ended an earlier refit.
+            UnsupportedEngineError: It has layers that cannot be written; names every one.
+            EngineAsleepError: Its weights are not mapped.
+        """
+        if self.lost_because is not None:
+            raise EngineLostError(self.lost_because)
+        self.abandon()
         inventory = self._current_inventory()
+        if inventory.refusals:
+            raise UnsupportedEngineError(
+                "this engine cannot be refitted, and nothing was written:",
+                [str(refusal) for refusal in inventory.refusals],
+            )
+        if not _are_mapped(inventory):
+            raise EngineAsleepError("the weights sleep: their memory is not mapped; wake them up before refit")
+        return inventory
+
+    def prepare(
+        self,
+        source: Source,
+        config: RefitConfig,
+        *,
+        inventory: Inventory | None = None,
+        foreign: frozenset[str] = frozenset(),
+    ) -> str:
+        """Judge names, shapes, dtypes and scales, and compile what is missing. Writes nothing; may be repeated.
+
+        Args:
+            source: The whole policy.
+            config: How to refit.
+            inventory: What `check_ready` gave just now; it is asked if none is given.
+            foreign: Names that other ranks hold and this one does not; they may come.
+
+        Returns:
+            Digest of the source, equal on every rank; empty if it cannot be known yet.
+
+        Raises:
+            InvalidSourceError: The source does not fit; names everything that is wrong with it.
+            NonFiniteError: NaN or Inf, if they are looked for before writing.
+            StagingMemoryError: No room for the buckets of a stream.
+            RefitError: See `check_ready`.
+        """
+        inventory = inventory if inventory is not None else self.check_ready()
         with self._on_device():
             if self._device.type == "cuda":
                 # The trainer's and the engine's kernels run on streams of their own; a refit begins when all are done.
                 torch.cuda.synchronize(self._device)
             try:
-                self._job = self._prepare(source, config, inventory)
+                self._job = self._prepare(Job(source=source, config=config, inventory=inventory, foreign=foreign))
             finally:
                 if self._job is None and self._resident is not None:
                     self._resident.release()
+        return self._job.plan.source_digest if self._job.plan is not None else ""
 
-    def write(self) -> WriteResult:
-        """See `fp8refit.engine.Ranks`."""
-        job, self._job = self._job, None
-        assert job is not None, "write() follows a prepare() that returned"
+    def write(self, *, drain: bool = False) -> RankReport:
+        """Write what was prepared, reading its source. The rank is dirty from the first byte until `commit`.
+
+        Args:
+            drain: Read a stream to its end even if a part of it does not fit. Reading may be a collective operation of the
+                trainer, in which the other ranks would wait for this one.
+
+        Raises:
+            RefitError: See `finish`.
+        """
+        self.begin()
+        job = _require(self._job)
+        with self._writing():
+            if job.streams:
+                _take_all(_require(_require(self._write).arrivals), job.staged_tensors(), drain=drain)
+        return self.finish()
+
+    def begin(self) -> None:
+        """Write what needs no staging, and be ready for `push`. The rank is dirty from here until `commit`."""
+        assert self._job is not None, "begin() follows a prepare() that returned"
         self.is_dirty = True
-        with self._on_device():
-            try:
-                return self._write(job)
-            except LiveTensorMovedError:
-                self._inventory = None
-                raise
-            except InvalidSourceError as error:
-                raise InvalidSourceError(error.problems, written=True) from error
-            finally:
-                if job.resident is not None:
-                    job.resident.release()
+        with self._writing():
+            self._write = self._begin(self._job)
 
-    def commit(self) -> int:
-        """See `fp8refit.engine.Ranks`."""
-        self.version += 1
-        self.is_dirty = False
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write a part of a `PushedSource`. The tensors may be overwritten as soon as this returns.
+
+        Raises:
+            InvalidSourceError: A tensor came twice, or otherwise than announced.
+        """
+        write = self._write
+        assert write is not None and write.arrivals is not None, "push() follows begin()"
+        with self._writing():
+            write.arrivals.take(named_tensors)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+
+    def finish(self) -> RankReport:
+        """Complete the write, wait for the device and read its status word.
+
+        Raises:
+            InvalidSourceError: A stream was not what was announced, or, unannounced, does not fit or is incomplete.
+            NonFiniteError: NaN or Inf; names the tensors.
+            LiveTensorMovedError: The engine replaced a live tensor meanwhile.
+            EngineLostError: A CUDA fault.
+        """
+        write = self._write
+        assert write is not None, "finish() follows begin()"
+        with self._writing():
+            report = self._finish(write)
+        self.abandon()
+        self._is_whole = True
+        return report
+
+    def commit(self, version: int | None = None) -> int:
+        """Declare the written policy whole, and give its version: the next one, if none is said."""
+        assert self._is_whole, "commit() follows a finish() that returned"
+        self.version = version if version is not None else self.version + 1
+        self.is_dirty = self._is_whole = False
         return self.version
 
+    def abandon(self) -> None:
+        """Let go of what was prepared. A rank that was written in part stays dirty."""
+        self._is_whole = False
+        job, self._job, self._write = self._job, None, None
+        if job is not None and job.resident is not None:
+            job.resident.release()
+
     def layout(self) -> EngineLayout:
-        """See `fp8refit.engine.Ranks`."""
+        """Describe slots, kernels, formats and refusals."""
         inventory = self._current_inventory()
         return EngineLayout.of(inventory, engine=self._engine, versions=self._versions, device=str(self._device))
 
     def close(self) -> None:
-        """See `fp8refit.engine.Ranks`."""
-        self._inventory = self._resident = self._stream_plan = self._job = None
+        """Drop what is held beyond the engine itself."""
+        self.abandon()
+        self._inventory = self._resident = self._stream_plan = None
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """On any error let go of the job: what was written in part can only be written anew."""
+        try:
+            with self._on_device():
+                yield
+        except BaseException as error:
+            self.abandon()
+            if isinstance(error, LiveTensorMovedError):
+                self._inventory = None
+            if isinstance(error, InvalidSourceError):
+                raise InvalidSourceError(error.problems, written=True) from error
+            raise
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -122,8 +237,8 @@ class Target:
             with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
                 yield
         except torch.AcceleratorError as error:
-            self._is_lost = True
-            raise EngineLostError(f"a CUDA fault ended the refit ({error}); start the engine again") from error
+            self.lost_because = f"a CUDA fault ended a refit of this engine ({error}); start the engine again"
+            raise EngineLostError(self.lost_because) from error
 
     def _current_inventory(self) -> Inventory:
         """The inventory, read again if the engine replaced a live tensor since.
@@ -141,35 +256,36 @@ class Target:
             self._device, self._inventory = devices.pop(), inventory
         return self._inventory
 
-    def _prepare(self, source: Source, config: RefitConfig, inventory: Inventory) -> "_Job":
-        if inventory.refusals:
-            raise UnsupportedEngineError(
-                "this engine cannot be refitted, and nothing was written:",
-                [str(refusal) for refusal in inventory.refusals],
-            )
-        job = _Job(source=source, config=config, inventory=inventory)
-        if isinstance(source, MappingSource):
-            self._prepare_mapping(source, job)
+    def _prepare(self, job: Job) -> Job:
+        if isinstance(job.source, MappingSource):
+            self._prepare_mapping(job.source, job)
         else:
             self._prepare_stream(job)
-        if config.validate_values == "strict":
+        if job.config.validate_values == "strict" and not isinstance(job.source, PushedSource):
             self._look_for_bad_values(job)
         if job.streams:
             job.stream = self._make_stream(job)
         return job
 
-    def _prepare_mapping(self, source: MappingSource, job: "_Job") -> None:
+    def _prepare_mapping(self, source: MappingSource, job: Job) -> None:
         resident = self._resident
-        if resident is None or source.problems or resident.config != job.config or not resident.rebind(source.tensors):
+        is_known = self._last_source is not None and self._last_source() is source
+        if (
+            resident is None
+            or source.problems
+            or resident.config != job.config
+            or not resident.rebind(source.tensors, is_known=is_known)
+        ):
             plan = job.compile(*source.scan())
             self._resident = None
             self._resident = resident = ResidentFill(
                 plan, job.inventory.slots, source.tensors, self._device, job.config
             )
             job.is_first = True
+        self._last_source = weakref.ref(source)
         job.plan, job.resident = resident.plan, resident
         if resident.staged_steps:
-            job.stream_steps = _by_source(resident.staged_steps)
+            job.stream_steps = by_source(resident.staged_steps)
         misfits = resident.misfit_scales()
         if job.config.on_scale_mismatch == "refuse":
             staged = ((name, source.tensors[name]) for name in job.stream_steps or ())
@@ -177,7 +293,7 @@ class Target:
         if misfits:
             raise InvalidSourceError(misfits)
 
-    def _prepare_stream(self, job: "_Job") -> None:
+    def _prepare_stream(self, job: Job) -> None:
         """Plan a stream before it is written, unless it can be read only once and nothing is known of it."""
         source, inventory = job.source, job.inventory
         scanned = source.scan()
@@ -190,17 +306,21 @@ class Target:
             plan = job.compile(job.metadata, problems)
             self._stream_plan = job.metadata, plan
             job.is_first = True
-        job.plan, job.stream_steps = plan, _by_source(plan.steps)
+        job.plan, job.stream_steps = plan, by_source(plan.steps)
         needs_powers = any(
             step.op is Op.COPY_SCALES and inventory.slots[step.slot].scale_format is ScaleFormat.UE8M0
             for step in plan.steps
         )
-        if needs_powers and source.is_repeatable and job.config.on_scale_mismatch == "refuse":
-            misfits = misfit_scales(plan.steps, inventory.slots, source)
+        if needs_powers and job.config.on_scale_mismatch == "refuse":
+            misfits = []
+            if isinstance(source, PushedSource):
+                misfits = [scale_problem(name, ScaleFormat.UE8M0) for name in source.odd_scales]
+            elif source.is_repeatable:
+                misfits = misfit_scales(plan.steps, inventory.slots, source)
             if misfits:
                 raise InvalidSourceError(misfits)
 
-    def _make_stream(self, job: "_Job", *, write: bool = True) -> StreamFill:
+    def _make_stream(self, job: Job, *, write: bool = True) -> StreamFill:
         """Take staging memory, while nothing is written yet.
 
         Raises:
@@ -216,7 +336,7 @@ class Target:
                 "host memory; lower bucket_bytes or leave the engine less memory. Nothing was written"
             ) from error
 
-    def _look_for_bad_values(self, job: "_Job") -> None:
+    def _look_for_bad_values(self, job: Job) -> None:
         """Read everything without writing.
 
         Raises:
@@ -236,145 +356,60 @@ class Target:
             bad += job.resident.bad_sources()
         if job.streams:
             stream = self._make_stream(job, write=False)
-            _feed(job, stream)
+            arrivals = Arrivals(job, stream)
+            arrivals.take(job.staged_tensors())
+            arrivals.finish()
             bad += stream.bad_sources()
         if bad:
             raise _bad_values(bad, job, written=False)
 
-    def _write(self, job: "_Job") -> WriteResult:
-        inventory, config = job.inventory, job.config
-        check = config.validate_values != "off"
-        start_s = time.perf_counter()
-        stream = job.stream
-        begin, end = _device_events(self._device)
-        if begin is not None:
-            begin.record()
+    def _begin(self, job: Job) -> Write:
+        events = _device_events(self._device)
+        write = Write(job=job, arrivals=Arrivals(job, job.stream) if job.stream is not None else None, events=events)
+        if events is not None:
+            events[0].record()
         if job.resident is not None:
-            job.resident.table.launch(check=check)
-        if stream is not None:
-            _feed(job, stream)
-            stream.flush()
+            job.resident.table.launch(check=job.config.validate_values != "off")
+        return write
+
+    def _finish(self, write: Write) -> RankReport:
+        job, inventory = write.job, write.job.inventory
+        if job.stream is not None and write.arrivals is not None:
+            write.arrivals.finish()
+            job.stream.flush()
         with torch.inference_mode():
             for padding in inventory.padding:
                 padding.zero_()
             for refresh in inventory.refreshes:
                 refresh.run()
-        if end is not None:
-            end.record()
+        if write.events is not None:
+            write.events[1].record()
         launched_s = time.perf_counter()
         _assert_in_place(inventory)
         bad = job.resident.bad_sources() if job.resident is not None else []
-        bad += stream.bad_sources() if stream is not None else []
-        if end is not None:
-            end.synchronize()
+        bad += job.stream.bad_sources() if job.stream is not None else []
+        if write.events is not None:
+            write.events[1].synchronize()
         if bad:
             raise _bad_values(bad, job, written=True)
         plan = _require(job.plan)
-        return WriteResult(
+        return RankReport(
+            device=str(self._device),
             num_tensors=len({step.source for step in plan.steps}),
             ignored=plan.ignored,
-            num_bytes_read=plan.num_bytes_read,
-            num_bytes_written=plan.num_bytes_written,
-            fill_s=launched_s - start_s,
+            bytes_read=plan.num_bytes_read,
+            bytes_written=plan.num_bytes_written,
+            fill_s=launched_s - write.start_s,
             verify_s=time.perf_counter() - launched_s,
-            device_s=begin.elapsed_time(end) / 1e3 if begin is not None and end is not None else None,
+            fill_device_s=write.events[0].elapsed_time(write.events[1]) / 1e3 if write.events is not None else None,
             extra_bytes=(job.resident.num_device_bytes if job.resident is not None else 0)
-            + (stream.num_device_bytes if stream is not None else 0),
+            + (job.stream.num_device_bytes if job.stream is not None else 0),
             is_first=job.is_first,
+            source_digest=plan.source_digest,
         )
 
 
-@dataclass(kw_only=True, slots=True)
-class _Job:
-    """What one prepare hands to its write."""
-
-    source: Source
-    config: RefitConfig
-    inventory: Inventory
-    metadata: Mapping[str, TensorMeta] | None = None
-    """What a stream was announced to hold."""
-    plan: RefitPlan | None = None
-    """None for a one-shot stream without manifest, which is planned while it arrives."""
-    resident: ResidentFill | None = None
-    stream_steps: dict[str, list[Step]] | None = None
-    stream: StreamFill | None = None
-    is_first: bool = False
-
-    @property
-    def streams(self) -> bool:
-        """Whether any tensor goes through staging."""
-        return self.resident is None or bool(self.stream_steps)
-
-    @property
-    def is_stable(self) -> bool:
-        """Whether tensors keep their bytes until the refit is over."""
-        return isinstance(self.source, MappingSource)
-
-    def compile(self, metadata: Mapping[str, TensorMeta], problems: Sequence[str]) -> RefitPlan:
-        """Plan what was announced.
-
-        Raises:
-            InvalidSourceError: It does not fit; names every problem, `problems` among them.
-        """
-        inventory = self.inventory
-        return compile_plan(
-            inventory.slots, metadata, aliases=inventory.aliases, unneeded=inventory.unneeded, problems=problems
-        )
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that go through staging."""
-        if isinstance(self.source, MappingSource):
-            tensors = self.source.tensors
-            return ((name, tensors[name]) for name in self.stream_steps or ())
-        return iter(self.source)
-
-    def arrivals(self) -> Iterator[tuple[str, Tensor]]:
-        """`tensors()`, held against what was announced.
-
-        Raises:
-            InvalidSourceError: A tensor came twice, otherwise than announced, or not at all.
-        """
-        arrived = set()
-        for name, tensor in self.tensors():
-            if name in arrived:
-                raise InvalidSourceError([f"{name}: sent twice; send it once"])
-            arrived.add(name)
-            if self.metadata is not None and self.metadata.get(name) != (meta := TensorMeta.of(tensor)):
-                announced = self.metadata.get(name, "nothing of that name")
-                raise InvalidSourceError([f"{name}: came as {meta}, announced was {announced}"])
-            yield name, tensor
-        absent = [name for name in self.stream_steps or () if name not in arrived]
-        if absent:
-            raise InvalidSourceError([f"{name}: was announced but did not come" for name in absent])
-
-
-def _feed(job: _Job, stream: StreamFill) -> None:
-    """Give `stream` everything that goes through staging, in the order in which it comes.
-
-    Raises:
-        InvalidSourceError: The stream is not what was announced, or, unannounced, does not fit or is incomplete.
-    """
-    if job.stream_steps is None:
-        inventory = job.inventory
-        builder = PlanBuilder(inventory.slots, aliases=inventory.aliases, unneeded=inventory.unneeded)
-        for name, tensor in job.tensors():
-            for step in builder.add(name, TensorMeta.of(tensor)):
-                stream.add(step, tensor, is_stable=False)
-        job.plan = builder.finish()
-        return
-    for name, tensor in job.arrivals():
-        for step in job.stream_steps.get(name, ()):
-            stream.add(step, tensor, is_stable=job.is_stable)
-
-
-def _by_source(steps: Sequence[Step]) -> dict[str, list[Step]]:
-    grouped: dict[str, list[Step]] = {}
-    for step in steps:
-        grouped.setdefault(step.source, []).append(step)
-    return grouped
-
-
-def _bad_values(names: Sequence[str], job: _Job, *, written: bool) -> RefitError:
+def _bad_values(names: Sequence[str], job: Job, *, written: bool) -> RefitError:
     """The error for tensors that a fill flagged: scales that fit no slot, else NaN or Inf."""
     if all(name.endswith(SCALE_SUFFIX) for name in names):
         slots = job.inventory.slots
@@ -397,12 +432,32 @@ def _assert_in_place(inventory: Inventory) -> None:
         )
 
 
-def _device_events(device: torch.device) -> tuple[torch.cuda.Event, torch.cuda.Event] | tuple[None, None]:
+def _take_all(arrivals: Arrivals, tensors: Iterator[tuple[str, Tensor]], *, drain: bool) -> None:
+    try:
+        arrivals.take(tensors)
+    except Exception:
+        if drain:
+            for _ in tensors:
+                pass
+        raise
+
+
+def _are_mapped(inventory: Inventory) -> bool:
+    """Whether there is memory behind the weights: sleep mode takes all of it away at once, and keeps the addresses."""
+    weights = [slot.weight for slot in (inventory.slots[:1] + inventory.slots[-1:]) if slot.weight.is_cuda]
+    if not weights:
+        return True
+    from fp8refit.transport.cuda_driver import is_mapped
+
+    return all(is_mapped(weight.data_ptr()) for weight in weights)
+
+
+def _device_events(device: torch.device) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
     if device.type != "cuda":
-        return None, None
+        return None
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _require(plan: RefitPlan | None) -> RefitPlan:
-    assert plan is not None, "planned by now"
-    return plan
+def _require(value: T | None) -> T:
+    assert value is not None, "there by now"
+    return value

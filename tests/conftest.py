@@ -17,6 +17,15 @@ if not torch.cuda.is_available():
         import fp8refit.kernels.triton_table  # noqa: F401
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Tensors here are small, and ranks are threads: each would start a pool of workers of its own."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture
 def model(monkeypatch):
     """A fake engine of one layer; its adapter is the only one installed."""

@@ -3,17 +3,18 @@
 Its arithmetic is never run; what counts is which bytes lie where.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from fp8refit.config import RefitConfig
-from fp8refit.engine import AttachedEngine
+from fp8refit.engine import AttachedEngine, LocalRanks
 from fp8refit.errors import CacheFlushError, EngineBusyError
 from fp8refit.kernels.reference import quantize_reference
-from fp8refit.report import WriteResult
+from fp8refit.rank import Rank
+from fp8refit.report import RankReport
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, Refresh, Refusal, ScaleFormat, Slot, live_tensors
 from fp8refit.sources import Source
 from fp8refit.target import Target
@@ -122,46 +123,31 @@ class FakeModel(nn.Module):
         self.on_refresh()
 
 
-class RecordingRanks:
-    """A `Target` whose steps are recorded."""
+class RecordingRanks(LocalRanks):
+    """Ranks whose steps are recorded."""
 
     def __init__(self, target: Target, events: list[str]) -> None:
-        self._target = target
+        super().__init__(Rank(target))
         self._events = events
-        self.layout, self.close = target.layout, target.close
 
-    @property
-    def version(self) -> int:
-        return self._target.version
-
-    @property
-    def is_dirty(self) -> bool:
-        return self._target.is_dirty
-
-    def prepare(self, source: Source, config: RefitConfig) -> None:
+    async def prepare(self, make_source, config, *, objection=None) -> None:
         self._events.append("prepare")
-        self._target.prepare(source, config)
+        await super().prepare(make_source, config, objection=objection)
 
-    def write(self) -> WriteResult:
+    async def write(self, *, objection=None) -> Sequence[RankReport]:
         self._events.append("write")
-        return self._target.write()
-
-    def commit(self) -> int:
-        self._events.append("commit")
-        return self._target.commit()
+        return await super().write(objection=objection)
 
 
 class FakeEngine:
     """See `fp8refit.engine.Engine`."""
 
     name = "fake"
+    is_asynchronous = False
 
     def __init__(self, candidate: FakeModel) -> None:
         self._model = candidate
-        target = Target(
-            candidate.read_inventory, device=torch.device("cpu"), engine=self.name, versions={"fake": "1.0"}
-        )
-        self.ranks = RecordingRanks(target, candidate.events)
+        self.ranks = RecordingRanks(make_target(candidate), candidate.events)
 
     @classmethod
     def accepts(cls, candidate: object) -> bool:
@@ -171,23 +157,31 @@ class FakeEngine:
     def boot(cls, model: str) -> FakeModel:
         return FakeModel()
 
-    def check_ready(self) -> None:
+    async def check_ready(self) -> None:
         self._model.events.append("check_ready")
         if self._model.is_busy:
             raise EngineBusyError("2 requests are unfinished")
 
-    def block_requests(self, reason: str) -> None:
-        self._model.events.append("block")
-        self._model.blocked = reason
+    async def pause(self, config: RefitConfig) -> int:
+        self._model.events.append("pause")
+        self._model.blocked = "a refit is under way"
+        return 0
 
-    def unblock_requests(self) -> None:
-        self._model.events.append("unblock")
+    async def resume(self) -> None:
+        self._model.events.append("resume")
         self._model.blocked = None
 
-    def flush_caches(self) -> None:
+    async def refuse(self, reason: str) -> None:
+        self._model.events.append("refuse")
+        self._model.blocked = reason
+
+    async def flush_caches(self) -> None:
         self._model.events.append("flush")
         if self._model.flush_fails:
             raise CacheFlushError("the prefix cache holds blocks of running requests")
+
+    async def publish_version(self, version: int) -> None:
+        self._model.events.append(f"version {version}")
 
 
 class FakeEntryPoint:
@@ -201,10 +195,10 @@ class FakeEntryPoint:
 
 def make_target(model: FakeModel) -> Target:
     """The data plane of `model` alone."""
-    return Target(model.read_inventory, device=torch.device("cpu"), engine="fake", versions={})
+    return Target(model.read_inventory, device=torch.device("cpu"), engine="fake", versions={"fake": "1.0"})
 
 
-def refit_target(target: Target, source: Source, **options: object) -> WriteResult:
+def refit_target(target: Target, source: Source, **options: object) -> RankReport:
     """Prepare, write and commit."""
     target.prepare(source, RefitConfig(**options))
     result = target.write()
@@ -231,7 +225,14 @@ def box_of(slot: Slot, tensor: Tensor) -> Tensor:
 
 def assert_holds(model: FakeModel, policy: Mapping[str, Tensor]) -> None:
     """Every live byte is that of `policy`, which is unquantized."""
-    for slot in model.slots():
+    assert_slots_hold(model.slots(), policy)
+    assert not model.embed[VOCAB:].any(), "padding rows are zero"
+    assert model.norm_sum == sum(layer.norm.float().sum() for layer in model.layers), "derived tensors are refreshed"
+
+
+def assert_slots_hold(slots: Iterable[Slot], policy: Mapping[str, Tensor]) -> None:
+    """Every byte of `slots` is that of `policy`, which is unquantized."""
+    for slot in slots:
         source = box_of(slot, policy[slot.name])
         if slot.scale is None:
             assert torch.equal(slot.weight, source.to(slot.weight.dtype)), slot.name
@@ -241,8 +242,6 @@ def assert_holds(model: FakeModel, policy: Mapping[str, Tensor]) -> None:
         codes, scale, _ = quantize_reference(source, slot.block_size, slot.scale_format)
         assert torch.equal(slot.weight.view(torch.uint8), codes.view(torch.uint8)), slot.name
         assert torch.equal(slot.scale, scale), slot.name
-    assert not model.embed[VOCAB:].any(), "padding rows are zero"
-    assert model.norm_sum == sum(layer.norm.float().sum() for layer in model.layers), "derived tensors are refreshed"
 
 
 def bytes_of(tensor: Tensor) -> bytes:

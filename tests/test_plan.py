@@ -185,3 +185,55 @@ def test_slots_that_share_a_checkpoint_tensor_each_get_their_part():
     )
     plan = compile_plan(slots, {"experts.w": meta(8, 4)})
     assert [(step.slot, step.offset) for step in plan.steps] == [(0, (0, 0)), (1, (4, 0))]
+
+
+# Names of other ranks, and what came.
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.q_proj.weight", "model.layers.1.q_proj.weight_scale_inv"])
+def test_what_another_rank_takes_is_left_to_it(name, slots, sources):
+    foreign = {"model.layers.1.q_proj.weight"}
+    plan = compile_plan(slots, {**sources, name: meta(3)}, aliases=ALIASES, unneeded=foreign)
+    assert plan.ignored == (name,)
+    assert {step.source for step in plan.steps} == set(sources)
+
+
+def test_a_name_of_another_rank_excuses_no_other(slots, sources):
+    extra = {"model.layers.1.q_proj.weight": meta(3), "model.layers.1.q_proj": meta(3)}
+    (problem,) = problems_of(slots, {**sources, **extra}, unneeded=["model.layers.1.q_proj.weight"])
+    assert problem.startswith("model.layers.1.q_proj: unexpected")
+
+
+def test_a_name_of_another_rank_that_this_one_holds_too_is_still_missing(slots, sources):
+    del sources[NORM]
+    assert problems_of(slots, sources, unneeded=[NORM]) == (f"{NORM}: missing",)
+
+
+def test_ranks_that_hold_other_parts_know_the_same_source(slots, sources):
+    halves = slots[: len(slots) // 2], slots[len(slots) // 2 :]
+    others = [{slot.name for slot in half} for half in reversed(halves)]
+    plans = [compile_plan(half, sources, unneeded=other) for half, other in zip(halves, others, strict=True)]
+    backwards = compile_plan(slots, dict(reversed(sources.items())))
+    assert len({plan.source_digest for plan in (*plans, backwards)}) == 1
+    assert len({plan.digest for plan in (*plans, backwards)}) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sources: sources | {"lm_head.weight": sources[EMBED]},
+        lambda sources: sources | {NORM: meta(HIDDEN, dtype=torch.float32)},
+        lambda sources: sources | {"model.rotary_emb.inv_freq": meta(4)},
+        lambda sources: {"lm_head.weight" if name == EMBED else name: source for name, source in sources.items()},
+    ],
+    ids=["one more", "dtype", "ignored", "name"],
+)
+def test_every_name_shape_and_dtype_counts_for_the_source(change, slots, sources):
+    digest = compile_plan(slots, sources, aliases=ALIASES).source_digest
+    assert compile_plan(slots, change(sources), aliases=ALIASES).source_digest != digest
+
+
+def test_the_shape_of_what_is_ignored_counts_for_the_source(slots, sources):
+    name = "model.rotary_emb.inv_freq"
+    digests = {compile_plan(slots, {**sources, name: meta(size)}).source_digest for size in (4, 5)}
+    assert len(digests) == 2

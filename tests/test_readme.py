@@ -1,7 +1,6 @@
 """The README quotes measured figures only."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -16,7 +15,7 @@ def load_renderer():
 
 def test_the_readmes_figures_are_those_of_the_committed_result():
     renderer = load_renderer()
-    section = renderer.render(json.loads(renderer.RESULT.read_text()))
+    section = renderer.render()
     readme = renderer.README.read_text()
     assert section.strip()
     assert renderer.splice(readme, section) == readme, "run: python benchmarks/render_readme.py"

@@ -1,10 +1,14 @@
 """The order of a refit, who may call it when, and what it leaves behind."""
 
+import asyncio
 import copy
+import gc
 import json
 import logging
 import pickle
 import threading
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -12,17 +16,21 @@ import torch
 from fp8refit import (
     CacheFlushError,
     EngineBusyError,
+    EngineLostError,
     InvalidSourceError,
     NonFiniteError,
     RefitConfig,
+    RefitReport,
     Refitter,
     UnsupportedEngineError,
     refit,
 )
-from tests.fakes import FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy, unchanged
+from fp8refit.engine import LocalRanks
+from fp8refit.report import RankReport
+from tests.fakes import FakeEngine, FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy, unchanged
 
 NORM = "model.layers.0.input_layernorm.weight"
-GOOD = ["check_ready", "prepare", "block", "write", "flush", "commit", "unblock"]
+GOOD = ["check_ready", "prepare", "pause", "flush", "write", "version 1", "resume"]
 
 
 def policy_with_nan(model: FakeModel) -> dict[str, torch.Tensor]:
@@ -61,7 +69,7 @@ def test_a_busy_engine_is_left_alone(model):
     model.is_busy = True
     with unchanged(model), pytest.raises(EngineBusyError, match="unfinished"):
         refitter.refit(make_policy(model, seed=1))
-    assert model.events == ["check_ready"]
+    assert model.events == ["check_ready", "prepare"]
 
 
 def test_a_source_that_does_not_fit_leaves_the_engine_serving(model):
@@ -81,18 +89,53 @@ def test_a_bad_value_leaves_the_engine_refusing_requests(model):
     refitter = Refitter(model)
     with pytest.raises(NonFiniteError):
         refitter.refit(policy_with_nan(model))
-    assert model.events == ["check_ready", "prepare", "block", "write", "block"]
+    assert model.events == ["check_ready", "prepare", "pause", "flush", "write", "refuse"]
     assert refitter.version == 0
     assert_dirty_until_refitted(refitter, model, "the last refit failed part way (NonFiniteError")
 
 
-def test_a_failing_flush_leaves_the_engine_refusing_requests(model):
+def test_a_failing_flush_leaves_the_engine_serving_the_old_policy(model):
+    refitter, policy = Refitter(model), make_policy(model, seed=1)
+    kept = [weakref.ref(tensor) for tensor in policy.values()]
+    model.flush_fails = True
+    with unchanged(model), pytest.raises(CacheFlushError):
+        refitter.refit(policy)
+    assert model.events == ["check_ready", "prepare", "pause", "flush", "write", "resume"]
+    assert (refitter.version, refitter.is_dirty) == (0, False)
+    del policy
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+    model.flush_fails = False
+    refitter.refit(make_policy(model, seed=2))
+    assert refitter.version == 1
+    assert_holds(model, make_policy(model, seed=2))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr)
+@pytest.mark.parametrize("step", ["check_ready", "flush_caches"])
+def test_whatever_stops_the_engine_s_side_before_the_write_leaves_it_serving(step, error, model, monkeypatch):
+    async def fail(self):
+        raise error
+
     refitter = Refitter(model)
+    monkeypatch.setattr(FakeEngine, step, fail)
+    with unchanged(model), pytest.raises(type(error)) as caught:
+        refitter.refit(make_policy(model, seed=1))
+    assert caught.value is error
+    assert (refitter.version, refitter.is_dirty) == (0, False)
+    monkeypatch.undo()
+    assert model._fp8refit_engine.engine.ranks._rank.target._job is None
+
+
+def test_a_failing_flush_does_not_open_a_dirty_engine(model):
+    refitter = Refitter(model)
+    with pytest.raises(NonFiniteError):
+        refitter.refit(policy_with_nan(model))
+    before = live_bytes(model)
     model.flush_fails = True
     with pytest.raises(CacheFlushError):
         refitter.refit(make_policy(model, seed=1))
-    assert model.events == ["check_ready", "prepare", "block", "write", "flush", "block"]
-    assert refitter.version == 0
+    assert live_bytes(model) == before
     model.flush_fails = False
     assert_dirty_until_refitted(refitter, model, "CacheFlushError")
 
@@ -195,7 +238,7 @@ def test_the_report_says_what_was_done(model):
         for tensor in (slot.weight, slot.scale)
         if tensor is not None
     )
-    assert list(report.phases_s) == ["plan", "fill", "verify", "flush"]
+    assert list(report.phases_s) == ["plan", "pause", "flush", "transfer", "fill", "verify", "resume"]
     assert report.total_s == sum(report.phases_s.values()) > 0
     assert report.fill_device_s is None
     assert json.loads(report.model_dump_json())["version"] == 1
@@ -231,6 +274,47 @@ def test_closing_a_dirty_engine_keeps_it_dirty(model):
         refitter.refit(policy_with_nan(model))
     assert Refitter(model).is_dirty
     assert_dirty_until_refitted(Refitter(model), model, "NonFiniteError")
+
+
+def close_with(context, model, error: Exception | None) -> None:
+    """Leave `Refitter`'s context, with an error or without."""
+    if context == "with":
+        with Refitter(model):
+            if error is not None:
+                raise error
+        return
+
+    async def steps():
+        async with Refitter(model):
+            if error is not None:
+                raise error
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize("context", ["with", "async with"])
+def test_leaving_the_context_closes_the_engine_and_hides_no_error(context, model, monkeypatch):
+    closed = []
+
+    async def fail(self):
+        closed.append(self)
+        raise EngineLostError("the engine core died")
+
+    Refitter(model).refit(make_policy(model, seed=1))
+    close_with(context, model, None)
+    Refitter(model).refit(make_policy(model, seed=1))
+    assert model.num_inventories == 2
+    error = ConnectionError("the trainer went away")
+    with pytest.raises(ConnectionError) as caught:
+        close_with(context, model, error)
+    assert caught.value is error
+    monkeypatch.setattr(LocalRanks, "close", fail)
+    with pytest.raises(ConnectionError) as caught:
+        close_with(context, model, error)
+    assert caught.value is error
+    with pytest.raises(EngineLostError, match="core died"):
+        close_with(context, model, None)
+    assert len(closed) == 2
 
 
 def test_an_unknown_engine_is_refused(model):
@@ -269,3 +353,264 @@ def test_an_adapter_that_cannot_be_imported_stands_in_nobody_s_way(model, monkey
     Refitter(model).refit(make_policy(model, seed=1))
     with pytest.raises(UnsupportedEngineError, match=r"adapter broken cannot be imported: No module named 'flux'"):
         Refitter({})
+
+
+def test_an_engine_that_cannot_be_paused_serves_on_and_lets_go_of_the_source(model, monkeypatch):
+    async def busy(self, config):
+        raise EngineBusyError("2 requests did not finish within 300 s; they go on")
+
+    refitter, policy = Refitter(model), make_policy(model, seed=1)
+    kept = [weakref.ref(tensor) for tensor in policy.values()]
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEngine, "pause", busy)
+        with unchanged(model), pytest.raises(EngineBusyError, match="did not finish"):
+            refitter.refit(policy)
+    assert not refitter.is_dirty
+    del policy
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+    refitter.refit(make_policy(model, seed=2))
+    assert_holds(model, make_policy(model, seed=2))
+
+
+def test_an_interrupt_in_the_pause_lets_go_of_what_was_prepared(model, monkeypatch):
+    async def interrupted(self, config):
+        raise KeyboardInterrupt
+
+    refitter = Refitter(model)
+    monkeypatch.setattr(FakeEngine, "pause", interrupted)
+    with unchanged(model), pytest.raises(KeyboardInterrupt):
+        refitter.refit(make_policy(model, seed=1))
+    assert model._fp8refit_engine.engine.ranks._rank.target._job is None
+
+
+def test_a_lost_engine_refuses_requests_for_good(model):
+    def fault():
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    refitter = Refitter(model)
+    model.on_refresh = fault
+    with pytest.raises(EngineLostError):
+        refitter.refit(make_policy(model, seed=1))
+    assert model.blocked.startswith("the engine is lost (EngineLostError: a CUDA fault ended a refit")
+    model.on_refresh = lambda: None
+    for _ in range(2):
+        with unchanged(model), pytest.raises(EngineLostError, match="illegal memory access"):
+            refitter.refit(make_policy(model, seed=1))
+    assert refitter.is_dirty
+
+
+def test_an_engine_that_is_lost_before_a_byte_is_written_refuses_requests_too(model):
+    refitter = Refitter(model)
+    model._fp8refit_engine.engine.ranks._rank.target.lost_because = "rank 1 died; start the engine again"
+    with pytest.raises(EngineLostError, match="rank 1 died"):
+        refitter.refit(make_policy(model, seed=1))
+    assert model.blocked == "the engine is lost (EngineLostError: rank 1 died; start the engine again)"
+
+
+@pytest.mark.parametrize("step", ["publish_version", "resume"])
+@pytest.mark.parametrize("error", [RuntimeError("no such route"), KeyboardInterrupt()], ids=repr)
+def test_an_engine_that_does_not_go_on_says_that_its_weights_are_whole(error, step, model, monkeypatch):
+    async def fail(self, *arguments):
+        raise error
+
+    refitter, policy = Refitter(model), make_policy(model, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEngine, step, fail)
+        with pytest.raises(type(error)) as caught:
+            refitter.refit(policy)
+    assert caught.value is error
+    assert (refitter.version, refitter.is_dirty) == (1, False)
+    blocked = f"version 1 is in place, but the engine did not go on ({type(error).__name__}: {error}); refit again"
+    assert model.blocked == blocked
+    assert_holds(model, policy)
+    with unchanged(model), pytest.raises(InvalidSourceError):
+        refitter.refit({})
+    assert model.blocked == blocked
+    assert refitter.refit(make_policy(model, seed=2)).version == 2
+    assert model.blocked is None
+    assert_holds(model, make_policy(model, seed=2))
+
+
+def test_requests_that_were_interrupted_are_counted(model, monkeypatch):
+    async def pause(self, config):
+        return 3
+
+    assert Refitter(model).refit(make_policy(model, seed=1)).num_interrupted == 0
+    monkeypatch.setattr(FakeEngine, "pause", pause)
+    assert Refitter(model).refit(make_policy(model, seed=1)).num_interrupted == 3
+
+
+# Asynchronous engines.
+
+
+class AsyncEngine(FakeEngine):
+    """Suspends in every step."""
+
+    is_asynchronous = True
+
+    async def check_ready(self):
+        await asyncio.sleep(0)
+        await super().check_ready()
+
+    async def pause(self, config):
+        await asyncio.sleep(0)
+        return await super().pause(config)
+
+    async def resume(self):
+        await asyncio.sleep(0)
+        await super().resume()
+
+    async def refuse(self, reason):
+        await asyncio.sleep(0)
+        await super().refuse(reason)
+
+    async def flush_caches(self):
+        await asyncio.sleep(0)
+        await super().flush_caches()
+
+
+@pytest.fixture
+def async_model(model, monkeypatch):
+    class AsyncEntryPoint(FakeEntryPoint):
+        def load(self):
+            return AsyncEngine
+
+    monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [AsyncEntryPoint()])
+    return model
+
+
+@pytest.mark.parametrize("step", ["check_ready", "pause", "flush_caches", "publish_version", "resume"])
+def test_a_synchronous_engine_that_suspends_is_told_and_left_closed(step, model, monkeypatch):
+    original, ended = getattr(FakeEngine, step), []
+
+    async def suspend(self, *arguments):
+        try:
+            await asyncio.sleep(0)
+        finally:
+            ended.append(step)
+        return await original(self, *arguments)
+
+    refitter, before = Refitter(model), live_bytes(model)
+    with warnings.catch_warnings(), monkeypatch.context() as patch:
+        warnings.simplefilter("error")  # a coroutine that was never awaited, or that was closed in vain
+        patch.setattr(FakeEngine, step, suspend)
+        with pytest.raises(AssertionError, match="fake is synchronous, and suspended"):
+            refitter.refit(make_policy(model, seed=1))
+        gc.collect()
+    assert ended == [step]
+    is_written = step in ("publish_version", "resume")
+    assert (refitter.version, refitter.is_dirty) == (int(is_written), False)
+    assert (live_bytes(model) == before) == (model.blocked is None) == (not is_written)
+    assert model._fp8refit_engine.engine.ranks._rank.target._job is None
+    refitter.refit(make_policy(model, seed=2))
+    assert model.blocked is None
+    assert_holds(model, make_policy(model, seed=2))
+
+
+def test_a_synchronous_engine_may_be_awaited_too(model):
+    policy = make_policy(model, seed=1)
+    report = asyncio.run(Refitter(model).refit_async(policy))
+    assert (report.version, model.events) == (1, GOOD)
+    assert_holds(model, policy)
+
+
+def test_an_asynchronous_engine_is_awaited(async_model):
+    async def refit_twice():
+        async with Refitter(async_model) as refitter:
+            for seed in (1, 2):
+                report = await refitter.refit_async(make_policy(async_model, seed=seed))
+            return report, await refitter.layout_async()
+
+    report, layout = asyncio.run(refit_twice())
+    assert report.version == 2
+    assert [slot.name for slot in layout.slots] == [slot.name for slot in async_model.slots()]
+    assert async_model.events == [*GOOD, *GOOD[:-2], "version 2", "resume"]
+    assert_holds(async_model, make_policy(async_model, seed=2))
+
+
+@pytest.mark.parametrize("call", ["refit", "layout", "close"])
+def test_an_asynchronous_engine_is_not_refitted_without_its_event_loop(call, async_model):
+    refitter = Refitter(async_model)
+    arguments = [make_policy(async_model, seed=1)] if call == "refit" else []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a coroutine that was never awaited
+        with (
+            unchanged(async_model),
+            pytest.raises(UnsupportedEngineError, match=f"is asynchronous; call .*{call}_async"),
+        ):
+            getattr(refitter, call)(*arguments)
+        gc.collect()
+    assert async_model.events == []
+    asyncio.run(refitter.refit_async(make_policy(async_model, seed=1)))
+
+
+def test_one_refit_at_a_time_in_one_event_loop(async_model):
+    async def refit_at_once():
+        refitter, policy = Refitter(async_model), make_policy(async_model, seed=1)
+        outcomes = await asyncio.gather(
+            refitter.refit_async(policy), refitter.refit_async(policy), refitter.close_async(), return_exceptions=True
+        )
+        return [type(outcome) for outcome in outcomes]
+
+    assert asyncio.run(refit_at_once()) == [RefitReport, EngineBusyError, EngineBusyError]
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+def test_a_refit_that_is_cancelled_anywhere_is_whole_or_refuses(num_steps, async_model):
+    refitter = Refitter(async_model)
+    before = live_bytes(async_model)
+
+    async def cancel():
+        task = asyncio.create_task(refitter.refit_async(make_policy(async_model, seed=1)))
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    if async_model.blocked is None:
+        assert live_bytes(async_model) == before
+    policy = make_policy(async_model, seed=2)
+    asyncio.run(refitter.refit_async(policy))
+    assert (refitter.is_dirty, async_model.blocked) == (False, None)
+    assert_holds(async_model, policy)
+
+
+# Reports.
+
+
+def rank_report(**fields) -> RankReport:
+    return RankReport(
+        **({"num_tensors": 4, "bytes_read": 10, "bytes_written": 5, "fill_s": 1.0, "verify_s": 0.5} | fields)
+    )
+
+
+def report_of(*ranks: RankReport) -> RefitReport:
+    return RefitReport.of(ranks, version=3, engine="fake", phases_s={"fill": 2.0})
+
+
+def test_bytes_of_ranks_are_summed_and_times_are_the_slowest_rank_s():
+    first = rank_report(fill_device_s=0.5, extra_bytes=7)
+    second = rank_report(fill_device_s=0.25, extra_bytes=9, bytes_read=20, is_first=True)
+    report = report_of(first, second)
+    assert (report.bytes_read, report.bytes_written, report.extra_bytes) == (30, 10, 9)
+    assert (report.fill_device_s, report.is_first) == (0.5, True)
+    assert report.ranks == (first, second)
+    assert report.gb_per_s == 40 / 0.5 / 1e9
+    assert RefitReport.model_validate_json(report.model_dump_json(exclude={"total_s", "gb_per_s"})) == report
+    assert "ranks                 2" in str(report)
+
+
+def test_a_report_of_one_rank_is_that_rank_s():
+    report = report_of(rank_report(ignored=("a",)))
+    assert (report.num_tensors, report.ignored, report.fill_device_s) == (4, ("a",), None)
+    assert "ranks" not in str(report)
+
+
+def test_what_no_rank_holds_is_ignored_and_the_rest_is_counted_once():
+    report = report_of(
+        rank_report(num_tensors=2, ignored=("x", "b")), rank_report(num_tensors=1, ignored=("a", "c", "x"))
+    )
+    assert (report.num_tensors, report.ignored) == (3, ("x",))

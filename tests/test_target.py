@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import fp8refit.fill
+import fp8refit.job
 import fp8refit.target
 from fp8refit.config import RefitConfig
 from fp8refit.errors import (
@@ -20,7 +22,7 @@ from fp8refit.errors import (
     UnsupportedEngineError,
 )
 from fp8refit.slots import FP8_DTYPE, Refusal, ScaleFormat, TensorMeta
-from fp8refit.sources import as_source
+from fp8refit.sources import PushedSource, as_source
 from fp8refit.target import Target
 from tests.fakes import (
     FakeModel,
@@ -455,8 +457,8 @@ def compiled(monkeypatch) -> list[str]:
         digests.append(plan.digest)
         return plan
 
-    compile_plan = fp8refit.target.compile_plan
-    monkeypatch.setattr(fp8refit.target, "compile_plan", compile_and_record)
+    compile_plan = fp8refit.job.compile_plan
+    monkeypatch.setattr(fp8refit.job, "compile_plan", compile_and_record)
     return digests
 
 
@@ -468,6 +470,84 @@ def test_a_second_mapping_of_the_same_layout_replays_the_plan(compiled, model):
     assert (first.is_first, second.is_first) == (True, False)
     assert len(compiled) == 1 and model.num_inventories == 1
     assert_holds(model, policy)
+
+
+@pytest.fixture
+def judged(monkeypatch) -> list[torch.Tensor]:
+    """Tensors whose layout was looked at."""
+    seen, has_layout = [], fp8refit.fill.has_layout
+
+    def look(tensor, layout):
+        seen.append(tensor)
+        return has_layout(tensor, layout)
+
+    monkeypatch.setattr(fp8refit.fill, "has_layout", look)
+    return seen
+
+
+def test_the_same_source_again_is_not_judged_again_and_its_new_values_are_written(compiled, judged, model):
+    target, source = make_target(model), as_source(make_policy(model, seed=1))
+    refit_target(target, source)
+    assert judged == []
+    for seed in (2, 3):
+        policy = make_policy(model, seed)
+        for name, tensor in source.tensors.items():
+            tensor.copy_(policy[name])
+        assert not refit_target(target, source).is_first
+        assert_holds(model, policy)
+    assert judged == []
+    policy = make_policy(model, seed=4)
+    refit_target(target, as_source(policy))
+    assert len(judged) == len(policy)
+    refit_target(target, source)
+    assert len(judged) == 2 * len(policy)
+    assert len(compiled) == 1
+    assert_holds(model, make_policy(model, seed=3))
+
+
+@pytest.mark.parametrize("change", ["dtype", "strides", "missing"])
+def test_another_source_of_another_layout_is_judged_after_one_that_was_known(change, compiled, judged, model):
+    target, source = make_target(model), as_source(make_policy(model, seed=1))
+    for _ in range(2):
+        refit_target(target, source)
+    policy = make_policy(model, seed=2)
+    sent = dict(policy)
+    if change == "dtype":
+        sent[NORM] = sent[NORM].float()
+    elif change == "strides":
+        sent[O_PROJ] = sent[O_PROJ].t().contiguous().t()
+    else:
+        del sent[NORM]
+        with pytest.raises(InvalidSourceError, match=f"{NORM}: missing"):
+            target.prepare(as_source(sent), RefitConfig())
+        sent = policy
+    refit_target(target, as_source(sent))
+    assert judged != [] or change == "missing"
+    assert_holds(model, policy)
+    refit_target(target, source)
+    assert_holds(model, make_policy(model, seed=1))
+
+
+def test_a_known_source_is_planned_anew_where_its_plan_is_no_longer_the_engine_s(compiled, model):
+    target, policy = make_target(model), make_policy(model, seed=1)
+    source = as_source(policy)
+    refit_target(target, source)
+    assert refit_target(target, source, on_scale_mismatch="copy").is_first
+    target.close()
+    assert refit_target(target, source, on_scale_mismatch="copy").is_first
+    replace_parameter(model)
+    assert refit_target(target, source, on_scale_mismatch="copy").is_first
+    assert_holds(model, policy)
+
+
+def test_a_known_source_is_not_kept_alive(target, model):
+    source = as_source(make_policy(model, seed=1))
+    kept = [weakref.ref(source), *map(weakref.ref, source.tensors.values())]
+    refit_target(target, source)
+    refit_target(target, source)
+    del source
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
 
 
 def test_a_mapping_of_another_layout_is_planned_anew(compiled, model):
@@ -631,7 +711,7 @@ def test_a_fault_found_while_preparing_ends_the_engine_too(target, model, monkey
     def fault(*args, **kwargs):
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(fp8refit.target, "compile_plan", fault)
+    monkeypatch.setattr(fp8refit.job, "compile_plan", fault)
     with pytest.raises(EngineLostError, match="illegal memory access"):
         target.prepare(from_function(make_policy(model, seed=1), None), RefitConfig())
     monkeypatch.undo()
@@ -703,3 +783,244 @@ def test_an_engine_on_no_device_is_refused(target, model):
     target._read_inventory = lambda: dataclasses.replace(moved(), slots=(elsewhere, *moved().slots[1:]))
     with pytest.raises(UnsupportedEngineError, match="the live weights lie on cpu, meta"):
         target.prepare(as_source(make_policy(model, seed=1)), RefitConfig())
+
+
+# Parts that somebody else reads.
+
+
+def announce(policy, **fields) -> PushedSource:
+    return PushedSource({name: TensorMeta.of(tensor) for name, tensor in policy.items()}, **fields)
+
+
+def push_all(target: Target, items, *, num_parts: int = 3) -> None:
+    """Hand over in parts, from a buffer that is overwritten after each."""
+    items = list(items)
+    for part in range(num_parts):
+        copies = [(name, tensor.clone()) for name, tensor in items[part::num_parts]]
+        target.push(copies)
+        for _, tensor in copies:
+            tensor.view(torch.uint8).fill_(0x7F)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("num_parts", [1, 3, 20])
+def test_parts_give_the_same_bytes(num_parts, announced, target, model):
+    policy = make_policy(model, seed=1)
+    target.prepare(announce(policy) if announced else PushedSource(None), RefitConfig(bucket_bytes=1 << 20))
+    assert not target.is_dirty
+    target.begin()
+    assert target.is_dirty
+    push_all(target, policy.items(), num_parts=num_parts)
+    report = target.finish()
+    assert (target.is_dirty, report.num_tensors) == (True, len(policy))
+    assert target.commit() == 2
+    assert not target.is_dirty
+    assert_holds(model, policy)
+
+
+def test_what_was_announced_is_the_digest_of_what_came(target, model):
+    policy = make_policy(model, seed=1)
+    assert target.prepare(PushedSource(None), RefitConfig()) == ""
+    digest = target.prepare(announce(policy), RefitConfig())
+    target.begin()
+    push_all(target, policy.items())
+    assert target.finish().source_digest == digest
+    assert target.prepare(as_source(policy), RefitConfig()) == digest
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda policy: list(policy.items())[1:], f"{EMBED}: was announced but did not come"),
+        (lambda policy: [*policy.items(), (NORM, policy[NORM])], f"{NORM}: sent twice"),
+        (lambda policy: [*policy.items(), ("extra", torch.ones(1))], "extra: came as"),
+        (lambda policy: (policy | {NORM: policy[NORM].float()}).items(), f"{NORM}: came as float32"),
+    ],
+    ids=["short", "twice", "extra", "dtype"],
+)
+def test_parts_that_are_not_what_was_announced_leave_the_rank_dirty(change, problem, target, model):
+    policy = make_policy(model, seed=1)
+    target.prepare(announce(policy), RefitConfig())
+    target.begin()
+    with pytest.raises(InvalidSourceError, match=problem) as caught:
+        push_all(target, change(policy), num_parts=1)
+        target.finish()
+    assert caught.value.written
+    assert (target.is_dirty, target.version) == (True, 1)
+    assert_heals(target, model)
+
+
+def test_problems_and_odd_scales_that_were_found_elsewhere_are_refused(target, model):
+    policy = make_policy(model, seed=1)
+    twice = announce(policy, problems=[f"{NORM}: sent twice"])
+    refuse(target, model, InvalidSourceError, twice, f"{NORM}: sent twice")
+    sent = prequantize(policy, O_PROJ, ScaleFormat.FP32)
+    odd = announce(sent, odd_scales=[O_PROJ + "_scale_inv"])
+    refuse(target, model, InvalidSourceError, odd, f"{O_PROJ}_scale_inv: holds scales that are no powers of two")
+
+
+def test_odd_scales_that_were_found_elsewhere_are_copied_when_asked(target, model):
+    sent = prequantize(make_policy(model, seed=1), O_PROJ, ScaleFormat.FP32)
+    target.prepare(announce(sent, odd_scales=[O_PROJ + "_scale_inv"]), RefitConfig(on_scale_mismatch="copy"))
+    target.begin()
+    push_all(target, sent.items())
+    target.finish()
+    assert torch.equal(model.layers[0].o_scale, sent[O_PROJ + "_scale_inv"])
+
+
+def test_odd_scales_of_a_slot_that_takes_any_are_no_problem(target, model):
+    sent = prequantize(make_policy(model, seed=1), Q_PROJ, ScaleFormat.FP32)
+    target.prepare(announce(sent, odd_scales=[Q_PROJ + "_scale_inv"]), RefitConfig())
+
+
+def test_strict_leaves_the_looking_to_whoever_reads(target, model):
+    policy = make_policy(model, seed=1)
+    target.prepare(announce(policy), RefitConfig(validate="strict"))
+    target.begin()
+    policy[NORM][0] = float("nan")
+    push_all(target, policy.items())
+    with pytest.raises(NonFiniteError, match="holds part of this policy"):
+        target.finish()
+    assert_heals(target, model)
+
+
+def test_a_write_that_nobody_finished_is_given_up_by_the_next(target, model):
+    policy = make_policy(model, seed=1)
+    kept = [weakref.ref(tensor) for tensor in policy.values()]
+    target.prepare(announce(policy), RefitConfig())
+    target.begin()
+    push_all(target, list(policy.items())[:3])
+    del policy
+    assert target.is_dirty
+    assert_heals(target, model)
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+def test_an_abandoned_write_leaves_the_rank_dirty_and_takes_no_more_parts(target, model):
+    policy = make_policy(model, seed=1)
+    target.prepare(announce(policy), RefitConfig())
+    target.begin()
+    target.abandon()
+    assert target.is_dirty
+    for step in (lambda: target.push(policy.items()), target.finish, target.begin, target.commit):
+        with pytest.raises(AssertionError, match="follows"):
+            step()
+    assert target.is_dirty
+    assert_heals(target, model)
+
+
+def test_an_abandoned_prepare_leaves_the_rank_as_it_was(target, model):
+    policy, before = make_policy(model, seed=1), live_bytes(model)
+    kept = [weakref.ref(tensor) for tensor in policy.values()]
+    target.prepare(as_source(policy), RefitConfig())
+    target.abandon()
+    del policy
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+    assert (live_bytes(model), target.is_dirty) == (before, False)
+
+
+@pytest.mark.parametrize("state", ["booted", "committed", "prepared", "begun", "failed", "prepared anew"])
+def test_only_a_finished_write_is_committed(state, model):
+    target, policy = make_target(model), make_policy(model, seed=1)
+    if state != "booted":
+        target.prepare(as_source(policy), RefitConfig())
+    if state == "begun":
+        target.begin()
+    if state == "failed":
+        model.on_refresh = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            target.write()
+    if state in ("committed", "prepared anew"):
+        target.write()
+    if state == "committed":
+        target.commit()
+    if state == "prepared anew":
+        target.prepare(as_source(policy), RefitConfig())
+    with pytest.raises(AssertionError, match=r"commit\(\) follows a finish"):
+        target.commit()
+    assert target.version == (state == "committed")
+    assert target.is_dirty == (state in ("begun", "failed", "prepared anew"))
+
+
+def test_a_version_that_is_said_is_taken(model):
+    target = make_target(model)
+    target.prepare(as_source(make_policy(model, seed=1)), RefitConfig())
+    target.write()
+    assert target.commit(7) == target.version == 7
+
+
+# Among other ranks.
+
+
+@pytest.mark.parametrize("make_source", ALL)
+def test_names_of_other_ranks_may_come(make_source, target, model, tmp_path):
+    policy = make_policy(model, seed=1)
+    foreign = {"model.layers.7.q_proj.weight": torch.ones(3), "model.layers.7.q_proj.weight_scale_inv": torch.ones(1)}
+    source = make_source(policy | foreign, tmp_path)
+    target.prepare(source, RefitConfig(), foreign=frozenset({"model.layers.7.q_proj.weight"}))
+    report = target.write()
+    target.commit()
+    assert sorted(report.ignored) == sorted(foreign)
+    assert report.num_tensors == len(policy)
+    assert_holds(model, policy)
+
+
+def test_a_tensor_of_another_rank_in_another_dtype_is_another_source(target, model):
+    policy, name = make_policy(model, seed=1), "model.layers.7.q_proj.weight"
+    digests = {
+        target.prepare(as_source(policy | {name: torch.ones(3, dtype=dtype)}), RefitConfig(), foreign=frozenset({name}))
+        for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)
+    }
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_stream_is_read_to_its_end_if_others_wait_in_it(drain, target, model):
+    policy, read = make_policy(model, seed=1), []
+
+    def gather():
+        for name, tensor in [(NORM, torch.ones(3)), *policy.items()]:
+            read.append(name)
+            yield name, tensor
+
+    target.prepare(
+        as_source(gather(), manifest={name: TensorMeta.of(each) for name, each in policy.items()}), RefitConfig()
+    )
+    with pytest.raises(InvalidSourceError, match=f"{NORM}: came as"):
+        target.write(drain=drain)
+    assert read == ([NORM, *policy] if drain else [NORM])
+    assert_heals(target, model)
+
+
+def test_a_stream_is_read_to_its_end_after_any_error(target, model, monkeypatch):
+    def no_room(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    policy, read = make_policy(model, seed=1), []
+    source = as_source(lambda: (read.append(name) or (name, tensor) for name, tensor in policy.items()))
+    target.prepare(source, RefitConfig())
+    read.clear()
+    monkeypatch.setattr(fp8refit.job.StreamFill, "add", no_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        target.write(drain=True)
+    assert read == list(policy)
+
+
+def test_a_stream_that_raises_is_not_drained(target, model):
+    def gather():
+        yield NORM, torch.ones(192)
+        raise ConnectionError("the trainer went away")
+
+    target.prepare(as_source(gather()), RefitConfig())
+    with pytest.raises(ConnectionError, match="went away"):
+        target.write(drain=True)
+    assert target.is_dirty
+
+
+def test_what_was_just_found_ready_is_not_asked_again(target, model):
+    inventory, asked = target.check_ready(), []
+    target.check_ready = lambda: asked.append(1)
+    target.prepare(as_source(make_policy(model, seed=1)), RefitConfig(), inventory=inventory)
+    assert asked == []

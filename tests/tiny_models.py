@@ -41,7 +41,15 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"head_dim": 64, "tie_word_embeddings": False}),
     "llama_tied": (LlamaConfig, LlamaForCausalLM, {"head_dim": 64, "tie_word_embeddings": True}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    # Heads of 128 and two of them: block FP8 is cut between two ranks at whole blocks.
+    "qwen2_wide": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True, "num_attention_heads": 2}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 128, "tie_word_embeddings": False}),
+    # A tensor larger than the smallest bucket.
+    "qwen3_large": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"head_dim": 128, "tie_word_embeddings": False, "intermediate_size": 2304},
+    ),
     "qwen3_tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 128, "tie_word_embeddings": True}),
     "mistral": (
         MistralConfig,
@@ -55,7 +63,7 @@ def make_model(family: str, seed: int) -> PreTrainedModel:
     """A BF16 model of `family`; every seed is another policy of the same shape."""
     config_class, model_class, extra = FAMILIES[family]
     torch.manual_seed(seed)
-    model = model_class(config_class(**_COMMON, **extra)).to(torch.bfloat16)
+    model = model_class(config_class(**_COMMON | extra)).to(torch.bfloat16)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2:

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8refit.config import RefitConfig
+from fp8refit.engine import LocalRanks
 from fp8refit.errors import EngineDirtyError, UnsupportedEngineError
+from fp8refit.rank import Rank
 from fp8refit.refitter import Refitter
 from fp8refit.sources import SafetensorsSource
 from fp8refit.target import Target
@@ -27,6 +30,7 @@ class TransformersEngine:
     """
 
     name = "transformers"
+    is_asynchronous = False
 
     def __init__(self, candidate: nn.Module) -> None:
         if not any(isinstance(module, BlockFp8Linear) for module in candidate.modules()):
@@ -35,13 +39,14 @@ class TransformersEngine:
                 "`from fp8refit_transformers import to_block_fp8; to_block_fp8(model)`"
             )
         self._model = candidate
-        self.ranks = Target(
+        target = Target(
             lambda: read_inventory(candidate),
             device=_only_device(candidate),
             engine=self.name,
             versions={package: version(package) for package in ("torch", "transformers")},
         )
-        self.ranks.is_dirty = bool(_refusals(candidate))  # a copy of a dirty model is as dirty
+        target.is_dirty = bool(_refusals(candidate))  # a copy of a dirty model is as dirty
+        self.ranks = LocalRanks(Rank(target))
 
     @classmethod
     def accepts(cls, candidate: object) -> bool:
@@ -82,21 +87,29 @@ class TransformersEngine:
                 refitter.refit(folder)
         return engine
 
-    def check_ready(self) -> None:
+    async def check_ready(self) -> None:
         """See `fp8refit.engine.Engine`: requests are calls, and the caller of `refit` makes none meanwhile."""
 
-    def block_requests(self, reason: str) -> None:
+    async def pause(self, config: RefitConfig) -> int:
         """See `fp8refit.engine.Engine`."""
-        self.unblock_requests()
-        self._model.register_forward_pre_hook(_Refuse(reason), prepend=True)
+        await self.refuse("a refit is under way")
+        return 0
 
-    def unblock_requests(self) -> None:
+    async def resume(self) -> None:
         """See `fp8refit.engine.Engine`."""
         for key in _refusals(self._model):
             del self._model._forward_pre_hooks[key]
 
-    def flush_caches(self) -> None:
+    async def refuse(self, reason: str) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self.resume()
+        self._model.register_forward_pre_hook(_Refuse(reason), prepend=True)
+
+    async def flush_caches(self) -> None:
         """See `fp8refit.engine.Engine`: every `generate` call begins with a cache of its own."""
+
+    async def publish_version(self, version: int) -> None:
+        """See `fp8refit.engine.Engine`: outputs of a model carry no version."""
 
 
 class _Refuse:
@@ -106,7 +119,7 @@ class _Refuse:
         self._reason = reason
 
     def __call__(self, *_: Any) -> None:
-        raise EngineDirtyError(f"this model refuses requests: {self._reason}; it serves again after a complete refit")
+        raise EngineDirtyError(f"this model refuses requests: {self._reason}")
 
 
 def _refusals(model: nn.Module) -> list[int]:

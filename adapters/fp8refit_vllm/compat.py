@@ -1,108 +1,86 @@
 """The only file that reaches into a live vLLM engine. It probes attributes, not versions (seen with 0.26 and 0.32)."""
 
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from importlib.metadata import entry_points
+from threading import Thread
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
-
-from fp8refit.errors import EngineDirtyError, UnsupportedEngineError
-
-_IN_PROCESS_HINT = (
-    "set VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported, so that the engine runs in this process "
-    "(fp8refit does not reach into other processes yet)"
-)
+from torch.distributed import ProcessGroup
 
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
-class InProcessLLM:
-    """A `vllm.LLM` whose engine core, scheduler and single worker live in this process.
+T = TypeVar("T")
+
+PLUGIN_GROUP = "vllm.general_plugins"
+
+
+def is_async_client(candidate: Any) -> bool:
+    """Whether `candidate` is an AsyncLLM rather than an LLM."""
+    return hasattr(candidate, "pause_generation") and hasattr(candidate, "output_processor")
+
+
+def in_process_executor(engine: Any) -> Any:
+    """The executor of an LLM's engine, if its engine core is in this process."""
+    core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
+    return getattr(core, "model_executor", None)
+
+
+def loads_plugin(name: str) -> bool:
+    """Whether vLLM loads the general plugin `name` in this process and those it starts."""
+    import vllm.envs
+
+    allowed = vllm.envs.VLLM_PLUGINS
+    is_installed = any(point.name == name for point in entry_points(group=PLUGIN_GROUP))
+    return is_installed and (allowed is None or name in allowed)
+
+
+def engine_is_dead(llm: Any) -> bool:
+    """Whether an AsyncLLM lost its engine core."""
+    return bool(llm.errored)
+
+
+def engine_process_group(num_ranks: int) -> ProcessGroup | None:
+    """The CPU group of this engine's ranks, in a worker. None if vLLM made none that holds exactly them."""
+    from vllm.distributed.parallel_state import get_tp_group, get_world_group
+
+    for group in (get_tp_group(), get_world_group()):
+        if group.world_size == num_ranks:
+            process_group: ProcessGroup = group.cpu_group
+            return process_group
+    return None
+
+
+def call_in_time(call: Callable[[], T], timeout_s: float) -> T:
+    """Call and wait at most `timeout_s`: vLLM's own wait for an engine core has no end.
 
     Raises:
-        UnsupportedEngineError: The engine runs elsewhere, or on more than one rank.
+        TimeoutError: It takes longer, and goes on in a thread of its own.
     """
+    future: Future[T] = Future()
 
-    def __init__(self, llm: Any) -> None:
-        engine = getattr(llm, "llm_engine", None)
-        if engine is None:
-            raise UnsupportedEngineError(f"{type(llm).__name__} is not a vllm.LLM; pass the LLM itself")
-        core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
-        if core is None:
-            raise UnsupportedEngineError(
-                f"{type(llm).__name__} runs its engine core in another process; {_IN_PROCESS_HINT}"
-            )
-        self.llm = llm
-        self.engine = engine
-        self.executor = core.model_executor
-        self.config = engine.vllm_config
-        num_ranks = self.config.parallel_config.world_size
-        if num_ranks != 1:
-            raise UnsupportedEngineError(
-                f"the engine runs on {num_ranks} ranks, and fp8refit writes one so far; set tensor_parallel_size=1"
-            )
-        driver = getattr(self.executor, "driver_worker", None)
-        worker = getattr(driver, "worker", None)
-        if worker is None:
-            raise UnsupportedEngineError(
-                f"{type(self.executor).__name__} keeps its worker elsewhere; {_IN_PROCESS_HINT}"
-            )
-        self.worker = worker
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
+            future.set_exception(error)
 
-    @property
-    def model(self) -> nn.Module:
-        """The live model, without the wrappers that replay CUDA graphs."""
-        model: nn.Module = self.worker.model_runner.get_model()
-        return model
+    Thread(target=run, name="fp8refit-call", daemon=True).start()
+    return future.result(timeout_s)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are, with an index if it is a GPU."""
-        device: torch.device = next(self.model.parameters()).device
-        return device
 
-    @property
-    def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self.engine.has_unfinished_requests())
+def has_dummy_weights(config: Any) -> bool:
+    """Whether an engine was booted without a checkpoint's values."""
+    load_format = config.load_config.load_format
+    return str(getattr(load_format, "value", load_format)) == "dummy"
 
-    @property
-    def has_dummy_weights(self) -> bool:
-        """Whether the engine was booted without a checkpoint's values."""
-        return (
-            str(getattr(self.config.load_config.load_format, "value", self.config.load_config.load_format)) == "dummy"
-        )
 
-    @property
-    def draft_method(self) -> str | None:
-        """How the engine drafts tokens with weights of their own, or None if it drafts without or not at all."""
-        speculative = self.config.speculative_config
-        method = getattr(speculative, "method", None)
-        return None if method is None or method in _DRAFTS_WITHOUT_WEIGHTS else str(method)
-
-    @property
-    def are_weights_asleep(self) -> bool:
-        """Whether sleep mode has unmapped the weights. `LLM.is_sleeping` is also true when only the scheduler is paused."""
-        return "weights" in getattr(self.executor, "sleeping_tags", ())
-
-    def block_requests(self, reason: str) -> None:
-        """Refuse at admission, on this instance alone; every entry (`generate`, `chat`, `encode`) adds requests here."""
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise EngineDirtyError(f"{reason}. This engine serves again after the next refit that succeeds")
-
-        self.engine.__dict__["add_request"] = refuse
-
-    def unblock_requests(self) -> None:
-        """Take the refusal away."""
-        self.engine.__dict__.pop("add_request", None)
-
-    def flush_caches(self) -> bool:
-        """Drop prefix, connector, multimodal and encoder caches; False if blocks of the prefix cache are still held."""
-        if self.config.model_config.is_multimodal_model:
-            self.engine.reset_mm_cache()
-            self.engine.reset_encoder_cache()
-        has_connector = self.config.kv_transfer_config is not None
-        return bool(self.engine.reset_prefix_cache(False, has_connector))
+def draft_method(config: Any) -> str | None:
+    """How an engine drafts tokens with weights of their own, or None if it drafts without or not at all."""
+    method = getattr(config.speculative_config, "method", None)
+    return None if method is None or method in _DRAFTS_WITHOUT_WEIGHTS else str(method)
 
 
 def linear_kernel(module: nn.Module) -> object | None:

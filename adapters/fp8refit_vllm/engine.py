@@ -1,34 +1,41 @@
-"""The driver's side: one `vllm.LLM` in this process."""
+"""vLLM as an engine: `LLM` and `AsyncLLM`, with workers in this process or in others."""
 
 import os
-from dataclasses import replace
 from typing import Any
 
-import torch
+from fp8refit.config import RefitConfig
+from fp8refit.engine import LocalRanks, Ranks
+from fp8refit.errors import UnsupportedEngineError
+from fp8refit.remote import RemoteRanks
+from fp8refit_vllm.compat import is_async_client, loads_plugin
+from fp8refit_vllm.driver import AsyncDriver, SyncDriver
+from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD, WorkerExtension, make_rank
 
-from fp8refit.errors import CacheFlushError, EngineAsleepError, EngineBusyError, UnsupportedEngineError
-from fp8refit.slots import Inventory, Refresh, Refusal
-from fp8refit.target import Target
-from fp8refit_vllm.compat import InProcessLLM, reset_kv_scales
-from fp8refit_vllm.layout import read_inventory
+PLUGIN = "fp8refit"
+"""Name of our entry point among vLLM's general plugins."""
 
 
 class VllmEngine:
-    """Implements `fp8refit.engine.Engine` for `vllm.LLM` with its engine core in this process, on one rank."""
+    """Implements `fp8refit.engine.Engine` for `vllm.LLM` and `AsyncLLM`.
+
+    Args:
+        candidate: The LLM or AsyncLLM.
+
+    Raises:
+        UnsupportedEngineError: It is something else of vLLM's, runs data-parallel replicas, or its workers do not have our
+            method.
+    """
 
     name = "vllm"
 
     def __init__(self, candidate: Any) -> None:
-        self._llm = InProcessLLM(candidate)
-        self._has_dummy_scales = self._llm.has_dummy_weights
-        import vllm
-
-        self.ranks = Target(
-            self._read_inventory,
-            device=self._llm.device,
-            engine=self.name,
-            versions={"vllm": vllm.__version__, "torch": torch.__version__},
-        )
+        self._driver = _drive(candidate)
+        self.is_asynchronous = self._driver.is_asynchronous
+        self.ranks: Ranks
+        if self._driver.worker is not None:
+            self.ranks = LocalRanks(make_rank(self._driver.worker))
+        else:
+            self.ranks = RemoteRanks(self._driver)
 
     @classmethod
     def accepts(cls, candidate: object) -> bool:
@@ -59,48 +66,51 @@ class VllmEngine:
             quantization=None if is_quantized else "fp8_per_block",
         )
 
-    def check_ready(self) -> None:
+    async def check_ready(self) -> None:
         """See `fp8refit.engine.Engine`."""
-        if self._llm.has_unfinished_requests:
-            raise EngineBusyError(
-                "the engine has unfinished requests; a synchronous LLM cannot drain them without taking their outputs: "
-                "finish or abort them, then refit"
-            )
-        if self._llm.are_weights_asleep:
-            raise EngineAsleepError('the weights sleep; call llm.wake_up(tags=["weights"]) before refit')
+        await self._driver.check_ready()
 
-    def block_requests(self, reason: str) -> None:
+    async def pause(self, config: RefitConfig) -> int:
         """See `fp8refit.engine.Engine`."""
-        self._llm.block_requests(reason)
+        return await self._driver.pause(config)
 
-    def unblock_requests(self) -> None:
+    async def resume(self) -> None:
         """See `fp8refit.engine.Engine`."""
-        self._llm.unblock_requests()
+        await self._driver.resume()
 
-    def flush_caches(self) -> None:
+    async def refuse(self, reason: str) -> None:
         """See `fp8refit.engine.Engine`."""
-        if not self._llm.flush_caches():
-            raise CacheFlushError(
-                "vLLM kept its prefix cache because blocks of it are still held; the new weights are in place, but requests "
-                "would read the old policy's KV. Free the blocks and refit again"
-            )
+        await self._driver.refuse(reason)
 
-    def _read_inventory(self) -> Inventory:
-        inventory = read_inventory(self._llm.model)
-        if self._llm.draft_method is not None:
-            draft = Refusal(
-                module="draft model",
-                reason=f"drafts tokens with weights of its own ({self._llm.draft_method}), which a refit would leave behind",
-                remedy="Boot without speculative_config",
-            )
-            inventory = replace(inventory, refusals=(*inventory.refusals, draft))
-        if self._has_dummy_scales:
-            refresh = Refresh(name="KV scales of a dummy boot", run=self._reset_dummy_scales)
-            inventory = replace(inventory, refreshes=(*inventory.refreshes, refresh))
-        return inventory
+    async def flush_caches(self) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._driver.flush_caches()
 
-    def _reset_dummy_scales(self) -> None:
-        """A dummy boot fills KV scales with noise; a boot from a checkpoint leaves 1.0. Done once."""
-        if self._has_dummy_scales:
-            reset_kv_scales(self._llm.model)
-            self._has_dummy_scales = False
+    async def publish_version(self, version: int) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._driver.publish_version(version)
+
+
+def _drive(candidate: Any) -> SyncDriver | AsyncDriver:
+    """The driver for a client of vLLM's."""
+    is_async = is_async_client(candidate)
+    engine = candidate if is_async else getattr(candidate, "llm_engine", None)
+    if engine is None:
+        raise UnsupportedEngineError(
+            f"{type(candidate).__name__} is neither a vllm.LLM nor an AsyncLLM; pass the LLM itself"
+        )
+    parallel = engine.vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        raise UnsupportedEngineError(
+            f"the engine runs {parallel.data_parallel_size} data-parallel replicas behind one client, which hears from "
+            "one of them; start one engine a replica, and refit each"
+        )
+    is_extended = parallel.worker_extension_cls == f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
+    driver = (AsyncDriver if is_async else SyncDriver)(candidate, EXTENSION_METHOD if is_extended else PLUGIN_METHOD)
+    if driver.worker is None and not is_extended and not loads_plugin(PLUGIN):
+        raise UnsupportedEngineError(
+            "the workers of this engine run in other processes, where vLLM does not load fp8refit's plugin: install fp8refit "
+            "(a path alone has no entry points), leave it in VLLM_PLUGINS, or boot the engine with "
+            f'worker_extension_cls="{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"'
+        )
+    return driver

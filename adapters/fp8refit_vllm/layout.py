@@ -5,7 +5,7 @@ any other quantized form are refused by name: their kernel repacked them.
 """
 
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fp8refit.names import FUSED_MODULES, split_fused
 from fp8refit.slots import FP8_DTYPE, Inventory, Refusal, ScaleFormat, Slot, dtype_name, live_tensors
 from fp8refit_vllm.compat import linear_kernel, wants_powers_of_two
+from fp8refit_vllm.shards import Shard, Why, part_sizes, shards_of, why_not_sharded
 
 ROW_MAJOR_KERNELS = frozenset(
     {
@@ -29,9 +30,6 @@ ROW_MAJOR_KERNELS = frozenset(
 ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 """An out-of-tree kernel class with this attribute set to True says the same of itself."""
 
-Why: TypeAlias = tuple[str, str] | None
-"""Reason and remedy, or None if there is nothing against it."""
-
 _SOURCE_LIKE = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -45,6 +43,7 @@ def read_inventory(model: nn.Module) -> Inventory:
     padding: list[Tensor] = []
     names_by_storage: dict[tuple[int, torch.Size], str] = {}
     aliases: dict[str, str] = {}
+    is_split = any(getattr(module, "tp_size", 1) != 1 for module in model.modules())
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = {name: tensor.data for name, tensor in module._parameters.items() if tensor is not None}
         for name, tensor in list(own.items()):
@@ -59,7 +58,7 @@ def read_inventory(model: nn.Module) -> Inventory:
                 del own[name]
         if not own and not hasattr(module, "W_UK_T"):
             continue
-        refusal = _why_refused(prefix, module, own, fused)
+        refusal = _why_refused(prefix, module, own, fused, is_split=is_split)
         if refusal is not None:
             refusals.append(refusal)
         else:
@@ -85,47 +84,44 @@ def read_inventory(model: nn.Module) -> Inventory:
 def _slots_of(
     prefix: str, module: nn.Module, own: dict[str, Tensor], fused: dict[str, tuple[str, ...]]
 ) -> Iterator[Slot]:
-    if "weight_scale_inv" in own:
-        yield from _quantized_slots(prefix, module, own, fused)
-        own = {name: tensor for name, tensor in own.items() if name not in ("weight", "weight_scale_inv")}
-    parts, sizes = _parts_of(prefix, module, fused)
+    parts = split_fused(prefix, fused)
     for name, tensor in own.items():
-        rows = _num_checkpoint_rows(module, tensor)
-        start = 0
-        for part, size in zip(parts, sizes or (rows,), strict=True):
-            view = tensor.narrow(0, start, size) if tensor.ndim else tensor
-            start += size
-            yield Slot(name=f"{part}.{name}", full_shape=tuple(view.shape), weight=view, module=prefix)
+        if name == "weight_scale_inv":
+            continue
+        for part, shard in zip(parts, shards_of(module, tensor), strict=True):
+            yield Slot(
+                name=f"{part}.{name}",
+                full_shape=shard.full_shape,
+                offset=shard.offset,
+                weight=shard.view(tensor),
+                module=prefix,
+                **(_quantized_fields(module, own["weight_scale_inv"], shard) if _is_block_fp8(name, own) else {}),
+            )
 
 
-def _quantized_slots(
-    prefix: str, module: nn.Module, own: dict[str, Tensor], fused: dict[str, tuple[str, ...]]
-) -> Iterator[Slot]:
-    weight, scale = own["weight"], own["weight_scale_inv"]
+def _quantized_fields(module: nn.Module, scale: Tensor, shard: Shard) -> dict[str, Any]:
+    """What a slot says of block FP8 beside its weight."""
     block_n, block_k = _block_size(module)
     kernel = linear_kernel(module)
-    parts, sizes = _parts_of(prefix, module, fused)
-    start = 0
-    for part, size in zip(parts, sizes or (weight.shape[0],), strict=True):
-        yield Slot(
-            name=f"{part}.weight",
-            full_shape=(size, weight.shape[1]),
-            weight=weight.narrow(0, start, size),
-            scale=scale.narrow(0, start // block_n, -(-size // block_n)),
-            scale_format=ScaleFormat.UE8M0 if wants_powers_of_two(kernel) else ScaleFormat.FP32,
-            block_size=(block_n, block_k),
-            module=prefix,
-            kernel=type(kernel).__name__,
-        )
-        start += size
+    return {
+        "scale": scale.narrow(0, shard.first_row // block_n, -(-shard.num_rows // block_n)),
+        "scale_format": ScaleFormat.UE8M0 if wants_powers_of_two(kernel) else ScaleFormat.FP32,
+        "block_size": (block_n, block_k),
+        "kernel": type(kernel).__name__,
+    }
 
 
 def _why_refused(
-    prefix: str, module: nn.Module, own: dict[str, Tensor], fused: dict[str, tuple[str, ...]]
+    prefix: str, module: nn.Module, own: dict[str, Tensor], fused: dict[str, tuple[str, ...]], *, is_split: bool
 ) -> Refusal | None:
     """Why `module` cannot be written in place, or None."""
     judge_storage = _why_not_block_fp8 if "weight_scale_inv" in own else _why_not_plain
-    why = _why_not_dense(prefix, module, own) or judge_storage(module, own) or _why_not_parts(prefix, module, fused)
+    why = (
+        _why_not_dense(prefix, module, own)
+        or judge_storage(module, own)
+        or _why_not_parts(prefix, module, fused)
+        or why_not_sharded(module, own, is_split=is_split)
+    )
     return Refusal(module=prefix, reason=why[0], remedy=why[1]) if why is not None else None
 
 
@@ -137,8 +133,6 @@ def _why_not_dense(prefix: str, module: nn.Module, own: dict[str, Tensor]) -> Wh
         return "is a mixture-of-experts layer", "fp8refit refits dense models so far"
     if any("base_layer" in part for part in prefix.split(".")):
         return "is wrapped for LoRA", "Boot without enable_lora"
-    if getattr(module, "tp_size", 1) != 1:
-        return f"is split over {module.tp_size} ranks", "Boot with tensor_parallel_size=1"
     for name, tensor in own.items():
         if tensor.numel() == 0:
             return f"its kernel took `{name}` away", "Boot with a kernel that keeps weights as loaded"
@@ -176,12 +170,10 @@ def _why_not_block_fp8(module: nn.Module, own: dict[str, Tensor]) -> Why:
 
 def _why_not_parts(prefix: str, module: nn.Module, fused: dict[str, tuple[str, ...]]) -> Why:
     """What is against the matrices that a fused module holds."""
-    parts, sizes = _parts_of(prefix, module, fused)
-    if sizes is None:
-        return None
-    if len(parts) != len(sizes):
+    parts, sizes = split_fused(prefix, fused), part_sizes(module) or ()
+    if len(parts) != max(len(sizes), 1):
         return (
-            f"holds {len(sizes)} matrices, and the model says it is made of {', '.join(parts)}",
+            f"holds {len(sizes) or 'no'} fused matrices, and the model says it is made of {', '.join(parts)}",
             "fp8refit does not know in which order this architecture stores them yet",
         )
     block_n = _block_size(module)[0] if "weight_scale_inv" in module._parameters else 1
@@ -190,31 +182,22 @@ def _why_not_parts(prefix: str, module: nn.Module, fused: dict[str, tuple[str, .
     return None
 
 
-def _parts_of(
-    prefix: str, module: nn.Module, fused: dict[str, tuple[str, ...]]
-) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
-    """Checkpoint modules held by an engine module and the rows of each; rows are None for a module that is not fused."""
-    parts = split_fused(prefix, fused)
-    sizes = tuple(getattr(module, "output_partition_sizes", ()))
-    return parts, sizes if len(sizes) > 1 else None
-
-
-def _num_checkpoint_rows(module: nn.Module, tensor: Tensor) -> int:
-    """Rows that a checkpoint has: vLLM pads vocabularies."""
-    rows = tensor.shape[0] if tensor.ndim else 1
-    return min(rows, getattr(module, "org_vocab_size", rows))
-
-
-def _padding_of(module: nn.Module, own: dict[str, Tensor]) -> list[Tensor]:
+def _padding_of(module: nn.Module, own: dict[str, Tensor]) -> Iterator[Tensor]:
     """Rows after the vocabulary's own."""
-    padded = [(tensor, _num_checkpoint_rows(module, tensor)) for tensor in own.values() if tensor.ndim]
-    return [tensor[rows:] for tensor, rows in padded if rows < tensor.shape[0]]
+    for name, tensor in own.items():
+        end = sum(shard.num_rows for shard in shards_of(module, tensor))
+        if tensor.ndim and name != "weight_scale_inv" and end < tensor.shape[0]:
+            yield tensor[end:]
 
 
 def _is_row_major(kernel: object | None) -> bool:
     return type(kernel).__name__ in ROW_MAJOR_KERNELS or getattr(kernel, ROW_MAJOR_MARK, False) is True
 
 
+def _is_block_fp8(name: str, own: dict[str, Tensor]) -> bool:
+    return name == "weight" and "weight_scale_inv" in own
+
+
 def _block_size(module: nn.Module) -> tuple[int, int]:
     block_n, block_k = module.weight_block_size  # type: ignore[misc]
-    return int(block_n), int(block_k)  # type: ignore[arg-type]
+    return int(block_n), int(block_k)

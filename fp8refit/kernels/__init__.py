@@ -5,10 +5,10 @@ from torch import Tensor
 
 from fp8refit.errors import NonFiniteError
 from fp8refit.kernels.reference import dequantize_reference
-from fp8refit.kernels.table import Task, WorkTable, compile_table
+from fp8refit.kernels.table import Task, WorkTable, compile_table, fits_scale_format
 from fp8refit.slots import FP8_DTYPE, SOURCE_DTYPES, Op, ScaleFormat
 
-__all__ = ["Task", "WorkTable", "compile_table", "dequantize_blockwise", "quantize_blockwise"]
+__all__ = ["Task", "WorkTable", "compile_table", "dequantize_blockwise", "fits_scale_format", "quantize_blockwise"]
 
 
 def quantize_blockwise(

@@ -1,5 +1,6 @@
 """The embedded engine on real, tiny Hugging Face models: bytes, logits, ties, dirt, admission, numerics."""
 
+import asyncio
 import copy
 
 import pytest
@@ -183,13 +184,13 @@ def test_nan_makes_the_engine_dirty_until_the_next_whole_policy():
 def test_blocks_do_not_pile_up_and_the_last_reason_is_told():
     engine = make_engine(make_policy())
     adapter = TransformersEngine(engine)
-    adapter.block_requests("first")
-    adapter.block_requests("second")
+    asyncio.run(adapter.refuse("first"))
+    asyncio.run(adapter.refuse("second"))
     assert len(engine._forward_pre_hooks) == 1
     with pytest.raises(EngineDirtyError, match="second"):
         engine(input_ids=PROMPT)
-    adapter.unblock_requests()
-    adapter.unblock_requests()
+    asyncio.run(adapter.resume())
+    asyncio.run(adapter.resume())
     assert not engine._forward_pre_hooks
     assert logits(engine).shape == (2, 6, SIZES["vocab_size"])
 

@@ -4,7 +4,6 @@ vLLM's own method, loaders and post-processing run unmodified; only the product 
 through vLLM's real power-of-two requantization when the engine boots, as DeepGEMM layers do on Hopper.
 """
 
-import torch
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 from vllm.model_executor.layers import utils
@@ -26,7 +25,7 @@ class ReferenceBlockKernel(Fp8BlockScaledMMLinearKernel):
         block_n, block_k = self.weight_group_shape
         n, k = B.shape
         scale = Bs.repeat_interleave(block_n, 0)[:n].repeat_interleave(block_k, 1)[:, :k]
-        return (A.float() @ (B.float() * scale).t()).to(self.config.out_dtype)
+        return _product(A, B.float() * scale).to(self.config.out_dtype)
 
 
 class PowerOfTwoBlockKernel(ReferenceBlockKernel):
@@ -48,12 +47,21 @@ class RepackingBlockKernel(ReferenceBlockKernel):
 KERNELS = {"fp32": ReferenceBlockKernel, "ue8m0": PowerOfTwoBlockKernel, "repacking": RepackingBlockKernel}
 
 
+def _product(x, weight):
+    """In double precision: rounded to BF16 it says the same whatever else is in the batch, which asynchronous tests rely on."""
+    return x.double() @ weight.double().t()
+
+
 def register(kind: str) -> None:
     """Make `kind` the kernel of every block-FP8 layer in this process."""
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, KERNELS[kind])
 
+    def linear_of_any_batch(x, weight, bias=None):
+        product = _product(x, weight)
+        return (product if bias is None else product + bias).to(x.dtype)
+
     def keep_weight(layer, remove_weight):
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.cpu_linear = linear_of_any_batch
 
     # Stock vLLM packs BF16 linears for oneDNN on a CPU and leaves their `weight` empty; a GPU keeps it.
     utils.dispatch_cpu_unquantized_gemm = keep_weight

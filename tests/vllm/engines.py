@@ -69,12 +69,12 @@ def make_policy(family: str, seed: int) -> dict[str, Tensor]:
     return make_model(family, seed).state_dict()
 
 
-def refused(call, *arguments) -> dict | None:
+def refused(call, *arguments, error_type: type[Exception] = RefitError) -> dict | None:
     """Which error `call` raises, how soon, and what it names; None if it returns."""
     start_s = time.perf_counter()
     try:
         call(*arguments)
-    except RefitError as error:
+    except error_type as error:
         named = [getattr(error, field, ()) for field in ("names", "problems", "reasons")]
         return {
             "error": type(error).__name__,

@@ -129,8 +129,9 @@ def try_held_block(llm, refitter: Refitter) -> dict:
     """A block of the KV cache that somebody keeps: vLLM's own flush then does nothing and says False."""
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     blocks = pool.get_new_blocks(1)
+    before = live_bytes(llm)
     found = {"refit": refused(refitter.refit, make_policy("qwen3", 2)), "dirty": refitter.is_dirty}
-    found["generate"] = refused(generate, llm)
+    found |= {"generate": refused(generate, llm), "live_untouched": live_bytes(llm) == before}
     pool.free_blocks(blocks)
     return found
 

@@ -6,11 +6,13 @@ vLLM compiles its block cast and its power-of-two requantization; here they run 
 would be other code anyway, and compiling takes a minute.
 """
 
+import faulthandler
 import json
 import sys
 from pathlib import Path
 
 import torch
+from conformance import run_conformance
 from engines import (
     booted,
     booted_dummy,
@@ -25,6 +27,7 @@ from engines import (
     state,
     wrong_tensors,
 )
+from layouts import run_fresh_layout, run_layout
 from live_engine import run_live
 
 from fp8refit import Refitter
@@ -140,28 +143,32 @@ def save_moe(folder: Path) -> None:
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def run_multiprocess(work: str) -> dict:
-    """An engine whose core runs in another process, as vLLM's do by default."""
-    folder = Path(work) / "bf16"
-    save_model("qwen3", 1, folder)
-    with booted(folder, "fp32") as llm:
-        return {"refit": refused(Refitter, llm), "still_generates": refused(generate, llm) is None}
-
-
 SCENARIOS = {
     "refit": run_refit,
     "fresh": run_fresh,
     "online": run_online,
     "live": run_live,
     "refusals": run_refusals,
-    "multiprocess": run_multiprocess,
+    "layout": run_layout,
+    "fresh layout": run_fresh_layout,
+    "conformance": run_conformance,
 }
+
+
+TAKE_NOTES = ("layout", "fresh layout")
+"""Scenarios that may not live to give a result: they write down what they found before."""
 
 
 def main(scenario: Path, result: Path) -> None:
     torch.compiler.set_stance("force_eager")
+    faulthandler.dump_traceback_later(100)  # into the log: what hangs is ended soon after
     asked = json.loads(scenario.read_text())
-    result.write_text(json.dumps(SCENARIOS[asked["name"]](**asked["arguments"])))
+
+    def note(found: dict) -> None:
+        result.write_text(json.dumps(found))
+
+    notes = {"note": note} if asked["name"] in TAKE_NOTES else {}
+    note(SCENARIOS[asked["name"]](**asked["arguments"], **notes))
 
 
 if __name__ == "__main__":

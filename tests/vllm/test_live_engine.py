@@ -99,10 +99,11 @@ def test_weights_that_are_marked_asleep_are_not_written(live):
     assert not live["asleep"]["dirty"]
 
 
-def test_a_cache_that_vllm_does_not_flush_leaves_the_engine_dirty(live):
+def test_a_cache_that_vllm_does_not_flush_stops_a_refit_before_anything_is_written(live):
     assert live["held_block"]["refit"]["error"] == "CacheFlushError"
-    assert live["held_block"]["generate"]["error"] == "EngineDirtyError"
-    assert live["held_block"]["dirty"]
+    assert live["held_block"]["live_untouched"]
+    assert live["held_block"]["generate"] is None
+    assert not live["held_block"]["dirty"]
 
 
 def test_refitters_of_one_engine_share_its_version(live):

@@ -38,10 +38,3 @@ def test_an_unquantized_engine_is_told_how_to_boot(refusals):
 def test_a_mixture_of_experts_is_named(refusals):
     (reason,) = refusals["mixture of experts"]["refusals"]
     assert reason.startswith("model.layers.0.mlp.experts.routed_experts: is a mixture-of-experts layer")
-
-
-def test_an_engine_in_another_process_is_refused_with_the_setting_that_helps(run_engine, tmp_path):
-    found = run_engine("multiprocess", work=tmp_path, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
-    assert found["refit"]["error"] == "UnsupportedEngineError"
-    assert "set VLLM_ENABLE_V1_MULTIPROCESSING=0" in found["refit"]["message"]
-    assert found["still_generates"]

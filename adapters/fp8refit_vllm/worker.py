@@ -1,0 +1,121 @@
+"""The rank's side: what runs beside a live model, in whichever process vLLM keeps the worker.
+
+vLLM loads `register` from the entry-point group `vllm.general_plugins` in every process. It adds one method to the worker
+class and replaces nothing. Where plugins are not loaded, `worker_extension_cls="fp8refit_vllm.worker.WorkerExtension"` gives
+the same under another name.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8refit.errors import UnsupportedEngineError
+from fp8refit.rank import Rank
+from fp8refit.server import RankServer
+from fp8refit.slots import Inventory, Refresh, Refusal
+from fp8refit.target import Target
+from fp8refit.transport.group import ProcessGroupExchange
+from fp8refit.vote import Group
+from fp8refit_vllm.compat import draft_method, engine_process_group, has_dummy_weights, reset_kv_scales
+from fp8refit_vllm.layout import read_inventory
+
+PLUGIN_METHOD = "fp8refit_call"
+EXTENSION_METHOD = "fp8refit_extension_call"
+_SERVER = "_fp8refit_server"
+
+
+def register() -> None:
+    """Give vLLM's workers the method that a driver calls."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    setattr(WorkerBase, PLUGIN_METHOD, serve)
+
+
+class WorkerExtension:
+    """For `worker_extension_cls`."""
+
+    def fp8refit_extension_call(self, message: str) -> str:
+        """See `serve`."""
+        return serve(self, message)
+
+
+def serve(worker: Any, message: str) -> str:
+    """Answer one request of a driver, as `fp8refit.server.RankServer` does. Never raises."""
+    server: RankServer | None = getattr(worker, _SERVER, None)
+    if server is None:
+        server = RankServer(lambda: make_rank(worker))
+        setattr(worker, _SERVER, server)
+    return server.handle(message)
+
+
+def make_rank(worker: Any) -> Rank:
+    """The rank that `worker` is.
+
+    Raises:
+        UnsupportedEngineError: Its ranks cannot agree with each other.
+    """
+    import vllm
+
+    model = LiveModel(worker)
+    target = Target(
+        model.read_inventory,
+        device=next(model.network.parameters()).device,
+        engine="vllm",
+        versions={"vllm": vllm.__version__, "torch": torch.__version__},
+    )
+    return Rank(target, _group_of(worker))
+
+
+def _group_of(worker: Any) -> Group | None:
+    num_ranks = worker.vllm_config.parallel_config.world_size
+    if num_ranks == 1:
+        return None
+    process_group = engine_process_group(num_ranks)
+    if process_group is None:
+        raise UnsupportedEngineError(
+            f"the {num_ranks} ranks of this engine have no process group of their own; leave out pipeline parallelism, or run "
+            "one engine in a process group"
+        )
+    return ProcessGroupExchange(process_group)
+
+
+class LiveModel:
+    """What one worker holds.
+
+    Args:
+        worker: A vLLM worker whose model is loaded.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._has_dummy_scales = has_dummy_weights(worker.vllm_config)
+
+    @property
+    def network(self) -> nn.Module:
+        """The live model, without the wrappers that replay CUDA graphs."""
+        network: nn.Module = self._worker.model_runner.get_model()
+        return network
+
+    def read_inventory(self) -> Inventory:
+        """Slots of the model, refusals and refreshes of the engine around it."""
+        inventory = read_inventory(self.network)
+        method = draft_method(self._worker.vllm_config)
+        if method is not None:
+            draft = Refusal(
+                module="draft model",
+                reason=f"drafts tokens with weights of its own ({method}), which a refit would leave behind",
+                remedy="Boot without speculative_config",
+            )
+            inventory = replace(inventory, refusals=(*inventory.refusals, draft))
+        if self._has_dummy_scales:
+            refresh = Refresh(name="KV scales of a dummy boot", run=self._reset_dummy_scales)
+            inventory = replace(inventory, refreshes=(*inventory.refreshes, refresh))
+        return inventory
+
+    def _reset_dummy_scales(self) -> None:
+        """A dummy boot fills KV scales with noise; a boot from a checkpoint leaves 1.0. Done once."""
+        if self._has_dummy_scales:
+            reset_kv_scales(self.network)
+            self._has_dummy_scales = False

@@ -1,0 +1,140 @@
+"""What one prepared refit of one rank holds until it is written: source, plan, tables, staging, and what has arrived."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fp8refit.config import RefitConfig
+from fp8refit.errors import InvalidSourceError
+from fp8refit.fill import ResidentFill, StreamFill
+from fp8refit.plan import PlanBuilder, RefitPlan, Step, compile_plan
+from fp8refit.slots import Inventory, TensorMeta
+from fp8refit.sources import MappingSource, Source
+
+
+@dataclass(kw_only=True, slots=True)
+class Job:
+    """What one prepare hands to its write."""
+
+    source: Source
+    config: RefitConfig
+    inventory: Inventory
+    foreign: frozenset[str] = frozenset()
+    """Names that other ranks hold and this one does not."""
+    metadata: Mapping[str, TensorMeta] | None = None
+    """What a stream was announced to hold."""
+    plan: RefitPlan | None = None
+    """None for a one-shot stream without manifest, which is planned while it arrives."""
+    resident: ResidentFill | None = None
+    stream_steps: dict[str, list[Step]] | None = None
+    stream: StreamFill | None = None
+    is_first: bool = False
+
+    @property
+    def streams(self) -> bool:
+        """Whether any tensor goes through staging."""
+        return self.resident is None or bool(self.stream_steps)
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether tensors keep their bytes until the refit is over."""
+        return isinstance(self.source, MappingSource)
+
+    def compile(self, metadata: Mapping[str, TensorMeta], problems: Sequence[str]) -> RefitPlan:
+        """Plan what was announced.
+
+        Raises:
+            InvalidSourceError: It does not fit; names every problem, `problems` among them.
+        """
+        inventory = self.inventory
+        return compile_plan(
+            inventory.slots,
+            metadata,
+            aliases=inventory.aliases,
+            unneeded=self.unneeded,
+            problems=problems,
+        )
+
+    @property
+    def unneeded(self) -> frozenset[str]:
+        """Names that may come and that this rank has no slot for."""
+        return self.foreign.union(self.inventory.unneeded)
+
+    def staged_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that go through staging, from the source."""
+        if isinstance(self.source, MappingSource):
+            tensors = self.source.tensors
+            return ((name, tensors[name]) for name in self.stream_steps or ())
+        return iter(self.source)
+
+
+class Arrivals:
+    """Tensors that come one after another, each held against what was announced and staged for its slots."""
+
+    def __init__(self, job: Job, stream: StreamFill) -> None:
+        self._job = job
+        self._stream = stream
+        self._names: set[str] = set()
+        inventory = job.inventory
+        self._builder = (
+            PlanBuilder(inventory.slots, aliases=inventory.aliases, unneeded=job.unneeded)
+            if job.stream_steps is None
+            else None
+        )
+
+    def take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Stage what comes.
+
+        Raises:
+            InvalidSourceError: A tensor came twice, or otherwise than announced.
+        """
+        for name, tensor in named_tensors:
+            for step in self._steps_of(name, TensorMeta.of(tensor)):
+                self._stream.add(step, tensor, is_stable=self._job.is_stable)
+
+    def finish(self) -> None:
+        """Hold that everything came.
+
+        Raises:
+            InvalidSourceError: Something announced did not come, or what came without announcement does not fit.
+        """
+        if self._builder is not None:
+            self._job.plan = self._builder.finish()
+            return
+        absent = [name for name in self._job.stream_steps or () if name not in self._names]
+        if absent:
+            raise InvalidSourceError([f"{name}: was announced but did not come" for name in absent])
+
+    def _steps_of(self, name: str, meta: TensorMeta) -> Sequence[Step]:
+        if self._builder is not None:
+            return self._builder.add(name, meta)
+        job = self._job
+        assert job.stream_steps is not None, "announced"
+        if name in self._names:
+            raise InvalidSourceError([f"{name}: sent twice; send it once"])
+        self._names.add(name)
+        if job.metadata is not None and job.metadata.get(name) != meta:
+            announced = job.metadata.get(name, "nothing of that name")
+            raise InvalidSourceError([f"{name}: came as {meta}, announced was {announced}"])
+        return job.stream_steps.get(name, ())
+
+
+@dataclass(kw_only=True, slots=True)
+class Write:
+    """A write under way, between its first byte and the reading of the status word."""
+
+    job: Job
+    arrivals: Arrivals | None
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+    start_s: float = field(default_factory=time.perf_counter)
+
+
+def by_source(steps: Sequence[Step]) -> dict[str, list[Step]]:
+    """The steps of each source tensor."""
+    grouped: dict[str, list[Step]] = {}
+    for step in steps:
+        grouped.setdefault(step.source, []).append(step)
+    return grouped

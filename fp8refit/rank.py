@@ -1,0 +1,165 @@
+"""One rank among the ranks of its engine: a `Target` whose every step all of them agree on.
+
+Prepare, vote, write, vote, commit. A step that one rank cannot do fails on every rank with the same error, so that no rank
+goes on alone: not into a write, not into a new policy, and not into a collective operation of the trainer. Nobody is asked
+between the last vote and the commit, so that no driver can be lost between them.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fp8refit.config import RefitConfig
+from fp8refit.errors import EngineLostError
+from fp8refit.layout import EngineLayout
+from fp8refit.report import RankReport
+from fp8refit.slots import Inventory
+from fp8refit.sources import Source
+from fp8refit.target import Target
+from fp8refit.vote import Ballot, Group, Phase, SoloGroup, vote
+
+
+class Rank:
+    """A `Target` in its group. Every rank of the group makes the same calls in the same order.
+
+    Args:
+        target: What this rank writes.
+        group: The ranks of the engine, this one among them; alone if none is given.
+    """
+
+    def __init__(self, target: Target, group: Group | None = None) -> None:
+        self.target = target
+        self.group = group if group is not None else SoloGroup()
+        self._claimed: _Claim | None = None
+        self._foreign: tuple[tuple[str, ...], frozenset[str]] = (), frozenset()
+
+    def prepare(
+        self, make_source: Callable[[], Source], config: RefitConfig, *, objection: BaseException | None = None
+    ) -> None:
+        """Agree that every rank can be refitted, then read what the source says of itself, judge it, and agree again.
+
+        Nothing of the source is read before every rank is ready: reading it may be a collective operation of the trainer.
+
+        Args:
+            make_source: Gives the policy, the same on every rank.
+            config: How to refit.
+            objection: Why the engine may not be refitted now, as its driver sees it.
+
+        Raises:
+            RefitError: See `Target.prepare`; the objection; or what another rank had to say.
+        """
+        error, inventory = objection, None
+        if error is None:
+            error, inventory = self._try(self.target.check_ready)
+        claim = self._claim(inventory) if inventory is not None and self.group.size > 1 else ""
+        ready = self._vote("ready", error, config, claim=claim)
+        foreign = self._foreign_names(ready, config)
+        error, digest = self._try(
+            lambda: self.target.prepare(make_source(), config, inventory=inventory, foreign=foreign)
+        )
+        self._vote("prepared", error, config, claim=digest or "")
+
+    def agree(self, config: RefitConfig, *, objection: BaseException | None = None) -> None:
+        """Agree that what was prepared is written now. For ranks with drivers of their own, of which each may object.
+
+        Args:
+            config: How to refit.
+            objection: Why the engine's driver cannot go on, for instance caches that stayed.
+
+        Raises:
+            RefitError: The objection, or another rank's. Nothing is written.
+        """
+        self._vote("go", objection, config)
+
+    def begin(self) -> None:
+        """See `Target.begin`."""
+        self.target.begin()
+
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See `Target.push`."""
+        self.target.push(named_tensors)
+
+    def write(self, config: RefitConfig) -> list[RankReport]:
+        """Write what was prepared, agree that it is whole on every rank, and commit it.
+
+        Returns:
+            What each rank wrote, in order of rank.
+
+        Raises:
+            RefitError: See `Target.write`, or what another rank had to say. Every rank is dirty.
+        """
+        drain = self.group.size > 1
+        return self._agree_on_written(lambda: self.target.write(drain=drain), config)
+
+    def finish(self, config: RefitConfig) -> list[RankReport]:
+        """Complete a write whose source was pushed, agree that it is whole, and commit it. See `write`."""
+        return self._agree_on_written(self.target.finish, config)
+
+    def layout(self) -> EngineLayout:
+        """See `Target.layout`."""
+        return self.target.layout()
+
+    def close(self) -> None:
+        """See `Target.close`."""
+        self.target.close()
+
+    def _agree_on_written(self, write: Callable[[], RankReport], config: RefitConfig) -> list[RankReport]:
+        error, report = self._try(write)
+        claim = report.source_digest if report is not None else ""
+        ballots = self._vote("written", error, config, claim=claim, report=report)
+        self.target.commit(max(ballot.version for ballot in ballots) + 1)
+        return [
+            ballot.report.model_copy(update={"rank": rank})
+            for rank, ballot in enumerate(ballots)
+            if ballot.report is not None
+        ]
+
+    def _claim(self, inventory: Inventory) -> str:
+        """Digest of the names this rank holds."""
+        if self._claimed is None or self._claimed.inventory is not inventory:
+            names = inventory.names
+            digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()
+            self._claimed = _Claim(inventory=inventory, names=names, digest=digest)
+        return self._claimed.digest
+
+    def _foreign_names(self, ready: list[Ballot], config: RefitConfig) -> frozenset[str]:
+        """Names that other ranks hold and this one does not: under pipeline and expert parallelism ranks differ."""
+        claims = tuple(ballot.claim for ballot in ready)
+        if len(set(claims)) == 1 or self._claimed is None:
+            return frozenset()
+        if self._foreign[0] != claims:
+            own = self._claimed.names
+            ballots = self._vote("names", None, config, names=tuple(sorted(own)))
+            self._foreign = claims, frozenset(name for ballot in ballots for name in ballot.names) - own
+        return self._foreign[1]
+
+    def _try(self, step: Callable[[], Any]) -> tuple[BaseException | None, Any]:
+        """Do `step`; alone in its group a rank just raises."""
+        if self.group.size == 1:
+            return None, step()
+        try:
+            return None, step()
+        except BaseException as error:  # noqa: BLE001 - every error has to reach the vote; `vote` raises it again
+            return error, None
+
+    def _vote(self, phase: Phase, error: BaseException | None, config: RefitConfig, **said: Any) -> list[Ballot]:
+        ballot = Ballot(phase=phase, version=self.target.version, **said)
+        try:
+            return vote(self.group, ballot, error, timeout_s=config.timeout_s)
+        except BaseException as verdict:
+            self.target.abandon()
+            if isinstance(verdict, EngineLostError) and self.group.size > 1:
+                self.target.lost_because = str(verdict)
+            raise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Claim:
+    """The names that an inventory holds."""
+
+    inventory: Inventory
+    names: frozenset[str]
+    digest: str

@@ -1,0 +1,354 @@
+"""The driver side of an engine whose ranks run in other processes.
+
+Tensors that those processes can map go by handle, all at once; files go by path; everything else goes through one shared
+bucket, part by part. What is said goes through a channel of the engine's own.
+"""
+
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from textwrap import shorten
+from typing import Protocol
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from fp8refit._version import __version__
+from fp8refit.config import RefitConfig
+from fp8refit.errors import EngineLostError, InvalidSourceError, NonFiniteError, RankFailedError, RefitError
+from fp8refit.fill import scale_problem
+from fp8refit.kernels import fits_scale_format
+from fp8refit.layout import EngineLayout
+from fp8refit.report import RankReport
+from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, dtype_name
+from fp8refit.sources import MappingSource, SafetensorsSource, Source
+from fp8refit.transport import messages
+from fp8refit.transport.memory import Bucket, Exporter, TensorRef
+from fp8refit.transport.messages import PROTOCOL, Reply, Request
+from fp8refit.transport.segment import DTYPES
+from fp8refit.vote import merge_errors
+
+GRACE_S = 30.0
+"""How much longer a driver waits than the ranks wait for each other, so that theirs is the error that is told."""
+
+
+_LOST_STEP = (
+    "the engine's channel to its ranks lost step, which it does for good when a worker raises. Start the engine again"
+)
+
+
+class Channel(Protocol):
+    """How a driver reaches every rank of one engine."""
+
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        """Give `message` to the `RankServer` of every rank, and their answers.
+
+        Raises:
+            EngineLostError: The engine, or a rank, died or does not answer.
+        """
+        ...
+
+
+class RemoteRanks:
+    """Implements `fp8refit.engine.Ranks` over a channel.
+
+    Args:
+        channel: Reaches every rank.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.version = 0
+        self.is_dirty = False
+        self._channel = channel
+        self._config = RefitConfig()
+        self._exporter = Exporter()
+        self._buckets: dict[torch.device, Bucket] = {}
+        self._source: Source | None = None
+        self._is_pushed = False
+        self._mapped_digest = ""
+        self._offered_digest = ""
+        self._refit = ""
+        self._is_settled = False
+        self._has_met = False
+        self._lost_because: str | None = None
+
+    async def prepare(
+        self, make_source: Callable[[], Source], config: RefitConfig, *, objection: BaseException | None = None
+    ) -> None:
+        """See `fp8refit.engine.Ranks`."""
+        if objection is not None:
+            raise objection
+        self._config = config
+        await self._meet()
+        source = make_source()
+        self._refit, self._source, self._is_pushed = uuid.uuid4().hex, source, False
+        last_digest = self._offered_digest
+        async with self._giving_up():
+            offer = self._offer(source)
+            await self._ask(messages.Prepare(refit=self._refit, config=config, source=offer))
+        self._offered_digest = offer.digest if isinstance(offer, messages.MappedTensors) else ""
+        self._mapped_digest, self._is_settled = self._offered_digest, self._offered_digest == last_digest
+
+    async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
+        """See `fp8refit.engine.Ranks`."""
+        async with self._giving_up():
+            if objection is not None:
+                raise objection
+            self.is_dirty = True
+            if not self._is_pushed:
+                # A trainer that gathers into new memory every time wants it back; weights that stay in place stay mapped.
+                replies = await self._ask(messages.Write(refit=self._refit, keeps_mapped=self._is_settled))
+            else:
+                await self._ask(messages.Begin(refit=self._refit))
+                await self._push(self._source)
+                replies = await self._ask(messages.Finish(refit=self._refit))
+            if self.is_dirty:
+                held = ", ".join(f"rank {reply.rank} holds {reply.version}" for reply in replies)
+                raise RankFailedError(f"the ranks serve different versions ({held}); refit again")
+        self._source = None
+        if not self._is_settled:
+            self._mapped_digest = ""
+        return replies[0].reports
+
+    async def abandon(self) -> None:
+        """See `fp8refit.engine.Ranks`."""
+        if self._source is not None:  # or it was done already
+            await self._ask(messages.Abandon(refit=self._refit))
+            self._source = None
+
+    async def layout(self) -> EngineLayout:
+        """See `fp8refit.engine.Ranks`."""
+        replies = await self._ask(messages.Describe())
+        return EngineLayout.merge([reply.layout for reply in replies if reply.layout is not None])
+
+    async def close(self) -> None:
+        """See `fp8refit.engine.Ranks`."""
+        try:
+            if self._lost_because is None:
+                await self._ask(messages.Close())
+        finally:
+            self._source, self._mapped_digest = None, ""
+            self._exporter.close()
+            for bucket in self._buckets.values():
+                bucket.close()
+            self._buckets.clear()
+
+    async def _meet(self) -> None:
+        """Learn, once, who is at the other end.
+
+        Raises:
+            EngineLostError: Nobody, any more.
+            RankFailedError: Another version.
+        """
+        self._check_is_there()
+        if self._has_met:
+            return
+        for reply in await self._ask(messages.Hello()):
+            if reply.package_version != __version__:
+                raise RankFailedError(
+                    f"rank {reply.rank} has fp8refit {reply.package_version}, this process has {__version__}; install the "
+                    "same version for both"
+                )
+        self._has_met = True
+
+    def _offer(self, source: Source) -> messages.MappedTensors | messages.Files | messages.Pushed:
+        """Say how the ranks come by the source's tensors.
+
+        Raises:
+            NonFiniteError: NaN or Inf, if they are looked for before writing and this process reads the source.
+            InvalidSourceError: They have to be looked for in a source that can be read only once.
+        """
+        if isinstance(source, SafetensorsSource):
+            return messages.Files(path=str(Path(source.path).resolve()))
+        if isinstance(source, MappingSource):
+            export = self._exporter.export(source.tensors)
+            if not export.leftover:
+                for device in {tensor.device for tensor in source.tensors.values() if tensor.is_cuda}:
+                    torch.cuda.synchronize(device)  # what the trainer computes has to be there before others read it
+                if export.digest == self._mapped_digest and not source.problems:
+                    return messages.MappedTensors(digest=export.digest)
+                return messages.MappedTensors(
+                    digest=export.digest,
+                    segments=export.segments,
+                    refs=export.refs,
+                    problems=tuple(source.problems),
+                )
+        self._is_pushed = True
+        return self._announce(source)
+
+    def _announce(self, source: Source) -> messages.Pushed:
+        config, scanned = self._config, source.scan()
+        if config.validate_values == "strict":
+            _look_for_bad_values(source, config)
+        if scanned is None:
+            return messages.Pushed(manifest=None)
+        metadata, problems = scanned
+        odd_scales: list[str] = []
+        may_refuse = source.is_repeatable and config.on_scale_mismatch == "refuse"
+        if may_refuse and any(meta.dtype is FP8_DTYPE for meta in metadata.values()):
+            odd_scales = [name for name, tensor in source if name.endswith(SCALE_SUFFIX) and _is_odd(tensor)]
+        manifest = {name: (meta.shape, dtype_name(meta.dtype)) for name, meta in metadata.items()}
+        return messages.Pushed(manifest=manifest, problems=tuple(problems), odd_scales=tuple(odd_scales))
+
+    async def _push(self, source: Source | None) -> None:
+        """Read the source, and hand it over bucket by bucket."""
+        assert source is not None, "prepared"
+        refs: list[TensorRef] = []
+        for name, tensor in source:
+            if dtype_name(tensor.dtype) not in DTYPES:
+                raise InvalidSourceError(
+                    [f"{name}: has dtype {dtype_name(tensor.dtype)}, which no weight has"], written=True
+                )
+            bucket = self._bucket_for(tensor)
+            if not bucket.has_room(tensor):
+                await self._flush(refs)
+                if not bucket.has_room(tensor):
+                    bucket = self._grow(bucket, tensor)
+            refs.append(bucket.put(name, tensor.detach()))
+        await self._flush(refs)
+
+    async def _flush(self, refs: list[TensorRef]) -> None:
+        """Let the ranks take what is in the buckets, and empty them."""
+        if not refs:
+            return
+        for device in self._buckets:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        segments = tuple(bucket.segment for bucket in self._buckets.values())
+        await self._ask(messages.Push(refit=self._refit, segments=segments, refs=tuple(refs)))
+        refs.clear()
+        for bucket in self._buckets.values():
+            bucket.clear()
+
+    def _bucket_for(self, tensor: Tensor) -> Bucket:
+        device = tensor.device
+        if device not in self._buckets:
+            self._buckets[device] = self._make_bucket(device, max(self._config.bucket_bytes, tensor.nbytes))
+        return self._buckets[device]
+
+    def _grow(self, bucket: Bucket, tensor: Tensor) -> Bucket:
+        """A larger bucket in the place of one that cannot take `tensor`."""
+        bucket.close()
+        self._buckets[tensor.device] = self._make_bucket(tensor.device, tensor.nbytes)
+        return self._buckets[tensor.device]
+
+    def _make_bucket(self, device: torch.device, num_bytes: int) -> Bucket:
+        return Bucket(num_bytes, device if device.type == "cuda" else None)
+
+    async def _ask(self, order: messages.Order) -> list[Reply]:
+        """Give an order to every rank and hear from each.
+
+        Raises:
+            RefitError: What the ranks agreed on, or what some of them could not do.
+            EngineLostError: They cannot be reached any more.
+        """
+        self._check_is_there()
+        request = Request(id=uuid.uuid4().hex, order=order)
+        try:
+            answers = await self._channel.call(request.encode(), timeout_s=self._config.timeout_s + GRACE_S)
+            replies = [_read(answer) for answer in answers]
+            _check_are_answers(replies, request)
+        except EngineLostError as lost:
+            self._lost_because, self.is_dirty = str(lost), True
+            raise
+        versions = {reply.version for reply in replies}
+        self.is_dirty = len(versions) > 1 or any(reply.is_dirty for reply in replies)
+        self.version = min(versions)
+        failed = {rank: reply.error for rank, reply in enumerate(replies) if reply.error is not None}
+        if failed:
+            error = merge_errors(failed, num_ranks=len(replies), is_agreed=len(failed) == len(replies))
+            if isinstance(error, EngineLostError):
+                self._lost_because = str(error)
+            raise error
+        return replies
+
+    def _check_is_there(self) -> None:
+        if self._lost_because is not None:
+            raise EngineLostError(self._lost_because)
+
+    @contextlib.asynccontextmanager
+    async def _giving_up(self) -> AsyncIterator[None]:
+        """On an error let the ranks go of what was prepared. After a lost rank the source stays: somebody may still read it."""
+        try:
+            yield
+        except BaseException:
+            self._mapped_digest = ""
+            with contextlib.suppress(RefitError):
+                await self._ask(messages.Abandon(refit=self._refit))
+            if self._lost_because is None:
+                self._source = None
+            raise
+
+
+def _read(answer: str) -> Reply:
+    """What a rank said.
+
+    Raises:
+        EngineLostError: It is an answer to something else than a request of ours.
+        RankFailedError: It is nothing that this version knows.
+    """
+    try:
+        reply = Reply.model_validate_json(answer)
+    except ValidationError as error:
+        if not (isinstance(answer, str) and answer.startswith('{"id":')):
+            raise EngineLostError(f"a rank answered {shorten(repr(answer), 80)}: {_LOST_STEP}") from error
+        raise RankFailedError(
+            f"a rank answered what fp8refit {__version__} cannot read; install the same version for every process ({error})"
+        ) from error
+    if reply.protocol != PROTOCOL:
+        raise RankFailedError(
+            f"a rank, fp8refit {reply.package_version}, speaks protocol {reply.protocol} and this process, fp8refit "
+            f"{__version__}, speaks {PROTOCOL}; install the same version for every process"
+        )
+    return reply
+
+
+def _check_are_answers(replies: Sequence[Reply], request: Request) -> None:
+    """Hold that every rank answered this request, and no earlier one.
+
+    Raises:
+        EngineLostError: One did not.
+    """
+    if not replies:
+        raise EngineLostError("no rank of the engine answered; start the engine again")
+    stale = [rank for rank, reply in enumerate(replies) if reply.id not in (request.id, "")]
+    if stale:
+        raise EngineLostError(f"rank(s) {', '.join(map(str, stale))} answered an earlier request: {_LOST_STEP}")
+
+
+def _look_for_bad_values(source: Source, config: RefitConfig) -> None:
+    """Read everything without writing.
+
+    Raises:
+        NonFiniteError: NaN or Inf.
+        InvalidSourceError: The source can be read only once, or holds scales that fit no slot.
+    """
+    if not source.is_repeatable:
+        raise InvalidSourceError(
+            [
+                'source: validate="strict" reads everything twice; pass a mapping, files, or a function that returns a fresh '
+                "iterator"
+            ]
+        )
+    names = sorted(name for name, tensor in source if _has_bad_value(name, tensor, config))
+    if names and all(name.endswith(SCALE_SUFFIX) for name in names):
+        raise InvalidSourceError([scale_problem(name, ScaleFormat.FP32) for name in names])
+    if names:
+        raise NonFiniteError(names, written=False)
+
+
+def _has_bad_value(name: str, tensor: Tensor, config: RefitConfig) -> bool:
+    if name.endswith(SCALE_SUFFIX):
+        return not bool(fits_scale_format(tensor.to(torch.float32), ScaleFormat.FP32).all())
+    if tensor.dtype is FP8_DTYPE:
+        return bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any())
+    if tensor.dtype is torch.float32 and config.fp32_sources == "round_to_bf16":
+        tensor = tensor.to(torch.bfloat16)
+    return bool(~torch.isfinite(tensor).all())
+
+
+def _is_odd(scale: Tensor) -> bool:
+    """Whether a scale is no power of two."""
+    return not bool(fits_scale_format(scale.to(torch.float32), ScaleFormat.UE8M0).all())

@@ -1,0 +1,145 @@
+"""What a driver and the ranks of its engine say to each other: validated JSON, no pickle, no tensors.
+
+Every request has an id that its reply echoes, and every step after `Prepare` names the refit it belongs to. Errors are values.
+"""
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fp8refit.config import RefitConfig
+from fp8refit.layout import EngineLayout
+from fp8refit.report import RankReport
+from fp8refit.transport.memory import Segment, TensorRef
+from fp8refit.vote import ErrorRecord
+
+PROTOCOL = 1
+"""Number of this language; both sides have to speak the same."""
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def encode(self) -> str:
+        """As JSON."""
+        return self.model_dump_json(by_alias=True)
+
+
+class MappedTensors(_Message):
+    """A source whose tensors lie in memory that the ranks can map."""
+
+    kind: Literal["mapped"] = "mapped"
+    digest: str
+    segments: tuple[Segment, ...] = ()
+    refs: tuple[TensorRef, ...] | None = None
+    """None if these are the tensors of the last refit, by their digest."""
+    problems: tuple[str, ...] = ()
+
+
+class Files(_Message):
+    """A safetensors file or folder that every rank reads for itself."""
+
+    kind: Literal["files"] = "files"
+    path: str
+
+
+class Pushed(_Message):
+    """A source that the driver reads, and hands over part by part."""
+
+    kind: Literal["pushed"] = "pushed"
+    manifest: dict[str, tuple[tuple[int, ...], str]] | None
+    """Shape and dtype of everything that will come, if that is known."""
+    problems: tuple[str, ...] = ()
+    odd_scales: tuple[str, ...] = ()
+
+
+class Hello(_Message):
+    """Who is there?"""
+
+    step: Literal["hello"] = "hello"
+
+
+class Prepare(_Message):
+    """Judge a source; see `Rank.prepare`."""
+
+    step: Literal["prepare"] = "prepare"
+    refit: str
+    """Names this refit from here on; an unfinished one is given up."""
+    config: RefitConfig
+    source: Annotated[MappedTensors | Files | Pushed, Field(discriminator="kind")]
+
+
+class Write(_Message):
+    """Write all of it; see `Rank.write`."""
+
+    step: Literal["write"] = "write"
+    refit: str
+    keeps_mapped: bool
+    """Whether the source's memory stays mapped for the next refit; what is mapped cannot be given back to its GPU."""
+
+
+class Begin(_Message):
+    """Be ready for parts; see `Rank.begin`."""
+
+    step: Literal["begin"] = "begin"
+    refit: str
+
+
+class Push(_Message):
+    """Write these tensors; see `Rank.push`."""
+
+    step: Literal["push"] = "push"
+    refit: str
+    segments: tuple[Segment, ...]
+    refs: tuple[TensorRef, ...]
+
+
+class Finish(_Message):
+    """All parts were sent; see `Rank.finish`."""
+
+    step: Literal["finish"] = "finish"
+    refit: str
+
+
+class Abandon(_Message):
+    """Let go of what was prepared; see `Target.abandon`."""
+
+    step: Literal["abandon"] = "abandon"
+    refit: str
+
+
+class Describe(_Message):
+    """Say what is held; see `Rank.layout`."""
+
+    step: Literal["describe"] = "describe"
+
+
+class Close(_Message):
+    """Drop what is held beyond the engine, mappings among it."""
+
+    step: Literal["close"] = "close"
+
+
+Order: TypeAlias = Hello | Prepare | Write | Begin | Push | Finish | Abandon | Describe | Close
+
+
+class Request(_Message):
+    """One order to every rank."""
+
+    id: str
+    protocol: int = PROTOCOL
+    order: Annotated[Order, Field(discriminator="step")]
+
+
+class Reply(_Message):
+    """What one rank answers."""
+
+    id: str
+    protocol: int = PROTOCOL
+    rank: int = 0
+    error: ErrorRecord | None = None
+    version: int = 0
+    is_dirty: bool = False
+    package_version: str = ""
+    reports: tuple[RankReport, ...] = ()
+    layout: EngineLayout | None = None

@@ -1,0 +1,842 @@
+"""One driver, and ranks elsewhere: the same promises as in one process, over a channel that may lose, repeat and mangle."""
+
+import asyncio
+import gc
+import json
+import os
+import weakref
+
+import pytest
+import torch
+
+import fp8refit.remote
+from fp8refit import RefitReport, __version__
+from fp8refit.errors import (
+    CacheFlushError,
+    EngineBusyError,
+    EngineLostError,
+    InvalidSourceError,
+    NonFiniteError,
+    RankFailedError,
+    StagingMemoryError,
+    UnsupportedEngineError,
+)
+from fp8refit.remote import GRACE_S
+from fp8refit.slots import Refusal, ScaleFormat
+from fp8refit.transport.memory import Importer
+from tests.fake_ranks import (
+    FAULTS,
+    K_PROJ,
+    LAYOUTS,
+    NORM,
+    O_PROJ,
+    Q_PROJ,
+    SHAPES,
+    STATE_DICTS,
+    WRITES_NOTHING,
+    ClientEngine,
+    ClientEntryPoint,
+    Cluster,
+    Remote,
+    arm,
+    as_files,
+    as_function,
+    as_iterator,
+    as_mapping,
+    manifest_of,
+)
+from tests.fakes import bytes_of, prequantize
+from tests.test_server import exporter_of, mapped_segments, on_the_gpu
+from tests.transport.test_memory import FakeDriver
+
+
+@pytest.fixture(autouse=True)
+def fake_engine(monkeypatch):
+    monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [ClientEntryPoint()])
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+@pytest.fixture
+def remote(cluster):
+    """Ranks that hold a good policy."""
+    remote = refitted(cluster)
+    yield remote
+    remote.refitter.close()
+
+
+@pytest.fixture
+def driver(monkeypatch) -> FakeDriver:
+    """GPU memory for tensors that go by handle, as of another process."""
+    driver = FakeDriver()
+    monkeypatch.setattr("fp8refit.remote.Exporter", lambda: exporter_of(driver))
+    monkeypatch.setattr("fp8refit.server.Importer", lambda device: Importer(device, driver=driver))
+    return driver
+
+
+def refitted(cluster: Cluster, **options) -> Remote:
+    remote = Remote(cluster, **options)
+    remote.refitter.refit(cluster.make_policy(seed=0))
+    remote.channel.requests.clear()
+    return remote
+
+
+def refuse(remote: Remote, error: type[Exception], match: str, state_dict, **more) -> Exception:
+    """Hold that nothing is written, and that the engine serves on."""
+    before = remote.cluster.live_bytes()
+    with pytest.raises(error, match=match) as caught:
+        remote.refitter.refit(state_dict, **more)
+    assert remote.cluster.live_bytes() == before
+    assert remote.cluster.states == [(False, 1)] * 2
+    assert (remote.refitter.is_dirty, remote.refitter.version, remote.client.blocked) == (False, 1, None)
+    return caught.value
+
+
+def break_off(remote: Remote, error: type[Exception], match: str, state_dict, **more) -> Exception:
+    """Hold that every rank is dirty, and that the engine refuses."""
+    with pytest.raises(error, match=match) as caught:
+        remote.refitter.refit(state_dict, **more)
+    assert remote.cluster.states == [(True, 1)] * 2
+    assert (remote.refitter.is_dirty, remote.refitter.version) == (True, 1)
+    assert "failed part way" in remote.client.blocked
+    return caught.value
+
+
+def assert_heals(remote: Remote, *, version: int = 2) -> None:
+    policy = remote.cluster.make_policy(seed=9)
+    assert remote.refitter.refit(policy).version == version
+    remote.cluster.assert_holds(policy, version=version)
+    assert (remote.refitter.is_dirty, remote.client.blocked) == (False, None)
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("make_arguments", STATE_DICTS)
+def test_every_rank_holds_its_part_of_every_kind_of_source(layout, make_arguments, tmp_path):
+    remote = Remote(Cluster(layout))
+    for version in (1, 2):
+        policy = remote.cluster.make_policy(seed=version)
+        report = remote.refitter.refit(**make_arguments(policy, tmp_path))
+        remote.cluster.assert_holds(policy, version=version)
+        assert (report.version, report.num_tensors) == (version, len(policy))
+        assert [rank.rank for rank in report.ranks] == [0, 1]
+    remote.refitter.close()
+
+
+def test_tensors_that_ranks_can_map_stay_where_they_are(driver, cluster):
+    remote = Remote(cluster)
+    policy = on_the_gpu(cluster.make_policy(seed=1), driver)
+    for version in (1, 2, 3):
+        for tensor, new in zip(policy.values(), cluster.make_policy(seed=version).values(), strict=True):
+            tensor.copy_(new)
+        remote.refitter.refit(policy)
+        cluster.assert_holds(policy, version=version)
+    sources = [request.order.source for request in remote.channel.requests if request.order.step == "prepare"]
+    assert {source.kind for source in sources} == {"mapped"}
+    assert [source.refs is None for source in sources] == [False, False, True]
+    assert len({source.digest for source in sources}) == 1
+    writes = [request.order for request in remote.channel.requests if request.order.step == "write"]
+    assert [write.keeps_mapped for write in writes] == [False, True, True]
+
+
+def test_memory_that_the_trainer_takes_anew_is_unmapped_after_every_refit(driver, cluster):
+    remote = Remote(cluster)
+    for version in (1, 2, 3):
+        policy = on_the_gpu(cluster.make_policy(seed=version), driver)
+        remote.refitter.refit(policy)
+        cluster.assert_holds(policy, version=version)
+    writes = [request.order for request in remote.channel.requests if request.order.step == "write"]
+    assert [write.keeps_mapped for write in writes] == [False, False, False]
+    assert [driver.events.count(f"close_ipc {number}") for number in (1, 2, 3)] == [2, 2, 2]
+
+
+def test_a_step_is_told_to_every_rank_once(remote, cluster, tmp_path):
+    remote.refitter.refit(**as_files(cluster.make_policy(1), tmp_path))
+    assert remote.channel.steps == ["prepare", "write"]
+    remote.channel.requests.clear()
+    remote.refitter.refit(cluster.make_policy(2))
+    assert remote.channel.steps == ["prepare", "begin", "push", "finish"]
+
+
+def test_a_driver_waits_longer_than_the_ranks_for_each_other(cluster):
+    remote = Remote(cluster, timeout_s=7.0)
+    remote.refitter.refit(cluster.make_policy(1))
+    assert set(remote.channel.timeouts_s) == {7.0 + GRACE_S}
+
+
+def test_the_layout_is_that_of_all_ranks():
+    cluster = Cluster("pipeline")
+    layout = Remote(cluster).refitter.layout()
+    assert [slot.name for slot in layout.slots] == list(cluster.make_policy(1))
+
+
+def test_closing_unmaps_everything_and_keeps_version_and_plan_of_the_engine(cluster):
+    before = mapped_segments()
+    remote = refitted(cluster)
+    assert len(mapped_segments() - before) == 1
+    remote.refitter.close()
+    assert mapped_segments() == before
+    assert remote.refitter.version == 1
+    assert_heals(remote)
+    remote.refitter.close()
+
+
+# Faults.
+
+
+@pytest.mark.parametrize("make_arguments", [as_files, as_mapping])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("error", [StagingMemoryError("no room"), RuntimeError("boom")], ids=repr)
+def test_a_fault_of_one_rank_is_the_engine_s(error, fault, rank, make_arguments, remote, cluster, tmp_path):
+    arm(cluster.targets[rank], fault, error)
+    arguments = make_arguments(cluster.make_policy(1), tmp_path)
+    kind = RankFailedError if isinstance(error, RuntimeError) else StagingMemoryError
+    told = refuse if fault in WRITES_NOTHING else break_off
+    told(remote, kind, f"{error}", **arguments)
+    assert remote.channel.steps[-1] == "abandon"
+    assert_heals(remote)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_part_that_one_rank_cannot_take_leaves_every_rank_dirty(rank, remote, cluster):
+    arm_push = StagingMemoryError("no room")
+    target = cluster.targets[rank]
+
+    def fail(*_):
+        del target.push
+        raise arm_push
+
+    target.push = fail
+    break_off(remote, StagingMemoryError, f"^rank {rank}: no room", cluster.make_policy(1))
+    assert_heals(remote)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_alone_cannot_commit_leaves_the_engine_dirty_until_versions_are_one_again(rank, remote, cluster):
+    target = cluster.targets[rank]
+
+    def fail(*_):
+        del target.commit
+        raise RuntimeError("boom")
+
+    target.commit = fail
+    with pytest.raises(RankFailedError, match=f"rank {rank}: RuntimeError: boom"):
+        remote.refitter.refit(cluster.make_policy(1))
+    assert (remote.refitter.is_dirty, remote.refitter.version) == (True, 1)
+    assert "failed part way" in remote.client.blocked
+    assert_heals(remote, version=3)
+
+
+def test_an_error_of_all_ranks_is_told_once(remote, cluster):
+    policy = cluster.make_policy(1)
+    policy[K_PROJ][0, 0] = float("nan")  # both ranks hold it
+    error = break_off(remote, NonFiniteError, "holds part of this policy", policy)
+    assert error.names == (K_PROJ,)
+    assert_heals(remote)
+
+
+def test_names_that_ranks_cannot_take_are_told_before_a_byte_is_written(remote, cluster):
+    policy = cluster.make_policy(1) | {"extra": torch.ones(1)}
+    del policy[NORM]
+    error = refuse(remote, InvalidSourceError, "2 problems", policy)
+    assert sorted(error.problems) == [
+        "extra: unexpected, this engine has no such weight; leave it out",
+        f"{NORM}: missing",
+    ]
+    assert_heals(remote)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_nothing_is_a_source_too(gpu, cluster, request):
+    if gpu:
+        request.getfixturevalue("driver")
+    with pytest.raises(InvalidSourceError, match=f"{NORM}: missing"):
+        Remote(cluster).refitter.refit({})
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_the_driver_finds_wrong_is_told_with_the_rest_and_only_then(gpu, cluster, request):
+    policy = cluster.make_policy(1)
+    if gpu:
+        policy = on_the_gpu(policy, request.getfixturevalue("driver"))
+    remote = Remote(cluster)
+    twice = [*policy.items(), ("module." + NORM, policy[NORM]), ("extra", 3)]
+    with pytest.raises(InvalidSourceError, match="2 problems") as caught:
+        remote.refitter.refit(twice)
+    assert sorted(problem.partition(":")[0] for problem in caught.value.problems) == ["extra", NORM]
+    remote.refitter.refit(policy)
+    cluster.assert_holds(policy, version=1)
+    remote.refitter.close()
+
+
+def test_refusals_of_all_ranks_are_told(cluster):
+    cluster.shards[1].refusals = (Refusal(module="layers.1", reason="repacks", remedy="Set X=1"),)
+    with pytest.raises(UnsupportedEngineError, match=r"layers\.1: repacks\. Set X=1"):
+        Remote(cluster).refitter.refit(cluster.make_policy(1))
+    assert cluster.states == [(False, 0)] * 2
+
+
+def test_ranks_that_cannot_be_made_are_each_told(cluster):
+    remote = Remote(cluster)
+
+    def fail():
+        raise UnsupportedEngineError("no process group of their own; leave out pipeline parallelism")
+
+    for server in remote.servers:
+        server._make_rank = fail
+    with pytest.raises(UnsupportedEngineError, match=r"^no process group"):
+        remote.refitter.refit(cluster.make_policy(1))
+    remote.servers[0]._make_rank = lambda: cluster.ranks[0]
+    with pytest.raises(UnsupportedEngineError, match=r"^rank 1: no process group"):
+        remote.refitter.refit(cluster.make_policy(1))
+
+
+def test_a_busy_engine_is_left_alone(remote, cluster):
+    remote.client.is_busy = True
+    refuse(remote, EngineBusyError, "2 requests are unfinished", cluster.make_policy(1))
+    assert remote.channel.steps == []
+
+
+@pytest.mark.parametrize("make_arguments", STATE_DICTS)
+def test_caches_that_stay_leave_the_engine_on_the_old_policy(make_arguments, remote, cluster, tmp_path):
+    remote.client.flush_fails = True
+    policies = [cluster.make_policy(1)]
+    kept = [weakref.ref(tensor) for tensor in policies[0].values()]
+    refuse(remote, CacheFlushError, "the prefix cache", **make_arguments(policies.pop(), tmp_path))
+    assert remote.client.events[-1] == "resume"
+    assert set(remote.channel.steps) == {"prepare", "abandon"}
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+    remote.client.flush_fails = False
+    assert_heals(remote)
+
+
+def test_caches_that_stay_do_not_open_a_dirty_engine(remote, cluster):
+    break_off(
+        remote, NonFiniteError, "part of this policy", cluster.make_policy(1) | {NORM: torch.full((192,), torch.nan)}
+    )
+    remote.client.flush_fails = True
+    break_off(remote, CacheFlushError, "the prefix cache", cluster.make_policy(1))
+    remote.client.flush_fails = False
+    assert_heals(remote)
+
+
+def test_a_flush_that_fails_does_not_cost_the_next_refit(driver, cluster):
+    remote = Remote(cluster)
+    policies = [on_the_gpu(cluster.make_policy(seed), driver) for seed in range(2)]
+    for _ in range(3):
+        remote.refitter.refit(policies[0])
+    remote.client.flush_fails = True
+    with pytest.raises(CacheFlushError):
+        remote.refitter.refit(policies[1])
+    remote.client.flush_fails = False
+    remote.refitter.refit(policies[0])
+    cluster.assert_holds(policies[0], version=4)
+
+
+def test_a_rank_that_lost_the_tensors_it_had_is_told_and_gets_them_with_the_next_refit(driver, cluster):
+    remote = Remote(cluster)
+    policy = on_the_gpu(cluster.make_policy(1), driver)
+    remote.refitter.refit(policy)
+    remote.refitter.refit(policy)
+    remote.servers[1]._forget()
+    with pytest.raises(
+        RankFailedError, match=r"^rank 1: this rank no longer has the tensors of the last refit; refit again"
+    ):
+        remote.refitter.refit(policy)
+    assert cluster.states == [(False, 2)] * 2
+    remote.refitter.refit(policy)
+    cluster.assert_holds(policy, version=3)
+
+
+def test_an_engine_that_cannot_be_paused_lets_go_of_what_was_prepared(remote, cluster, monkeypatch):
+    async def busy(self, config):
+        raise EngineBusyError("2 requests did not finish within 1 s")
+
+    monkeypatch.setattr(ClientEngine, "pause", busy)
+    policy = cluster.make_policy(1)
+    kept = [weakref.ref(tensor) for tensor in policy.values()]
+    refuse(remote, EngineBusyError, "did not finish", policy)
+    assert remote.channel.steps == ["prepare", "abandon"]
+    del policy
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+    monkeypatch.undo()
+
+
+# A channel that goes wrong.
+
+
+def mangle(remote: Remote, step: str, change) -> None:
+    """Change the answers to the next request of one step."""
+
+    def on_answers(answers):
+        if remote.channel.requests[-1].order.step != step:
+            return answers
+        remote.channel.on_answers = lambda answers: answers
+        return change(answers)
+
+    remote.channel.on_answers = on_answers
+
+
+def with_fields(answer: str, **fields) -> str:
+    return json.dumps(json.loads(answer) | fields)
+
+
+@pytest.mark.parametrize("step", ["prepare", "begin", "push", "finish"])
+def test_an_answer_to_an_earlier_request_ends_the_engine(step, remote, cluster):
+    mangle(remote, step, lambda answers: [answers[0], with_fields(answers[1], id="earlier")])
+    with pytest.raises(EngineLostError, match=r"rank\(s\) 1 answered an earlier request.*Start the engine again"):
+        remote.refitter.refit(cluster.make_policy(1))
+    assert remote.refitter.is_dirty
+    assert "the engine is lost" in remote.client.blocked
+    num_requests = len(remote.channel.requests)
+    with pytest.raises(EngineLostError, match="answered an earlier request"):
+        remote.refitter.refit(cluster.make_policy(1))
+    assert len(remote.channel.requests) == num_requests
+
+
+@pytest.mark.parametrize("make_arguments", [as_files, as_mapping])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_serve_different_versions_after_a_write_are_dirty(make_arguments, rank, remote, cluster, tmp_path):
+    def fall_behind(answers):
+        cluster.targets[rank].version = 1
+        return [with_fields(answer, version=1) if index == rank else answer for index, answer in enumerate(answers)]
+
+    mangle(remote, "write" if make_arguments is as_files else "finish", fall_behind)
+    match = r"the ranks serve different versions \(rank 0 holds \d, rank 1 holds \d\); refit again"
+    with pytest.raises(RankFailedError, match=match):
+        remote.refitter.refit(**make_arguments(cluster.make_policy(1), tmp_path))
+    assert remote.refitter.is_dirty
+    assert "failed part way (RankFailedError: the ranks serve different versions" in remote.client.blocked
+    with pytest.raises(InvalidSourceError):
+        remote.refitter.refit({})
+    remote.refitter.layout()
+    assert remote.refitter.is_dirty and remote.client.blocked is not None
+    assert_heals(remote, version=3)
+
+
+def test_nobody_answering_ends_the_engine(remote, cluster):
+    mangle(remote, "prepare", lambda answers: [])
+    with pytest.raises(EngineLostError, match="no rank of the engine answered; start the engine again"):
+        remote.refitter.refit(cluster.make_policy(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda answer: with_fields(answer, added_later=1), "cannot read; install the same version"),
+        (lambda answer: with_fields(answer, protocol=2), "speaks protocol 2 .* install the same version"),
+        (
+            lambda answer: with_fields(answer, package_version="0.0.1"),
+            f"has fp8refit 0.0.1, this process has {__version__}",
+        ),
+    ],
+)
+def test_ranks_of_another_version_are_refused_before_anything_is_prepared(change, match, cluster):
+    remote = Remote(cluster)
+    mangle(remote, "hello", lambda answers: [answers[0], change(answers[1])])
+    with pytest.raises(RankFailedError, match=match):
+        remote.refitter.refit(cluster.make_policy(1))
+    assert remote.channel.steps == ["hello"]
+    assert remote.client.blocked is None
+    remote.refitter.refit(cluster.make_policy(1))
+    assert remote.channel.steps[1] == "hello"
+    remote.refitter.close()
+
+
+@pytest.mark.parametrize("answer", ["not JSON", "", None])
+@pytest.mark.parametrize("step", ["hello", "prepare", "finish"])
+def test_what_no_rank_says_ends_the_engine(step, answer, cluster):
+    remote = Remote(cluster)
+    mangle(remote, step, lambda answers: [answers[0], answer])
+    match = f"a rank answered {answer!r}: the engine's channel to its ranks lost step.*Start the engine again"
+    with pytest.raises(EngineLostError, match=match):
+        remote.refitter.refit(cluster.make_policy(1))
+    assert remote.channel.steps[-1] == step
+    assert remote.refitter.is_dirty and "the engine is lost" in remote.client.blocked
+    with pytest.raises(EngineLostError, match=match):
+        remote.refitter.refit(cluster.make_policy(1))
+    assert remote.channel.steps[-1] == step
+
+
+def test_a_rank_of_an_older_protocol_says_so(cluster, monkeypatch):
+    remote = Remote(cluster)
+    handle = remote.servers[1].handle
+    remote.servers[1].handle = lambda message: handle(with_fields(message, protocol=0))
+    with pytest.raises(RankFailedError, match="rank 1: the driver speaks protocol 0 and this rank"):
+        remote.refitter.refit(cluster.make_policy(1))
+
+
+def test_a_channel_that_dies_keeps_the_source_for_whoever_still_reads_it(remote, cluster, tmp_path):
+    def die(request):
+        if request.order.step == "finish":
+            raise EngineLostError("the engine core died")
+
+    remote.channel.on_request = die
+    policy = cluster.make_policy(1)
+    kept = [weakref.ref(tensor) for tensor in policy.values()]
+    with pytest.raises(EngineLostError, match="core died"):
+        remote.refitter.refit(policy)
+    del policy
+    with pytest.raises(EngineLostError, match="core died"):
+        remote.refitter.refit(lambda: pytest.fail("read"))
+    gc.collect()
+    assert None not in [ref() for ref in kept]
+    assert "the engine is lost" in remote.client.blocked
+    assert remote.refitter.is_dirty
+    remote.refitter.close()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+    assert remote.channel.steps[-1] == "finish"
+
+
+def test_a_close_that_fails_gives_the_memory_back_all_the_same(cluster):
+    remote = refitted(cluster)
+    remote.channel.on_request = lambda request: (_ for _ in ()).throw(EngineLostError("the engine core died"))
+    with pytest.raises(EngineLostError):
+        remote.refitter.close()
+    assert remote.ranks._buckets == {}
+    for server in remote.servers:
+        server._unmap()
+
+
+class Vanished(BaseException):
+    """The end of a driver."""
+
+
+def vanish_after(remote: Remote, step: str, arguments: dict) -> Remote:
+    """Let the driver send one step and hear no answer, nor say anything more; the driver that comes after it."""
+
+    def vanish(answers):
+        raise Vanished
+
+    def send_no_more(request):
+        if step in remote.channel.steps[:-1]:
+            raise Vanished
+
+    remote.channel.on_request = send_no_more
+    mangle(remote, step, vanish)
+    with pytest.raises(Vanished):
+        remote.refitter.refit(**arguments)
+    remote.channel.on_request = lambda request: None
+    successor = Remote(remote.cluster)
+    successor.servers = successor.channel.servers = remote.servers
+    return successor
+
+
+@pytest.mark.parametrize("step", ["prepare", "begin", "push"])
+def test_a_driver_that_vanishes_leaves_nothing_that_stops_the_next_one(step, remote, cluster):
+    successor = vanish_after(remote, step, {"state_dict": cluster.make_policy(1)})
+    is_dirty = step != "prepare"
+    assert cluster.states == [(is_dirty, 1)] * 2
+    with pytest.raises(InvalidSourceError):
+        successor.refitter.refit({})
+    assert (successor.refitter.is_dirty, successor.refitter.version) == (is_dirty, 1)
+    assert_heals(successor)
+    with pytest.raises(RankFailedError, match="this refit was given up: another one began"):
+        asyncio.run(remote.ranks.write())
+    assert cluster.states == [(False, 2)] * 2
+    successor.refitter.close()
+
+
+@pytest.mark.parametrize("make_arguments", STATE_DICTS)
+def test_a_driver_that_vanishes_with_the_last_step_leaves_every_rank_on_the_whole_new_policy(
+    make_arguments, remote, cluster, tmp_path
+):
+    policy = cluster.make_policy(1)
+    step = "write" if make_arguments is as_files else "finish"
+    successor = vanish_after(remote, step, make_arguments(policy, tmp_path))
+    cluster.assert_holds(policy, version=2)
+    with pytest.raises(InvalidSourceError):
+        successor.refitter.refit({})
+    assert (successor.refitter.is_dirty, successor.refitter.version, successor.client.blocked) == (False, 2, None)
+    cluster.assert_holds(policy, version=2)
+    assert_heals(successor, version=3)
+    successor.refitter.close()
+
+
+# Buckets.
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """A matrix of 2.5 MiB among the others."""
+    monkeypatch.setitem(SHAPES, Q_PROJ, (1024, 1280))
+    return Cluster()
+
+
+@pytest.mark.parametrize("make_arguments", [as_mapping, as_function, as_iterator])
+def test_a_tensor_larger_than_the_bucket_makes_it_grow(make_arguments, large, tmp_path):
+    before, num_descriptors = mapped_segments(), len(os.listdir("/proc/self/fd"))
+    remote = Remote(large, bucket_bytes=1 << 20)
+    for version in (1, 2):
+        policy = large.make_policy(seed=version)
+        items = sorted(policy.items(), key=lambda item: item[1].numel())
+        remote.refitter.refit(**make_arguments(dict(items), tmp_path))
+        large.assert_holds(policy, version=version)
+    assert len(mapped_segments() - before) == 1
+    assert sum(bucket.num_bytes for bucket in remote.ranks._buckets.values()) == policy[Q_PROJ].nbytes
+    remote.refitter.close()
+    assert (mapped_segments(), len(os.listdir("/proc/self/fd"))) == (before, num_descriptors)
+
+
+def test_a_policy_larger_than_the_bucket_comes_in_parts(monkeypatch):
+    made, make_bucket = [], fp8refit.remote.Bucket
+
+    def make_small(self, device, num_bytes):
+        made.append(make_bucket(1 << 17))
+        return made[-1]
+
+    monkeypatch.setattr(fp8refit.remote.RemoteRanks, "_make_bucket", make_small)
+    cluster = Cluster()
+    remote = refitted(cluster)
+    policy = cluster.make_policy(1)
+    remote.refitter.refit(policy)
+    cluster.assert_holds(policy, version=2)
+    assert remote.channel.steps.count("push") > 2
+    assert len(made) == 1
+    remote.refitter.close()
+
+
+def test_a_generator_may_reuse_one_buffer(remote, cluster):
+    policy = cluster.make_policy(1)
+    buffer = torch.empty(max(tensor.numel() for tensor in policy.values()), dtype=torch.bfloat16)
+
+    def gather():
+        for name, tensor in policy.items():
+            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+            buffer.fill_(float("nan"))
+
+    remote.refitter.refit(gather)
+    cluster.assert_holds(policy, version=2)
+
+
+def test_strides_gradients_and_empty_tensors_are_no_obstacle(remote, cluster):
+    policy = cluster.make_policy(1)
+    sent = {name: tensor.t().contiguous().t().requires_grad_() for name, tensor in policy.items()}
+    sent["model.layers.0.rotary_emb.inv_freq"] = torch.empty(0)
+    remote.refitter.refit(sent)
+    cluster.assert_holds(policy, version=2)
+
+
+@pytest.mark.parametrize("make_arguments", [as_mapping, as_files, as_iterator])
+def test_nothing_grows_over_twenty_refits(make_arguments, remote, cluster, tmp_path):
+    held = []
+    for number in range(2, 22):
+        remote.refitter.refit(**make_arguments(cluster.make_policy(1), tmp_path))
+        if number in (4, 21):
+            held.append((mapped_segments(), len(os.listdir("/proc/self/fd"))))
+    assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("validate", ["fused", "strict"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_driver_lets_go_of_the_source_however_the_refit_ends(bad, validate, cluster):
+    remote = Remote(cluster, validate=validate)
+    policy = cluster.make_policy(1)
+    if bad:
+        policy[NORM][0] = float("nan")
+    kept = [weakref.ref(tensor) for tensor in policy.values()]
+    try:
+        remote.refitter.refit(policy)
+    except NonFiniteError:
+        assert bad
+    del policy
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+    remote.refitter.close()
+
+
+# Values.
+
+
+@pytest.mark.parametrize("make_arguments", [as_mapping, as_function, as_files])
+def test_strict_finds_what_is_not_finite_before_writing(make_arguments, cluster, tmp_path):
+    remote = refitted(cluster, validate="strict")
+    policy = cluster.make_policy(1, dtype=torch.float32)
+    policy[Q_PROJ][200, 3] = float("inf")
+    policy[K_PROJ][0, 0] = 3.4e38  # beyond BF16
+    error = refuse(remote, NonFiniteError, "Nothing was written", **make_arguments(policy, tmp_path))
+    assert error.names == tuple(sorted([K_PROJ, Q_PROJ]))
+    assert_heals(remote)
+    remote.refitter.close()
+
+
+def test_strict_refuses_what_can_be_read_only_once(cluster):
+    remote = refitted(cluster, validate="strict")
+    policy = cluster.make_policy(1)
+    for more in ({}, {"manifest": manifest_of(policy)}):
+        refuse(remote, InvalidSourceError, "reads everything twice", iter(policy.items()), **more)
+    remote.refitter.close()
+
+
+@pytest.mark.parametrize(("name", "scale_format"), [(K_PROJ, ScaleFormat.FP32), (O_PROJ, ScaleFormat.UE8M0)])
+@pytest.mark.parametrize("value", [float("nan"), 0.0, -1.0])
+def test_strict_finds_scales_that_are_not_finite_and_positive(name, scale_format, value, cluster):
+    remote = refitted(cluster, validate="strict")
+    sent = prequantize(cluster.make_policy(1), name, scale_format)
+    sent[name + "_scale_inv"][0, 0] = value
+    refuse(remote, InvalidSourceError, f"{name}_scale_inv: holds scales that are not finite and positive", sent)
+    remote.refitter.close()
+
+
+def test_strict_finds_codes_that_are_nan(cluster):
+    remote = refitted(cluster, validate="strict")
+    sent = prequantize(cluster.make_policy(1), K_PROJ, ScaleFormat.FP32)
+    sent[K_PROJ].view(torch.uint8)[3, 3] = 0x7F
+    assert refuse(remote, NonFiniteError, "Nothing was written", sent).names == (K_PROJ,)
+    remote.refitter.close()
+
+
+@pytest.mark.parametrize("make_arguments", STATE_DICTS)
+def test_fp8_is_copied_bit_for_bit(make_arguments, remote, cluster, tmp_path):
+    sent = prequantize(cluster.make_policy(1), O_PROJ, ScaleFormat.UE8M0)
+    remote.refitter.refit(**make_arguments(sent, tmp_path))
+    for rank, shard in enumerate(cluster.shards):
+        (slot,) = [slot for slot in shard.slots() if slot.name == O_PROJ]
+        assert bytes_of(slot.weight) == bytes_of(sent[O_PROJ][:, 128 * rank : 128 * (rank + 1)])
+        assert torch.equal(slot.scale, sent[O_PROJ + "_scale_inv"][:, rank : rank + 1])
+
+
+@pytest.mark.parametrize("make_arguments", [as_mapping, as_function, as_files])
+def test_scales_that_are_no_powers_of_two_are_refused_where_the_kernel_wants_them(
+    make_arguments, remote, cluster, tmp_path
+):
+    sent = prequantize(cluster.make_policy(1), O_PROJ, ScaleFormat.FP32)
+    match = f"{O_PROJ}_scale_inv: holds scales that are no powers of two"
+    refuse(remote, InvalidSourceError, match, **make_arguments(sent, tmp_path))
+    sent = prequantize(cluster.make_policy(1), K_PROJ, ScaleFormat.FP32)
+    remote.refitter.refit(**make_arguments(sent, tmp_path))
+
+
+@pytest.mark.parametrize("make_arguments", STATE_DICTS)
+def test_scales_that_are_no_powers_of_two_are_copied_when_asked(make_arguments, cluster, tmp_path):
+    remote = Remote(cluster, on_scale_mismatch="copy")
+    sent = prequantize(cluster.make_policy(1), O_PROJ, ScaleFormat.FP32)
+    remote.refitter.refit(**make_arguments(sent, tmp_path))
+    (slot,) = [slot for slot in cluster.shards[1].slots() if slot.name == O_PROJ]
+    assert torch.equal(slot.scale, sent[O_PROJ + "_scale_inv"][:, 1:])
+    remote.refitter.close()
+
+
+@pytest.mark.parametrize("change", ["short", "raises"])
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_stream_that_breaks_off_leaves_the_engine_dirty(announced, change, remote, cluster):
+    policy = cluster.make_policy(1)
+
+    def gather():
+        yield from list(policy.items())[:-1]
+        if change == "raises":
+            raise ConnectionError("the trainer went away")
+
+    more = {"manifest": manifest_of(policy)} if announced else {}
+    last = list(policy)[-1]
+    error = ConnectionError if change == "raises" else InvalidSourceError
+    match = (
+        "went away" if change == "raises" else f"{last}: {'was announced but did not come' if announced else 'missing'}"
+    )
+    break_off(remote, error, match, gather(), **more)
+    assert_heals(remote)
+
+
+# Asynchronous engines.
+
+
+class AsyncClientEngine(ClientEngine):
+    is_asynchronous = True
+
+
+@pytest.fixture
+def asynchronous(cluster, monkeypatch) -> Remote:
+    class AsyncEntryPoint(ClientEntryPoint):
+        def load(self):
+            return AsyncClientEngine
+
+    monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [AsyncEntryPoint()])
+    return Remote(cluster, suspends=True)
+
+
+def test_an_asynchronous_engine_is_refitted_in_its_event_loop(asynchronous, cluster):
+    async def refit():
+        ticks = 0
+
+        async def serve():
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        serving = asyncio.create_task(serve())
+        report = await asynchronous.refitter.refit_async(policy)
+        serving.cancel()
+        layout = await asynchronous.refitter.layout_async()
+        await asynchronous.refitter.close_async()
+        return report, ticks, layout
+
+    policy = cluster.make_policy(1)
+    report, ticks, layout = asyncio.run(refit())
+    assert isinstance(report, RefitReport)
+    assert ticks > 3
+    assert len(layout.slots) == len(policy)
+    cluster.assert_holds(policy, version=1)
+
+
+def cancel_at(step: str, remote: Remote, make_arguments) -> None:
+    """Cancel a refit as soon as one step of it was sent."""
+
+    async def cancel():
+        reached = asyncio.Event()
+        remote.channel.on_request = lambda request: reached.set() if request.order.step == step else None
+        task = asyncio.create_task(remote.refitter.refit_async(**make_arguments()))
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        remote.channel.on_request = lambda request: None
+
+    asyncio.run(cancel())
+
+
+@pytest.mark.parametrize("step", ["hello", "prepare", "begin", "push", "finish"])
+def test_a_refit_that_is_cancelled_lets_go_of_the_source_and_the_next_one_heals(step, asynchronous, cluster):
+    policies = [cluster.make_policy(1)]
+    kept = [weakref.ref(tensor) for tensor in policies[0].values()]
+    refitter, before = asynchronous.refitter, cluster.live_bytes()
+
+    async def heal():
+        report = await refitter.refit_async(healing)
+        await refitter.close_async()
+        return report
+
+    cancel_at(step, asynchronous, lambda: {"state_dict": policies.pop()})
+    is_dirty = step in ("begin", "push")
+    assert (asynchronous.client.blocked is not None) == refitter.is_dirty == is_dirty
+    assert cluster.states == [(is_dirty, int(step == "finish"))] * 2
+    if step in ("hello", "prepare"):
+        assert cluster.live_bytes() == before
+    if step == "finish":
+        cluster.assert_holds(cluster.make_policy(1), version=1)
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+    healing = cluster.make_policy(9)
+    report = asyncio.run(heal())
+    cluster.assert_holds(healing, version=report.version)
+    assert asynchronous.client.blocked is None
+
+
+def test_a_refit_that_is_cancelled_while_it_is_written_is_whole(asynchronous, cluster, tmp_path):
+    policy = cluster.make_policy(1)
+    cancel_at("write", asynchronous, lambda: as_files(policy, tmp_path))
+    cluster.assert_holds(policy, version=1)
+    assert (asynchronous.refitter.is_dirty, asynchronous.refitter.version, asynchronous.client.blocked) == (
+        False,
+        1,
+        None,
+    )

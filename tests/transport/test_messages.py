@@ -1,0 +1,113 @@
+"""The language of drivers and ranks: JSON that comes out as it went in, and nothing else."""
+
+import json
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from fp8refit.config import RefitConfig
+from fp8refit.errors import InvalidSourceError
+from fp8refit.layout import EngineLayout
+from fp8refit.report import RankReport
+from fp8refit.transport import messages
+from fp8refit.transport.memory import Segment, TensorRef
+from fp8refit.transport.messages import Reply, Request
+from fp8refit.transport.process import Process
+from fp8refit.vote import ErrorRecord
+from tests.fakes import make_target
+
+SEGMENT = Segment(
+    id="cuda-1-2-GPU-3-4",
+    kind="cuda_ipc",
+    num_bytes=4096,
+    handle="ab" * 64,
+    device="GPU-3",
+    process=Process(pid=1, started=2, pid_namespace="pid:[3]"),
+    address=1 << 46,
+    buffer_id=4,
+)
+REF = TensorRef(name="w", segment=SEGMENT.id, offset_bytes=256, shape=(2, 3), stride=(3, 1), dtype="bfloat16")
+CONFIG = RefitConfig(validate="strict", fp32_sources="exact", on_scale_mismatch="copy", timeout_s=1.5, in_flight="keep")
+SOURCES = [
+    messages.MappedTensors(digest="d", segments=(SEGMENT,), refs=(REF,), problems=("w: sent twice",)),
+    messages.MappedTensors(digest="d", refs=()),
+    messages.MappedTensors(digest="d"),
+    messages.Files(path="/a b/ä.safetensors"),
+    messages.Pushed(manifest=None),
+    messages.Pushed(manifest={}),
+    messages.Pushed(manifest={"w": ((2, 3), "bfloat16"), "s": ((), "float32")}, problems=("p",), odd_scales=("s",)),
+]
+ORDERS = [
+    messages.Hello(),
+    *(messages.Prepare(refit="r", config=CONFIG, source=source) for source in SOURCES),
+    messages.Begin(refit="r"),
+    messages.Push(refit="r", segments=(SEGMENT,), refs=(REF,)),
+    messages.Write(refit="r", keeps_mapped=True),
+    messages.Finish(refit="r"),
+    messages.Abandon(refit="r"),
+    messages.Describe(),
+    messages.Close(),
+]
+
+
+def of_order(order) -> str:
+    return getattr(getattr(order, "source", None), "kind", order.step)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=of_order)
+def test_a_request_comes_out_of_json_as_it_went_in(order):
+    request = Request(id="7", order=order)
+    again = Request.model_validate_json(request.encode())
+    assert again == request
+    assert type(again.order) is type(order)
+    assert again.protocol == messages.PROTOCOL
+
+
+def test_every_order_is_tried_here():
+    assert {type(order) for order in ORDERS} == set(messages.Order.__args__)
+
+
+def test_nothing_to_map_is_told_from_the_tensors_of_the_last_refit():
+    adapter = TypeAdapter(messages.MappedTensors)
+    nothing, last = (adapter.validate_json(source.encode()) for source in SOURCES[1:3])
+    assert (nothing.refs, last.refs) == ((), None)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=of_order)
+def test_a_field_that_nobody_knows_is_refused(order):
+    request = json.loads(Request(id="7", order=order).encode())
+    for changed in (request | {"more": 1}, request | {"order": request["order"] | {"more": 1}}):
+        with pytest.raises(ValidationError, match="more"):
+            Request.model_validate_json(json.dumps(changed))
+
+
+@pytest.mark.parametrize("step", ["dance", "", None, 1])
+def test_a_step_that_nobody_knows_is_refused(step):
+    with pytest.raises(ValidationError, match=r"step|tag"):
+        Request.model_validate_json(json.dumps({"id": "7", "order": {"step": step, "refit": "r"}}))
+
+
+def test_messages_are_not_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        ORDERS[-1].step = "hello"
+
+
+def test_a_reply_comes_out_of_json_as_it_went_in(model):
+    report = RankReport(
+        rank=1,
+        device="cuda:1",
+        num_tensors=3,
+        ignored=("lm_head.weight",),
+        bytes_read=1 << 40,
+        bytes_written=2,
+        fill_s=1e-9,
+        verify_s=0.1,
+        fill_device_s=1 / 3,
+        source_digest="d",
+    )
+    layout = make_target(model).layout()
+    error = ErrorRecord.of(InvalidSourceError(["w: missing"], written=True))
+    reply = Reply(id="7", rank=1, error=error, version=3, is_dirty=True, reports=(report, report), layout=layout)
+    again = Reply.model_validate_json(reply.encode())
+    assert again == reply
+    assert isinstance(again.layout, EngineLayout)

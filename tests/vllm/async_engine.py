@@ -1,0 +1,182 @@
+"""Refits of an `AsyncLLM` that answers: requests that run when a refit begins, and requests that come meanwhile."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from attempts import bad_policy
+from engines import PROMPTS, SAMPLING, make_policy, said
+from subject import AsyncSubject
+from vllm import SamplingParams
+
+from fp8refit import RefitError, Refitter
+
+LONG = SamplingParams(max_tokens=80, temperature=0, logprobs=1, detokenize=False, ignore_eos=True)
+"""So long that a refit finds it running."""
+SHORT = SAMPLING
+TIMEOUT_S = 60
+
+
+def outcome(task: asyncio.Task) -> dict:
+    """How one request ended."""
+    error = task.exception()
+    if error is not None:
+        return {"error": type(error).__name__, "message": str(error)}
+    output = task.result()
+    completion = output.outputs[0]
+    return {
+        "tokens": list(completion.token_ids),
+        "reason": completion.finish_reason,
+        "versions": [span.version for span in completion.weight_versions or ()],
+    }
+
+
+async def refit_under_way(subject: AsyncSubject, policy: dict, **options: Any) -> dict:
+    """Refit while two requests run, with a third that comes in between. Nothing may be stuck."""
+    running = []
+    for prompt in PROMPTS[:2]:
+        started = asyncio.Event()
+        running.append(asyncio.create_task(subject.answer(prompt, LONG, started=started)))
+        await asyncio.wait_for(started.wait(), TIMEOUT_S)
+    refitter = Refitter(subject.llm, **options)
+    refit = asyncio.create_task(refitter.refit_async(policy))
+    while "add_request" not in vars(subject.llm) and not refit.done():
+        await asyncio.sleep(0)
+    late = asyncio.create_task(subject.answer(PROMPTS[2], SHORT))
+    _, stuck = await asyncio.wait([refit, *running, late], timeout=TIMEOUT_S)
+    found: dict[str, Any] = {"stuck": len(stuck), "dirty": refitter.is_dirty}
+    if stuck:
+        for task in stuck:
+            task.print_stack()
+        return found
+    error = refit.exception()
+    found["refit"] = {"error": type(error).__name__, "message": str(error)} if error is not None else None
+    if error is None:
+        found |= {"version": refit.result().version, "num_interrupted": refit.result().num_interrupted}
+    elif not isinstance(error, RefitError):
+        raise error
+    return found | {"running": [outcome(task) for task in running], "late": outcome(late)}
+
+
+async def alone(subject: AsyncSubject) -> dict:
+    """What the same requests say undisturbed."""
+    running = await asyncio.gather(*(subject.answer(prompt, LONG) for prompt in PROMPTS[:2]))
+    late = await subject.answer(PROMPTS[2], SHORT)
+    return {"running": [list(o.outputs[0].token_ids) for o in running], "late": list(late.outputs[0].token_ids)}
+
+
+def try_undisturbed(subject: AsyncSubject, family: str, work: Path) -> dict:
+    """What either policy says to the requests of the attempts below."""
+    old = subject.run(alone(subject))
+    subject.refit(make_policy(family, 2))
+    return {"old": old, "new": subject.run(alone(subject))}
+
+
+def try_in_flight(mode: str, seed: int = 2):
+    def attempt(subject: AsyncSubject, family: str, work: Path) -> dict:
+        return subject.run(refit_under_way(subject, make_policy(family, seed), in_flight=mode))
+
+    return attempt
+
+
+def try_failing(mode: str):
+    """A refit that fails part way, with requests in flight."""
+
+    def attempt(subject: AsyncSubject, family: str, work: Path) -> dict:
+        async def steps() -> dict:
+            found = await refit_under_way(subject, bad_policy(family), in_flight=mode)
+            start_s = time.perf_counter()
+            after = asyncio.create_task(subject.answer(PROMPTS[0], SHORT))
+            await asyncio.wait([after], timeout=TIMEOUT_S)
+            return found | {"after": outcome(after), "after_s": time.perf_counter() - start_s}
+
+        return subject.run(steps()) | {"num_unfinished": subject.num_unfinished}
+
+    return attempt
+
+
+def try_too_slow(subject: AsyncSubject, family: str, work: Path) -> dict:
+    """`wait` that is told to wait for next to no time."""
+    before = subject.live()
+    found = subject.run(refit_under_way(subject, make_policy(family, 2), timeout_s=0.02))
+    return found | {"untouched": subject.live() == before, "traces": subject.traces}
+
+
+def try_paused_by_the_user(subject: AsyncSubject, family: str, work: Path) -> dict:
+    """A scheduler that was paused before stays paused, through failure and success."""
+
+    async def steps() -> dict:
+        await subject.llm.pause_generation(mode="keep")
+        waiting = asyncio.create_task(subject.answer(PROMPTS[0], SHORT))
+        while not subject.llm.output_processor.request_states:
+            await asyncio.sleep(0)
+        report = await Refitter(subject.llm, in_flight="keep").refit_async(make_policy(family, 2))
+        found: dict[str, Any] = {"version": report.version, "paused": await subject.llm.is_paused()}
+        found["answered"] = waiting.done()
+        await subject.llm.resume_generation()
+        output = await asyncio.wait_for(waiting, TIMEOUT_S)
+        return found | {"said": said(output), "new": said(await subject.answer(PROMPTS[0], SHORT))}
+
+    return subject.run(steps())
+
+
+def try_paused_by_the_user_and_failed(subject: AsyncSubject, family: str, work: Path) -> dict:
+    async def steps() -> dict:
+        await subject.llm.pause_generation(mode="keep")
+        found: dict[str, Any] = {}
+        try:
+            await Refitter(subject.llm).refit_async(bad_policy(family))
+        except RefitError as error:
+            found["error"] = type(error).__name__
+        await Refitter(subject.llm).refit_async(make_policy(family, 1))
+        found["paused"] = await subject.llm.is_paused()
+        await subject.llm.resume_generation()
+        return found
+
+    return subject.run(steps())
+
+
+def try_cancelled(moment: str):
+    """The task that refits is cancelled: while it waits for running requests, or once bytes may be written."""
+
+    def attempt(subject: AsyncSubject, family: str, work: Path) -> dict:
+        async def steps() -> dict:
+            started = asyncio.Event()
+            running = asyncio.create_task(subject.answer(PROMPTS[0], LONG, started=started))
+            await asyncio.wait_for(started.wait(), TIMEOUT_S)
+            refitter = Refitter(subject.llm, in_flight="wait" if moment == "waits" else "abort")
+            refit = asyncio.create_task(refitter.refit_async(make_policy(family, 2)))
+            while not (refitter.is_dirty or (moment == "waits" and "add_request" in vars(subject.llm))):
+                await asyncio.sleep(0)
+            late = asyncio.create_task(subject.answer(PROMPTS[2], SHORT))
+            await asyncio.sleep(0)
+            refit.cancel()
+            _, stuck = await asyncio.wait([refit, running, late], timeout=TIMEOUT_S)
+            found: dict[str, Any] = {"stuck": len(stuck), "cancelled": refit.cancelled(), "dirty": refitter.is_dirty}
+            return found if stuck else found | {"running": outcome(running), "late": outcome(late)}
+
+        return subject.run(steps()) | {"num_unfinished": subject.num_unfinished}
+
+    return attempt
+
+
+def try_synchronous_call(subject: AsyncSubject, family: str, work: Path) -> dict:
+    return {"refit": subject.refused(Refitter(subject.llm).refit, make_policy(family, 2))}
+
+
+ASYNC_ATTEMPTS = {
+    "undisturbed": try_undisturbed,
+    "in flight: wait": try_in_flight("wait"),
+    "in flight: abort": try_in_flight("abort"),
+    "in flight: keep": try_in_flight("keep"),
+    "kept under the same policy": try_in_flight("keep", seed=1),
+    "failing: wait": try_failing("wait"),
+    "failing: keep": try_failing("keep"),
+    "too slow": try_too_slow,
+    "paused by the user": try_paused_by_the_user,
+    "paused by the user and failed": try_paused_by_the_user_and_failed,
+    "cancelled while it waits": try_cancelled("waits"),
+    "cancelled while it writes": try_cancelled("writes"),
+    "synchronous call": try_synchronous_call,
+}

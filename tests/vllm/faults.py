@@ -1,0 +1,37 @@
+"""Faults inside a worker, armed from outside: what one rank does once, when the slots of its next write are written."""
+
+import os
+import signal
+
+import fp8refit.target
+
+
+def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
+    """Let the next write of `rank` end in `fault`, after its last slot; whether this is that rank.
+
+    `die` kills the worker, or the process `pid`.
+    """
+    if worker.rank != rank:
+        return False
+    honest = fp8refit.target._assert_in_place
+
+    def assert_in_place(inventory) -> None:
+        fp8refit.target._assert_in_place = honest
+        if fault == "die":
+            # As the kernel's out-of-memory killer does it.
+            os.kill(os.getpid() if pid is None else pid, signal.SIGKILL)
+        else:
+            raise RuntimeError("injected")
+
+    fp8refit.target._assert_in_place = assert_in_place
+    return True
+
+
+FAULTS = {"arm": arm}
+
+
+def raise_in_worker(worker) -> str:
+    """A method that raises through the engine's RPC, as ours never do, and does so on one rank."""
+    if worker.rank == 0:
+        raise RuntimeError("injected into the channel")
+    return "what the first rank's driver never reads"

@@ -1,0 +1,158 @@
+"""Refits of a vLLM `AsyncLLM` that answers: requests that run when a refit begins, and requests that come meanwhile.
+
+On the CPU: `conftest.py` says what that does not claim. All tests read what one engine found (`async_engine.py`).
+"""
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
+
+NUM_RUNNING = 2
+ATTEMPTS = [
+    "in flight: wait",
+    "in flight: abort",
+    "in flight: keep",
+    "kept under the same policy",
+    "failing: wait",
+    "failing: keep",
+    "too slow",
+    "cancelled while it waits",
+    "cancelled while it writes",
+]
+FAILING = ["failing: wait", "failing: keep"]
+
+
+@pytest.fixture
+def found(layout_runs):
+    (driver,) = layout_runs.lived("asynchronous").drivers
+    return driver
+
+
+@pytest.fixture
+def old(found):
+    """What the policy before the refit says."""
+    return found["undisturbed"]["old"]
+
+
+@pytest.fixture
+def new(found):
+    """What the policy after the refit says."""
+    return found["undisturbed"]["new"]
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_no_request_is_stuck(attempt, found):
+    assert found[attempt]["stuck"] == 0
+
+
+@pytest.mark.parametrize(
+    "attempt", [*ATTEMPTS, "paused by the user", "paused by the user and failed", "synchronous call"]
+)
+def test_the_next_refit_gives_the_same_bytes_and_outputs_as_before(attempt, found):
+    assert found[attempt]["healed"]
+
+
+def test_wait_lets_running_requests_finish_under_the_old_policy(found, old):
+    waited = found["in flight: wait"]
+    assert waited["refit"] is None
+    assert waited["num_interrupted"] == NUM_RUNNING
+    assert [request["tokens"] for request in waited["running"]] == old["running"]
+    assert [request["versions"] for request in waited["running"]] == [[str(waited["version"] - 1)]] * NUM_RUNNING
+
+
+def test_abort_ends_running_requests_with_what_they_have(found, old):
+    aborted = found["in flight: abort"]
+    assert aborted["refit"] is None
+    assert aborted["num_interrupted"] == NUM_RUNNING
+    for request, undisturbed in zip(aborted["running"], old["running"], strict=True):
+        assert request["reason"] == "abort"
+        assert request["tokens"] == undisturbed[: len(request["tokens"])]
+        assert 0 < len(request["tokens"]) < len(undisturbed)
+
+
+def test_keep_goes_on_under_the_new_policy_and_every_token_says_whose_it_is(found, old):
+    kept = found["in flight: keep"]
+    assert kept["refit"] is None
+    assert kept["num_interrupted"] == NUM_RUNNING
+    for request, undisturbed in zip(kept["running"], old["running"], strict=True):
+        assert request["reason"] == "length"
+        assert len(request["tokens"]) == len(undisturbed)
+        assert request["tokens"][0] == undisturbed[0]
+        assert request["tokens"] != undisturbed
+        assert request["versions"] == [str(kept["version"] - 1), str(kept["version"])]
+
+
+def test_a_kept_request_under_the_same_policy_says_what_it_says_undisturbed(found, old):
+    kept = found["kept under the same policy"]
+    assert kept["num_interrupted"] == NUM_RUNNING
+    assert [request["tokens"] for request in kept["running"]] == old["running"]
+    assert all(len(request["versions"]) == 2 for request in kept["running"])
+
+
+@pytest.mark.parametrize("attempt", ["in flight: wait", "in flight: abort", "in flight: keep"])
+def test_a_request_that_comes_meanwhile_is_answered_by_the_new_policy(attempt, found, new, old):
+    late = found[attempt]["late"]
+    assert late["tokens"] == new["late"] != old["late"]
+    assert late["versions"] == [str(found[attempt]["version"])]
+
+
+@pytest.mark.parametrize("attempt", FAILING)
+def test_a_failed_refit_refuses_the_requests_that_wait_and_those_that_come(attempt, found):
+    assert found[attempt]["refit"]["error"] == "NonFiniteError"
+    assert found[attempt]["dirty"]
+    assert found[attempt]["late"]["error"] == found[attempt]["after"]["error"] == "EngineDirtyError"
+    assert found[attempt]["after_s"] < 1
+    assert found[attempt]["num_unfinished"] == 0
+
+
+def test_a_failed_refit_ends_kept_requests_with_what_they_have(found, old):
+    for request, undisturbed in zip(found["failing: keep"]["running"], old["running"], strict=True):
+        assert request["reason"] == "abort"
+        assert request["tokens"] == undisturbed[: len(request["tokens"])]
+
+
+def test_requests_that_finished_before_a_failed_refit_are_whole(found, old):
+    assert [request["tokens"] for request in found["failing: wait"]["running"]] == old["running"]
+
+
+def test_requests_that_take_too_long_to_wait_for_go_on_as_if_nothing_had_been_asked(found, old):
+    slow = found["too slow"]
+    assert slow["refit"]["error"] == "EngineBusyError"
+    assert [request["tokens"] for request in slow["running"]] == old["running"]
+    assert slow["late"]["tokens"] == old["late"]
+    assert slow["untouched"]
+    assert not slow["dirty"]
+    assert slow["traces"] == []
+
+
+def test_a_scheduler_that_the_user_paused_stays_paused(found):
+    paused = found["paused by the user"]
+    assert paused["paused"]
+    assert not paused["answered"]
+    assert paused["said"] == paused["new"]
+
+
+def test_a_scheduler_that_the_user_paused_stays_paused_through_failure_and_healing(found):
+    assert found["paused by the user and failed"]["error"] == "NonFiniteError"
+    assert found["paused by the user and failed"]["paused"]
+
+
+def test_a_refit_cancelled_while_it_waits_lets_requests_go_on_under_the_old_policy(found, old):
+    cancelled = found["cancelled while it waits"]
+    assert cancelled["cancelled"]
+    assert not cancelled["dirty"]
+    assert cancelled["running"]["tokens"] == old["running"][0]
+    assert cancelled["late"]["tokens"] == old["late"]
+
+
+def test_a_refit_cancelled_while_it_writes_leaves_the_engine_dirty(found):
+    cancelled = found["cancelled while it writes"]
+    assert cancelled["cancelled"]
+    assert cancelled["dirty"]
+    assert cancelled["late"]["error"] == "EngineDirtyError"
+    assert cancelled["num_unfinished"] == 0
+
+
+def test_a_synchronous_call_says_what_to_await(found):
+    assert found["synchronous call"]["refit"]["error"] == "UnsupportedEngineError"
+    assert "refit_async" in found["synchronous call"]["refit"]["message"]
