@@ -1,0 +1,138 @@
+"""Steps that checks are made of: refits, good and bad, and what the engine must hold and say after each."""
+
+import functools
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fp8refit.errors import EngineDirtyError, NonFiniteError, RefitError
+from fp8refit.refitter import Refitter
+from fp8refit.report import RefitReport
+from fp8refit.sources import Manifest, StateDict
+from fp8refit.testing.policies import poisoned, policy_of
+from fp8refit.testing.promises import Error, differing, expect, hold, listed
+from fp8refit.testing.subject import Check, Subject
+
+REFUSAL_S = 1.0
+"""How soon a dirty engine refuses a request."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """What an engine that serves a whole policy holds and says."""
+
+    version: int
+    live: Mapping[str, object]
+    answers: Any
+
+    @classmethod
+    def of(cls, subject: Subject) -> "Served":
+        """Look at the engine as it is now."""
+        return cls(version=subject.refitter().version, live=dict(subject.live_bytes()), answers=answers_of(subject))
+
+    def hold_bytes(self, subject: Subject, situation: str) -> None:
+        """Hold that the engine is clean and holds the same bytes."""
+        hold(not subject.refitter().is_dirty, f"{situation} left the engine dirty")
+        wrong = differing(self.live, subject.live_bytes())
+        hold(not wrong, f"{situation} left other bytes than it should in {listed(wrong)}")
+
+    def hold(self, subject: Subject, situation: str) -> None:
+        """Hold that the engine is as it was."""
+        self.hold_bytes(subject, situation)
+        version = subject.refitter().version
+        hold(version == self.version, f"{situation} made version {self.version} {version}")
+        hold(self.answers == answers_of(subject), f"{situation} left the engine giving other answers than before")
+
+
+def restoring(body: Check) -> Check:
+    """Let a check end with the engine on a whole policy, whatever it did to it."""
+
+    @functools.wraps(body)
+    def check(subject: Subject) -> None:
+        try:
+            body(subject)
+        except BaseException:
+            with suppress(Exception):  # what the body found is what counts
+                refit(subject, subject.policy(0))
+            raise
+        refit(subject, subject.policy(0))
+
+    return check
+
+
+def serve(subject: Subject, seed: int = 0) -> Served:
+    """Bring the engine to a whole policy by an ordinary refit, and look at it."""
+    refit(subject, policy_of(subject, seed))
+    return Served.of(subject)
+
+
+def refit(subject: Subject, source: StateDict, refitter: Refitter | None = None) -> RefitReport:
+    """One refit that must succeed."""
+    refitter = subject.refitter() if refitter is None else refitter
+    try:
+        return subject.refit(refitter, source)
+    except RefitError as error:
+        raise AssertionError(f"a refit to a whole policy failed: {type(error).__name__}: {error}") from error
+
+
+def answers_of(subject: Subject) -> Any:
+    """What the engine says with empty caches; it must not refuse."""
+    try:
+        subject.drop_caches()
+        return subject.generate()
+    except EngineDirtyError as error:
+        raise AssertionError(f"the engine refuses requests although it holds a whole policy: {error}") from error
+
+
+def hold_fails(
+    subject: Subject,
+    kind: type[Error],
+    situation: str,
+    source: StateDict,
+    *,
+    manifest: Manifest | None = None,
+    **options: Any,
+) -> Error:
+    """The error of `kind` that a refit must raise."""
+    return expect(kind, situation, lambda: subject.refit(subject.refitter(**options), source, manifest=manifest))
+
+
+def try_bad_values(subject: Subject, **options: Any) -> tuple[set[str], NonFiniteError]:
+    """A refit with bad values that must fail; their names, and the error."""
+    policy, names = poisoned(subject, policy_of(subject, 1))
+    error = hold_fails(subject, NonFiniteError, "a refit with NaN and Inf", policy, **options)
+    return names, error
+
+
+def hold_refuses(subject: Subject, situation: str) -> None:
+    """Hold that the engine refuses requests, soon, and keeps none."""
+    start_s = time.perf_counter()
+    expect(EngineDirtyError, f"a request after {situation}", subject.generate)
+    seconds = time.perf_counter() - start_s
+    hold(seconds < REFUSAL_S, f"after {situation} it took {seconds:.1f} s until a request was refused")
+    unfinished = subject.num_unfinished()
+    hold(unfinished == 0, f"after {situation} {unfinished} refused requests are left unfinished")
+
+
+def hold_serves(subject: Subject, situation: str) -> None:
+    """Hold that the engine answers requests, whatever caches it has."""
+    try:
+        subject.generate()
+    except EngineDirtyError as error:
+        raise AssertionError(f"{situation} left the engine refusing requests: {error}") from error
+
+
+def hold_all_or_nothing(subject: Subject, before: Served, situation: str) -> None:
+    """Hold that a failed refit left the engine as it was, or refusing requests until the next good one."""
+    if not subject.refitter().is_dirty:
+        before.hold(subject, situation)
+        return
+    hold_refuses(subject, situation)
+    version = subject.refitter().version
+    hold(version == before.version, f"{situation} made version {before.version} {version}")
+    healed = serve(subject)
+    changed = differing(before.live, healed.live)
+    hold(not changed, f"the good refit after {situation} left other bytes than before in {listed(changed)}")
+    hold(healed.answers == before.answers, f"the good refit after {situation} left other answers than before")

@@ -1,0 +1,684 @@
+"""A fake engine that keeps every promise, and one broken adapter a promise, to show that the conformance kit can fail.
+
+The faults are such as adapters of real engines have: a derived tensor forgotten, a flush that does nothing, a request let
+in, a source kept. Each is a few lines over `ServingModel` and `ServingEngine`, which are the whole ones.
+"""
+
+import asyncio
+import gc
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fp8refit import EngineAsleepError, EngineDirtyError, RefitConfig, dequantize_blockwise, quantize_blockwise
+from fp8refit.report import RankReport
+from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory
+from fp8refit.sources import MappingSource, Source
+from fp8refit.testing import AsyncSubject, Subject
+from tests.fakes import PADDED_VOCAB, VOCAB, FakeEngine, FakeModel, bytes_of, live_bytes, make_policy
+
+PROMPTS = ("a prompt", "another prompt")
+
+
+class ServingModel(FakeModel):
+    """A `FakeModel` that answers prompts, and remembers what it computed for them first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix_cache: dict[str, str] = {}
+        self.unfinished: list[str] = []
+        self.is_asleep = False
+        self.traces: list[str] = []
+        self.kept: list[Any] = []
+
+    def admit(self, prompt: str) -> str:
+        """Take a request, and give what later steps read instead of the prompt."""
+        if self.blocked is not None:
+            raise EngineDirtyError(self.blocked)
+        return self.prefix_cache.setdefault(prompt, digest_of(prompt.encode(), bytes_of(self.layers[0].qkv)))
+
+    def answer(self, prompt: str, cached: str) -> str:
+        return digest_of(prompt.encode(), cached.encode(), *live_bytes(self).values())
+
+    def generate(self) -> list[str]:
+        return [self.answer(prompt, self.admit(prompt)) for prompt in PROMPTS]
+
+
+class Ranks:
+    """Ranks that do what those of `FakeEngine` do."""
+
+    def __init__(self, inner: Any, model: ServingModel) -> None:
+        self.inner, self.model = inner, model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class ServingEngine(FakeEngine):
+    """The adapter of `ServingModel`."""
+
+    ranks_type: type[Ranks] = Ranks
+
+    def __init__(self, candidate: ServingModel) -> None:
+        super().__init__(candidate)
+        self.model = candidate
+        self.ranks = self.ranks_type(self.ranks, candidate)
+
+    async def check_ready(self) -> None:
+        if self.model.is_asleep:
+            raise EngineAsleepError("the weights sleep")
+        await super().check_ready()
+
+    async def flush_caches(self) -> None:
+        await super().flush_caches()
+        self.model.prefix_cache.clear()
+
+
+class ServingSubject(Subject):
+    """A `ServingModel` under test."""
+
+    def __init__(self, model: ServingModel) -> None:
+        self.model = self.engine = model
+
+    def policy(self, seed: int) -> Mapping[str, Tensor]:
+        policy = make_policy(self.model, seed)
+        return {**policy, "lm_head.weight": policy["model.embed_tokens.weight"]}
+
+    def live_bytes(self) -> Mapping[str, object]:
+        return live_bytes(self.model)
+
+    def expected_bytes(self, policy: Mapping[str, Tensor]) -> Mapping[str, object]:
+        embed = policy["model.embed_tokens.weight"].float()
+        embed = torch.cat([embed, torch.zeros(PADDED_VOCAB - VOCAB, embed.shape[1])]).bfloat16()
+        layer = {name.removeprefix("model.layers.0."): tensor for name, tensor in policy.items()}
+        norm = layer["input_layernorm.weight"]
+        expected = {"embed": embed, "norm_sum": norm.float().sum(), "layers.0.norm": norm}
+        expected["layers.0.bias"] = layer["mlp.gate.e_score_correction_bias"].float()
+        matrices = {
+            "o": (layer["self_attn.o_proj.weight"], "ue8m0"),
+            "up": (layer["mlp.up_proj.weight"][64:], "fp32"),
+            "down": (layer["mlp.down_proj.weight"][:, 128:], "fp32"),
+        }
+        qkv = [quantize_blockwise(layer[f"self_attn.{part}_proj.weight"]) for part in "qkv"]
+        quantized = {name: quantize_blockwise(weight, scale_format=form) for name, (weight, form) in matrices.items()}
+        codes, scales = zip(*qkv, strict=True)
+        quantized["qkv"] = torch.cat([part.view(torch.uint8) for part in codes]), torch.cat(scales)
+        for name, (weight, scale) in quantized.items():
+            expected |= {f"layers.0.{name}": weight, f"layers.0.{name}_scale": scale}
+        return {name: bytes_of(tensor.contiguous()) for name, tensor in expected.items()}
+
+    def places(self) -> Mapping[str, object]:
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name: (id(t), t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in named}
+
+    def generate(self) -> Any:
+        return self.model.generate()
+
+    def drop_caches(self) -> None:
+        self.model.prefix_cache.clear()
+
+    def num_unfinished(self) -> int:
+        return len(self.model.unfinished)
+
+    def traces(self) -> list[str]:
+        return [*self.model.traces, *(["blocked"] if self.model.blocked is not None else [])]
+
+    def memory_bytes(self) -> int:
+        return tensor_bytes()
+
+    @contextmanager
+    def busy(self):
+        cached = self.model.admit(PROMPTS[0])
+        self.model.unfinished.append(PROMPTS[0])
+        self.model.is_busy = True
+        try:
+            yield lambda: self.model.answer(PROMPTS[0], cached)
+        finally:
+            self.model.is_busy = False
+            self.model.unfinished.clear()
+
+    @contextmanager
+    def asleep(self):
+        self.model.is_asleep = True
+        try:
+            yield
+        finally:
+            self.model.is_asleep = False
+
+    @contextmanager
+    def unflushable(self):
+        self.model.flush_fails = True
+        try:
+            yield
+        finally:
+            self.model.flush_fails = False
+
+
+class AsynchronousEngine(ServingEngine):
+    """An adapter whose engine lives in an event loop: requests that come during a refit wait for it."""
+
+    is_asynchronous = True
+
+    def __init__(self, candidate: ServingModel) -> None:
+        super().__init__(candidate)
+        candidate.gate = asyncio.Event()
+        candidate.gate.set()
+
+    async def pause(self, config: RefitConfig) -> int:
+        self.model.gate.clear()
+        await asyncio.sleep(0)
+        return 0
+
+    async def resume(self) -> None:
+        await super().resume()
+        self.model.gate.set()
+
+    async def refuse(self, reason: str) -> None:
+        await super().refuse(reason)
+        self.model.gate.set()
+
+
+class AsynchronousSubject(AsyncSubject, ServingSubject):
+    """A `ServingModel` in an event loop."""
+
+    def __init__(self, model: ServingModel) -> None:
+        AsyncSubject.__init__(self)
+        ServingSubject.__init__(self, model)
+        model.gate = None
+
+    def generate(self) -> Any:
+        return self.run(self._generate())
+
+    async def _generate(self) -> Any:
+        if self.model.gate is not None:
+            await self.model.gate.wait()
+        return self.model.generate()
+
+
+def digest_of(*parts: bytes) -> str:
+    return hashlib.sha256(b"|".join(parts)).hexdigest()
+
+
+def tensor_bytes() -> int:
+    """Bytes of all storage that a tensor in this process refers to."""
+    tensors = (thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter))
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """An adapter with one fault, and the check that finds it."""
+
+    check: str
+    message: str
+    """Pattern of what the check says."""
+    model: type[ServingModel] = ServingModel
+    engine: type[ServingEngine] = ServingEngine
+    ranks: type[Ranks] = Ranks
+    subject: type[ServingSubject] = ServingSubject
+
+    @property
+    def name(self) -> str:
+        """What is wrong."""
+        return next(kind.__name__ for kind in (self.model, self.engine, self.ranks) if kind not in WHOLE)
+
+    def adapter(self) -> type[ServingEngine]:
+        return type("BrokenEngine", (self.engine,), {"ranks_type": self.ranks})
+
+
+WHOLE = (ServingModel, ServingEngine, Ranks)
+
+
+class ForgetsADerivedTensor(ServingModel):
+    def read_inventory(self) -> Inventory:
+        return replace(super().read_inventory(), refreshes=())
+
+
+class LeavesPaddingAsItWas(ServingModel):
+    def read_inventory(self) -> Inventory:
+        return replace(super().read_inventory(), padding=())
+
+
+class IsRightTheFirstTimeOnly(ServingModel):
+    def _refresh(self) -> None:
+        if not self.kept:
+            super()._refresh()
+        self.kept.append("refreshed")
+
+
+class ReplacesALiveTensor(ServingModel):
+    def read_inventory(self) -> Inventory:
+        self.home = (self.layers[0].bias,)
+        return replace(super().read_inventory(), live=())
+
+    def _refresh(self) -> None:
+        super()._refresh()
+        self.layers[0].bias = nn.Parameter(self.home[0].detach().clone(), requires_grad=False)
+
+
+class LeavesAPatch(ServingEngine):
+    async def resume(self) -> None:
+        self.model.traces.append("add_request")
+        await super().resume()
+
+
+class CountsEachVersionTwice(Ranks):
+    @property
+    def version(self) -> int:
+        return 2 * self.inner.version
+
+
+class LetsUnexpectedNamesPass(ServingModel):
+    def read_inventory(self) -> Inventory:
+        return replace(super().read_inventory(), unneeded=("model.layers.9999.mlp.up_proj.weight",))
+
+
+class WritesBeforeItJudges(Ranks):
+    async def prepare(self, *arguments, **options) -> None:
+        self.model.layers[0].bias.zero_()
+        await self.inner.prepare(*arguments, **options)
+
+
+class OverridesTheConfig(Ranks):
+    update: ClassVar[Mapping[str, str]]
+
+    async def prepare(self, make_source, config, **options) -> None:
+        await self.inner.prepare(make_source, config.model_copy(update=self.update), **options)
+
+
+class LetsBadValuesPass(OverridesTheConfig):
+    update: ClassVar = {"validate_values": "off"}
+
+
+class FindsBadValuesTooLate(OverridesTheConfig):
+    update: ClassVar = {"validate_values": "fused"}
+
+
+class KeepsMastersUnrounded(OverridesTheConfig):
+    update: ClassVar = {"fp32_sources": "exact"}
+
+
+class AnswersWhileDirty(ServingModel):
+    def admit(self, prompt: str) -> str:
+        if "failed" in (self.blocked or ""):
+            self.blocked = None
+        return super().admit(prompt)
+
+
+class AnswersWhileItIsWritten(ServingModel):
+    def admit(self, prompt: str) -> str:
+        if "under way" in (self.blocked or ""):
+            self.blocked = None
+        return super().admit(prompt)
+
+
+class KeepsARefusedRequest(ServingModel):
+    def admit(self, prompt: str) -> str:
+        self.unfinished.append(prompt)
+        cached = super().admit(prompt)
+        self.unfinished.remove(prompt)
+        return cached
+
+
+class SaysItIsClean(Ranks):
+    @property
+    def is_dirty(self) -> bool:
+        return False
+
+
+class AlteredSource:
+    """A stream on its way to the ranks."""
+
+    def __init__(self, inner: Any, alter: Any) -> None:
+        self.inner, self.alter = inner, alter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.alter(iter(self.inner))
+
+
+class AltersTheSource(Ranks):
+    async def prepare(self, make_source, config, **options) -> None:
+        await self.inner.prepare(lambda: self.altered(make_source()), config, **options)
+
+    def altered(self, source: Source) -> Source:
+        if isinstance(source, MappingSource):
+            return MappingSource(self.alter(iter(source.tensors.items())))
+        return AlteredSource(source, self.alter)
+
+    def alter(self, items: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        raise NotImplementedError
+
+
+class HidesWhatTheSourceRaised(AltersTheSource):
+    def alter(self, items):
+        try:
+            yield from items
+        except Exception:  # noqa: BLE001 - the fault
+            raise SystemError("error return without exception set") from None
+
+
+class SwallowsInterrupts(AltersTheSource):
+    def alter(self, items):
+        try:
+            yield from items
+        except KeyboardInterrupt:
+            raise RuntimeError("interrupted") from None
+
+
+class MakesUpWhatDidNotCome(AltersTheSource):
+    def alter(self, items):
+        absent = {slot.name: slot.full_shape for slot in self.model.slots()}
+        for name, tensor in items:
+            absent.pop(name, None)
+            yield name, tensor
+        for name, shape in absent.items():
+            yield name, torch.zeros(shape, dtype=torch.bfloat16)
+
+
+class QuantizesFp8Again(AltersTheSource):
+    def altered(self, source: Source) -> Source:
+        return super().altered(source) if isinstance(source, MappingSource) else source
+
+    def alter(self, items):
+        tensors = dict(items)
+        for name, tensor in tensors.items():
+            if tensor.dtype is FP8_DTYPE:
+                yield name, dequantize_blockwise(tensor, tensors[name + SCALE_SUFFIX], dtype=torch.bfloat16)
+            elif not name.endswith(SCALE_SUFFIX):
+                yield name, tensor
+
+
+class MixesUpScales(AltersTheSource):
+    def alter(self, items):
+        return ((name, tensor.flip(0) if name.endswith(SCALE_SUFFIX) else tensor) for name, tensor in items)
+
+
+class DropsTiedNames(AltersTheSource):
+    def alter(self, items):
+        return ((name, tensor) for name, tensor in items if name != "lm_head.weight")
+
+
+class OpensWhenAskedToRefit(ServingEngine):
+    async def check_ready(self) -> None:
+        self.model.blocked = None
+        await super().check_ready()
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What such a subject passes to `Refitter`, made anew every time."""
+
+    model: ServingModel
+
+
+class AttachesToAHandle(ServingEngine):
+    @classmethod
+    def accepts(cls, candidate: object) -> bool:
+        return isinstance(candidate, Handle)
+
+    def __init__(self, candidate: Handle) -> None:
+        super().__init__(candidate.model)
+
+
+class HandleSubject(ServingSubject):
+    @property
+    def engine(self) -> Handle:
+        return Handle(self.model)
+
+    @engine.setter
+    def engine(self, engine: ServingModel) -> None:
+        pass
+
+
+class RefitsWhileBusy(ServingEngine):
+    async def check_ready(self) -> None:
+        self.model.is_busy = False
+        await super().check_ready()
+
+
+class AbortsRequests(ServingEngine):
+    async def check_ready(self) -> None:
+        self.model.unfinished.clear()
+        await super().check_ready()
+
+
+class RefitsWhileAsleep(ServingEngine):
+    async def check_ready(self) -> None:
+        await FakeEngine.check_ready(self)
+
+
+class CallsAKeptCacheFlushed(ServingEngine):
+    async def flush_caches(self) -> None:
+        self.model.flush_fails = False
+        await super().flush_caches()
+
+
+class WritesAlthoughCachesStay(Ranks):
+    async def write(self, *, objection=None) -> Sequence[RankReport]:
+        reports = await self.inner.write()
+        if objection is not None:
+            raise objection
+        return reports
+
+
+class StaysClosedIfCachesStay(ServingEngine):
+    async def resume(self) -> None:
+        if not self.model.flush_fails:
+            await super().resume()
+
+
+class FlushesNothing(ServingEngine):
+    async def flush_caches(self) -> None:
+        await FakeEngine.flush_caches(self)
+
+
+class ForgetsItsVersionWhenClosed(Ranks):
+    start = 0
+
+    @property
+    def version(self) -> int:
+        return self.inner.version - self.start
+
+    async def close(self) -> None:
+        self.start = self.inner.version
+        await self.inner.close()
+
+
+class IsCleanWhenClosed(Ranks):
+    is_closed = False
+
+    @property
+    def is_dirty(self) -> bool:
+        return self.inner.is_dirty and not self.is_closed
+
+    async def prepare(self, *arguments, **options) -> None:
+        self.is_closed = False
+        await self.inner.prepare(*arguments, **options)
+
+    async def close(self) -> None:
+        self.is_closed = True
+        await self.inner.close()
+
+
+class KeepsTheSource(AltersTheSource):
+    def altered(self, source: Source) -> Source:
+        self.source = source
+        return source
+
+
+class WritesIntoTheSource(KeepsTheSource):
+    async def write(self, **options) -> Sequence[RankReport]:
+        reports = await self.inner.write(**options)
+        for tensor in getattr(self.source, "tensors", {}).values():
+            tensor.zero_()
+        self.source = None
+        return reports
+
+
+class KeepsSomethingOfEveryRefit(Ranks):
+    async def write(self, **options) -> Sequence[RankReport]:
+        self.model.kept.append(torch.zeros(1000))
+        return await self.inner.write(**options)
+
+
+BROKEN = (
+    Broken(
+        check="serves_exactly_the_new_policy",
+        message=r"a refit left wrong bytes in norm_sum",
+        model=ForgetsADerivedTensor,
+    ),
+    Broken(check="serves_exactly_the_new_policy", message=r"wrong bytes in embed", model=LeavesPaddingAsItWas),
+    Broken(check="serves_exactly_the_new_policy", message=r"wrong bytes in norm_sum", model=IsRightTheFirstTimeOnly),
+    Broken(check="live_tensors_keep_their_places", message=r"moved layers\.0\.bias;", model=ReplacesALiveTensor),
+    Broken(check="nothing_is_left_on_the_engine", message=r"left add_request", engine=LeavesAPatch),
+    Broken(
+        check="versions_count_up_and_are_shared", message=r"the report says \d+ and three", ranks=CountsEachVersionTwice
+    ),
+    Broken(
+        check="versions_count_up_and_are_shared",
+        message=r"refitters of the engine say",
+        engine=AttachesToAHandle,
+        subject=HandleSubject,
+    ),
+    Broken(
+        check="misfits_are_told_all_at_once",
+        message=r"should name .*model\.layers\.9999.*; this one names (?!.*9999)",
+        model=LetsUnexpectedNamesPass,
+    ),
+    Broken(
+        check="misfits_are_told_all_at_once",
+        message=r"refused left other bytes than it should in layers\.0\.bias",
+        ranks=WritesBeforeItJudges,
+    ),
+    Broken(
+        check="bad_values_are_named_and_never_served",
+        message=r"NaN and Inf should raise NonFiniteError, and raised nothing",
+        ranks=LetsBadValuesPass,
+    ),
+    Broken(
+        check="bad_values_are_named_and_never_served",
+        message=r"a request after a refit with NaN and Inf should raise EngineDirtyError, and raised nothing",
+        model=AnswersWhileDirty,
+    ),
+    Broken(
+        check="bad_values_are_named_and_never_served",
+        message=r"1 refused requests are left unfinished",
+        model=KeepsARefusedRequest,
+    ),
+    Broken(
+        check="bad_values_are_named_and_never_served",
+        message=r"a refit with NaN and Inf left other bytes than it should",
+        ranks=SaysItIsClean,
+    ),
+    Broken(check="strict_writes_nothing_bad", message=r"left the engine dirty", ranks=FindsBadValuesTooLate),
+    Broken(
+        check="a_source_that_fails_is_all_or_nothing",
+        message=r"raises half way raised SystemError .*neither the source's error nor",
+        ranks=HidesWhatTheSourceRaised,
+    ),
+    Broken(
+        check="an_interrupt_is_all_or_nothing",
+        message=r"should raise KeyboardInterrupt, and raised RuntimeError: interrupted",
+        ranks=SwallowsInterrupts,
+    ),
+    Broken(
+        check="a_stream_that_ends_early_is_all_or_nothing",
+        message=r"ends after half the tensors should raise InvalidSourceError, and raised nothing",
+        ranks=MakesUpWhatDidNotCome,
+    ),
+    Broken(
+        check="a_refused_source_does_not_open_a_dirty_engine",
+        message=r"a request after a refit that was refused on a dirty engine should raise EngineDirtyError",
+        engine=OpensWhenAskedToRefit,
+    ),
+    Broken(
+        check="one_refit_at_a_time",
+        message=r"a second refit while the first was under way should raise EngineBusyError, and raised nothing",
+        engine=AttachesToAHandle,
+        subject=HandleSubject,
+    ),
+    Broken(
+        check="requests_meet_no_half_written_policy",
+        message=r"answered while a refit was writing",
+        model=AnswersWhileItIsWritten,
+    ),
+    Broken(
+        check="a_busy_engine_is_left_alone",
+        message=r"unfinished requests should raise EngineBusyError, and raised nothing",
+        engine=RefitsWhileBusy,
+    ),
+    Broken(
+        check="a_busy_engine_is_left_alone", message=r"of 1 requests the refused refit left 0", engine=AbortsRequests
+    ),
+    Broken(
+        check="sleeping_weights_are_not_written",
+        message=r"weights sleep should raise EngineAsleepError, and raised nothing",
+        engine=RefitsWhileAsleep,
+    ),
+    Broken(
+        check="caches_that_stay_keep_the_old_policy",
+        message=r"keeps its caches should raise CacheFlushError, and raised nothing",
+        engine=CallsAKeptCacheFlushed,
+    ),
+    Broken(
+        check="caches_that_stay_keep_the_old_policy",
+        message=r"keeps its caches left other bytes than it should in embed",
+        ranks=WritesAlthoughCachesStay,
+    ),
+    Broken(
+        check="caches_that_stay_keep_the_old_policy",
+        message=r"keeps its caches left the engine refusing requests: a refit is under way",
+        engine=StaysClosedIfCachesStay,
+    ),
+    Broken(
+        check="no_answer_from_the_old_policys_cache",
+        message=r"something computed under the old policy was used again",
+        engine=FlushesNothing,
+    ),
+    Broken(
+        check="every_kind_of_source_gives_the_same_bytes",
+        message=r"fp32 masters: other bytes in",
+        ranks=KeepsMastersUnrounded,
+    ),
+    Broken(
+        check="prequantized_tensors_are_copied", message=r"FP8 left other bytes than it should in", ranks=MixesUpScales
+    ),
+    Broken(
+        check="prequantized_tensors_are_copied",
+        message=r"quantized again in layers\.0\.down, layers\.0\.o, layers\.0\.qkv$",
+        ranks=QuantizesFp8Again,
+    ),
+    Broken(
+        check="tied_names_may_be_sent_or_not",
+        message=r"whole policy failed: InvalidSourceError: .*\n.*embed_tokens\.weight: missing",
+        ranks=DropsTiedNames,
+    ),
+    Broken(
+        check="closing_keeps_version_and_state",
+        message=r"close\(\) made version \d+ 0",
+        ranks=ForgetsItsVersionWhenClosed,
+    ),
+    Broken(
+        check="closing_keeps_version_and_state", message=r"close\(\) made a dirty engine clean", ranks=IsCleanWhenClosed
+    ),
+    Broken(
+        check="the_source_is_left_as_it_was",
+        message=r"a refit from a mapping wrote into the source's",
+        ranks=WritesIntoTheSource,
+    ),
+    Broken(check="the_source_is_let_go", message=r"a refit from a mapping: model\.", ranks=KeepsTheSource),
+    Broken(
+        check="memory_does_not_grow",
+        message=r"\d+ bytes were held before 5 more refits, and \d+ after",
+        ranks=KeepsSomethingOfEveryRefit,
+    ),
+)
