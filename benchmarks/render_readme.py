@@ -6,12 +6,19 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-RESULT = ROOT / "benchmarks" / "results" / "vllm_qwen3-8b_h200.json"
+RESULTS = ROOT / "benchmarks" / "results"
+RESULT = RESULTS / "vllm_qwen3-8b_h200.json"
+LAYOUTS = RESULTS / "vllm_layouts_h200.json"
 BEGIN, END = "<!-- measured:begin -->\n", "<!-- measured:end -->"
 
 
-def render(result: dict[str, Any]) -> str:
-    """The README's section on one result, as Markdown."""
+def render() -> str:
+    """The README's section on measurements, as Markdown."""
+    return render_one(json.loads(RESULT.read_text())) + "\n" + render_layouts(json.loads(LAYOUTS.read_text()))
+
+
+def render_one(result: dict[str, Any]) -> str:
+    """An engine in the trainer's own process."""
     versus, fifty, equal = result["against_reload_weights"], result["fifty_refits"], result["equal_to_fresh_boot"]
     phases = versus["ours_phases_ms_median"]
     rows = [
@@ -58,9 +65,45 @@ def render(result: dict[str, Any]) -> str:
     )
 
 
+def render_layouts(result: dict[str, Any]) -> str:
+    """Engines whose ranks are in other processes, or have a driver each."""
+    lines = []
+    for tp, found in result["tensor_parallel"].items():
+        fifty, fill = found["fifty_refits"], found["fill_by_rank"][0]
+        name = "one rank in another process" if tp == "1" else f"tensor parallel {tp} in other processes"
+        filled = f"{fill['fill_device_ms_median']:.2f} ms, {fill['fill_over_roofline']:.2f} x copy"
+        lines.append((name, found["equal_to_fresh_boot"], fifty["wall_ms_median"], fifty["host_ms_median"], filled))
+    for tp, ranks in result["external_launcher"].items():
+        equal = {key: all(rank["equal_to_fresh_boot"] for rank in ranks) for key in EQUALITIES}
+        wall_ms, host_ms = (max(rank[key] for rank in ranks) for key in ("wall_ms_median", "host_ms_median"))
+        filled = " and ".join(f"{rank['fill_over_roofline']:.2f}" for rank in ranks) + " x copy"
+        lines.append(
+            (f"tensor parallel {tp}, `external_launcher`, weights on every GPU", equal, wall_ms, host_ms, filled)
+        )
+    table = "\n".join(
+        f"| {name} | {'equal' if is_equal(equal) else 'NOT equal'} | {wall_ms:.1f} ms | {host_ms:.1f} ms | {filled} |"
+        for name, equal, wall_ms, host_ms, filled in lines
+    )
+    served = result["served_qwen3-0.6b"]
+    return (
+        "The same model with its ranks in other processes, BF16 weights on one GPU unless said otherwise, 50 refits between "
+        "generations; medians of the whole call. Ranks on other GPUs read over NVLink, which is what the whole then waits "
+        "for.\n\n"
+        "| vLLM | against a fresh boot | refit | of that, host | fill on the weights' own GPU |\n"
+        f"| --- | --- | --- | --- | --- |\n{table}\n\n"
+        f"`AsyncLLM`, Qwen3-0.6B shape, requests kept through {served['num_refits']} refits: {served['num_kept']} "
+        f"interruptions, {served['num_requests_finished']} requests finished, {served['num_requests_unlike_asked']} cut short. "
+        f"From [`{LAYOUTS.relative_to(ROOT)}`]({LAYOUTS.relative_to(ROOT)}); "
+        "`python -m pytest tests/gpu/test_vllm_layouts.py` on four GPUs measures it again.\n"
+    )
+
+
+EQUALITIES = ("live_bytes", "tokens", "log_probabilities")
+
+
 def is_equal(equal: dict[str, Any]) -> bool:
     """Whether bytes, tokens and log-probabilities were those of the fresh engine."""
-    return bool(equal["live_bytes"] and equal["tokens"] and equal["log_probabilities"])
+    return all(equal[key] for key in EQUALITIES)
 
 
 def splice(readme: str, section: str) -> str:
@@ -70,4 +113,4 @@ def splice(readme: str, section: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(splice(README.read_text(), render(json.loads(RESULT.read_text()))))
+    README.write_text(splice(README.read_text(), render()))

@@ -38,8 +38,8 @@ from vllm import LLM, SamplingParams
 
 from fp8refit import EngineAsleepError, EngineBusyError, EngineDirtyError, NonFiniteError, Refitter
 from fp8refit.checkpoint import quantize_checkpoint
-from fp8refit.kernels import triton_table
 from fp8refit.kernels.reference import quantize_reference
+from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.layout import EngineLayout
 
 PROMPTS = [[(31 * i + 7 * j) % 50000 + 100 for j in range(24 + 8 * i)] for i in range(4)]
@@ -115,7 +115,7 @@ def pointers(llm: LLM) -> dict[str, int]:
 
 def count_wrong_slots(refitter: Refitter, policy: dict[str, torch.Tensor]) -> int:
     """Slots whose live bytes differ from what the torch specification makes of the policy."""
-    slots = refitter._engine.ranks._inventory.slots
+    slots = refitter._engine.ranks._rank.target._inventory.slots
     wrong = 0
     for slot in slots:
         source = policy[slot.name]
@@ -146,18 +146,18 @@ def measure_copy_gb_per_s() -> float:
 
 
 class FirstLaunchClock:
-    """Host seconds from the call of `refit` to the return of its first kernel launch."""
+    """Host seconds from the call of `refit` to the return of its first launch, of a kernel or a graph of them."""
 
     def __init__(self) -> None:
         self.at_s: float | None = None
-        run = triton_table._run
+        launch = TritonTable.launch
 
-        def timed(*args, **kwargs):
-            run(*args, **kwargs)
+        def timed(table, **kwargs):
+            launch(table, **kwargs)
             if self.at_s is None:
                 self.at_s = time.perf_counter()
 
-        triton_table._run = timed
+        TritonTable.launch = timed
 
     def time(self, refitter: Refitter, policy: dict[str, torch.Tensor]):
         self.at_s = None
@@ -314,7 +314,7 @@ def try_streams(llm: LLM, refitter: Refitter, policy: dict, work: Path, expected
     }
     outcome = {}
     for kind, (source, manifest_) in sources.items():
-        for slot in refitter._engine.ranks._inventory.slots:
+        for slot in refitter._engine.ranks._rank.target._inventory.slots:
             with torch.inference_mode():
                 slot.weight.view(torch.uint8).fill_(0x55)
         torch.cuda.synchronize()
