@@ -36,4 +36,5 @@ class RefitConfig(BaseModel):
     meanwhile wait for the refit. A synchronous engine refuses to be refitted while requests are unfinished."""
 
     timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds to wait for any other rank or process, and for running requests under `in_flight="wait"`."""
+    """Seconds to wait for any other rank or process at each step, and for running requests under `in_flight="wait"`. A rank
+    that reads files does so within one step."""

@@ -55,7 +55,8 @@ class Rank:
         if error is None:
             error, inventory = self._try(self.target.check_ready)
         claim = self._claim(inventory) if inventory is not None and self.group.size > 1 else ""
-        ready = self._vote("ready", error, config, claim=claim)
+        asked = config.model_dump_json() if self.group.size > 1 else ""
+        ready = self._vote("ready", error, config, claim=claim, asked=asked)
         foreign = self._foreign_names(ready, config)
         error, digest = self._try(
             lambda: self.target.prepare(make_source(), config, inventory=inventory, foreign=foreign)

@@ -131,9 +131,7 @@ class Refitter:
                 await engine.publish_version(version)
                 await engine.resume()
         except BaseException as error:
-            await engine.refuse(
-                f"version {version} is in place, but the engine did not go on ({_describe(error)}); refit again"
-            )
+            await self._refuse_to_go_on(error)
             raise
         report = RefitReport.of(
             written, version=version, engine=engine.name, phases_s=clock.phases_s, num_interrupted=num_interrupted
@@ -149,10 +147,20 @@ class Refitter:
                 f"the last refit failed part way ({_describe(error)}); the next one that succeeds heals it"
             )
             return
-        await ranks.abandon()
-        if ranks.version != version:  # the ranks committed, and only their driver did not hear of it
-            await engine.publish_version(ranks.version)
-        await engine.resume()
+        try:
+            await ranks.abandon()
+            if ranks.version != version:  # the ranks committed, and only their driver did not hear of it
+                await engine.publish_version(ranks.version)
+            await engine.resume()
+        except BaseException as failure:
+            await self._refuse_to_go_on(failure)
+            raise
+
+    async def _refuse_to_go_on(self, error: BaseException) -> None:
+        """Nobody may wait for an engine that serves a whole policy, and could not be made to go on."""
+        await self._engine.refuse(
+            f"version {self.version} is in place, but the engine did not go on ({_describe(error)}); refit again"
+        )
 
     def layout(self) -> EngineLayout:
         """Slots, kernels, scale formats and refusals of the engine."""

@@ -5,6 +5,7 @@ bucket, part by part. What is said goes through a channel of the engine's own.
 """
 
 import contextlib
+import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -30,9 +31,12 @@ from fp8refit.transport.messages import PROTOCOL, Reply, Request
 from fp8refit.transport.segment import DTYPES
 from fp8refit.vote import merge_errors
 
+NUM_VOTES_OF_PREPARE = 3
 GRACE_S = 30.0
 """How much longer a driver waits than the ranks wait for each other, so that theirs is the error that is told."""
 
+
+logger = logging.getLogger(__name__)
 
 _LOST_STEP = (
     "the engine's channel to its ranks lost step, which it does for good when a worker raises. Start the engine again"
@@ -175,6 +179,13 @@ class RemoteRanks:
                     refs=export.refs,
                     problems=tuple(source.problems),
                 )
+            if export.refs:
+                logger.warning(
+                    "%d of %d tensors (%s first) cannot be mapped by the engine's processes: all of them go through a bucket",
+                    len(export.leftover),
+                    len(source.tensors),
+                    export.leftover[0],
+                )
         self._is_pushed = True
         return self._announce(source)
 
@@ -205,7 +216,7 @@ class RemoteRanks:
             if not bucket.has_room(tensor):
                 await self._flush(refs)
                 if not bucket.has_room(tensor):
-                    bucket = self._grow(bucket, tensor)
+                    bucket = await self._grow(bucket, tensor)
             refs.append(bucket.put(name, tensor.detach()))
         await self._flush(refs)
 
@@ -228,8 +239,11 @@ class RemoteRanks:
             self._buckets[device] = self._make_bucket(device, max(self._config.bucket_bytes, tensor.nbytes))
         return self._buckets[device]
 
-    def _grow(self, bucket: Bucket, tensor: Tensor) -> Bucket:
-        """A larger bucket in the place of one that cannot take `tensor`."""
+    async def _grow(self, bucket: Bucket, tensor: Tensor) -> Bucket:
+        """A larger bucket in the place of one that cannot take `tensor`, and of which every rank has let go."""
+        del self._buckets[tensor.device]
+        kept = tuple(other.segment for other in self._buckets.values())
+        await self._ask(messages.Push(refit=self._refit, segments=kept, refs=()))
         bucket.close()
         self._buckets[tensor.device] = self._make_bucket(tensor.device, tensor.nbytes)
         return self._buckets[tensor.device]
@@ -247,7 +261,9 @@ class RemoteRanks:
         self._check_is_there()
         request = Request(id=uuid.uuid4().hex, order=order)
         try:
-            answers = await self._channel.call(request.encode(), timeout_s=self._config.timeout_s + GRACE_S)
+            num_waits = NUM_VOTES_OF_PREPARE if isinstance(order, messages.Prepare) else 1
+            timeout_s = num_waits * self._config.timeout_s + GRACE_S
+            answers = await self._channel.call(request.encode(), timeout_s=timeout_s)
             replies = [_read(answer) for answer in answers]
             _check_are_answers(replies, request)
         except EngineLostError as lost:

@@ -62,7 +62,8 @@ class RefitReport(BaseModel):
     is_first: bool = False
     """Whether this refit compiled the plan."""
     num_interrupted: int = 0
-    """Requests that were unfinished when the refit began: aborted, or kept and continued under the new policy."""
+    """Requests that the refit came across: aborted, or kept and continued under the new policy. With `in_flight="wait"` those
+    that had not begun when it was waited for the others."""
     ranks: tuple[RankReport, ...] = ()
     """One entry a rank, in order of rank."""
 

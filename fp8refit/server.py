@@ -137,7 +137,9 @@ class RankServer:
 
     def _unmap(self) -> None:
         self._mapped = None
-        if self._importer is not None:
+        if self._importer is not None and self._rank is not None:
+            if self._rank.target.device.type == "cuda" and self._rank.target.lost_because is None:
+                torch.cuda.synchronize(self._rank.target.device)  # a fill that failed half way may still be reading
             self._importer.close()
 
 

@@ -154,6 +154,9 @@ class Target:
     def begin(self) -> None:
         """Write what needs no staging, and be ready for `push`. The rank is dirty from here until `commit`."""
         assert self._job is not None, "begin() follows a prepare() that returned"
+        if not _are_mapped(self._job.inventory):
+            self.abandon()
+            raise EngineAsleepError("the weights went to sleep after the refit was prepared; wake them up, then refit")
         self.is_dirty = True
         with self._writing():
             self._write = self._begin(self._job)

@@ -40,7 +40,8 @@ class ErrorRecord(BaseModel):
         """Describe `error`."""
         if not isinstance(error, RefitError):
             return cls(kind="RankFailedError", message=f"{type(error).__name__}: {error}")
-        kind, message = type(error).__name__, str(error)
+        kinds = (base.__name__ for base in type(error).__mro__ if base.__module__ == fp8refit.errors.__name__)
+        kind, message = next(kinds), str(error)
         if isinstance(error, InvalidSourceError):
             return cls(kind=kind, message=message, items=error.problems, written=error.written)
         if isinstance(error, NonFiniteError):
@@ -74,6 +75,8 @@ class Ballot(BaseModel):
     """What has to be equal on every rank: names claimed, source read."""
     names: tuple[str, ...] = ()
     version: int = 0
+    asked: str = ""
+    """How this rank's driver wants to refit: one that waits less than the others would give up on them."""
     report: RankReport | None = None
 
 
@@ -153,6 +156,10 @@ def _judge(ballots: Sequence[Ballot]) -> RefitError | None:
     failed = {rank: ballot.error for rank, ballot in enumerate(ballots) if ballot.error is not None}
     if failed:
         return merge_errors(failed, num_ranks=len(ballots))
+    if len({ballot.asked for ballot in ballots}) > 1:
+        return RankFailedError(
+            "the drivers of the ranks want to refit in different ways; give all the same RefitConfig"
+        )
     if ballots[0].phase in ("prepared", "written") and len({ballot.claim for ballot in ballots}) > 1:
         return InvalidSourceError(
             ["source: the ranks were given different names, shapes or dtypes; pass every rank the same state dict"],

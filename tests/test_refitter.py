@@ -614,3 +614,18 @@ def test_what_no_rank_holds_is_ignored_and_the_rest_is_counted_once():
         rank_report(num_tensors=2, ignored=("x", "b")), rank_report(num_tensors=1, ignored=("a", "c", "x"))
     )
     assert (report.num_tensors, report.ignored) == (3, ("x",))
+
+
+def test_nobody_waits_for_an_engine_that_does_not_go_on_after_a_refit_that_wrote_nothing(model, monkeypatch):
+    refitter = Refitter(model)
+    model.flush_fails = True
+
+    async def resume(engine):
+        raise RuntimeError("the scheduler is gone")
+
+    monkeypatch.setattr(FakeEngine, "resume", resume)
+    with pytest.raises(RuntimeError, match="the scheduler is gone"):
+        refitter.refit(make_policy(model, seed=1))
+    assert "version 0 is in place, but the engine did not go on (RuntimeError: the scheduler is gone)" in model.blocked
+    assert not refitter.is_dirty
+    monkeypatch.undo()

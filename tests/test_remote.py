@@ -21,7 +21,7 @@ from fp8refit.errors import (
     StagingMemoryError,
     UnsupportedEngineError,
 )
-from fp8refit.remote import GRACE_S
+from fp8refit.remote import GRACE_S, NUM_VOTES_OF_PREPARE
 from fp8refit.slots import Refusal, ScaleFormat
 from fp8refit.transport.memory import Importer
 from tests.fake_ranks import (
@@ -166,7 +166,7 @@ def test_a_step_is_told_to_every_rank_once(remote, cluster, tmp_path):
 def test_a_driver_waits_longer_than_the_ranks_for_each_other(cluster):
     remote = Remote(cluster, timeout_s=7.0)
     remote.refitter.refit(cluster.make_policy(1))
-    assert set(remote.channel.timeouts_s) == {7.0 + GRACE_S}
+    assert set(remote.channel.timeouts_s) == {7.0 + GRACE_S, NUM_VOTES_OF_PREPARE * 7.0 + GRACE_S}
 
 
 def test_the_layout_is_that_of_all_ranks():

@@ -37,9 +37,9 @@ def loads_plugin(name: str) -> bool:
     return is_installed and (allowed is None or name in allowed)
 
 
-def engine_is_dead(llm: Any) -> bool:
-    """Whether an AsyncLLM lost its engine core."""
-    return bool(llm.errored)
+def says_dead(error: Exception) -> bool:
+    """Whether vLLM raised `error` because its engine core is gone."""
+    return type(error).__name__ == "EngineDeadError"
 
 
 def engine_process_group(num_ranks: int) -> ProcessGroup | None:

@@ -7,8 +7,9 @@ from fp8refit.config import RefitConfig
 from fp8refit.engine import LocalRanks, Ranks
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote import RemoteRanks
+from fp8refit_vllm.async_driver import AsyncDriver
 from fp8refit_vllm.compat import is_async_client, loads_plugin
-from fp8refit_vllm.driver import AsyncDriver, SyncDriver
+from fp8refit_vllm.driver import SyncDriver
 from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD, WorkerExtension, make_rank
 
 PLUGIN = "fp8refit"

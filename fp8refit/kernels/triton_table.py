@@ -6,6 +6,7 @@ has no known alignment, and loads through it would be scalar: tasks whose addres
 form kinds of their own, for which the kernel is told so.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -135,8 +136,11 @@ class TritonTable:
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self._launch_all(check=check, write=write)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph
 
     def _launch_all(self, *, check: bool, write: bool) -> None:

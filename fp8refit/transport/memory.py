@@ -387,13 +387,17 @@ def _gpu_memory(num_bytes: int, device: torch.device, driver: Driver) -> tuple[S
             f"{device} has no room for a bucket of {num_bytes >> 20} MiB through which tensors go to other processes; "
             "free memory (torch.cuda.empty_cache() gives back what torch holds) or take a smaller bucket_bytes"
         ) from error
-    segment = _share(driver, (uuid, address, driver.buffer_id(address)), num_bytes, Process.current())
-    if segment is None:
+    try:
+        segment = _share(driver, (uuid, address, driver.buffer_id(address)), num_bytes, Process.current())
+        if segment is None:
+            raise TransportError(
+                f"{device} does not share memory between processes (CUDA IPC); keep the tensors on the CPU"
+            )
+        memory = driver.tensor_at(address, num_bytes, device)
+    except BaseException:
         driver.device_free(address, device)
-        raise TransportError(
-            f"{device} does not share memory between processes (CUDA IPC); keep the tensors on the CPU"
-        )
-    return segment, driver.tensor_at(address, num_bytes, device), lambda: driver.device_free(address, device)
+        raise
+    return segment, memory, lambda: driver.device_free(address, device)
 
 
 def _ipc_handle(segment: Segment) -> bytes:

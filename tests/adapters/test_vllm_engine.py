@@ -1,13 +1,21 @@
 """Which clients of vLLM's an adapter takes, and how it pauses one. Real engines: `tests/vllm/`."""
 
 import asyncio
+import weakref
 from types import SimpleNamespace
 
 import pytest
 from fp8refit_vllm import VllmEngine
-from fp8refit_vllm.driver import AsyncDriver
+from fp8refit_vllm.async_driver import AsyncDriver
 
-from fp8refit import EngineBusyError, EngineDirtyError, RefitConfig, UnsupportedEngineError
+from fp8refit import (
+    CacheFlushError,
+    EngineBusyError,
+    EngineDirtyError,
+    EngineLostError,
+    RefitConfig,
+    UnsupportedEngineError,
+)
 
 
 def make_config(**parallel):
@@ -35,31 +43,75 @@ def test_an_engine_without_its_client_is_refused():
         VllmEngine(SimpleNamespace(vllm_config=make_config()))
 
 
-class BusyAsyncLLM:
-    """An AsyncLLM that never gets done with what it runs."""
+class QuietAsyncLLM:
+    """An AsyncLLM that runs nothing. Its input is processed while `may_process` is set."""
 
-    vllm_config = None
+    vllm_config = SimpleNamespace(kv_transfer_config=None, model_config=SimpleNamespace(is_multimodal_model=False))
 
     def __init__(self):
-        self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 1, request_states={})
+        self.output_processor = OutputProcessor()
         self.errored = False
         self.is_running = True
+        self.may_process = asyncio.Event()
+        self.may_process.set()
 
     async def is_paused(self):
         return not self.is_running
 
-    async def pause_generation(self, *, mode):
+    async def pause_generation(self, *, mode, clear_cache):
         self.is_running = False
-        await asyncio.Event().wait()
 
     async def resume_generation(self):
         self.is_running = True
+
+    async def wake_up(self, tags=None):
+        self.is_running = True
+
+    async def reset_prefix_cache(self, reset_running_requests, reset_connector):
+        return True
 
     async def abort(self, requests, *, internal):
         return None
 
     async def add_request(self):
+        await self.may_process.wait()
+        self.output_processor.add_request("request")
         return "admitted"
+
+
+class OutputProcessor:
+    """What knows of every request that the core has."""
+
+    def __init__(self):
+        self.request_states = {}
+
+    def get_num_unfinished_requests(self):
+        return len(self.request_states)
+
+    def add_request(self, request):
+        self.request_states[request] = None
+
+
+class BusyAsyncLLM(QuietAsyncLLM):
+    """An AsyncLLM that never gets done with what it runs."""
+
+    async def pause_generation(self, *, mode, clear_cache):
+        self.is_running = False
+        await asyncio.Event().wait()
+
+
+class StuckAsyncLLM(QuietAsyncLLM):
+    """An AsyncLLM whose engine core answers nobody any more."""
+
+    async def reset_prefix_cache(self, reset_running_requests, reset_connector):
+        await asyncio.Event().wait()
+
+
+class HeldAsyncLLM(QuietAsyncLLM):
+    """An AsyncLLM that keeps its caches, and says so by raising."""
+
+    async def reset_prefix_cache(self, reset_running_requests, reset_connector):
+        raise Exception("Failed to reset KV cache")
 
 
 def test_a_pause_that_is_cancelled_lets_requests_in_again():
@@ -89,3 +141,89 @@ def test_a_pause_that_takes_too_long_leaves_a_dirty_engine_refusing():
             await asyncio.wait_for(llm.add_request(), 10)
 
     asyncio.run(steps())
+
+
+def test_whoever_resumes_generation_during_a_refit_resumes_it_afterwards():
+    async def steps():
+        llm = QuietAsyncLLM()
+        driver = AsyncDriver(llm, "method")
+        await driver.pause(RefitConfig(in_flight="keep"))
+        await llm.resume_generation()
+        waking = asyncio.create_task(llm.wake_up())
+        await asyncio.sleep(0)
+        assert not llm.is_running
+        await driver.resume()
+        await asyncio.wait_for(waking, 10)
+        assert llm.is_running
+        assert not {"resume_generation", "wake_up", "add_request"} & vars(llm).keys()
+
+    asyncio.run(steps())
+
+
+def test_a_scheduler_that_was_paused_stays_paused_unless_somebody_resumes_it():
+    async def steps(resumes):
+        llm = QuietAsyncLLM()
+        driver = AsyncDriver(llm, "method")
+        await llm.pause_generation(mode="keep", clear_cache=False)
+        await driver.pause(RefitConfig())
+        await driver.refuse("half written")
+        if resumes:
+            await llm.resume_generation()
+        assert not llm.is_running
+        await driver.pause(RefitConfig())
+        await driver.resume()
+        return llm.is_running
+
+    assert asyncio.run(steps(resumes=True))
+    assert not asyncio.run(steps(resumes=False))
+
+
+def test_a_request_whose_input_is_processed_when_the_refit_fails_reaches_nobody():
+    async def steps():
+        llm = QuietAsyncLLM()
+        driver = AsyncDriver(llm, "method")
+        llm.may_process.clear()
+        late = asyncio.create_task(llm.add_request())
+        await asyncio.sleep(0)
+        await driver.pause(RefitConfig())
+        await driver.refuse("half written")
+        llm.may_process.set()
+        with pytest.raises(EngineDirtyError, match="half written"):
+            await asyncio.wait_for(late, 10)
+        assert llm.output_processor.request_states == {}
+        await driver.pause(RefitConfig())
+        await driver.resume()
+        assert await asyncio.wait_for(llm.add_request(), 10) == "admitted"
+        assert list(llm.output_processor.request_states) == ["request"]
+
+    asyncio.run(steps())
+
+
+def test_a_core_that_does_not_answer_is_lost_in_time():
+    async def steps():
+        llm = StuckAsyncLLM()
+        driver = AsyncDriver(llm, "method")
+        await driver.pause(RefitConfig(timeout_s=0.01))
+        with pytest.raises(EngineLostError, match="raise timeout_s"):
+            await asyncio.wait_for(driver.flush_caches(), 10)
+
+    asyncio.run(steps())
+
+
+def test_caches_that_stay_are_told_with_what_to_do():
+    async def steps():
+        llm = HeldAsyncLLM()
+        with pytest.raises(CacheFlushError, match=r"nothing was written.*streaming sessions.*Failed to reset KV cache"):
+            await AsyncDriver(llm, "method").flush_caches()
+
+    asyncio.run(steps())
+
+
+def test_an_async_engine_is_not_kept_alive():
+    llm = QuietAsyncLLM()
+    driver = AsyncDriver(llm, "method")
+    alive = weakref.ref(llm)
+    del llm
+    assert alive() is None
+    with pytest.raises(EngineLostError, match="is gone"):
+        asyncio.run(driver.pause(RefitConfig()))

@@ -1,0 +1,143 @@
+"""The driver's side of vLLM's `AsyncLLM`: the control plane of `fp8refit.engine.Engine`, and the channel to its workers."""
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+from fp8refit.config import RefitConfig
+from fp8refit.errors import CacheFlushError, EngineBusyError, EngineLostError, RankFailedError, RefitError
+from fp8refit_vllm.driver import KEPT, channel_lost, error_of
+from fp8refit_vllm.gate import Gate
+
+T = TypeVar("T")
+
+
+class AsyncDriver:
+    """A `vllm.v1.engine.async_llm.AsyncLLM`, which it does not keep alive.
+
+    Args:
+        llm: The AsyncLLM.
+        method: Name of the worker's method that `call` calls.
+    """
+
+    is_asynchronous = True
+    worker = None
+
+    def __init__(self, llm: Any, method: str) -> None:
+        self._ref = weakref.ref(llm)
+        self._method = method
+        self._gate: Gate | None = None
+        self._was_paused = False
+        self._timeout_s = RefitConfig().timeout_s
+        self.config = llm.vllm_config
+
+    @property
+    def _llm(self) -> Any:
+        llm = self._ref()
+        if llm is None:
+            raise EngineLostError("the AsyncLLM is gone; make another one, and a Refitter of it")
+        return llm
+
+    async def check_ready(self) -> None:
+        """See `fp8refit.engine.Engine`: `pause` is for running requests, and the ranks know whether their weights sleep."""
+
+    async def pause(self, config: RefitConfig) -> int:
+        """See `fp8refit.engine.Engine`. New requests wait at a gate of ours, and so are refused if the refit fails."""
+        self._timeout_s = config.timeout_s
+        is_paused = await self._ask(self._llm.is_paused())
+        # If an earlier refit failed, the scheduler is still paused by it; only what was asked for since then counts.
+        self._was_paused = is_paused and (self._gate is None or self._was_paused)
+        refused_because = self._gate.reason if self._gate is not None else None
+        num_unfinished = self._num_unfinished
+        self._close_gate()
+        try:
+            await asyncio.wait_for(
+                self._llm.pause_generation(mode=config.in_flight, clear_cache=False), config.timeout_s
+            )
+        except BaseException as error:
+            # Also when the caller is cancelled: nothing may wait at a gate that nobody opens.
+            if refused_because is not None:
+                self._close_gate().refuse(refused_because)
+            else:
+                await self.resume()
+            if isinstance(error, TimeoutError):
+                raise EngineBusyError(
+                    f"{num_unfinished} request(s) did not finish within {config.timeout_s:g} s; they go on. Refit later, wait "
+                    'longer (timeout_s), or choose in_flight="abort" or "keep"'
+                ) from None
+            if isinstance(error, Exception):
+                raise error_of(error) from error
+            raise
+        return self._num_unfinished if config.in_flight == "wait" else num_unfinished
+
+    async def resume(self) -> None:
+        """See `fp8refit.engine.Engine`. A scheduler that was paused before the refit stays paused."""
+        if self._gate is None:
+            return
+        if not self._was_paused:
+            await self._ask(type(self._llm).resume_generation(self._llm))
+        gate, self._gate = self._gate, None
+        gate.open()
+
+    async def refuse(self, reason: str) -> None:
+        """See `fp8refit.engine.Engine`. The scheduler stays paused: what it might still hold may not run."""
+        self._close_gate().refuse(reason)
+        if not self._llm.errored:
+            with contextlib.suppress(RefitError):
+                await self._ask(self._llm.abort(list(self._llm.output_processor.request_states), internal=True))
+
+    async def flush_caches(self) -> None:
+        """See `fp8refit.engine.Engine`. The KV of requests that are kept is computed anew."""
+        try:
+            is_empty = await self._ask(self._llm.reset_prefix_cache(True, self.config.kv_transfer_config is not None))
+        except RankFailedError as error:
+            raise CacheFlushError(f"{KEPT} ({error})") from error
+        if not is_empty:
+            raise CacheFlushError(KEPT)
+        if self.config.model_config.is_multimodal_model:
+            await self._ask(self._llm.reset_mm_cache())
+            await self._ask(self._llm.reset_encoder_cache())
+
+    async def publish_version(self, version: int) -> None:
+        """See `fp8refit.engine.Engine`."""
+        if hasattr(self._llm, "update_weight_version"):
+            await self._ask(self._llm.update_weight_version(str(version)))
+
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        """See `fp8refit.remote.Channel`."""
+        try:
+            answers: Sequence[str] = await self._ask(
+                self._llm.collective_rpc(self._method, timeout_s, (message,)), timeout_s
+            )
+        except RankFailedError as error:
+            raise channel_lost(error) from error
+        return answers
+
+    @property
+    def _num_unfinished(self) -> int:
+        return int(self._llm.output_processor.get_num_unfinished_requests())
+
+    async def _ask(self, call: Awaitable[T], timeout_s: float | None = None) -> T:
+        """Call vLLM. What its engine core takes too long for is not waited for.
+
+        Raises:
+            EngineLostError: The core is dead or stuck.
+            RankFailedError: It raised something.
+        """
+        try:
+            return await asyncio.wait_for(call, self._timeout_s if timeout_s is None else timeout_s)
+        except Exception as error:  # see `error_of`
+            if self._llm.errored:
+                raise EngineLostError(f"the engine core died ({error}); start the engine again") from error
+            raise error_of(error) from error
+
+    def _close_gate(self) -> Gate:
+        if self._gate is None:
+            self._gate = Gate(self._llm, self._do_not_stay_paused)
+        self._gate.close()
+        return self._gate
+
+    def _do_not_stay_paused(self) -> None:
+        self._was_paused = False
