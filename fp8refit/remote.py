@@ -24,7 +24,7 @@ from fp8refit.kernels import fits_scale_format
 from fp8refit.layout import EngineLayout
 from fp8refit.report import RankReport
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, dtype_name
-from fp8refit.sources import MappingSource, SafetensorsSource, Source
+from fp8refit.sources import MappingSource, SafetensorsSource, Source, check_can_be_read_twice
 from fp8refit.transport import messages
 from fp8refit.transport.memory import Bucket, Exporter, TensorRef
 from fp8refit.transport.messages import PROTOCOL, Reply, Request
@@ -341,13 +341,7 @@ def _look_for_bad_values(source: Source, config: RefitConfig) -> None:
         NonFiniteError: NaN or Inf.
         InvalidSourceError: The source can be read only once, or holds scales that fit no slot.
     """
-    if not source.is_repeatable:
-        raise InvalidSourceError(
-            [
-                'source: validate="strict" reads everything twice; pass a mapping, files, or a function that returns a fresh '
-                "iterator"
-            ]
-        )
+    check_can_be_read_twice(source)
     names = sorted(name for name, tensor in source if _has_bad_value(name, tensor, config))
     if names and all(name.endswith(SCALE_SUFFIX) for name in names):
         raise InvalidSourceError([scale_problem(name, ScaleFormat.FP32) for name in names])

@@ -79,6 +79,21 @@ def as_source(state_dict: StateDict, *, manifest: Manifest | None = None) -> Sou
     )
 
 
+def check_can_be_read_twice(source: Source) -> None:
+    """Hold that values can be looked for in `source` before they are written.
+
+    Raises:
+        InvalidSourceError: It can be read only once.
+    """
+    if not source.is_repeatable:
+        raise InvalidSourceError(
+            [
+                'source: validate="strict" reads everything twice; pass a mapping, files, or a function that returns a fresh '
+                "iterator"
+            ]
+        )
+
+
 class MappingSource:
     """Tensors that are all there."""
 

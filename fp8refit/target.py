@@ -30,7 +30,7 @@ from fp8refit.layout import EngineLayout
 from fp8refit.plan import RefitPlan
 from fp8refit.report import RankReport
 from fp8refit.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta, was_any_replaced
-from fp8refit.sources import MappingSource, PushedSource, Source
+from fp8refit.sources import MappingSource, PushedSource, Source, check_can_be_read_twice
 
 T = TypeVar("T")
 
@@ -346,13 +346,7 @@ class Target:
             NonFiniteError: NaN or Inf.
             InvalidSourceError: The source can be read only once.
         """
-        if not job.source.is_repeatable:
-            raise InvalidSourceError(
-                [
-                    'source: validate="strict" reads everything twice; pass a mapping, files, or a function that returns '
-                    "a fresh iterator"
-                ]
-            )
+        check_can_be_read_twice(job.source)
         bad: list[str] = []
         if job.resident is not None:
             job.resident.table.launch(check=True, write=False)

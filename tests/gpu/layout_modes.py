@@ -5,13 +5,13 @@ import asyncio
 import hashlib
 import json
 import os
-import statistics
 import time
 from pathlib import Path
 
 import policies
 import torch
 import vllm
+from measuring import PROMPTS, generate, measure_copy_gb_per_s
 from safetensors.torch import save_file
 from tiny_models import FP8_CONFIG
 from vllm import LLM, SamplingParams
@@ -24,10 +24,6 @@ START_S = time.perf_counter()
 NUM_REFITS = 50
 NUM_WARM_UP = 6
 """Refits and generations after which nothing is allocated for the first time."""
-PROMPTS = [[(31 * i + 7 * j) % 50000 + 100 for j in range(24 + 8 * i)] for i in range(4)]
-SAMPLING = SamplingParams(
-    max_tokens=24, temperature=0, logprobs=4, prompt_logprobs=0, detokenize=False, ignore_eos=True
-)
 SHORT = SamplingParams(max_tokens=4, temperature=0, detokenize=False, ignore_eos=True)
 DUMMY = {"load_format": "dummy", "hf_overrides": {"quantization_config": FP8_CONFIG}}
 
@@ -55,26 +51,6 @@ def settings(model: Path, **options) -> dict:
     }
 
 
-def generate(llm: LLM) -> dict:
-    """Greedy tokens and every log-probability, as exact hexadecimal floats."""
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SAMPLING, use_tqdm=False)
-    return {
-        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-        "logprobs": [
-            [{str(token): entry.logprob.hex() for token, entry in step.items()} for step in output.outputs[0].logprobs]
-            for output in outputs
-        ],
-        "prompt_logprobs": [
-            [
-                {str(token): entry.logprob.hex() for token, entry in step.items()}
-                for step in output.prompt_logprobs
-                if step
-            ]
-            for output in outputs
-        ],
-    }
-
-
 def observe(llm: LLM) -> dict:
     """What it says, and every rank's live bytes."""
     log("observe")
@@ -86,22 +62,6 @@ def observe(llm: LLM) -> dict:
         "graph_replays": [b - a for a, b in zip(before, after, strict=True)],
         "live": llm.collective_rpc("observe_live_bytes"),
     }
-
-
-def measure_copy_gb_per_s(device: int) -> float:
-    """The copy roofline: device-to-device bytes read and written, 4 GiB, median of 9."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device=f"cuda:{device}").random_(0, 255)
-    target = torch.empty_like(source)
-    times_ms = []
-    with torch.cuda.device(device):
-        for _ in range(9):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            target.copy_(source)
-            end.record()
-            end.synchronize()
-            times_ms.append(begin.elapsed_time(end))
-    return 2 * source.numel() / statistics.median(times_ms) / 1e6
 
 
 def timed_refit(refitter: Refitter, policy: dict) -> dict:

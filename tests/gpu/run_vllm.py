@@ -32,6 +32,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import policies
 import torch
 import vllm
+from measuring import PROMPTS, SAMPLING, generate, measure_copy_gb_per_s
 from safetensors.torch import save_file
 from tiny_models import FP8_CONFIG, make_model, save_model
 from vllm import LLM, SamplingParams
@@ -41,11 +42,6 @@ from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.kernels.reference import quantize_reference
 from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.layout import EngineLayout
-
-PROMPTS = [[(31 * i + 7 * j) % 50000 + 100 for j in range(24 + 8 * i)] for i in range(4)]
-SAMPLING = SamplingParams(
-    max_tokens=24, temperature=0, logprobs=4, prompt_logprobs=0, detokenize=False, ignore_eos=True
-)
 
 
 class GraphCounter:
@@ -72,26 +68,6 @@ def boot(model: Path, **options) -> LLM:
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
     }
     return LLM(**settings | options)
-
-
-def generate(llm: LLM) -> dict:
-    """Greedy tokens and every log-probability, as exact hexadecimal floats."""
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SAMPLING, use_tqdm=False)
-    return {
-        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-        "logprobs": [
-            [{str(token): entry.logprob.hex() for token, entry in step.items()} for step in output.outputs[0].logprobs]
-            for output in outputs
-        ],
-        "prompt_logprobs": [
-            [
-                {str(token): entry.logprob.hex() for token, entry in step.items()}
-                for step in output.prompt_logprobs
-                if step
-            ]
-            for output in outputs
-        ],
-    }
 
 
 def live_state(llm: LLM) -> dict[str, torch.Tensor]:
@@ -128,21 +104,6 @@ def count_wrong_slots(refitter: Refitter, policy: dict[str, torch.Tensor]) -> in
             same = torch.equal(source.view(torch.int16), slot.weight.view(torch.int16))
         wrong += not same
     return wrong
-
-
-def measure_copy_gb_per_s() -> float:
-    """The copy roofline: device-to-device bytes read and written, 4 GiB, median of 9."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_(0, 255)
-    target = torch.empty_like(source)
-    times_ms = []
-    for _ in range(9):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times_ms.append(begin.elapsed_time(end))
-    return 2 * source.numel() / statistics.median(times_ms) / 1e6
 
 
 class FirstLaunchClock:
@@ -243,7 +204,7 @@ def run_refit(shape: str, work: Path) -> dict:
         )
     result["num_bytes"] = report.bytes_read + report.bytes_written
     result["num_tensors"] = report.num_tensors
-    result["copy_gb_per_s"] = measure_copy_gb_per_s()
+    result["copy_gb_per_s"] = measure_copy_gb_per_s(torch.cuda.current_device())
     result["moved"] = [name for name, pointer in pointers(llm).items() if before[name] != pointer]
 
     refitter.refit(policies.fill_policy(sets[0], 1))
@@ -369,7 +330,7 @@ def run_baseline(shape: str, work: Path) -> dict:
         )
         if round_ % 4 == 0:
             # Its 8 GiB stay in torch's cache: a fill right after memory went back to the driver is 5 to 20 % slower.
-            copy_rates.append(measure_copy_gb_per_s())
+            copy_rates.append(measure_copy_gb_per_s(torch.cuda.current_device()))
         refitter.refit(sets[(round_ + 1) % 2])  # whatever the reload replaced is read again here
         torch.cuda.synchronize()
         report, first_launch_s, wall_s = clock.time(refitter, policy)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import PROMPTS, SAMPLING, _expected, _raw, make_policy, said
+from engines import PROMPTS, SAMPLING, _expected, _raw, make_policy, said, settings
+from subject import NOISE
 from torch import Tensor
 from vllm import LLM
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -20,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from fp8refit import testing
 from fp8refit.testing import run_checks
 from tests.broken_adapters import tensor_bytes
-from tests.tiny_models import FP8_CONFIG, save_model
+from tests.tiny_models import save_model
 
 
 class Looks:
@@ -134,13 +135,13 @@ class LlmSubject(Looks, testing.Subject):
 class AsyncLlmSubject(Looks, testing.AsyncSubject):
     """A `vllm.v1.engine.async_llm.AsyncLLM`. It waits for its requests, and so is never busy."""
 
-    def __init__(self, settings: dict, family: str, kernel: str) -> None:
+    def __init__(self, asked: dict, family: str, kernel: str) -> None:
         super().__init__()
         self.family, self.kernel = family, kernel
-        self.engine = self.run(self._boot(settings))
+        self.engine = self.run(self._boot(asked))
 
-    async def _boot(self, settings: dict) -> AsyncLLM:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
+    async def _boot(self, asked: dict) -> AsyncLLM:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**asked))
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         return self.run(self.engine.collective_rpc(method, args=arguments))
@@ -173,18 +174,9 @@ def run_conformance(kind: str, family: str, kernel: str, work: str) -> list[dict
     os.environ["FP8REFIT_TEST_KERNEL"] = kernel  # `cpu_plugin.py` reads it in every process of the engine
     model = Path(work) / f"{family}-{kind}"
     save_model(family, 1, model)
-    settings = {
-        "model": str(model),
-        "dtype": "bfloat16",
-        "enforce_eager": True,
-        "max_model_len": 512,
-        "max_num_seqs": 4,
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "hf_overrides": {"quantization_config": FP8_CONFIG},
-    }
+    asked = settings(model) | NOISE
     is_async = kind == "AsyncLLM"
-    subject = AsyncLlmSubject(settings, family, kernel) if is_async else LlmSubject(LLM(**settings), family, kernel)
+    subject = AsyncLlmSubject(asked, family, kernel) if is_async else LlmSubject(LLM(**asked), family, kernel)
     results = [{"name": r.name, "outcome": r.outcome, "message": r.message} for r in run_checks(subject)]
     subject.shutdown()
     return results

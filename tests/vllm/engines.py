@@ -21,11 +21,9 @@ PROMPTS = [[(31 * i + 7 * j) % 256 for j in range(length)] for i, length in enum
 SAMPLING = SamplingParams(max_tokens=12, temperature=0, logprobs=4, detokenize=False, ignore_eos=True)
 
 
-@contextmanager
-def booted(model: Path, kernel: str, **options) -> Iterator[LLM]:
-    """An engine whose block-FP8 layers use `kernel`; one lives at a time."""
-    cpu_kernel.register(kernel)
-    settings = {
+def settings(model: Path) -> dict:
+    """What all tiny engines are booted with."""
+    return {
         "model": str(model),
         "dtype": "bfloat16",
         "enforce_eager": True,
@@ -33,7 +31,13 @@ def booted(model: Path, kernel: str, **options) -> Iterator[LLM]:
         "max_num_seqs": 4,
         "skip_tokenizer_init": True,
     }
-    llm = LLM(**settings | options)
+
+
+@contextmanager
+def booted(model: Path, kernel: str, **options) -> Iterator[LLM]:
+    """An engine whose block-FP8 layers use `kernel`; one lives at a time."""
+    cpu_kernel.register(kernel)
+    llm = LLM(**settings(model) | options)
     yield llm
     # Now, not when it is collected: that would take the process groups from under the engine booted next.
     llm.llm_engine.engine_core.shutdown()

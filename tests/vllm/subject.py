@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engines import PROMPTS, SAMPLING, refused, said
+from engines import PROMPTS, SAMPLING, refused, said, settings
 from vllm import LLM
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -160,24 +160,16 @@ class AsyncSubject(Subject):
 def booted_as(layout: str, model: Path, kernel: str, **options: Any) -> Iterator[Subject]:
     """An engine in one of `LAYOUTS`, whose block-FP8 layers use `kernel` on every rank."""
     os.environ["FP8REFIT_TEST_KERNEL"] = kernel  # `cpu_plugin.py` reads it in every process of the engine
-    settings = {
-        "model": str(model),
-        "dtype": "bfloat16",
-        "enforce_eager": True,
-        "max_model_len": 512,
-        "max_num_seqs": 4,
-        "skip_tokenizer_init": True,
-    }
-    settings |= LAYOUTS[layout] | options
-    num_ranks = settings.get("tensor_parallel_size", 1)
+    asked = settings(model) | LAYOUTS[layout] | options
+    num_ranks = asked.get("tensor_parallel_size", 1)
     if layout != "asynchronous":
-        subject = Subject(LLM(**settings), num_ranks)
+        subject = Subject(LLM(**asked), num_ranks)
     else:
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
 
         async def boot() -> AsyncLLM:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**asked))
 
         subject = AsyncSubject(loop.run_until_complete(boot()), num_ranks, loop)
     yield subject
