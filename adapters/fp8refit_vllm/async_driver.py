@@ -6,10 +6,11 @@ import weakref
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
+from fp8refit.admission import still_running
 from fp8refit.config import RefitConfig
-from fp8refit.errors import CacheFlushError, EngineBusyError, EngineLostError, RankFailedError, RefitError
-from fp8refit_vllm.driver import KEPT, channel_lost, error_of
-from fp8refit_vllm.gate import Gate
+from fp8refit.errors import EngineLostError, RankFailedError, RefitError
+from fp8refit_vllm.driver import channel_lost, error_of, kept
+from fp8refit_vllm.gate import LlmGate
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ class AsyncDriver:
     def __init__(self, llm: Any, method: str) -> None:
         self._ref = weakref.ref(llm)
         self._method = method
-        self._gate: Gate | None = None
+        self._gate: LlmGate | None = None
         self._was_paused = False
         self._timeout_s = RefitConfig().timeout_s
         self.config = llm.vllm_config
@@ -63,10 +64,7 @@ class AsyncDriver:
             else:
                 await self.resume()
             if isinstance(error, TimeoutError):
-                raise EngineBusyError(
-                    f"{num_unfinished} request(s) did not finish within {config.timeout_s:g} s; they go on. Refit later, wait "
-                    'longer (timeout_s), or choose in_flight="abort" or "keep"'
-                ) from None
+                raise still_running(num_unfinished, config.timeout_s) from None
             if isinstance(error, Exception):
                 raise error_of(error) from error
             raise
@@ -93,9 +91,9 @@ class AsyncDriver:
         try:
             is_empty = await self._ask(self._llm.reset_prefix_cache(True, self.config.kv_transfer_config is not None))
         except RankFailedError as error:
-            raise CacheFlushError(f"{KEPT} ({error})") from error
+            raise kept(str(error)) from error
         if not is_empty:
-            raise CacheFlushError(KEPT)
+            raise kept()
         if self.config.model_config.is_multimodal_model:
             await self._ask(self._llm.reset_mm_cache())
             await self._ask(self._llm.reset_encoder_cache())
@@ -133,9 +131,9 @@ class AsyncDriver:
                 raise EngineLostError(f"the engine core died ({error}); start the engine again") from error
             raise error_of(error) from error
 
-    def _close_gate(self) -> Gate:
+    def _close_gate(self) -> LlmGate:
         if self._gate is None:
-            self._gate = Gate(self._llm, self._do_not_stay_paused)
+            self._gate = LlmGate(self._llm, self._do_not_stay_paused)
         self._gate.close()
         return self._gate
 

@@ -3,29 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from fp8refit.admission import cache_kept, refusal, unfinished
 from fp8refit.config import RefitConfig
-from fp8refit.errors import (
-    CacheFlushError,
-    EngineAsleepError,
-    EngineBusyError,
-    EngineDirtyError,
-    EngineLostError,
-    RankFailedError,
-    RefitError,
-)
+from fp8refit.errors import CacheFlushError, EngineAsleepError, EngineLostError, RankFailedError, RefitError
 from fp8refit_vllm.compat import call_in_time, in_process_executor, says_dead
 
 T = TypeVar("T")
 
-KEPT = (
-    "vLLM kept its prefix cache because blocks of it are still held; nothing was written, and the old policy is served. Finish "
-    "or abort what holds them (streaming sessions, transfers of KV), then refit again"
-)
 
-
-def refusal(reason: str) -> EngineDirtyError:
-    """What a request that is not admitted is told."""
-    return EngineDirtyError(f"this engine refuses requests: {reason}")
+def kept(said: str = "") -> CacheFlushError:
+    """What it means that vLLM did not reset its prefix cache."""
+    return cache_kept("vLLM kept its prefix cache", "streaming sessions, transfers of KV", said=said)
 
 
 def error_of(error: Exception) -> RefitError:
@@ -64,10 +52,7 @@ class SyncDriver:
     async def check_ready(self) -> None:
         """See `fp8refit.engine.Engine`."""
         if self._engine.has_unfinished_requests():
-            raise EngineBusyError(
-                "the engine has unfinished requests; a synchronous LLM cannot drain them without taking their outputs: "
-                "finish or abort them, then refit"
-            )
+            raise unfinished("LLM")
         if "weights" in getattr(self._executor, "sleeping_tags", ()):
             raise EngineAsleepError('the weights sleep; call llm.wake_up(tags=["weights"]) before refit')
 
@@ -93,7 +78,7 @@ class SyncDriver:
         """See `fp8refit.engine.Engine`."""
         has_connector = self.config.kv_transfer_config is not None
         if not self._ask(lambda: self._engine.reset_prefix_cache(False, has_connector)):
-            raise CacheFlushError(KEPT)
+            raise kept()
         if self.config.model_config.is_multimodal_model:
             self._ask(self._engine.reset_mm_cache)
             self._ask(self._engine.reset_encoder_cache)

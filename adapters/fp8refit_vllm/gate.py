@@ -1,13 +1,12 @@
 """Where requests to one AsyncLLM wait for the end of a refit, or are refused."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from fp8refit_vllm.driver import refusal
+from fp8refit.admission import Gate
 
 
-class Gate:
+class LlmGate(Gate):
     """Stands in the place of an AsyncLLM's entries, until it is opened.
 
     While it is closed requests wait, and whoever would let the scheduler go on is told that it will, once the refit is over.
@@ -20,56 +19,49 @@ class Gate:
     _ENTRIES = ("generate", "encode", "add_request", "resume_generation", "wake_up")
 
     def __init__(self, llm: Any, on_resume: Callable[[], None]) -> None:
+        super().__init__()
         self._llm = llm
         self._on_resume = on_resume
-        self._may_decide = asyncio.Event()
-        self.reason: str | None = None
         for name in self._ENTRIES:
             llm.__dict__[name] = getattr(self, name)
 
     def close(self) -> None:
-        """Let requests wait."""
-        self._decide(None, may_decide=False)
+        """See `Gate`."""
+        super().close()
+        self._llm.output_processor.__dict__.pop("add_request", None)
 
     def refuse(self, reason: str) -> None:
-        """Refuse those that wait, every one that comes, and those that were being taken in when the gate was closed."""
-        self._decide(reason, may_decide=True)
+        """See `Gate`. Those that were being taken in when the gate was closed are refused too."""
+        super().refuse(reason)
 
         def refuse_late(*_: Any, **__: Any) -> None:
-            raise refusal(reason)
+            raise self.refuse_with(reason)
 
         # Every request, and every part of one, passes here after its input was processed and before the core has it.
         self._llm.output_processor.__dict__["add_request"] = refuse_late
 
     def open(self) -> None:
-        """Admit those that wait, and give the engine its own entries back."""
-        self._decide(None, may_decide=True)
+        """See `Gate`. The engine gets its own entries back."""
+        super().open()
+        self._llm.output_processor.__dict__.pop("add_request", None)
         for name in self._ENTRIES:
             self._llm.__dict__.pop(name, None)
 
-    def _decide(self, reason: str | None, *, may_decide: bool) -> None:
-        self._llm.output_processor.__dict__.pop("add_request", None)
-        self.reason = reason
-        if may_decide:
-            self._may_decide.set()
-        else:
-            self._may_decide.clear()
-
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """In the place of the engine's own."""
-        await self._pass()
+        await self.pass_through()
         async for output in type(self._llm).generate(self._llm, *args, **kwargs):
             yield output
 
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """In the place of the engine's own."""
-        await self._pass()
+        await self.pass_through()
         async for output in type(self._llm).encode(self._llm, *args, **kwargs):
             yield output
 
     async def add_request(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the engine's own."""
-        await self._pass()
+        await self.pass_through()
         return await type(self._llm).add_request(self._llm, *args, **kwargs)
 
     async def resume_generation(self) -> None:
@@ -78,10 +70,5 @@ class Gate:
 
     async def wake_up(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the engine's own, which also lets the scheduler go on: waits for a refit that is under way."""
-        await self._may_decide.wait()
+        await self.until_decided()
         return await type(self._llm).wake_up(self._llm, *args, **kwargs)
-
-    async def _pass(self) -> None:
-        await self._may_decide.wait()
-        if self.reason is not None:
-            raise refusal(self.reason)

@@ -1,0 +1,116 @@
+"""The control plane of an SGLang engine in the process that takes its requests."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from fp8refit.admission import refusal, still_running
+from fp8refit.config import RefitConfig
+from fp8refit_sglang.compat import Tokenizer
+from fp8refit_sglang.gate import TokenizerGate
+
+_POLL_S = 0.005
+
+
+class TokenizerControls:
+    """Implements `fp8refit_sglang.driver.Controls` in the event loop that drives the engine.
+
+    Args:
+        manager: The engine's tokenizer manager.
+        loop: The event loop that drives the engine, until the manager has chosen one.
+        refuse_with: Gives the error for a reason to refuse requests.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        loop: asyncio.AbstractEventLoop | None = None,
+        refuse_with: Callable[[str], Exception] = refusal,
+    ) -> None:
+        self._tokenizer = Tokenizer(manager)
+        self._first_loop = loop
+        self._refuse_with = refuse_with
+        self._gate: TokenizerGate | None = None
+        self._was_paused = False
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """See `fp8refit_sglang.driver.Controls`."""
+        return self._tokenizer.loop or self._first_loop
+
+    @property
+    def num_ranks(self) -> int:
+        """See `fp8refit_sglang.driver.Controls`."""
+        return self._tokenizer.num_ranks
+
+    @property
+    def num_unfinished(self) -> int:
+        """See `fp8refit_sglang.driver.Controls`."""
+        return self._tokenizer.num_unfinished
+
+    async def pause(self, config: RefitConfig, *, may_wait: bool) -> int:
+        """See `fp8refit_sglang.driver.Controls`. New requests wait at a gate of ours, and so are refused if the refit fails."""
+        # If an earlier refit failed, generation is still paused by it; only what was asked for since then counts.
+        if self._gate is None:
+            self._was_paused = self._tokenizer.is_paused
+        refused_because = self._gate.reason if self._gate is not None else None
+        num_unfinished = self._tokenizer.num_unfinished
+        gate = self._close_gate()
+        if not may_wait:
+            gate.refuse("a refit is under way")
+        try:
+            async with asyncio.timeout(config.timeout_s):
+                await self._stop(config)
+        except BaseException as error:
+            # Also when the caller is cancelled: nothing may wait at a gate that nobody opens.
+            if refused_because is not None:
+                gate.refuse(refused_because)
+            else:
+                self._open_gate()
+            if isinstance(error, TimeoutError):
+                raise still_running(num_unfinished, config.timeout_s) from None
+            raise
+        return self._tokenizer.num_unfinished if config.in_flight == "wait" else num_unfinished
+
+    async def _stop(self, config: RefitConfig) -> None:
+        while config.in_flight != "keep" and not await self._tokenizer.is_drained():
+            if config.in_flight == "abort":
+                self._tokenizer.abort_all()
+            await asyncio.sleep(_POLL_S)
+        await self._tokenizer.pause()
+
+    async def resume(self) -> None:
+        """See `fp8refit_sglang.driver.Controls`. Generation that was paused before the refit stays paused."""
+        if self._gate is None:
+            return
+        if not self._was_paused:
+            await self._tokenizer.go_on()
+        self._open_gate()
+
+    async def refuse(self, reason: str) -> None:
+        """See `fp8refit_sglang.driver.Controls`. The schedulers stay paused: what they might still hold may not run."""
+        self._close_gate().refuse(reason)
+        self._tokenizer.abort_all()
+        await self._tokenizer.wake_those_that_wait()
+
+    async def publish_version(self, version: int) -> None:
+        """See `fp8refit_sglang.driver.Controls`."""
+        await self._tokenizer.set_version(str(version))
+
+    async def ring(self, address: str) -> tuple[bool, str]:
+        """See `fp8refit_sglang.driver.Controls`."""
+        return await self._tokenizer.ring(address)
+
+    def _close_gate(self) -> TokenizerGate:
+        if self._gate is None:
+            self._gate = TokenizerGate(self._tokenizer.manager, self._decide, self._refuse_with)
+        self._gate.close()
+        return self._gate
+
+    def _open_gate(self) -> None:
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.open()
+
+    def _decide(self, is_paused: bool) -> None:
+        self._was_paused = is_paused

@@ -1,0 +1,143 @@
+"""The driver's side of an SGLang engine, be it in this process or behind a server."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from fp8refit.admission import cache_kept, unfinished
+from fp8refit.config import RefitConfig
+from fp8refit.errors import EngineAsleepError, EngineBusyError, EngineLostError, UnsupportedEngineError
+from fp8refit.transport.loopback import Switchboard
+from fp8refit_sglang.worker import ASLEEP, CHECK_READY, FLUSH, IN_SESSION, KEPT
+
+T = TypeVar("T")
+
+NOT_LOADED = (
+    "SGLang does not load fp8refit's plugin in the processes of this engine: install fp8refit where they run (a path alone has "
+    "no entry points), and leave it in SGLANG_PLUGINS"
+)
+POLL_S = 0.005
+_SETTLING_S = 1.0
+"""How long a scheduler may take to notice that its last request has finished."""
+
+
+class Controls(Protocol):
+    """What keeps requests from one engine, in this process or in a server's."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop in which these methods are awaited, unless one runs in this thread."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the engine has."""
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many requests wait or run that only this process can drive."""
+        ...
+
+    async def pause(self, config: RefitConfig, *, may_wait: bool) -> int:
+        """See `fp8refit.engine.Engine`.
+
+        Args:
+            config: How to refit.
+            may_wait: Whether new requests can wait for the end of the refit; else they are refused meanwhile.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """See `fp8refit.engine.Engine`."""
+        ...
+
+    async def refuse(self, reason: str) -> None:
+        """See `fp8refit.engine.Engine`."""
+        ...
+
+    async def publish_version(self, version: int) -> None:
+        """See `fp8refit.engine.Engine`."""
+        ...
+
+    async def ring(self, address: str) -> tuple[bool, str]:
+        """Have every rank answer at `address`; whether rank 0 did, and what SGLang said."""
+        ...
+
+
+class Driver:
+    """The control plane of `fp8refit.engine.Engine`, and `fp8refit.remote.Channel`, over an engine's controls.
+
+    Args:
+        controls: The engine's.
+    """
+
+    def __init__(self, controls: Controls) -> None:
+        self._controls = controls
+        self._switchboard = Switchboard(controls.num_ranks)
+        self._timeout_s = RefitConfig().timeout_s
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether an event loop runs in this thread, or drives the engine in another."""
+        loop = self._controls.loop
+        return _is_in_loop() or (loop is not None and loop.is_running())
+
+    async def check_ready(self) -> None:
+        """See `fp8refit.engine.Engine`."""
+        if not self.is_asynchronous and self._controls.num_unfinished:
+            raise unfinished("SGLang engine")
+        answers = await self.call(CHECK_READY, timeout_s=self._timeout_s)
+        if ASLEEP in answers:
+            raise EngineAsleepError('the weights sleep; call resume_memory_occupation(tags=["weights"]) before refit')
+        if IN_SESSION in answers:
+            raise EngineBusyError("an update of weights by SGLang itself is under way; end_weight_update(), then refit")
+
+    async def pause(self, config: RefitConfig) -> int:
+        """See `fp8refit.engine.Engine`."""
+        self._timeout_s = config.timeout_s
+        return await self._drive(self._controls.pause(config, may_wait=self.is_asynchronous))
+
+    async def resume(self) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._drive(self._controls.resume())
+
+    async def refuse(self, reason: str) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._drive(self._controls.refuse(reason))
+
+    async def flush_caches(self) -> None:
+        """See `fp8refit.engine.Engine`. The KV of requests that are kept is computed anew."""
+        for _ in range(round(_SETTLING_S / POLL_S)):
+            if KEPT not in await self.call(FLUSH, timeout_s=self._timeout_s):
+                return
+            await self._drive(asyncio.sleep(POLL_S))
+        raise cache_kept("SGLang kept its radix cache", "requests that still run, transfers of KV")
+
+    async def publish_version(self, version: int) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._drive(self._controls.publish_version(version))
+
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        """See `fp8refit.remote.Channel`."""
+        return await self._drive(self._switchboard.ask(message, self._ring, timeout_s=timeout_s))
+
+    async def _ring(self, address: str) -> None:
+        success, said = await self._controls.ring(address)
+        if success:
+            return
+        if not self._switchboard.has_been_called:
+            raise UnsupportedEngineError(f"{NOT_LOADED} (SGLang says: {said})")
+        raise EngineLostError(f"a rank could not answer ({said}); start the engine again")
+
+    async def _drive(self, steps: Coroutine[Any, Any, T]) -> T:
+        """Run steps in the event loop that drives the engine: in this one, or in the engine's own, until they are done."""
+        if _is_in_loop():
+            return await steps
+        loop = self._controls.loop
+        assert loop is not None, "an engine that no loop has driven yet was made with one"
+        return loop.run_until_complete(steps)
+
+
+def _is_in_loop() -> bool:
+    return asyncio._get_running_loop() is not None

@@ -1,0 +1,127 @@
+"""SGLang as an engine: `sglang.Engine`, with its schedulers in other processes."""
+
+import json
+from typing import Any
+
+from fp8refit.config import RefitConfig
+from fp8refit.engine import Ranks
+from fp8refit.errors import UnsupportedEngineError
+from fp8refit.remote import RemoteRanks
+from fp8refit_sglang.compat import loop_of, why_not_refitted
+from fp8refit_sglang.controls import TokenizerControls
+from fp8refit_sglang.driver import NOT_LOADED, Controls, Driver
+from fp8refit_sglang.plugin import is_loaded
+from fp8refit_sglang.server import Hello, ServerControls, SglangServer
+
+BLOCK_FP8 = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+    }
+}
+
+
+class SglangEngine:
+    """Implements `fp8refit.engine.Engine` for `sglang.Engine` and `SglangServer`.
+
+    Args:
+        candidate: The engine, or the server.
+
+    Raises:
+        UnsupportedEngineError: It is something else of SGLang's, is laid out in a way that cannot be refitted, or its processes
+            do not have our plugin.
+        EngineLostError: The server cannot be reached.
+    """
+
+    name = "sglang"
+
+    def __init__(self, candidate: Any) -> None:
+        self._driver = Driver(_controls_of(candidate))
+        self.ranks: Ranks = RemoteRanks(self._driver)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """See `fp8refit.engine.Engine`. An SGLang engine is both: asynchronous while an event loop runs that drives it."""
+        return self._driver.is_asynchronous
+
+    @classmethod
+    def accepts(cls, candidate: object) -> bool:
+        """See `fp8refit.engine.Engine`."""
+        packages = {base.__module__.split(".")[0] for base in type(candidate).__mro__}
+        return "sglang" in packages or isinstance(candidate, SglangServer)
+
+    @classmethod
+    def boot(cls, model: str) -> Any:
+        """See `fp8refit.engine.Engine`. A checkpoint that is not FP8 is taken as one that was quantized."""
+        try:
+            import sglang
+            from transformers import AutoConfig
+        except ImportError as error:
+            raise UnsupportedEngineError(
+                f"SGLang is not installed ({error}); pip install 'fp8refit[sglang]'"
+            ) from error
+        try:
+            config = AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise UnsupportedEngineError(
+                f"{model} is no model folder, nor a model to be had by that name: {error}"
+            ) from error
+        is_quantized = getattr(config, "quantization_config", None) is not None
+        return sglang.Engine(
+            model_path=model,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            disable_cuda_graph=True,
+            json_model_override_args=json.dumps({} if is_quantized else BLOCK_FP8),
+        )
+
+    async def check_ready(self) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._driver.check_ready()
+
+    async def pause(self, config: RefitConfig) -> int:
+        """See `fp8refit.engine.Engine`."""
+        return await self._driver.pause(config)
+
+    async def resume(self) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._driver.resume()
+
+    async def refuse(self, reason: str) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._driver.refuse(reason)
+
+    async def flush_caches(self) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._driver.flush_caches()
+
+    async def publish_version(self, version: int) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._driver.publish_version(version)
+
+
+def _controls_of(candidate: Any) -> Controls:
+    """What keeps requests from the engine.
+
+    Raises:
+        UnsupportedEngineError: See `SglangEngine`.
+    """
+    if isinstance(candidate, SglangServer):
+        arguments = candidate.arguments()
+        _check_arguments(arguments)
+        candidate.post(Hello(), timeout_s=RefitConfig().timeout_s)
+        return ServerControls(candidate, arguments.tp_size)
+    if not hasattr(candidate, "tokenizer_manager") or not hasattr(candidate, "server_args"):
+        raise UnsupportedEngineError(f"{type(candidate).__name__} is no sglang.Engine; pass the engine itself")
+    _check_arguments(candidate.server_args)
+    if not is_loaded():
+        raise UnsupportedEngineError(NOT_LOADED)
+    return TokenizerControls(candidate.tokenizer_manager, loop_of(candidate))
+
+
+def _check_arguments(arguments: Any) -> None:
+    reason = why_not_refitted(arguments)
+    if reason is not None:
+        raise UnsupportedEngineError(f"this engine cannot be refitted: {reason}")

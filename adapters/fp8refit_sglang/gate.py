@@ -1,0 +1,65 @@
+"""Where requests to one SGLang engine wait for the end of a refit, or are refused."""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fp8refit.admission import Gate
+
+
+class TokenizerGate(Gate):
+    """Stands in the place of a tokenizer manager's entries, until it is opened.
+
+    Whoever pauses generation meanwhile, or lets it go on, is told that it will be so, once the refit is over.
+
+    Args:
+        manager: The tokenizer manager.
+        on_decision: What to do when somebody wants generation paused (True) or to go on (False).
+        refuse_with: Gives the error for a reason to refuse requests.
+    """
+
+    _ENTRIES = ("generate_request", "pause_generation", "continue_generation")
+    _LAST_STEP = "_validate_and_resolve_lora"
+    """Every request, and every part of one, passes here after it waited for pauses and before the schedulers have it."""
+
+    def __init__(
+        self, manager: Any, on_decision: Callable[[bool], None], refuse_with: Callable[[str], Exception]
+    ) -> None:
+        super().__init__(refuse_with)
+        self._manager = manager
+        self._on_decision = on_decision
+        for name in self._ENTRIES:
+            manager.__dict__[name] = getattr(self, name)
+
+    def close(self) -> None:
+        """See `Gate`."""
+        super().close()
+        self._manager.__dict__.pop(self._LAST_STEP, None)
+
+    def refuse(self, reason: str) -> None:
+        """See `Gate`. Those that were being taken in when the gate was closed are refused too."""
+        super().refuse(reason)
+
+        async def refuse_late(*_: Any, **__: Any) -> None:
+            raise self.refuse_with(reason)
+
+        self._manager.__dict__[self._LAST_STEP] = refuse_late
+
+    def open(self) -> None:
+        """See `Gate`. The manager gets its own entries back."""
+        super().open()
+        for name in (*self._ENTRIES, self._LAST_STEP):
+            self._manager.__dict__.pop(name, None)
+
+    async def generate_request(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """In the place of the manager's own."""
+        await self.pass_through()
+        async for output in type(self._manager).generate_request(self._manager, *args, **kwargs):
+            yield output
+
+    async def pause_generation(self, *_: Any, **__: Any) -> None:
+        """In the place of the manager's own: takes effect when a refit is over."""
+        self._on_decision(True)
+
+    async def continue_generation(self, *_: Any, **__: Any) -> None:
+        """In the place of the manager's own: takes effect when a refit has succeeded."""
+        self._on_decision(False)

@@ -1,0 +1,149 @@
+"""The rank's side: what runs in a scheduler's process, beside the live model.
+
+SGLang puts `serve` around the method by which a scheduler takes weights. A request that is not ours goes on to SGLang's own.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8refit.config import RefitConfig
+from fp8refit.errors import RefitError
+from fp8refit.rank import Rank
+from fp8refit.server import RankServer
+from fp8refit.slots import Inventory, Refresh, Refusal
+from fp8refit.target import Target
+from fp8refit.transport.group import ProcessGroupExchange
+from fp8refit.transport.loopback import Line
+from fp8refit_sglang.compat import Scheduler, address_in, receipt, reset_kv_scales
+from fp8refit_sglang.layout import read_inventory
+
+logger = logging.getLogger(__name__)
+
+CHECK_READY = "check_ready"
+FLUSH = "flush"
+READY, ASLEEP, IN_SESSION = "ready", "asleep", "in session"
+FLUSHED, KEPT = "flushed", "kept"
+
+_CLERK = "_fp8refit_clerk"
+
+
+def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Answer a driver, if it is one that asks. An error that leaves a scheduler ends the engine, so none does."""
+    address = address_in(request)
+    if address is None:
+        return original(manager, request)
+    clerk: Clerk | None = getattr(manager.scheduler, _CLERK, None)
+    if clerk is None:
+        clerk = Clerk(Scheduler(manager.scheduler))
+        setattr(manager.scheduler, _CLERK, clerk)
+    try:
+        clerk.answer(address)
+    except RefitError as error:
+        logger.warning("a refit's driver is gone: %s", error)
+        return receipt(success=False, message=str(error))
+    return receipt(success=True, message="")
+
+
+class Clerk:
+    """Takes what a driver says to one rank, and answers.
+
+    Args:
+        scheduler: The scheduler that holds the rank's model.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._server = RankServer(lambda: make_rank(scheduler))
+        self._line: Line | None = None
+
+    def answer(self, address: str) -> None:
+        """Hear one message of the driver that waits at `address`, and answer it.
+
+        Raises:
+            RankFailedError: The driver is gone.
+        """
+        if self._line is None or self._line.address != address:
+            self._hang_up()
+            self._line = Line(address, self._scheduler.rank, timeout_s=RefitConfig().timeout_s)
+        try:
+            self._line.answer(self._obey(self._line.hear()))
+        except RefitError:
+            self._hang_up()
+            raise
+
+    def _obey(self, message: str) -> str:
+        if message == CHECK_READY:
+            return self._how_ready()
+        if message == FLUSH:
+            return FLUSHED if self._scheduler.flush() else KEPT
+        return self._server.handle(message)
+
+    def _how_ready(self) -> str:
+        if "weights" in self._scheduler.sleeping_tags:
+            return ASLEEP
+        return IN_SESSION if self._scheduler.has_open_session else READY
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+
+def make_rank(scheduler: Scheduler) -> Rank:
+    """The rank that `scheduler` is."""
+    import sglang
+
+    model = LiveModel(scheduler)
+    target = Target(
+        model.read_inventory,
+        device=next(scheduler.model.parameters()).device,
+        engine="sglang",
+        versions={"sglang": sglang.__version__, "torch": torch.__version__},
+    )
+    return Rank(target, ProcessGroupExchange(scheduler.process_group) if scheduler.num_ranks > 1 else None)
+
+
+class LiveModel:
+    """What one rank holds.
+
+    Args:
+        scheduler: A scheduler whose model is loaded.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._has_dummy_scales = scheduler.has_dummy_weights
+
+    @property
+    def network(self) -> nn.Module:
+        """The live model."""
+        return self._scheduler.model
+
+    def read_inventory(self) -> Inventory:
+        """Slots of the model, refusals and refreshes of the engine around it."""
+        inventory = read_inventory(self.network)
+        refusals = list(inventory.refusals)
+        if self._scheduler.has_draft_model:
+            reason = "drafts tokens with weights of its own, which a refit would leave behind"
+            refusals.append(Refusal(module="draft model", reason=reason, remedy="Boot without speculative_algorithm"))
+        if self._scheduler.is_multimodal:
+            reason = "keeps what its other encoders made of earlier requests"
+            refusals.append(
+                Refusal(module="multimodal model", reason=reason, remedy="fp8refit refits language models so far")
+            )
+        inventory = replace(inventory, refusals=tuple(refusals))
+        if self._has_dummy_scales:
+            refresh = Refresh(name="KV scales of a dummy boot", run=self._reset_dummy_scales)
+            inventory = replace(inventory, refreshes=(*inventory.refreshes, refresh))
+        return inventory
+
+    def _reset_dummy_scales(self) -> None:
+        """A dummy boot fills KV scales with noise; a boot from a checkpoint leaves 1.0. Done once."""
+        if self._has_dummy_scales:
+            reset_kv_scales(self.network)
+            self._has_dummy_scales = False

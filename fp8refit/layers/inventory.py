@@ -1,0 +1,180 @@
+"""Reads slots off a live model by what its modules hold, never by the class of the model.
+
+A block-FP8 linear module is one with a float8_e4m3fn matrix `weight` and a float32 matrix `weight_scale_inv`. Weights of
+any other quantized form are refused by name: their kernel repacked them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8refit.layers.rules import LayerRules, Why
+from fp8refit.layers.shards import Shard, part_sizes, shards_of, why_not_sharded
+from fp8refit.names import FUSED_MODULES, split_fused
+from fp8refit.slots import FP8_DTYPE, Inventory, Refusal, Slot, dtype_name, live_tensors
+
+_SOURCE_LIKE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def read_inventory(model: nn.Module, rules: LayerRules) -> Inventory:
+    """Everything a refit of `model` writes, and everything it cannot.
+
+    The parts of fused modules are those that `model.packed_modules_mapping` names, else `FUSED_MODULES`.
+    """
+    fused = {
+        leaf: tuple(parts) for leaf, parts in getattr(model, "packed_modules_mapping", {}).items()
+    } or FUSED_MODULES
+    slots: list[Slot] = []
+    refusals: list[Refusal] = []
+    padding: list[Tensor] = []
+    names_by_storage: dict[tuple[int, torch.Size], str] = {}
+    aliases: dict[str, str] = {}
+    is_split = any(rules.ranks_of(module)[1] != 1 for module in model.modules())
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = _own_tensors(rules, module)
+        for name, tensor in list(own.items()):
+            full_name = f"{prefix}.{name}"
+            first = (
+                names_by_storage.setdefault((tensor.data_ptr(), tensor.shape), full_name)
+                if tensor.numel()
+                else full_name
+            )
+            if first != full_name:
+                aliases[full_name] = first
+                del own[name]
+        why = rules.why_refused(module)
+        if why is None and own:
+            why = _why_refused(rules, prefix, module, own, fused, is_split=is_split)
+        if why is not None:
+            refusals.append(Refusal(module=prefix or type(module).__name__, reason=why[0], remedy=why[1]))
+        elif own:
+            slots.extend(_slots_of(rules, prefix, module, own, fused))
+            padding.extend(_padding_of(rules, module, own))
+    if not refusals and not any(slot.is_quantized for slot in slots):
+        reason, remedy = "holds no block-FP8 weight", rules.remedies.no_block_fp8
+        refusals.append(Refusal(module=type(model).__name__, reason=reason, remedy=remedy))
+    return Inventory(
+        slots=tuple(slots),
+        live=live_tensors(model),
+        aliases=aliases,
+        padding=tuple(padding),
+        refusals=tuple(refusals),
+    )
+
+
+def _own_tensors(rules: LayerRules, module: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint gives `module` itself, beside its children."""
+    kept = rules.kept(module)
+    return {name: tensor.data for name, tensor in module._parameters.items() if tensor is not None and name not in kept}
+
+
+def _slots_of(
+    rules: LayerRules, prefix: str, module: nn.Module, own: dict[str, Tensor], fused: dict[str, tuple[str, ...]]
+) -> Iterator[Slot]:
+    parts = split_fused(prefix, fused)
+    for name, tensor in own.items():
+        if name == "weight_scale_inv":
+            continue
+        for part, shard in zip(parts, shards_of(rules, module, tensor), strict=True):
+            is_block_fp8 = name == "weight" and "weight_scale_inv" in own
+            yield Slot(
+                name=f"{part}.{name}",
+                full_shape=shard.full_shape,
+                offset=shard.offset,
+                weight=shard.view(tensor),
+                module=prefix,
+                **(_quantized_fields(rules, module, own["weight_scale_inv"], shard) if is_block_fp8 else {}),
+            )
+
+
+def _quantized_fields(rules: LayerRules, module: nn.Module, scale: Tensor, shard: Shard) -> dict[str, Any]:
+    """What a slot says of block FP8 beside its weight."""
+    block_n, block_k = rules.block_size_of(module)
+    kernel = rules.kernel_of(module)
+    return {
+        "scale": scale.narrow(0, shard.first_row // block_n, -(-shard.num_rows // block_n)),
+        "scale_format": kernel.scale_format,
+        "block_size": (block_n, block_k),
+        "kernel": kernel.name,
+    }
+
+
+def _why_refused(
+    rules: LayerRules,
+    prefix: str,
+    module: nn.Module,
+    own: dict[str, Tensor],
+    fused: dict[str, tuple[str, ...]],
+    *,
+    is_split: bool,
+) -> Why:
+    """Why `module` cannot be written in place, or None."""
+    judge_storage = _why_not_block_fp8 if "weight_scale_inv" in own else _why_not_plain
+    return (
+        _why_not_dense(prefix, module, own)
+        or judge_storage(rules, module, own)
+        or _why_not_parts(rules, prefix, module, fused)
+        or why_not_sharded(rules, module, own, is_split=is_split)
+    )
+
+
+def _why_not_dense(prefix: str, module: nn.Module, own: dict[str, Tensor]) -> Why:
+    """What is against the module as a whole."""
+    if hasattr(module, "w13_weight"):
+        return "is a mixture-of-experts layer", "fp8refit refits dense models so far"
+    if any("base_layer" in part for part in prefix.split(".")) or hasattr(module, "base_layer"):
+        return "is wrapped for LoRA", "Boot without enable_lora"
+    for name, tensor in own.items():
+        if tensor.numel() == 0:
+            return f"its kernel took `{name}` away", "Boot with a kernel that keeps weights as loaded"
+    return None
+
+
+def _why_not_plain(rules: LayerRules, module: nn.Module, own: dict[str, Tensor]) -> Why:
+    """What is against a module without block scales."""
+    odd = [f"{name} ({dtype_name(tensor.dtype)})" for name, tensor in own.items() if tensor.dtype not in _SOURCE_LIKE]
+    if not odd and "weight_scale" not in own:
+        return None
+    method = type(getattr(module, "quant_method", None)).__name__
+    reason = f"holds {', '.join(odd) or 'weight_scale'} under {method}, which is not block FP8"
+    return reason, rules.remedies.other_quantization
+
+
+def _why_not_block_fp8(rules: LayerRules, module: nn.Module, own: dict[str, Tensor]) -> Why:
+    """What is against a module with block scales."""
+    kernel = rules.kernel_of(module)
+    if not kernel.is_row_major:
+        return f"its kernel {kernel.name} repacks weights, or is not known to leave them as loaded", kernel.remedy
+    weight, scale = own.get("weight"), own["weight_scale_inv"]
+    if weight is None or weight.dtype is not FP8_DTYPE or weight.ndim != 2 or not weight.is_contiguous():
+        return "its weight is not a row-major float8_e4m3fn matrix", kernel.remedy
+    block_size = rules.block_size_of(module)
+    grid = tuple(-(-length // size) for length, size in zip(weight.shape, block_size, strict=True))
+    if scale.dtype is not torch.float32 or tuple(scale.shape) != grid or not scale.is_contiguous():
+        found = f"{dtype_name(scale.dtype)} {list(scale.shape)}"
+        return f"its scales are {found}, not row-major float32 {list(grid)}", kernel.remedy
+    return None
+
+
+def _why_not_parts(rules: LayerRules, prefix: str, module: nn.Module, fused: dict[str, tuple[str, ...]]) -> Why:
+    """What is against the matrices that a fused module holds."""
+    parts, sizes = split_fused(prefix, fused), part_sizes(module) or ()
+    if len(parts) != max(len(sizes), 1):
+        return (
+            f"holds {len(sizes) or 'no'} fused matrices, and the model says it is made of {', '.join(parts)}",
+            "fp8refit does not know in which order this architecture stores them yet",
+        )
+    block_n = rules.block_size_of(module)[0] if "weight_scale_inv" in module._parameters else 1
+    if any(size % block_n for size in sizes[:-1]):
+        return f"its parts {list(sizes)} do not start on blocks of {block_n} rows", "Leave this layer in BF16"
+    return None
+
+
+def _padding_of(rules: LayerRules, module: nn.Module, own: dict[str, Tensor]) -> Iterator[Tensor]:
+    """Rows after the vocabulary's own."""
+    for name, tensor in own.items():
+        end = sum(shard.num_rows for shard in shards_of(rules, module, tensor))
+        if tensor.ndim and name != "weight_scale_inv" and end < tensor.shape[0]:
+            yield tensor[end:]

@@ -1,0 +1,292 @@
+"""The SGLang adapter's reading of a model, on modules that look like SGLang's; no SGLang is needed. Real ones: tests/sglang.
+
+What the core reads in every engine's layers: tests/layers.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fp8refit_sglang.layout import ROW_MAJOR_KERNELS, read_inventory
+from torch import nn
+
+from fp8refit.slots import ScaleFormat
+from tests.layers.models import (
+    FP8,
+    HIDDEN,
+    SPLITS,
+    Layer,
+    RMSNorm,
+    check_ranks,
+    checkpoint_of,
+    family_of,
+    model_of,
+    model_of_rank,
+)
+
+
+def triton_w8a8_block_fp8_linear(): ...
+def aiter_w8a8_block_fp8_linear(): ...
+
+
+class Fp8LinearMethod:
+    """What the method of a layer in FP8 shows."""
+
+    use_marlin = False
+
+    def __init__(self, product=triton_w8a8_block_fp8_linear):
+        self.quant_config = SimpleNamespace(weight_block_size=[128, 128])
+        self.w8a8_block_fp8_linear = product
+
+
+class Layer15(Layer):
+    """What a linear layer of 0.5.15 and 0.5.17 shows: numbers, on all but replicated layers."""
+
+    def describe(self, rank, num_ranks, sizes):
+        self.quant_method = Fp8LinearMethod()
+        name = type(self).__name__
+        if name != "ReplicatedLinear":
+            self.tp_rank, self.tp_size, self.use_presharded_weights = rank, num_ranks, False
+        if "Column" in name or "QKV" in name:
+            self.output_partition_sizes = sizes
+
+
+class Layer23(Layer):
+    """What a linear layer of 0.5.23 shows: a group, or None for a layer that is not split."""
+
+    tp_group = None
+
+    def describe(self, rank, num_ranks, sizes):
+        self.quant_method = Fp8LinearMethod()
+        self.quant_method.weight_block_size = [128, 128]
+        name = type(self).__name__
+        if name != "ReplicatedLinear":
+            self.tp_group = SimpleNamespace(rank_in_group=rank, world_size=num_ranks) if num_ranks > 1 else None
+            self.use_presharded_weights = False
+        if "Column" in name or "QKV" in name:
+            self.output_partition_sizes = sizes
+        if "QKV" in name:
+            self.kv_tp_group = self.tp_group
+
+
+FAMILY_15, FAMILY_23 = family_of(Layer15), family_of(Layer23)
+FAMILIES = [pytest.param(FAMILY_15, id="0.5.15"), pytest.param(FAMILY_23, id="0.5.23")]
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def block_layer(family=FAMILY_23, **attributes) -> nn.Module:
+    """A block-FP8 layer of an engine of one rank."""
+    weight, scale = torch.zeros(256, HIDDEN, dtype=FP8), torch.ones(2, 2)
+    layer = family.ColumnParallelLinear(weight, scale=scale, full=(256, HIDDEN), rank=0, num_ranks=1)
+    layer.weight_scale_inv.format_ue8m0 = False
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def only_refusal(model: nn.Module) -> str:
+    (refusal,) = read_inventory(model).refusals
+    return str(refusal)
+
+
+@each_family
+@pytest.mark.parametrize(("num_ranks", "num_kv_heads", "vocabulary"), SPLITS)
+def test_each_rank_holds_what_its_slots_say(family, num_ranks, num_kv_heads, vocabulary):
+    check_ranks(read_inventory, family, checkpoint_of(num_kv_heads, vocabulary), num_ranks)
+
+
+@each_family
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tied_vocabulary_is_an_alias_on_every_rank(family, rank):
+    model = model_of_rank(family, checkpoint_of(2, 259), rank, 2)
+    model.head = model.embed  # SGLang ties modules, not parameters
+    inventory = read_inventory(model)
+    assert inventory.aliases == {"head.weight": "embed.weight"}
+    (embed,) = (slot for slot in inventory.slots if slot.name == "embed.weight")
+    assert (embed.full_shape, embed.origin) == ((259, HIDDEN), (160 * rank, 0))
+    assert len(inventory.padding) == rank
+
+
+def test_a_model_that_does_not_name_its_fused_parts_is_read():
+    model = model_of_rank(FAMILY_23, checkpoint_of(2, 320), 0, 2)
+    del model.packed_modules_mapping
+    names = {slot.name for slot in read_inventory(model).slots}
+    assert names >= {f"{part}_proj.weight" for part in ("q", "k", "v", "gate", "up")}
+
+
+@each_family
+def test_a_slot_says_its_kernel_format_and_block_size(family):
+    (slot,) = read_inventory(model_of(proj=block_layer(family))).slots
+    assert (slot.kernel, slot.scale_format) == ("triton_w8a8_block_fp8_linear", ScaleFormat.FP32)
+    assert slot.block_size == (128, 128)
+
+
+def test_the_block_size_is_that_of_the_weight_after_loading():
+    layer = block_layer(weight_scale_inv=nn.Parameter(torch.ones(8, 8), requires_grad=False))
+    layer.quant_method.weight_block_size = [32, 32]
+    (slot,) = read_inventory(model_of(proj=layer)).slots
+    assert slot.block_size == (32, 32)
+
+
+@pytest.mark.parametrize("name", sorted(ROW_MAJOR_KERNELS))
+def test_kernels_that_read_checkpoints_layout_are_known_by_name(name):
+    def product(): ...
+
+    product.__name__ = name
+    for kernel in (product, functools.partial(product, act_scale_ue8m0=True)):
+        (slot,) = read_inventory(model_of(proj=block_layer(quant_method=Fp8LinearMethod(kernel)))).slots
+        assert slot.kernel == name
+
+
+class RadixAttention(nn.Module):
+    """What an attention layer shows under a config for FP8."""
+
+    def __init__(self):
+        super().__init__()
+        self.k_scale = nn.Parameter(torch.tensor(0.25), requires_grad=False)
+        self.v_scale = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.k_scale_float, self.v_scale_float = 0.25, 0.5
+
+
+def test_kv_scales_are_kept_and_watched_and_rotary_tables_are_watched():
+    model = model_of(attn=RadixAttention(), proj=block_layer())
+    model.rotary_emb = nn.Module()
+    model.rotary_emb.register_buffer("cos_sin_cache", torch.ones(8, 4), persistent=False)
+    inventory = read_inventory(model)
+    assert inventory.refusals == ()
+    assert [slot.name for slot in inventory.slots] == ["proj.weight"]
+    assert inventory.names == {"proj.weight"}
+    live = {entry.name for entry in inventory.live}
+    assert live >= {"attn.k_scale", "attn.v_scale", "rotary_emb.cos_sin_cache"}
+
+
+def test_a_parameter_of_that_name_elsewhere_is_a_weight():
+    module = nn.Module()
+    module.k_scale = nn.Parameter(torch.ones(8))
+    assert "thing.k_scale" in read_inventory(model_of(thing=module, proj=block_layer())).names
+
+
+def scales(tensor: torch.Tensor, **attributes) -> nn.Parameter:
+    parameter = nn.Parameter(tensor, requires_grad=False)
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+    return parameter
+
+
+def marlin_method() -> Fp8LinearMethod:
+    method = Fp8LinearMethod()
+    method.use_marlin = True
+    return method
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (block_layer(quant_method=marlin_method()), "Marlin repacks weights. Boot without SGLANG_FORCE_FP8_MARLIN"),
+        (
+            block_layer(quant_method=Fp8LinearMethod(aiter_w8a8_block_fp8_linear)),
+            "its kernel aiter_w8a8_block_fp8_linear repacks weights, or is not known to leave them as loaded. "
+            "Boot with fp8_gemm_runner_backend",
+        ),
+        (block_layer(quant_method=Fp8LinearMethod(None)), "its kernel Fp8LinearMethod repacks weights"),
+        (block_layer(weight_scale_inv=scales(torch.ones(2, 2), format_ue8m0=True)), "powers of two (UE8M0)"),
+        (block_layer(weight_scale_inv=scales(torch.ones(2, 2), power_of_two=True)), "powers of two (UE8M0)"),
+        (block_layer(weight_scale_inv=scales(torch.ones(256, 1, dtype=torch.int32))), "powers of two (UE8M0)"),
+        (block_layer(weight_scale_inv=scales(torch.ones(2, 2, dtype=torch.uint8))), "its scales are uint8 [2, 2]"),
+        (block_layer(_block_fp8_bf16_weight=torch.zeros(1)), "SGLANG_OPT_HOPPER_BLOCK_FP8_BF16=0"),
+        (
+            block_layer(weight_scale_inv_swizzled=torch.zeros(1)),
+            "derived from its weights (`weight_scale_inv_swizzled`)",
+        ),
+        (
+            block_layer(weight_scale_inv_shuffled=torch.zeros(1)),
+            "derived from its weights (`weight_scale_inv_shuffled`)",
+        ),
+        (
+            block_layer(weight_scale_inv_deepgemm=torch.zeros(1)),
+            "derived from its weights (`weight_scale_inv_deepgemm`)",
+        ),
+        (block_layer(_derived_weight_cache_error="Restart without it"), "derived from its weights. Restart without it"),
+        (block_layer(use_intel_amx_backend=True), "packed for Intel AMX"),
+        (block_layer(w13_weight=None), "mixture-of-experts"),
+        (block_layer(kv_tp_group=object()), "cuts keys and values over other ranks than queries"),
+    ],
+)
+def test_what_cannot_be_refitted_is_refused_by_name(module, reason):
+    refusal = only_refusal(model_of(thing=module))
+    assert refusal.startswith("thing: ")
+    assert reason in refusal
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("w_kc", None, "absorbed copies of its latent projections"),
+        ("_hc_attn_tf32_parts", (torch.zeros(1),), "derived from its weights (`_hc_attn_tf32_parts`)"),
+        ("_derived_weight_cache_error", "Restart without it", "Restart without it"),
+    ],
+)
+def test_derived_copies_are_seen_on_modules_without_parameters(name, value, reason):
+    attention = nn.Module()
+    setattr(attention, name, value)
+    refusal = only_refusal(model_of(attention=attention, proj=block_layer()))
+    assert refusal.startswith("attention: ")
+    assert reason in refusal
+
+
+def test_copies_that_are_not_made_are_no_reason():
+    layer = block_layer(weight_scale_inv_swizzled=None, _derived_weight_cache_error=None, use_intel_amx_backend=False)
+    assert read_inventory(model_of(proj=layer)).refusals == ()
+
+
+def test_a_layer_wrapped_for_lora_is_refused_with_what_it_wraps():
+    wrapper = nn.Module()
+    wrapper.base_layer = block_layer()
+    wrapper.weight = wrapper.base_layer.weight  # as SGLang's wrappers have it
+    refusals = read_inventory(model_of(proj=wrapper)).refusals
+    assert [refusal.module for refusal in refusals] == ["proj", "proj.base_layer"]
+    assert all(refusal.reason == "is wrapped for LoRA" for refusal in refusals)
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
+def test_fp8_by_channel_or_tensor_is_refused(dtype):
+    layer = block_layer()
+    del layer.weight_scale_inv
+    layer.weight = nn.Parameter(layer.weight.data.to(dtype), requires_grad=False)
+    layer.weight_scale = nn.Parameter(torch.ones(256), requires_grad=False)
+    refusal = only_refusal(model_of(proj=layer))
+    assert "under Fp8LinearMethod, which is not block FP8. Boot from a checkpoint with weight_block_size" in refusal
+
+
+def test_a_model_without_block_fp8_is_refused():
+    assert "fp8refit quantize" in only_refusal(model_of(proj=nn.Linear(128, 128)))
+
+
+class GemmaRMSNorm(RMSNorm):
+    """Keeps `weight + 1` as a buffer."""
+
+    def __init__(self, weight):
+        super().__init__(weight, self._weight_loader)
+
+    def _weight_loader(self): ...
+
+
+def default_weight_loader(): ...
+
+
+@pytest.mark.parametrize(
+    ("norm", "refused"), [(RMSNorm(torch.ones(8), default_weight_loader), False), (GemmaRMSNorm(torch.ones(8)), True)]
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_norm_whose_loader_is_not_known_to_copy_is_refused(norm, refused, num_ranks):
+    model = model_of_rank(FAMILY_23, checkpoint_of(2, 320), 0, num_ranks)
+    model.q_norm = norm
+    assert [refusal.module for refusal in read_inventory(model).refusals] == ["q_norm"] * refused
+
+
+@each_family
+def test_presharded_weights_are_refused_in_sglang_s_words(family):
+    model = model_of_rank(family, checkpoint_of(2, 320), 1, 2)
+    model.o_proj.use_presharded_weights = True
+    assert only_refusal(model).endswith("over 2 ranks. Boot with tp_size=1")

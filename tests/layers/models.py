@@ -1,0 +1,259 @@
+"""Models of one rank of an engine, on fake layers of the engine's shape, cut from a checkpoint by chunks and heads."""
+
+from collections.abc import Callable
+from math import prod
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8refit.slots import Inventory, Slot
+
+FP8 = torch.float8_e4m3fn
+HIDDEN, HEAD, NUM_HEADS, MLP = 256, 128, 4, 1024
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+SPLITS = [
+    pytest.param(
+        num_ranks, num_kv_heads, vocabulary, id=f"{num_ranks} ranks, {num_kv_heads} kv heads, {vocabulary} rows"
+    )
+    for num_ranks, num_kv_heads, vocabulary in [
+        (1, 2, 259),
+        (2, 1, 259),
+        (2, 2, 320),
+        (4, 2, 259),
+        (4, 4, 130),
+        (4, 1, 10),
+    ]
+]
+
+
+def model_of(**modules) -> nn.Module:
+    model = nn.Module()
+    model.packed_modules_mapping = dict(PACKED)
+    for name, module in modules.items():
+        model.add_module(name, module)
+    return model
+
+
+class Layer(nn.Module):
+    """A linear layer with live values that a test cut from a checkpoint.
+
+    `describe` says how the engine's layers tell which part of a matrix they hold.
+    """
+
+    def __init__(self, weight: Tensor, *, full, rank, num_ranks, scale=None, bias=None, sizes=None, **attributes):
+        super().__init__()
+        self.output_size, self.input_size = full
+        self.describe(rank, num_ranks, sizes or [weight.shape[0]])
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        for name, tensor in {"weight": weight, "weight_scale_inv": scale, "bias": bias}.items():
+            if tensor is not None:
+                live = nn.Parameter(tensor.clone(), requires_grad=False)
+                live.weight_loader = self.weight_loader
+                self.register_parameter(name, live)
+
+    def describe(self, rank: int, num_ranks: int, sizes: list[int]) -> None:
+        raise NotImplementedError
+
+    def weight_loader(self):
+        """Only its owner's name is looked at."""
+
+
+def family_of(base: type[Layer]) -> SimpleNamespace:
+    """Linear layers under the names by which engines know how they load."""
+
+    def loads(self): ...
+
+    def named(name, parent, *loaders):
+        return type(name, (parent,), dict.fromkeys(loaders, loads))
+
+    both = ("weight_loader", "weight_loader_v2")
+    column = named("ColumnParallelLinear", base, *both)
+    return SimpleNamespace(
+        ColumnParallelLinear=column,
+        MergedColumnParallelLinear=named("MergedColumnParallelLinear", column, *both),
+        QKVParallelLinear=named("QKVParallelLinear", column, *both),
+        RowParallelLinear=named("RowParallelLinear", base, *both),
+        ReplicatedLinear=named("ReplicatedLinear", base, "weight_loader"),
+    )
+
+
+class VocabParallelEmbedding(nn.Module):
+    """What a vocabulary shows. `num_rows` and `start` are what this rank holds of it before padding."""
+
+    def __init__(self, weight: Tensor, *, num_rows, start, size, num_ranks, bias=None, num_added=0):
+        super().__init__()
+        self.tp_size, self.org_vocab_size, self.num_added_embeddings = num_ranks, size, num_added
+        self.num_embeddings_per_partition = weight.shape[0]
+        self.shard_indices = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=start + num_rows)
+        self.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        self.bias = nn.Parameter(bias.clone(), requires_grad=False) if bias is not None else None
+
+    def weight_loader(self): ...
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    pass
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, weight: Tensor, loader=None, **attributes):
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+        if loader is not None:
+            self.weight.weight_loader = loader
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def checkpoint_of(num_kv_heads: int, vocabulary: int) -> dict[str, Tensor]:
+    """Every matrix in block FP8 except the vocabulary and a plain one; no two values of a tensor alike but codes."""
+    shapes = {
+        "q_proj": (NUM_HEADS * HEAD, HIDDEN),
+        "k_proj": (num_kv_heads * HEAD, HIDDEN),
+        "v_proj": (num_kv_heads * HEAD, HIDDEN),
+        "o_proj": (HIDDEN, NUM_HEADS * HEAD),
+        "gate_proj": (MLP, HIDDEN),
+        "up_proj": (MLP, HIDDEN),
+        "down_proj": (HIDDEN, MLP),
+        "fc_proj": (MLP, HIDDEN),
+        "router": (128, HIDDEN),
+    }
+    generator = torch.Generator().manual_seed(0)
+    checkpoint = {}
+    for name, (rows, cols) in shapes.items():
+        codes = torch.randint(0, 0x78, (rows, cols), generator=generator, dtype=torch.uint8)
+        grid = (-(-rows // 128), -(-cols // 128))
+        checkpoint[f"{name}.weight"] = codes.view(FP8)
+        checkpoint[f"{name}.weight_scale_inv"] = 1 + torch.arange(prod(grid), dtype=torch.float32).view(grid)
+        checkpoint[f"{name}.bias"] = torch.arange(rows, dtype=torch.float32)
+    for name, shape in {"embed": (vocabulary, HIDDEN), "plain": (HIDDEN, MLP), "q_norm": (HEAD,)}.items():
+        checkpoint[f"{name}.weight"] = torch.arange(prod(shape), dtype=torch.float32).view(shape)
+    return checkpoint | {
+        "head.weight": checkpoint["embed.weight"] + 0.5,
+        "head.bias": torch.arange(vocabulary, dtype=torch.float32),
+    }
+
+
+def model_of_rank(family: SimpleNamespace, checkpoint: dict[str, Tensor], rank: int, num_ranks: int) -> nn.Module:
+    """The model of one rank, cut by chunks and heads as the engines' documentation says it, not by offsets."""
+    who = {"rank": rank, "num_ranks": num_ranks}
+    num_kv_heads = checkpoint["k_proj.bias"].shape[0] // HEAD
+    kv_heads = range(rank * num_kv_heads // num_ranks, ((rank + 1) * num_kv_heads - 1) // num_ranks + 1)
+    of_part = {
+        "q_proj": lambda tensor: tensor.chunk(num_ranks)[rank],
+        "k_proj": lambda tensor: torch.cat([tensor.chunk(num_kv_heads)[head] for head in kv_heads]),
+        "gate_proj": lambda tensor: tensor.chunk(num_ranks)[rank],
+    }
+    of_part |= {"v_proj": of_part["k_proj"], "up_proj": of_part["gate_proj"], "fc_proj": of_part["gate_proj"]}
+
+    def rows_of(*parts):
+        cut = {
+            key: [of_part[part](checkpoint[f"{part}.{name}"]) for part in parts]
+            for key, name in {"weight": "weight", "scale": "weight_scale_inv", "bias": "bias"}.items()
+        }
+        return {key: torch.cat(tensors) for key, tensors in cut.items()} | {"sizes": [len(t) for t in cut["weight"]]}
+
+    def columns_of(name):
+        cut = {"weight": f"{name}.weight", "scale": f"{name}.weight_scale_inv"}
+        cut = {key: checkpoint[found].chunk(num_ranks, 1)[rank] for key, found in cut.items() if found in checkpoint}
+        return cut | {"full": tuple(checkpoint[f"{name}.weight"].shape), "bias": checkpoint.get(f"{name}.bias")}
+
+    def vocabulary_of(name):
+        held = {}
+        for key in ("weight", "bias"):
+            tensor = checkpoint.get(f"{name}.{key}")
+            if tensor is not None:
+                num_padded = -tensor.shape[0] % 64
+                padded = torch.cat([tensor, tensor.new_full((num_padded, *tensor.shape[1:]), -1.0)])
+                held[key] = padded.chunk(num_ranks)[rank]
+        size = checkpoint[f"{name}.weight"].shape[0]
+        num_rows = int((held["weight"][:, 0] >= 0).sum())
+        start = min(rank * held["weight"].shape[0], size)
+        return held | {"num_rows": num_rows, "start": start, "size": size, "num_ranks": num_ranks}
+
+    return model_of(
+        embed=VocabParallelEmbedding(**vocabulary_of("embed")),
+        qkv_proj=family.QKVParallelLinear(
+            **rows_of("q_proj", "k_proj", "v_proj"),
+            **who,
+            full=((NUM_HEADS // num_ranks + 2 * len(kv_heads)) * num_ranks * HEAD, HIDDEN),
+            num_kv_head_replicas=max(1, num_ranks // num_kv_heads),
+        ),
+        q_norm=RMSNorm(checkpoint["q_norm.weight"]),
+        o_proj=family.RowParallelLinear(**columns_of("o_proj"), **who),
+        gate_up_proj=family.MergedColumnParallelLinear(
+            **rows_of("gate_proj", "up_proj"), **who, full=(2 * MLP, HIDDEN)
+        ),
+        down_proj=family.RowParallelLinear(**columns_of("down_proj"), **who),
+        fc_proj=family.ColumnParallelLinear(**rows_of("fc_proj"), **who, full=(MLP, HIDDEN)),
+        router=family.ReplicatedLinear(
+            checkpoint["router.weight"],
+            scale=checkpoint["router.weight_scale_inv"],
+            bias=checkpoint["router.bias"],
+            full=(128, HIDDEN),
+            **who,
+        ),
+        plain=family.RowParallelLinear(**columns_of("plain"), **who),
+        head=ParallelLMHead(**vocabulary_of("head")),
+    )
+
+
+Read = Callable[[nn.Module], Inventory]
+
+
+def check_ranks(read: Read, family: SimpleNamespace, checkpoint: dict[str, Tensor], num_ranks: int) -> None:
+    """Whether slots say which slices they hold, the ranks hold every value as often as they should, and miss no byte."""
+    weights = {name: tensor for name, tensor in checkpoint.items() if not name.endswith("_scale_inv")}
+    counts = {name: torch.zeros(tensor.shape, dtype=torch.int8) for name, tensor in weights.items()}
+    for rank in range(num_ranks):
+        model = model_of_rank(family, checkpoint, rank, num_ranks)
+        inventory = read(model)
+        assert not inventory.refusals
+        assert {slot.name for slot in inventory.slots} == set(weights)
+        assert [slot.name for slot in inventory.slots if not is_what_the_rank_holds(slot, checkpoint)] == []
+        assert all(slot.offset == () or any(slot.offset) for slot in inventory.slots)
+        for slot in inventory.slots:
+            box(counts[slot.name], slot.origin, tuple(slot.weight.shape)).add_(1)
+        _check_that_every_byte_is_covered(model, inventory)
+    num_kv_copies = max(1, num_ranks * HEAD // checkpoint["k_proj.bias"].shape[0])
+    on_every_rank = ("q_norm.weight", "router.weight", "router.bias", "o_proj.bias", "down_proj.bias")
+    for name, count in counts.items():
+        copies = num_kv_copies if name.startswith(("k_proj", "v_proj")) else 1
+        assert (count == (num_ranks if name in on_every_rank else copies)).all(), name
+
+
+def _check_that_every_byte_is_covered(model: nn.Module, inventory: Inventory) -> None:
+    """Zero what slots and padding hold: nothing else is left of the model."""
+    slots = [tensor for slot in inventory.slots for tensor in (slot.weight, slot.scale) if tensor is not None]
+    for tensor in slots:
+        tensor.detach().view(torch.uint8).fill_(0)
+    for tensor in inventory.padding:
+        assert (tensor == -1).all()
+        tensor.zero_()
+    assert not any(parameter.detach().view(torch.uint8).any() for parameter in model.parameters())
+
+
+def box(tensor: Tensor, origin: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    for dim, (start, size) in enumerate(zip(origin, shape, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def is_what_the_rank_holds(slot: Slot, checkpoint: dict[str, Tensor]) -> bool:
+    """Whether a slot's live bytes are those of the slice of the checkpoint that it says it holds."""
+    tensor = checkpoint[slot.name]
+    same = slot.full_shape == tuple(tensor.shape) and torch.equal(
+        _raw(box(tensor, slot.origin, tuple(slot.weight.shape))), _raw(slot.weight)
+    )
+    if slot.scale is None:
+        return same
+    origin = tuple(start // 128 for start in slot.origin)
+    scale = box(checkpoint[f"{slot.name}_scale_inv"], origin, tuple(slot.scale.shape))
+    return same and torch.equal(scale, slot.scale)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

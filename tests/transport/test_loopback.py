@@ -1,0 +1,150 @@
+"""The line between a driver and ranks: answers in order of rank, and no end of the line that waits for ever."""
+
+import asyncio
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8refit.errors import EngineLostError, RankFailedError, UnsupportedEngineError
+from fp8refit.transport.loopback import Line, Switchboard
+
+
+class Ranks:
+    """Ranks in threads: told to answer, each hears one message and says what `says` makes of it."""
+
+    def __init__(self, count: int, says: Callable[[int, str], str | None] = lambda rank, heard: f"{rank}: {heard}") -> None:
+        self._count = count
+        self._says = says
+        self._lines: dict[int, Line] = {}
+
+    async def ring(self, address: str) -> None:
+        await asyncio.gather(*(asyncio.to_thread(self._answer, rank, address) for rank in range(self._count)))
+
+    def _answer(self, rank: int, address: str) -> None:
+        line = self._lines.get(rank)
+        if line is None or line.address != address:
+            line = self._lines[rank] = Line(address, rank, timeout_s=5)
+        answer = self._says(rank, line.hear())
+        if answer is None:
+            line.close()
+        else:
+            line.answer(answer)
+
+    def hang_up(self) -> None:
+        for line in self._lines.values():
+            line.close()
+
+
+@pytest.fixture
+def switchboard():
+    board = Switchboard(2)
+    yield board
+    board.close()
+
+
+def ask(board: Switchboard, message: str, ring, *, timeout_s: float = 5):
+    return asyncio.run(board.ask(message, ring, timeout_s=timeout_s))
+
+
+def test_every_rank_answers_in_order(switchboard):
+    assert ask(switchboard, "hello", Ranks(2).ring) == ["0: hello", "1: hello"]
+
+
+def test_ranks_call_once_and_answer_often(switchboard):
+    ranks = Ranks(2)
+
+    async def talk():
+        return [await switchboard.ask(message, ranks.ring, timeout_s=5) for message in ("a", "b", "c")]
+
+    assert asyncio.run(talk()) == [["0: a", "1: a"], ["0: b", "1: b"], ["0: c", "1: c"]]
+    assert len(ranks._lines) == 2
+
+
+def test_another_event_loop_gets_another_address(switchboard):
+    ranks = Ranks(2)
+    ask(switchboard, "a", ranks.ring)
+    first = switchboard.address
+    assert ask(switchboard, "b", ranks.ring) == ["0: b", "1: b"]
+    assert switchboard.address != first
+
+
+def test_long_messages_arrive_whole(switchboard):
+    message = "ü" * 3_000_000
+    assert ask(switchboard, message, Ranks(2, lambda _, heard: heard).ring) == [message, message]
+
+
+def test_only_this_user_can_call(switchboard):
+    ask(switchboard, "hello", Ranks(2).ring)
+    folder = Path(switchboard.address).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_long_temporary_folder_is_left_out(switchboard, tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    assert ask(switchboard, "hello", Ranks(2).ring) == ["0: hello", "1: hello"]
+
+
+def test_a_rank_that_does_not_answer_is_lost(switchboard):
+    released = threading.Event()
+
+    def silent(rank: int, heard: str) -> str:
+        if rank == 1:
+            released.wait(5)
+        return heard
+
+    async def wait_and_release():
+        try:
+            await switchboard.ask("hello", Ranks(2, silent).ring, timeout_s=0.3)
+        finally:
+            released.set()
+
+    with pytest.raises(EngineLostError, match=r"did not answer within 0\.3 s.*timeout_s"):
+        asyncio.run(wait_and_release())
+
+
+def test_a_rank_that_hangs_up_is_lost(switchboard):
+    with pytest.raises(EngineLostError, match="hung up"):
+        ask(switchboard, "hello", Ranks(2, lambda rank, heard: heard if rank == 0 else None).ring)
+
+
+def test_an_engine_that_rings_nobody_is_lost(switchboard):
+    with pytest.raises(EngineLostError, match="was told to call, and did not"):
+        ask(switchboard, "hello", Ranks(0).ring)
+
+
+def test_an_engine_that_cannot_ring_says_why(switchboard):
+    async def ring(address: str) -> None:
+        raise UnsupportedEngineError("no plugin")
+
+    with pytest.raises(UnsupportedEngineError, match="no plugin"):
+        ask(switchboard, "hello", ring)
+    assert not switchboard.has_been_called
+
+
+def test_a_rank_notices_that_its_driver_is_gone(switchboard):
+    ranks = Ranks(2)
+    ask(switchboard, "hello", ranks.ring)
+    switchboard.close()
+    with pytest.raises(RankFailedError, match="hung up"):
+        ranks._lines[0].hear()
+
+
+def test_a_rank_notices_that_no_driver_waits(tmp_path):
+    with pytest.raises(RankFailedError, match="cannot be reached at"):
+        Line(str(tmp_path / "nobody"), 0, timeout_s=1)
+
+
+def test_a_message_that_is_none_of_ours_is_not_read(switchboard):
+    class Babbler(Ranks):
+        def _answer(self, rank: int, address: str) -> None:
+            line = Line(address, rank, timeout_s=5)
+            line._socket.sendall(b"\xff" * 64)
+            self._lines[rank] = line
+
+    with pytest.raises(RankFailedError, match="none of ours"):
+        ask(switchboard, "hello", Babbler(2).ring)
