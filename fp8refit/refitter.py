@@ -1,16 +1,17 @@
 """The steps of one refit, in order, timed. The only place that knows the order."""
 
 import logging
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Sequence
 from textwrap import shorten
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from fp8refit.caught import Caught
 from fp8refit.config import RefitConfig
 from fp8refit.engine import attach_engine
 from fp8refit.errors import EngineBusyError, EngineLostError, RefitError, UnsupportedEngineError
 from fp8refit.layout import EngineLayout
-from fp8refit.report import PhaseClock, RefitReport
+from fp8refit.report import PhaseClock, RankReport, RefitReport
 from fp8refit.sources import Manifest, StateDict, as_source
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,8 @@ class Refitter:
     """Moves one live engine from policy to policy.
 
     Args:
-        engine: A `vllm.LLM` or `AsyncLLM`, or a transformers model made block FP8 by `fp8refit_transformers.to_block_fp8`.
+        engine: A `vllm.LLM` or `AsyncLLM`, an `sglang.Engine` or `fp8refit_sglang.SglangServer`, or a transformers model made
+            block FP8 by `fp8refit_transformers.to_block_fp8`.
         config: How to refit; or give its fields as keywords.
 
     Raises:
@@ -97,42 +99,38 @@ class Refitter:
         if not self._lock.acquire(blocking=False):
             raise EngineBusyError("another refit of this engine is under way; wait for it")
         try:
-            return await self._refit(state_dict, manifest)
-        except EngineLostError as error:
-            await self._engine.refuse(f"the engine is lost ({_describe(error)})")
-            raise
+            with Caught() as caught:
+                return await self._refit(state_dict, manifest)
+            if isinstance(caught.error, EngineLostError):
+                await self._engine.refuse(f"the engine is lost ({_describe(caught.error)})")
+            raise caught.take()
         finally:
             self._lock.release()
 
     async def _refit(self, state_dict: StateDict, manifest: Manifest | None) -> RefitReport:
         engine, ranks, config, clock = self._engine, self._engine.ranks, self._config, PhaseClock()
         with clock.phase("plan"):
-            objection = await _objection(engine.check_ready())
-            await ranks.prepare(lambda: as_source(state_dict, manifest=manifest), config, objection=objection)
-        version, objection, num_interrupted = ranks.version, None, 0
-        try:
+            with Caught() as unready:
+                await engine.check_ready()
+            await ranks.prepare(lambda: as_source(state_dict, manifest=manifest), config, objection=unready.error)
+        version, num_interrupted = ranks.version, 0
+        written: Sequence[RankReport] = ()
+        with Caught() as busy:
             with clock.phase("pause"):
                 num_interrupted = await engine.pause(config)
             with clock.phase("flush"):
                 await engine.flush_caches()
-        except BaseException as error:  # noqa: BLE001 - raised by `write`, on every rank
-            objection = error
-        try:
-            with clock.phase("transfer"):
-                written = await ranks.write(objection=objection)
-        except BaseException as error:
-            await self._let_go(error, version)
-            raise
+        with Caught() as failed, clock.phase("transfer"):
+            written = await ranks.write(objection=busy.error)
+        del busy  # the error's traceback would hold it, and it the error
+        if failed.error is not None:
+            await self._let_go(failed.error, version)
+            raise failed.take()
         clock.move("transfer", fill=max(rank.fill_s for rank in written))
         clock.move("transfer", verify=max(rank.verify_s for rank in written))
         version = ranks.version
-        try:
-            with clock.phase("resume"):
-                await engine.publish_version(version)
-                await engine.resume()
-        except BaseException as error:
-            await self._refuse_to_go_on(error)
-            raise
+        with clock.phase("resume"):
+            await self._go_on(self._serve(version))
         report = RefitReport.of(
             written, version=version, engine=engine.name, phases_s=clock.phases_s, num_interrupted=num_interrupted
         )
@@ -141,26 +139,35 @@ class Refitter:
 
     async def _let_go(self, error: BaseException, version: int) -> None:
         """After a refit that failed: go on with a whole policy, the old or the new one; with parts of both refuse."""
-        engine, ranks = self._engine, self._engine.ranks
-        if ranks.is_dirty:
-            await engine.refuse(
+        if self._engine.ranks.is_dirty:
+            await self._engine.refuse(
                 f"the last refit failed part way ({_describe(error)}); the next one that succeeds heals it"
             )
-            return
-        try:
-            await ranks.abandon()
-            if ranks.version != version:  # the ranks committed, and only their driver did not hear of it
-                await engine.publish_version(ranks.version)
-            await engine.resume()
-        except BaseException as failure:
-            await self._refuse_to_go_on(failure)
-            raise
+        else:
+            await self._go_on(self._serve_what_is_whole(version))
 
-    async def _refuse_to_go_on(self, error: BaseException) -> None:
-        """Nobody may wait for an engine that serves a whole policy, and could not be made to go on."""
-        await self._engine.refuse(
-            f"version {self.version} is in place, but the engine did not go on ({_describe(error)}); refit again"
-        )
+    async def _serve_what_is_whole(self, version: int) -> None:
+        """Go on after a refit that wrote nothing, or that the ranks committed and only their driver did not hear of."""
+        ranks = self._engine.ranks
+        await ranks.abandon()
+        if ranks.version != version:
+            await self._serve(ranks.version)
+        else:
+            await self._engine.resume()
+
+    async def _serve(self, version: int) -> None:
+        await self._engine.publish_version(version)
+        await self._engine.resume()
+
+    async def _go_on(self, steps: Awaitable[None]) -> None:
+        """Nobody may wait for an engine that holds a whole policy, and cannot be made to go on."""
+        with Caught() as caught:
+            await steps
+        if caught.error is not None:
+            await self._engine.refuse(
+                f"version {self.version} is in place, but the engine did not go on ({_describe(caught.error)}); refit again"
+            )
+            raise caught.take()
 
     def layout(self) -> EngineLayout:
         """Slots, kernels, scale formats and refusals of the engine."""
@@ -231,15 +238,6 @@ class Refitter:
         except RefitError:
             if error is None:
                 raise
-
-
-async def _objection(step: Awaitable[None]) -> BaseException | None:
-    """Why `step` failed, or None: an objection is raised by the ranks' vote, on every one of them."""
-    try:
-        await step
-    except BaseException as error:  # noqa: BLE001 - raised again
-        return error
-    return None
 
 
 def _describe(error: BaseException) -> str:

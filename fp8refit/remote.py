@@ -7,16 +7,17 @@ bucket, part by part. What is said goes through a channel of the engine's own.
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from fp8refit._version import __version__
+from fp8refit.caught import Caught
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineLostError, InvalidSourceError, NonFiniteError, RankFailedError, RefitError
 from fp8refit.fill import scale_problem
@@ -30,6 +31,8 @@ from fp8refit.transport.memory import Bucket, Exporter, TensorRef
 from fp8refit.transport.messages import PROTOCOL, Reply, Request
 from fp8refit.transport.segment import DTYPES
 from fp8refit.vote import merge_errors
+
+T = TypeVar("T")
 
 NUM_VOTES_OF_PREPARE = 3
 GRACE_S = 30.0
@@ -89,32 +92,38 @@ class RemoteRanks:
         source = make_source()
         self._refit, self._source, self._is_pushed = uuid.uuid4().hex, source, False
         last_digest = self._offered_digest
-        async with self._giving_up():
-            offer = self._offer(source)
-            await self._ask(messages.Prepare(refit=self._refit, config=config, source=offer))
+        offer = await self._or_give_up(self._prepare(source))
         self._offered_digest = offer.digest if isinstance(offer, messages.MappedTensors) else ""
         self._mapped_digest, self._is_settled = self._offered_digest, self._offered_digest == last_digest
 
     async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
         """See `fp8refit.engine.Ranks`."""
-        async with self._giving_up():
-            if objection is not None:
-                raise objection
-            self.is_dirty = True
-            if not self._is_pushed:
-                # A trainer that gathers into new memory every time wants it back; weights that stay in place stay mapped.
-                replies = await self._ask(messages.Write(refit=self._refit, keeps_mapped=self._is_settled))
-            else:
-                await self._ask(messages.Begin(refit=self._refit))
-                await self._push(self._source)
-                replies = await self._ask(messages.Finish(refit=self._refit))
-            if self.is_dirty:
-                held = ", ".join(f"rank {reply.rank} holds {reply.version}" for reply in replies)
-                raise RankFailedError(f"the ranks serve different versions ({held}); refit again")
+        replies = await self._or_give_up(self._write(objection))
         self._source = None
         if not self._is_settled:
             self._mapped_digest = ""
         return replies[0].reports
+
+    async def _prepare(self, source: Source) -> messages.MappedTensors | messages.Files | messages.Pushed:
+        offer = self._offer(source)
+        await self._ask(messages.Prepare(refit=self._refit, config=self._config, source=offer))
+        return offer
+
+    async def _write(self, objection: BaseException | None) -> list[Reply]:
+        if objection is not None:
+            raise objection
+        self.is_dirty = True
+        if not self._is_pushed:
+            # A trainer that gathers into new memory every time wants it back; weights that stay in place stay mapped.
+            replies = await self._ask(messages.Write(refit=self._refit, keeps_mapped=self._is_settled))
+        else:
+            await self._ask(messages.Begin(refit=self._refit))
+            await self._push(self._source)
+            replies = await self._ask(messages.Finish(refit=self._refit))
+        if self.is_dirty:
+            held = ", ".join(f"rank {reply.rank} holds {reply.version}" for reply in replies)
+            raise RankFailedError(f"the ranks serve different versions ({held}); refit again")
+        return replies
 
     async def abandon(self) -> None:
         """See `fp8refit.engine.Ranks`."""
@@ -284,18 +293,16 @@ class RemoteRanks:
         if self._lost_because is not None:
             raise EngineLostError(self._lost_because)
 
-    @contextlib.asynccontextmanager
-    async def _giving_up(self) -> AsyncIterator[None]:
+    async def _or_give_up(self, step: Awaitable[T]) -> T:
         """On an error let the ranks go of what was prepared. After a lost rank the source stays: somebody may still read it."""
-        try:
-            yield
-        except BaseException:
-            self._mapped_digest = ""
-            with contextlib.suppress(RefitError):
-                await self._ask(messages.Abandon(refit=self._refit))
-            if self._lost_because is None:
-                self._source = None
-            raise
+        with Caught() as caught:
+            return await step
+        self._mapped_digest = ""
+        with contextlib.suppress(RefitError):
+            await self._ask(messages.Abandon(refit=self._refit))
+        if self._lost_because is None:
+            self._source = None
+        raise caught.take()
 
 
 def _read(answer: str) -> Reply:

@@ -46,6 +46,7 @@ class Target:
         device: Where the live tensors are.
         engine: Name of the engine, for layouts.
         versions: Package versions, for layouts.
+        check_engine: Raises what keeps the engine around the live tensors from being written now.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class Target:
         device: torch.device,
         engine: str,
         versions: dict[str, str],
+        check_engine: Callable[[], None] = lambda: None,
     ) -> None:
         self._read_inventory = read_inventory
+        self._check_engine = check_engine
         self._device = device
         self._engine = engine
         self._versions = versions
@@ -83,10 +86,12 @@ class Target:
             EngineLostError: A fault ended an earlier refit.
             UnsupportedEngineError: It has layers that cannot be written; names every one.
             EngineAsleepError: Its weights are not mapped.
+            RefitError: What `check_engine` raises.
         """
         if self.lost_because is not None:
             raise EngineLostError(self.lost_because)
         self.abandon()
+        self._check_engine()
         inventory = self._current_inventory()
         if inventory.refusals:
             raise UnsupportedEngineError(

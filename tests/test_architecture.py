@@ -13,6 +13,7 @@ LAYERS = [
     "names",
     "layers",
     "config",
+    "caught",
     "admission",
     "report",
     "vote",

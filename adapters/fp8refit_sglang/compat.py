@@ -5,9 +5,11 @@ text, and it asks for no update session.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -252,18 +254,36 @@ class Scheduler:
             self._scheduler.waiting_queue = waiting
 
 
-def kv_scales(module: nn.Module) -> list[Tensor]:
-    """The scales of an attention layer's FP8 KV cache."""
-    scales = (getattr(module, name, None) for name in ("k_scale", "v_scale"))
-    return [scale.data for scale in scales if isinstance(scale, nn.Parameter)]
+@dataclass(frozen=True, slots=True)
+class KvScale:
+    """One scale of an attention layer's FP8 KV cache: a tensor, and SGLang's copy of it as a Python number."""
+
+    module: nn.Module
+    tensor: Tensor
+    copy: str
+    """Name of the copy."""
 
 
-def reset_kv_scales(model: nn.Module) -> None:
-    """Set every copy of every KV-cache scale to 1.0, as a boot from a checkpoint without KV scales does."""
+def kv_scales(model: nn.Module) -> list[KvScale]:
+    """Every scale of the KV cache of a model."""
+    found = []
     for module in model.modules():
-        scales = kv_scales(module)
-        for scale in scales:
-            scale.fill_(1.0)
-        for name in ("k_scale_float", "v_scale_float"):
-            if scales and hasattr(module, name):
-                setattr(module, name, 1.0)
+        for name in ("k_scale", "v_scale"):
+            scale, copy = module._parameters.get(name), f"{name}_float"
+            if scale is not None and hasattr(module, copy):
+                found.append(KvScale(module, scale.data, copy))
+    return found
+
+
+def forget_kv_scales(scales: Sequence[KvScale]) -> None:
+    """Set SGLang's copies to 1.0, as a boot from a checkpoint without KV scales does."""
+    for scale in scales:
+        setattr(scale.module, scale.copy, 1.0)
+
+
+def restore_kv_scales(scales: Sequence[KvScale]) -> None:
+    """Write every scale from its copy, in two launches."""
+    if scales:
+        tensors = [scale.tensor for scale in scales]
+        torch._foreach_zero_(tensors)
+        torch._foreach_add_(tensors, [float(getattr(scale.module, scale.copy)) for scale in scales])

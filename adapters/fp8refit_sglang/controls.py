@@ -50,9 +50,6 @@ class TokenizerControls:
 
     async def pause(self, config: RefitConfig, *, may_wait: bool) -> int:
         """See `fp8refit_sglang.driver.Controls`. New requests wait at a gate of ours, and so are refused if the refit fails."""
-        # If an earlier refit failed, generation is still paused by it; only what was asked for since then counts.
-        if self._gate is None:
-            self._was_paused = self._tokenizer.is_paused
         refused_because = self._gate.reason if self._gate is not None else None
         num_unfinished = self._tokenizer.num_unfinished
         gate = self._close_gate()
@@ -66,7 +63,10 @@ class TokenizerControls:
             if refused_because is not None:
                 gate.refuse(refused_because)
             else:
-                self._open_gate()
+                try:
+                    await self._settle()
+                finally:
+                    self._open_gate()
             if isinstance(error, TimeoutError):
                 raise still_running(num_unfinished, config.timeout_s) from None
             raise
@@ -78,6 +78,13 @@ class TokenizerControls:
                 self._tokenizer.abort_all()
             await asyncio.sleep(_POLL_S)
         await self._tokenizer.pause()
+
+    async def _settle(self) -> None:
+        """Let generation be paused, or not, as it was before or as somebody wanted it since."""
+        if self._was_paused and not self._tokenizer.is_paused:
+            await self._tokenizer.pause()
+        elif self._tokenizer.is_paused and not self._was_paused:
+            await self._tokenizer.go_on()
 
     async def resume(self) -> None:
         """See `fp8refit_sglang.driver.Controls`. Generation that was paused before the refit stays paused."""
@@ -102,7 +109,9 @@ class TokenizerControls:
         return await self._tokenizer.ring(address)
 
     def _close_gate(self) -> TokenizerGate:
+        # If an earlier refit failed, generation is still paused by it; only what was asked for since then counts.
         if self._gate is None:
+            self._was_paused = self._tokenizer.is_paused
             self._gate = TokenizerGate(self._tokenizer.manager, self._decide, self._refuse_with)
         self._gate.close()
         return self._gate

@@ -6,9 +6,9 @@ from typing import Any, Protocol, TypeVar
 
 from fp8refit.admission import cache_kept, unfinished
 from fp8refit.config import RefitConfig
-from fp8refit.errors import EngineAsleepError, EngineBusyError, EngineLostError, UnsupportedEngineError
+from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.transport.loopback import Switchboard
-from fp8refit_sglang.worker import ASLEEP, CHECK_READY, FLUSH, IN_SESSION, KEPT
+from fp8refit_sglang.worker import FLUSH, KEPT
 
 T = TypeVar("T")
 
@@ -84,14 +84,9 @@ class Driver:
         return _is_in_loop() or (loop is not None and loop.is_running())
 
     async def check_ready(self) -> None:
-        """See `fp8refit.engine.Engine`."""
+        """See `fp8refit.engine.Engine`. The ranks know whether their weights sleep."""
         if not self.is_asynchronous and self._controls.num_unfinished:
             raise unfinished("SGLang engine")
-        answers = await self.call(CHECK_READY, timeout_s=self._timeout_s)
-        if ASLEEP in answers:
-            raise EngineAsleepError('the weights sleep; call resume_memory_occupation(tags=["weights"]) before refit')
-        if IN_SESSION in answers:
-            raise EngineBusyError("an update of weights by SGLang itself is under way; end_weight_update(), then refit")
 
     async def pause(self, config: RefitConfig) -> int:
         """See `fp8refit.engine.Engine`."""

@@ -7,13 +7,14 @@ driver and ranks, so the driver runs on the server's host, as the same user.
 import asyncio
 import http.client
 import json
+import logging
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineLostError, RefitError, UnsupportedEngineError
@@ -21,6 +22,8 @@ from fp8refit.vote import ErrorRecord
 from fp8refit_sglang.compat import handles_for, http_refusal, order_in
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.driver import NOT_LOADED
+
+logger = logging.getLogger(__name__)
 
 _ROUTE = "/update_weights_from_ipc"
 _INFO_ROUTES = ("/server_info", "/get_server_info")
@@ -112,20 +115,24 @@ class ServerClerk:
 
     def __init__(self, controls: TokenizerControls) -> None:
         self._controls = controls
+        self._turn = asyncio.Lock()
         self._silence_s = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._refusing: asyncio.Task[None] | None = None
 
     async def answer(self, message: str) -> Answer:
-        """Carry out one order. Errors are values."""
-        self._stop_watching()
-        try:
-            answer = await self._obey(_Request.model_validate_json(message).order)
-        except (RefitError, ValidationError) as error:
-            answer = Answer(error=ErrorRecord.of(error))
-        if self._silence_s:
-            self._watch = asyncio.get_running_loop().call_later(self._silence_s, self._give_up)
-        return answer
+        """Carry out one order, after those before it, which a driver that was interrupted left. Errors are values."""
+        async with self._turn:
+            self._stop_watching()
+            try:
+                answer = await self._obey(_Request.model_validate_json(message).order)
+            except Exception as error:
+                if not isinstance(error, RefitError):
+                    logger.exception("an order could not be carried out")
+                answer = Answer(error=ErrorRecord.of(error))
+            if self._silence_s:
+                self._watch = asyncio.get_running_loop().call_later(self._silence_s, self._give_up)
+            return answer
 
     async def _obey(self, order: AnyOrder) -> Answer:
         if isinstance(order, Pause):
@@ -179,9 +186,10 @@ class SglangServer:
         """
         for route in _INFO_ROUTES:
             status, text = self._send(route, None, timeout_s=_GRACE_S)
-            if status == http.HTTPStatus.OK:
-                return SimpleNamespace(**json.loads(text))
-        raise UnsupportedEngineError(f"{self.url} is no SGLang server: it answered {status} to {route}")
+            found = _read_object(text) if status == http.HTTPStatus.OK else {}
+            if "tp_size" in found:
+                return SimpleNamespace(**found)
+        raise UnsupportedEngineError(f"{self.url} is no SGLang server: it answered {status} to {route}: {text[:200]}")
 
     def post(self, order: AnyOrder, *, timeout_s: float) -> Answer:
         """Have an order carried out.
@@ -212,6 +220,15 @@ class SglangServer:
             return error.code, error.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
             raise EngineLostError(f"the server at {self.url} cannot be reached ({error}); start it again") from error
+
+
+def _read_object(text: str) -> dict[str, Any]:
+    """The JSON object that `text` is, or an empty one if it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class ServerControls:

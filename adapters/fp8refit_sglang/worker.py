@@ -12,21 +12,27 @@ import torch
 from torch import nn
 
 from fp8refit.config import RefitConfig
-from fp8refit.errors import RefitError
+from fp8refit.errors import EngineAsleepError, EngineBusyError, RefitError
 from fp8refit.rank import Rank
 from fp8refit.server import RankServer
 from fp8refit.slots import Inventory, Refresh, Refusal
 from fp8refit.target import Target
 from fp8refit.transport.group import ProcessGroupExchange
 from fp8refit.transport.loopback import Line
-from fp8refit_sglang.compat import Scheduler, address_in, receipt, reset_kv_scales
+from fp8refit_sglang.compat import (
+    KvScale,
+    Scheduler,
+    address_in,
+    forget_kv_scales,
+    kv_scales,
+    receipt,
+    restore_kv_scales,
+)
 from fp8refit_sglang.layout import read_inventory
 
 logger = logging.getLogger(__name__)
 
-CHECK_READY = "check_ready"
 FLUSH = "flush"
-READY, ASLEEP, IN_SESSION = "ready", "asleep", "in session"
 FLUSHED, KEPT = "flushed", "kept"
 
 _CLERK = "_fp8refit_clerk"
@@ -46,6 +52,9 @@ def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     except RefitError as error:
         logger.warning("a refit's driver is gone: %s", error)
         return receipt(success=False, message=str(error))
+    except Exception as error:
+        logger.exception("a driver could not be answered")
+        return receipt(success=False, message=f"{type(error).__name__}: {error}")
     return receipt(success=True, message="")
 
 
@@ -72,21 +81,14 @@ class Clerk:
             self._line = Line(address, self._scheduler.rank, timeout_s=RefitConfig().timeout_s)
         try:
             self._line.answer(self._obey(self._line.hear()))
-        except RefitError:
+        except BaseException:
             self._hang_up()
             raise
 
     def _obey(self, message: str) -> str:
-        if message == CHECK_READY:
-            return self._how_ready()
         if message == FLUSH:
             return FLUSHED if self._scheduler.flush() else KEPT
         return self._server.handle(message)
-
-    def _how_ready(self) -> str:
-        if "weights" in self._scheduler.sleeping_tags:
-            return ASLEEP
-        return IN_SESSION if self._scheduler.has_open_session else READY
 
     def _hang_up(self) -> None:
         if self._line is not None:
@@ -104,6 +106,7 @@ def make_rank(scheduler: Scheduler) -> Rank:
         device=next(scheduler.model.parameters()).device,
         engine="sglang",
         versions={"sglang": sglang.__version__, "torch": torch.__version__},
+        check_engine=model.check_ready,
     )
     return Rank(target, ProcessGroupExchange(scheduler.process_group) if scheduler.num_ranks > 1 else None)
 
@@ -124,6 +127,18 @@ class LiveModel:
         """The live model."""
         return self._scheduler.model
 
+    def check_ready(self) -> None:
+        """Refuse to write weights that sleep, or that SGLang itself is about to write.
+
+        Raises:
+            EngineAsleepError: They sleep.
+            EngineBusyError: An update session is open.
+        """
+        if "weights" in self._scheduler.sleeping_tags:
+            raise EngineAsleepError('the weights sleep; call resume_memory_occupation(tags=["weights"]) before refit')
+        if self._scheduler.has_open_session:
+            raise EngineBusyError("an update of weights by SGLang itself is under way; end_weight_update(), then refit")
+
     def read_inventory(self) -> Inventory:
         """Slots of the model, refusals and refreshes of the engine around it."""
         inventory = read_inventory(self.network)
@@ -136,14 +151,13 @@ class LiveModel:
             refusals.append(
                 Refusal(module="multimodal model", reason=reason, remedy="fp8refit refits language models so far")
             )
-        inventory = replace(inventory, refusals=tuple(refusals))
-        if self._has_dummy_scales:
-            refresh = Refresh(name="KV scales of a dummy boot", run=self._reset_dummy_scales)
-            inventory = replace(inventory, refreshes=(*inventory.refreshes, refresh))
-        return inventory
+        scales = kv_scales(self.network)
+        refresh = Refresh(name="KV scales", run=lambda: self._restore(scales))
+        return replace(inventory, refusals=tuple(refusals), refreshes=(*inventory.refreshes, refresh))
 
-    def _reset_dummy_scales(self) -> None:
-        """A dummy boot fills KV scales with noise; a boot from a checkpoint leaves 1.0. Done once."""
+    def _restore(self, scales: list[KvScale]) -> None:
+        """Write the KV scales, which sleep loses, from SGLang's own copies of them. A dummy boot fills both with noise."""
         if self._has_dummy_scales:
-            reset_kv_scales(self.network)
+            forget_kv_scales(scales)
             self._has_dummy_scales = False
+        restore_kv_scales(scales)

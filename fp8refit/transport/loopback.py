@@ -35,15 +35,17 @@ class Switchboard:
         self._server: asyncio.Server | None = None
         self._lines: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
         self._all_called = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._asking: asyncio.Task[Sequence[str]] | None = None
         self.address = ""
-
-    @property
-    def has_been_called(self) -> bool:
-        """Whether any rank has called."""
-        return bool(self._lines)
+        self.has_been_called = False
+        """Whether any rank has ever called."""
 
     async def ask(self, message: str, ring: Callable[[str], Awaitable[None]], *, timeout_s: float) -> Sequence[str]:
         """Give `message` to every rank, and their answers in order of rank.
+
+        If the caller is cancelled the ranks answer all the same, before they are asked anything else: what was rung for cannot
+        be taken back, and an engine's own RPC may not survive that it is left.
 
         Args:
             message: The text.
@@ -54,6 +56,16 @@ class Switchboard:
             EngineLostError: A rank died or did not answer in time.
         """
         await self._open()
+        self._asking = asyncio.ensure_future(self._ask_in_turn(message, ring, timeout_s))
+        return await asyncio.shield(self._asking)
+
+    async def _ask_in_turn(
+        self, message: str, ring: Callable[[str], Awaitable[None]], timeout_s: float
+    ) -> Sequence[str]:
+        async with self._turn:
+            return await self._ask(message, ring, timeout_s)
+
+    async def _ask(self, message: str, ring: Callable[[str], Awaitable[None]], timeout_s: float) -> Sequence[str]:
         ringing = asyncio.ensure_future(ring(self.address))
         try:
             async with asyncio.timeout(timeout_s):
@@ -61,18 +73,28 @@ class Switchboard:
                 answers = await asyncio.gather(*(self._ask_one(rank, message) for rank in range(self._num_ranks)))
                 await ringing
         except TimeoutError as error:
+            self._hang_up()
             raise EngineLostError(
                 f"the engine did not answer within {timeout_s:g} s; start it again. If it only takes longer, as reading files "
                 "may, raise timeout_s"
             ) from error
         except (OSError, EOFError) as error:
+            self._hang_up()
             raise EngineLostError(f"a rank of the engine is gone ({error}); start the engine again") from error
         finally:
             ringing.cancel()
         return answers
 
     def close(self) -> None:
-        """Hang up on every rank."""
+        """Hang up on every rank, and take no more calls."""
+        self._hang_up()
+        if self._server is not None:
+            with contextlib.suppress(RuntimeError):
+                self._server.close()
+            self._server = None
+
+    def _hang_up(self) -> None:
+        """Have every rank call again: what it might still answer is not asked for any more."""
         for _, writer in self._lines.values():
             with contextlib.suppress(OSError):
                 writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # also when the event loop is closed
@@ -80,10 +102,6 @@ class Switchboard:
                 writer.close()
         self._lines.clear()
         self._all_called = asyncio.Event()
-        if self._server is not None:
-            with contextlib.suppress(RuntimeError):
-                self._server.close()
-            self._server = None
 
     async def _open(self) -> None:
         """Wait for calls, in the event loop that runs now."""
@@ -91,6 +109,7 @@ class Switchboard:
         if self._server is not None and self._loop is loop:
             return
         self.close()
+        self._turn = asyncio.Lock()
         folder = _private_folder()
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.address = str(folder / "line")
@@ -98,6 +117,7 @@ class Switchboard:
 
     async def _take_call(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._lines[int(await _read(reader))] = reader, writer
+        self.has_been_called = True
         if len(self._lines) == self._num_ranks:
             self._all_called.set()
 

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import hashlib
 import json
 import os
 import time
@@ -11,25 +10,19 @@ from pathlib import Path
 import policies
 import torch
 import vllm
-from measuring import PROMPTS, generate, measure_copy_gb_per_s
-from safetensors.torch import save_file
+from checkpoints import fp8_folder, write_checkpoints
+from measuring import PROMPTS, generate, is_refused, log, measure_copy_gb_per_s, timed_refit
 from tiny_models import FP8_CONFIG
 from vllm import LLM, SamplingParams
 
-from fp8refit import EngineAsleepError, EngineDirtyError, NonFiniteError, Refitter
-from fp8refit.checkpoint import quantize_checkpoint
+from fp8refit import EngineDirtyError, NonFiniteError, Refitter
 from fp8refit.layout import EngineLayout
 
-START_S = time.perf_counter()
 NUM_REFITS = 50
 NUM_WARM_UP = 6
 """Refits and generations after which nothing is allocated for the first time."""
 SHORT = SamplingParams(max_tokens=4, temperature=0, detokenize=False, ignore_eos=True)
 DUMMY = {"load_format": "dummy", "hf_overrides": {"quantization_config": FP8_CONFIG}}
-
-
-def log(what: str) -> None:
-    print(f"{time.perf_counter() - START_S:7.1f} s  {what}", flush=True)
 
 
 def settings(model: Path, **options) -> dict:
@@ -61,29 +54,6 @@ def observe(llm: LLM) -> dict:
         "generated": generated,
         "graph_replays": [b - a for a, b in zip(before, after, strict=True)],
         "live": llm.collective_rpc("observe_live_bytes"),
-    }
-
-
-def timed_refit(refitter: Refitter, policy: dict) -> dict:
-    torch.cuda.synchronize()
-    start_s = time.perf_counter()
-    report = refitter.refit(policy)
-    wall_s = time.perf_counter() - start_s
-    slowest_s = max(rank.fill_device_s for rank in report.ranks)
-    return {
-        "wall_s": wall_s,
-        "host_s": wall_s - slowest_s,
-        "phases_s": report.phases_s,
-        "version": report.version,
-        "ranks": [
-            {
-                "device": rank.device,
-                "fill_device_s": rank.fill_device_s,
-                "num_bytes": rank.bytes_read + rank.bytes_written,
-                "extra_bytes": rank.extra_bytes,
-            }
-            for rank in report.ranks
-        ],
     }
 
 
@@ -197,25 +167,9 @@ def try_sources(llm: LLM, refitter: Refitter, policy: dict, expected: list[int])
 
 
 def run_checkpoint(args) -> dict:
-    """On the GPU of this process; no engine."""
-    file = args.work / "bf16" / "model.safetensors"
-    if not file.exists():
-        policy = policies.fill_policy(policies.allocate(args.shape), 1)
-        policies.write_config(args.shape, args.work / "bf16")
-        save_file({name: tensor.cpu() for name, tensor in policy.items()}, file, metadata={"format": "pt"})
-    for file in sorted(args.work.glob("layout-*.json")):
-        layout = EngineLayout.model_validate_json(file.read_text())
-        folder = fp8_folder(args.work, layout)
-        if not folder.exists():
-            log(f"write {folder.name}")
-            quantize_checkpoint(args.work / "bf16", folder, like=layout)
+    """No engine."""
+    write_checkpoints(args.shape, args.work)
     return {}
-
-
-def fp8_folder(work: Path, layout: EngineLayout) -> Path:
-    """Engines whose kernels want the same scale formats boot from the same checkpoint."""
-    formats = sorted((slot.name, str(slot.scale_format)) for slot in layout.slots)
-    return work / f"fp8-{hashlib.sha256(repr(formats).encode()).hexdigest()[:12]}"
 
 
 def run_fresh(args) -> dict:
@@ -342,14 +296,6 @@ def run_sleep(args) -> dict:
             }
     llm.llm_engine.engine_core.shutdown()
     return {"sleep": result}
-
-
-def is_refused(refitter: Refitter, policy: dict) -> bool:
-    try:
-        refitter.refit(policy)
-    except EngineAsleepError:
-        return True
-    return False
 
 
 MODES = {

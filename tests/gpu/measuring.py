@@ -1,19 +1,36 @@
-"""What the engines of `run_vllm.py` and `layout_modes.py` are asked, and the rate that their fills are held against."""
+"""What the engines of the scripts here are asked, and the rate that their fills are held against. Imports no engine."""
 
 import statistics
+import time
+from typing import TYPE_CHECKING
 
 import torch
-from vllm import LLM, SamplingParams
+
+from fp8refit import EngineAsleepError, Refitter
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
 
 PROMPTS = [[(31 * i + 7 * j) % 50000 + 100 for j in range(24 + 8 * i)] for i in range(4)]
-SAMPLING = SamplingParams(
-    max_tokens=24, temperature=0, logprobs=4, prompt_logprobs=0, detokenize=False, ignore_eos=True
-)
+START_S = time.perf_counter()
 
 
-def generate(llm: LLM) -> dict:
-    """Greedy tokens and every log-probability, as exact hexadecimal floats."""
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SAMPLING, use_tqdm=False)
+def log(what: str) -> None:
+    print(f"{time.perf_counter() - START_S:7.1f} s  {what}", flush=True)
+
+
+def vllm_sampling() -> "SamplingParams":
+    """Greedy, with log-probabilities of prompt and output."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=24, temperature=0, logprobs=4, prompt_logprobs=0, detokenize=False, ignore_eos=True
+    )
+
+
+def generate(llm: "LLM") -> dict:
+    """Greedy tokens and every log-probability of vLLM's, as exact hexadecimal floats."""
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], vllm_sampling(), use_tqdm=False)
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "logprobs": [
@@ -29,6 +46,44 @@ def generate(llm: LLM) -> dict:
             for output in outputs
         ],
     }
+
+
+def timed_refit(refitter: Refitter, policy: dict) -> dict:
+    """Refit, once the GPU is done with all else, and give the seconds that it took here and on every rank."""
+    wait_for_gpu()
+    start_s = time.perf_counter()
+    report = refitter.refit(policy)
+    wall_s = time.perf_counter() - start_s
+    device_s = [rank.fill_device_s for rank in report.ranks if rank.fill_device_s is not None]
+    return {
+        "wall_s": wall_s,
+        "host_s": wall_s - max(device_s, default=0.0),
+        "phases_s": report.phases_s,
+        "version": report.version,
+        "ranks": [
+            {
+                "device": rank.device,
+                "fill_device_s": rank.fill_device_s,
+                "num_bytes": rank.bytes_read + rank.bytes_written,
+                "extra_bytes": rank.extra_bytes,
+            }
+            for rank in report.ranks
+        ],
+    }
+
+
+def is_refused(refitter: Refitter, policy: dict) -> bool:
+    """Whether the engine's weights sleep."""
+    try:
+        refitter.refit(policy)
+    except EngineAsleepError:
+        return True
+    return False
+
+
+def wait_for_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def measure_copy_gb_per_s(device: int) -> float:

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 SHAPES = {
+    "tiny": {"hidden": 256, "intermediate": 512, "layers": 2, "heads": 4, "kv_heads": 2, "tied": False},
     "qwen3-0.6b": {"hidden": 1024, "intermediate": 3072, "layers": 28, "heads": 16, "kv_heads": 8, "tied": True},
     "qwen3-8b": {"hidden": 4096, "intermediate": 12288, "layers": 36, "heads": 32, "kv_heads": 8, "tied": False},
 }
 HEAD_DIM = 128
 VOCAB_SIZE = 151936
 NUM_OUTLIERS = 6
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU is for trying a script on a tiny shape
 
 
 def write_config(shape: str, folder: Path) -> None:
@@ -72,17 +74,17 @@ def tensor_shapes(shape: str) -> dict[str, tuple[int, ...]]:
 
 def allocate(shape: str) -> dict[str, Tensor]:
     """Room for one policy on the GPU."""
-    return {name: torch.empty(size, dtype=torch.bfloat16, device="cuda") for name, size in tensor_shapes(shape).items()}
+    return {name: torch.empty(size, dtype=torch.bfloat16, device=DEVICE) for name, size in tensor_shapes(shape).items()}
 
 
 def fill_policy(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Write policy number `seed` into `tensors`, as an optimizer writes its weights: in place."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     for tensor in tensors.values():
         if tensor.ndim == 1:
             tensor.normal_(1.0, 0.05, generator=generator)
             continue
         tensor.normal_(0.0, 0.02, generator=generator)
-        channels = torch.randint(tensor.shape[1], (NUM_OUTLIERS,), generator=generator, device="cuda")
+        channels = torch.randint(tensor.shape[1], (NUM_OUTLIERS,), generator=generator, device=DEVICE)
         tensor[:, channels] *= 12
     return tensors

@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import policies
 import torch
 import vllm
-from measuring import PROMPTS, SAMPLING, generate, measure_copy_gb_per_s
+from measuring import PROMPTS, generate, measure_copy_gb_per_s, vllm_sampling
 from safetensors.torch import save_file
 from tiny_models import FP8_CONFIG, make_model, save_model
 from vllm import LLM, SamplingParams
@@ -240,7 +240,7 @@ def try_bad_input(llm: LLM, refitter: Refitter, policy: dict[str, torch.Tensor])
     policy[name][300, 200] = saved
     refitter.refit(policy)
     outcome["healed"] = hash_live(llm) == before and not refitter.is_dirty
-    llm.llm_engine.add_request("held", {"prompt_token_ids": PROMPTS[0]}, SAMPLING)
+    llm.llm_engine.add_request("held", {"prompt_token_ids": PROMPTS[0]}, vllm_sampling())
     try:
         refitter.refit(policy)
     except EngineBusyError:
@@ -432,7 +432,7 @@ def boot_small(model: Path, order: int, **options) -> LLM:
 
 
 def observe_small(llm: LLM) -> dict:
-    output = llm.generate(SHORT_PROMPT, SAMPLING, use_tqdm=False)[0].outputs[0]
+    output = llm.generate(SHORT_PROMPT, vllm_sampling(), use_tqdm=False)[0].outputs[0]
     logprobs = [{str(token): entry.logprob.hex() for token, entry in step.items()} for step in output.logprobs]
     return {"live": hash_live(llm), "tokens": list(output.token_ids), "logprobs": logprobs}
 

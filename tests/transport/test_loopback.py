@@ -15,7 +15,9 @@ from fp8refit.transport.loopback import Line, Switchboard
 class Ranks:
     """Ranks in threads: told to answer, each hears one message and says what `says` makes of it."""
 
-    def __init__(self, count: int, says: Callable[[int, str], str | None] = lambda rank, heard: f"{rank}: {heard}") -> None:
+    def __init__(
+        self, count: int, says: Callable[[int, str], str | None] = lambda rank, heard: f"{rank}: {heard}"
+    ) -> None:
         self._count = count
         self._says = says
         self._lines: dict[int, Line] = {}
@@ -148,3 +150,81 @@ def test_a_message_that_is_none_of_ours_is_not_read(switchboard):
 
     with pytest.raises(RankFailedError, match="none of ours"):
         ask(switchboard, "hello", Babbler(2).ring)
+
+
+def test_what_was_asked_is_answered_before_the_next_although_the_caller_was_cancelled(switchboard):
+    may_answer, ringing = threading.Event(), []
+
+    def slow(rank: int, heard: str) -> str:
+        if heard == "first":
+            assert may_answer.wait(5)
+        return f"{rank}: {heard}"
+
+    ranks = Ranks(2, slow)
+
+    async def ring(address: str) -> None:
+        assert not ringing, "an earlier ring was left"
+        ringing.append(address)
+        await ranks.ring(address)
+        ringing.clear()
+
+    async def talk():
+        first = asyncio.create_task(switchboard.ask("first", ring, timeout_s=5))
+        while len(ranks._lines) < 2:
+            await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        second = asyncio.create_task(switchboard.ask("second", ring, timeout_s=5))
+        await asyncio.sleep(0)
+        may_answer.set()
+        return await second
+
+    assert asyncio.run(talk()) == ["0: second", "1: second"]
+
+
+def test_after_a_rank_that_did_not_answer_all_call_again(switchboard):
+    may_answer = threading.Event()
+
+    def slow_once(rank: int, heard: str) -> str:
+        if heard == "first" and rank == 0:
+            assert may_answer.wait(5)
+        return f"{rank}: {heard}"
+
+    ranks = Ranks(2, slow_once)
+
+    async def ring(address: str) -> None:
+        for outcome in await asyncio.gather(ranks.ring(address), return_exceptions=True):
+            if isinstance(outcome, RankFailedError):
+                ranks._lines.clear()
+
+    async def talk():
+        with pytest.raises(EngineLostError, match="did not answer"):
+            await switchboard.ask("first", ring, timeout_s=0.2)
+        may_answer.set()
+        ranks._lines.clear()
+        return await switchboard.ask("second", ring, timeout_s=5)
+
+    assert asyncio.run(talk()) == ["0: second", "1: second"]
+    assert switchboard.has_been_called
+
+
+def test_after_a_rank_that_hung_up_all_call_again(switchboard):
+    may_answer = threading.Event()
+
+    def says(rank: int, heard: str) -> str | None:
+        if heard == "first":
+            assert rank == 1 or may_answer.wait(5)
+            return None if rank == 1 else "late"
+        return f"{rank}: {heard}"
+
+    ranks = Ranks(2, says)
+
+    async def talk():
+        with pytest.raises(EngineLostError, match="hung up"):
+            await switchboard.ask("first", ranks.ring, timeout_s=5)
+        may_answer.set()
+        ranks._lines.clear()
+        return await switchboard.ask("second", ranks.ring, timeout_s=5)
+
+    assert asyncio.run(talk()) == ["0: second", "1: second"]

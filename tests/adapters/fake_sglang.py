@@ -1,0 +1,483 @@
+"""SGLang's control plane as its adapter meets it: a tokenizer manager, schedulers in threads, and what is imported of it.
+
+Each fake does what SGLang 0.5.15, 0.5.17 and 0.5.23 do at the places that the adapter touches; real engines: tests/sglang.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from fp8refit_sglang import SglangEngine, plugin
+from fp8refit_sglang.compat import IN_SCHEDULER, IN_SERVER
+from torch import Tensor, nn
+
+from tests.fake_ranks import LAYOUTS, SHAPES, Meeting, Shard, ThreadGroup, whole
+from tests.fakes import assert_slots_hold, live_bytes
+
+NAMES = [name for name, _, _ in LAYOUTS["tensor"][0]]
+
+
+# What the adapter imports.
+
+
+@dataclass
+class UpdateWeightsFromIPCReqInput:
+    zmq_handles: dict[str, str]
+    flush_cache: bool = True
+
+
+@dataclass
+class UpdateWeightsFromIPCReqOutput:
+    success: bool
+    message: str
+
+
+@dataclass
+class PauseGenerationReqInput:
+    mode: str = "abort"
+
+
+@dataclass
+class ContinueGenerationReqInput:
+    torch_empty_cache: bool = True
+
+
+@dataclass
+class UpdateWeightVersionReqInput:
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class HookType(Enum):
+    AROUND = "around"
+
+
+class HookRegistry:
+    _hooks: ClassVar[dict[str, list[tuple]]] = {}
+    _patched: ClassVar[set[str]] = set()
+
+    @classmethod
+    def register(cls, target: str, hook: Callable, hook_type: HookType) -> None:
+        cls._hooks.setdefault(target, []).append((hook_type, hook, None))
+
+    @classmethod
+    def apply_hooks(cls) -> None:
+        cls._patched.update(cls._hooks)
+
+    @classmethod
+    def call(cls, target: str, original: Callable, *args: Any) -> Any:
+        """Call what stands in the place of `target`."""
+        if target not in cls._patched:
+            return original(*args)
+        ((_, hook, _),) = cls._hooks[target]
+        return hook(original, *args)
+
+
+class HTTPException(Exception):
+    def __init__(self, status_code: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status_code, self.detail = status_code, detail
+
+
+class EntryPoint:
+    """Entry point of the adapter."""
+
+    name = "sglang"
+
+    def load(self) -> type[SglangEngine]:
+        return SglangEngine
+
+
+REQUESTS = (
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromIPCReqOutput,
+    PauseGenerationReqInput,
+    ContinueGenerationReqInput,
+    UpdateWeightVersionReqInput,
+)
+
+
+def install(monkeypatch) -> None:
+    """Put the fakes where the adapter imports SGLang from, and have them load the plugin."""
+    contents = {
+        "sglang": {"__version__": "0.5.fake"},
+        "sglang.srt": {},
+        "sglang.srt.managers": {},
+        "sglang.srt.managers.io_struct": {kind.__name__: kind for kind in REQUESTS},
+        "sglang.srt.plugins": {},
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+        "fastapi": {"HTTPException": HTTPException},
+    }
+    for name, members in contents.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(HookRegistry, "_hooks", {})
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [EntryPoint()])
+    monkeypatch.setattr("fp8refit_sglang.worker.ProcessGroupExchange", lambda group: group)
+    monkeypatch.setattr("fp8refit_sglang.worker.read_inventory", lambda network: network.read_inventory())
+    plugin.register()
+    HookRegistry.apply_hooks()
+
+
+# Ranks.
+
+
+class Attention(nn.Module):
+    """What SGLang keeps of an FP8 KV cache, after a dummy boot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_scale, self.v_scale = (nn.Parameter(torch.tensor(0.25), requires_grad=False) for _ in range(2))
+        self.k_scale_float = self.v_scale_float = 0.25
+
+
+class Network(Shard):
+    """The model of one rank."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__(LAYOUTS["tensor"][rank] if num_ranks > 1 else [whole(name) for name in NAMES])
+        self.attention = Attention()
+
+
+class WeightUpdater:
+    """The part of a scheduler that takes weights."""
+
+    def __init__(self, scheduler: "Scheduler") -> None:
+        self.scheduler = scheduler
+        self.offload_tags: set[str] = set()
+
+    def update_weights_from_ipc(self, request: UpdateWeightsFromIPCReqInput) -> UpdateWeightsFromIPCReqOutput:
+        return HookRegistry.call(IN_SCHEDULER, type(self)._update_weights_from_ipc, self, request)
+
+    def _update_weights_from_ipc(self, request: UpdateWeightsFromIPCReqInput) -> UpdateWeightsFromIPCReqOutput:
+        return UpdateWeightsFromIPCReqOutput(success=False, message=f"no ZMQ socket in {sorted(request.zmq_handles)}")
+
+
+class Scheduler:
+    """The scheduler of one rank, in a thread."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        group = ThreadGroup(meeting, rank)
+        self.network = Network(rank, group.size)
+        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=self.network))
+        self.tp_group = SimpleNamespace(cpu_group=group, rank_in_group=rank, world_size=group.size)
+        self.server_args = SimpleNamespace(load_format="auto")
+        self.model_config = SimpleNamespace(is_multimodal=False)
+        self.weight_updater = WeightUpdater(self)
+        self.draft_worker = None
+        self.waiting_queue: list[str] = []
+        self.running: list[str] = []
+        self.is_paused = False
+        self.num_flushes_to_fail = 0
+        self.events: list[str] = []
+        self.thread = ThreadPoolExecutor(1)
+
+    def flush_cache(self, *, empty_cache: bool) -> bool:
+        assert not empty_cache
+        is_idle = not self.running and not self.waiting_queue
+        if self.num_flushes_to_fail or not is_idle:
+            self.num_flushes_to_fail = max(0, self.num_flushes_to_fail - 1)
+            return False
+        self.events.append("flushed")
+        return True
+
+
+# The process that takes requests.
+
+
+@dataclass
+class Request:
+    """One that runs until `TokenizerManager.finish` is called, if it is long."""
+
+    rid: str
+    is_long: bool = False
+
+
+class State:
+    """What the manager knows of a request."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+
+class UpdateLock:
+    """Held by every request that is with the schedulers."""
+
+    def __init__(self) -> None:
+        self.num_readers = 0
+
+    async def is_locked(self) -> bool:
+        return self.num_readers > 0
+
+    @contextlib.contextmanager
+    def reader(self):
+        self.num_readers += 1
+        try:
+            yield
+        finally:
+            self.num_readers -= 1
+
+
+class TokenizerManager:
+    """What every request goes through; of 0.5.15 and 0.5.17."""
+
+    def __init__(self, schedulers: list[Scheduler], server_args: SimpleNamespace) -> None:
+        self.schedulers, self.server_args = schedulers, server_args
+        self.rid_to_state: dict[str, State] = {}
+        self.model_update_lock = UpdateLock()
+        self.is_pause = False
+        self.is_pause_cond = asyncio.Condition()
+        self.event_loop: asyncio.AbstractEventLoop | None = None
+        self.weight_version = "default"
+        self.is_asking = False
+        self.may_dispatch = asyncio.Event()
+        self.may_dispatch.set()
+
+    def auto_create_handle_loop(self) -> None:
+        if self.event_loop is None:
+            self.event_loop = asyncio.get_running_loop()
+
+    async def update_weights_from_ipc_communicator(self, request: Any) -> list[Any]:
+        assert self.event_loop is asyncio.get_running_loop(), "nobody reads the answers"
+        assert not self.is_asking, "after a call that was cancelled SGLang's communicator waits for ever"
+        self.is_asking = True
+        loop = asyncio.get_running_loop()
+        calls = [
+            loop.run_in_executor(scheduler.thread, scheduler.weight_updater.update_weights_from_ipc, request)
+            for scheduler in self.schedulers
+        ]
+        results = await asyncio.gather(*calls)
+        self.is_asking = False
+        return results[:1]
+
+    async def update_weights_from_ipc(self, obj: Any, request: Any = None) -> tuple[bool, str]:
+        return await HookRegistry.call(IN_SERVER, type(self)._update_weights_from_ipc, self, obj, request)
+
+    async def _update_weights_from_ipc(self, obj: Any, request: Any = None) -> tuple[bool, str]:
+        self.auto_create_handle_loop()
+        result = (await self.update_weights_from_ipc_communicator(obj))[0]
+        return result.success, result.message
+
+    async def generate_request(self, obj: Request, request: Any = None):
+        self.auto_create_handle_loop()
+        state = self.rid_to_state[obj.rid] = State(obj)
+        try:
+            async with self.is_pause_cond:
+                await self.is_pause_cond.wait_for(lambda: not self.is_pause)
+            with self.model_update_lock.reader():
+                await self._validate_and_resolve_lora(obj)
+                for scheduler in self.schedulers:
+                    scheduler.waiting_queue.append(obj.rid)
+                self._run()
+                yield await state.outcome
+        finally:
+            self.rid_to_state.pop(obj.rid)
+
+    async def _validate_and_resolve_lora(self, obj: Request) -> None:
+        """Every request comes here."""
+
+    async def pause_generation(self, obj: PauseGenerationReqInput) -> None:
+        async with self.is_pause_cond:
+            self.is_pause = True
+            await self.may_dispatch.wait()
+            assert obj.mode == "retract"
+            for scheduler in self.schedulers:
+                scheduler.is_paused = True
+                scheduler.waiting_queue += scheduler.running
+                scheduler.running.clear()
+
+    async def continue_generation(self, obj: ContinueGenerationReqInput) -> None:
+        async with self.is_pause_cond:
+            self.is_pause = False
+            for scheduler in self.schedulers:
+                scheduler.is_paused = False
+            self._run()
+            self.is_pause_cond.notify_all()
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        assert abort_all
+        for rid in [*self.schedulers[0].running, *self.schedulers[0].waiting_queue]:
+            self.finish(rid, "abort")
+
+    def finish(self, rid: str, reason: str = "stop") -> None:
+        for scheduler in self.schedulers:
+            (scheduler.running if rid in scheduler.running else scheduler.waiting_queue).remove(rid)
+        self.rid_to_state[rid].outcome.set_result(reason)
+
+    def _run(self) -> None:
+        if self.schedulers[0].is_paused:
+            return
+        for scheduler in self.schedulers:
+            scheduler.running += scheduler.waiting_queue
+            scheduler.waiting_queue.clear()
+        for rid in list(self.schedulers[0].running):
+            if not self.rid_to_state[rid].request.is_long:
+                self.finish(rid)
+
+    def _update_weight_version_if_provided(self, weight_version: str | None) -> None:
+        self.weight_version = weight_version
+
+
+class TokenizerManager23(TokenizerManager):
+    """Of 0.5.23: every process is told the version."""
+
+    async def update_weight_version(self, obj: UpdateWeightVersionReqInput) -> None:
+        assert not obj.abort_all_requests
+        for scheduler in self.schedulers:
+            scheduler.events.append(f"version {obj.new_version}")
+        self._update_weight_version_if_provided(obj.new_version)
+
+
+class Engine:
+    """An `sglang.Engine`."""
+
+    __module__ = "sglang.srt.entrypoints.engine"
+
+    def __init__(
+        self, num_ranks: int = 1, manager: type[TokenizerManager] = TokenizerManager, **arguments: Any
+    ) -> None:
+        meeting = Meeting(num_ranks)
+        self.schedulers = [Scheduler(meeting, rank) for rank in range(num_ranks)]
+        self.server_args = SimpleNamespace(tp_size=num_ranks, **arguments)
+        self.tokenizer_manager = manager(self.schedulers, self.server_args)
+        self.loop = asyncio.new_event_loop()
+
+    def generate(self, rid: str) -> str:
+        return self.loop.run_until_complete(self.async_generate(rid))
+
+    async def async_generate(self, rid: str, *, is_long: bool = False) -> str:
+        outputs = [output async for output in self.tokenizer_manager.generate_request(Request(rid, is_long))]
+        return outputs[0]
+
+    def make_policy(self, seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.randn(SHAPES[name], generator=generator).to(torch.bfloat16) for name in NAMES}
+
+    def live_bytes(self) -> list[dict[str, bytes]]:
+        return [live_bytes(scheduler.network) for scheduler in self.schedulers]
+
+    def assert_holds(self, policy: dict[str, Tensor]) -> None:
+        for scheduler in self.schedulers:
+            assert_slots_hold(scheduler.network.slots(), policy)
+
+    def is_running(self) -> bool:
+        """Whether requests are run: neither the manager nor a scheduler is paused."""
+        return not self.tokenizer_manager.is_pause and not any(scheduler.is_paused for scheduler in self.schedulers)
+
+    def hidden(self) -> set[str]:
+        """Methods of the manager that an attribute of the instance hides."""
+        return {name for name in vars(self.tokenizer_manager) if hasattr(type(self.tokenizer_manager), name)}
+
+    def shutdown(self) -> None:
+        for scheduler in self.schedulers:
+            clerk = getattr(scheduler, "_fp8refit_clerk", None)
+            if clerk is not None and clerk._line is not None:
+                with contextlib.suppress(OSError):
+                    clerk._line._socket.shutdown(socket.SHUT_RDWR)  # a thread may be listening
+            scheduler.thread.shutdown(wait=False)
+        self.loop.close()
+
+
+class HeldWrite:
+    """Holds a refit in its last step, between the bytes and the vote; then lets it end, well or by `error`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._network = engine.schedulers[0].network
+        self._is_reached, self._may_end = threading.Event(), threading.Event()
+        self._error: Exception | None = None
+        self._network.on_refresh = self._hold
+
+    def _hold(self) -> None:
+        self._is_reached.set()
+        assert self._may_end.wait(20)
+        if self._error is not None:
+            raise self._error
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._is_reached.wait, 20)
+
+    def end(self, error: Exception | None = None) -> None:
+        self._error = error
+        self._network.on_refresh = lambda: None
+        self._may_end.set()
+
+
+# A server.
+
+
+class Server:
+    """An engine behind SGLang's two routes, with an event loop in a thread of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.manager = engine, engine.tokenizer_manager
+        self.headers: list[dict[str, str]] = []
+        self.info: Any = vars(engine.server_args)
+        self._loop = asyncio.new_event_loop()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self._threads = [
+            threading.Thread(target=self._loop.run_forever, daemon=True),
+            threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def do(self, steps: Any) -> Any:
+        """Run something in the server's event loop."""
+        return self.start(steps).result(20)
+
+    def start(self, steps: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(steps, self._loop)
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        for thread in self._threads:
+            thread.join(20)
+
+    def answer(self, route: str, body: dict | None) -> tuple[int, Any]:
+        if route == "/server_info":
+            return 200, self.info
+        if route == "/update_weights_from_ipc":
+            obj = UpdateWeightsFromIPCReqInput(**body)
+            success, message = self.do(self.manager.update_weights_from_ipc(obj, None))
+            return 200 if success else 400, {"success": success, "message": message}
+        return 404, {"detail": "Not Found"}
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(None)
+
+            def do_POST(self) -> None:
+                self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def _answer(self, body: dict | None) -> None:
+                server.headers.append(dict(self.headers))
+                status, content = server.answer(self.path, body)
+                text = content if isinstance(content, str) else json.dumps(content)
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: Any) -> None:
+                """Nothing is printed."""
+
+        return Handler

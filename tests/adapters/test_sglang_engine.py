@@ -1,0 +1,589 @@
+"""A refit of an SGLang engine from end to end, with fakes in the place of SGLang. Real engines: `tests/sglang/`."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8refit import (
+    CacheFlushError,
+    EngineAsleepError,
+    EngineBusyError,
+    EngineDirtyError,
+    EngineLostError,
+    NonFiniteError,
+    RankFailedError,
+    Refitter,
+    UnsupportedEngineError,
+)
+from tests.adapters import fake_sglang
+from tests.adapters.fake_sglang import (
+    Engine,
+    HeldWrite,
+    HookRegistry,
+    PauseGenerationReqInput,
+    TokenizerManager,
+    TokenizerManager23,
+)
+from tests.fake_ranks import Q_PROJ
+
+
+@pytest.fixture(autouse=True)
+def sglang(monkeypatch):
+    fake_sglang.install(monkeypatch)
+
+
+@pytest.fixture
+def make_engine():
+    engines = []
+
+    def make(*args, **kwargs) -> Engine:
+        engines.append(Engine(*args, **kwargs))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def engine(request, make_engine) -> Engine:
+    return make_engine(request.param)
+
+
+@pytest.fixture
+def solo(make_engine) -> Engine:
+    return make_engine()
+
+
+def run(engine: Engine, steps):
+    """Run steps in the loop that drives the engine."""
+
+    async def in_time():
+        async with asyncio.timeout(20):
+            return await steps
+
+    return engine.loop.run_until_complete(in_time())
+
+
+def spoilt(policy):
+    """The policy with a NaN, which is found while it is written."""
+    return policy | {Q_PROJ: torch.full_like(policy[Q_PROJ], torch.nan)}
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def begin(engine: Engine, rid: str, *, is_long: bool = False) -> asyncio.Task:
+    """A request that has come as far as it can."""
+    task = asyncio.create_task(engine.async_generate(rid, is_long=is_long))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return task
+
+
+def assert_serves(engine: Engine) -> None:
+    """Requests run, and nothing is left of a refit."""
+    assert engine.hidden() == set()
+    assert engine.is_running()
+    assert engine.generate("after") == "stop"
+    assert engine.tokenizer_manager.rid_to_state == {}
+
+
+def assert_nothing_written(engine: Engine, error: type[Exception], match: str, **options) -> Refitter:
+    """Hold that a refit is refused before the first byte, and that the engine serves on."""
+    before, refitter = engine.live_bytes(), Refitter(engine, **options)
+    with pytest.raises(error, match=match):
+        refitter.refit(engine.make_policy(1))
+    assert engine.live_bytes() == before
+    assert (refitter.version, refitter.is_dirty) == (0, False)
+    return refitter
+
+
+# Policies.
+
+
+def test_every_rank_holds_the_policy(engine):
+    refitter = Refitter(engine)
+    for version in (1, 2):
+        policy = engine.make_policy(version)
+        report = refitter.refit(policy)
+        engine.assert_holds(policy)
+        assert (report.version, report.engine, len(report.ranks)) == (version, "sglang", len(engine.schedulers))
+        assert engine.tokenizer_manager.weight_version == str(version)
+        assert [scheduler.events for scheduler in engine.schedulers] == [["flushed"] * version] * len(engine.schedulers)
+        assert_serves(engine)
+    assert refitter.layout().slots
+    refitter.close()
+
+
+def test_every_rank_holds_the_policy_of_an_asynchronous_refit(engine):
+    async def refit(policy):
+        refitter = Refitter(engine)
+        report = await refitter.refit_async(policy)
+        await refitter.close_async()
+        return report
+
+    for version in (1, 2):
+        policy = engine.make_policy(version)
+        assert run(engine, refit(policy)).version == version
+        engine.assert_holds(policy)
+        assert engine.tokenizer_manager.weight_version == str(version)
+        assert_serves(engine)
+
+
+def test_a_refit_within_a_running_loop_is_awaited(solo):
+    async def refit():
+        with pytest.raises(UnsupportedEngineError, match="call refit_async"):
+            Refitter(solo).refit(solo.make_policy(1))
+
+    run(solo, refit())
+
+
+@pytest.mark.parametrize("manager", [TokenizerManager, TokenizerManager23])
+def test_the_version_is_published_as_the_manager_can(manager, make_engine):
+    engine = make_engine(2, manager)
+    Refitter(engine).refit(engine.make_policy(1))
+    assert engine.tokenizer_manager.weight_version == "1"
+    told = [event for scheduler in engine.schedulers for event in scheduler.events if event.startswith("version")]
+    assert told == (["version 1"] * 2 if manager is TokenizerManager23 else [])
+
+
+# Requests meanwhile.
+
+
+def test_requests_wait_for_the_end_of_an_asynchronous_refit(engine):
+    async def steps():
+        held = HeldWrite(engine)
+        refit = asyncio.create_task(Refitter(engine).refit_async(engine.make_policy(1)))
+        await held.reached()
+        waiting = await begin(engine, "early")
+        assert not waiting.done()
+        assert engine.tokenizer_manager.rid_to_state == {}
+        held.end()
+        assert (await refit).version == 1
+        assert await waiting == "stop"
+
+    run(engine, steps())
+    assert_serves(engine)
+
+
+def test_a_refit_that_fails_part_way_refuses_every_request_until_the_next_one(engine):
+    async def steps():
+        refitter, policy = Refitter(engine, in_flight="keep"), engine.make_policy(2)
+        running = await begin(engine, "running", is_long=True)
+        engine.tokenizer_manager.is_pause = True
+        past_the_gate = await begin(engine, "past the gate")
+        held = HeldWrite(engine)
+        refit = asyncio.create_task(refitter.refit_async(engine.make_policy(1)))
+        await held.reached()
+        at_the_gate = await begin(engine, "at the gate")
+        assert not any(task.done() for task in (running, past_the_gate, at_the_gate))
+        held.end(RuntimeError("boom"))
+        with pytest.raises(RankFailedError, match="boom"):
+            await refit
+        for refused in (past_the_gate, at_the_gate, await begin(engine, "new")):
+            with pytest.raises(EngineDirtyError, match=r"failed part way \(RankFailedError.*boom"):
+                await refused
+        assert await running == "abort"
+        assert engine.tokenizer_manager.rid_to_state == {}
+        assert refitter.is_dirty
+        await engine.tokenizer_manager.continue_generation(None)
+        assert (await refitter.refit_async(policy)).version == 1
+        engine.assert_holds(policy)
+
+    run(engine, steps())
+    assert_serves(engine)
+
+
+def test_a_dirty_engine_that_was_paused_is_paused_when_it_is_healed(solo):
+    async def steps():
+        refitter = Refitter(solo)
+        await solo.tokenizer_manager.pause_generation(PauseGenerationReqInput("retract"))
+        with pytest.raises(NonFiniteError):
+            await refitter.refit_async(spoilt(solo.make_policy(1)))
+        await refitter.refit_async(solo.make_policy(2))
+        assert (solo.tokenizer_manager.is_pause, solo.schedulers[0].is_paused) == (True, True)
+
+    run(solo, steps())
+    assert solo.hidden() == set()
+
+
+def test_a_dirty_synchronous_engine_refuses_until_the_next_refit(engine):
+    refitter, policy = Refitter(engine), engine.make_policy(2)
+    with pytest.raises(NonFiniteError):
+        refitter.refit(spoilt(engine.make_policy(1)))
+    with pytest.raises(EngineDirtyError, match="failed part way"):
+        engine.generate("new")
+    refitter.refit(policy)
+    engine.assert_holds(policy)
+    assert_serves(engine)
+
+
+def test_a_refit_of_a_dirty_engine_that_waits_too_long_leaves_it_refusing(solo):
+    async def steps():
+        refitter = Refitter(solo, timeout_s=0.05)
+        with pytest.raises(NonFiniteError):
+            await refitter.refit_async(spoilt(solo.make_policy(1)))
+        solo.tokenizer_manager.may_dispatch.clear()
+        with pytest.raises(EngineBusyError):
+            await refitter.refit_async(solo.make_policy(2))
+        solo.tokenizer_manager.may_dispatch.set()
+        with pytest.raises(EngineDirtyError, match="failed part way"):
+            await solo.async_generate("new")
+        await refitter.refit_async(solo.make_policy(3))
+
+    run(solo, steps())
+    assert_serves(solo)
+
+
+def test_a_synchronous_engine_refuses_requests_during_a_refit(solo):
+    policy, refused = solo.make_policy(1), []
+
+    def read():
+        for name, tensor in policy.items():
+            if solo.tokenizer_manager.is_pause and not refused:
+                with pytest.raises(EngineDirtyError, match="a refit is under way") as caught:
+                    solo.generate("during")
+                refused.append(caught.value)
+            yield name, tensor
+
+    Refitter(solo).refit(read)
+    assert refused
+    assert_serves(solo)
+
+
+def test_a_synchronous_engine_with_unfinished_requests_is_busy(solo):
+    task = run(solo, begin(solo, "running", is_long=True))
+    assert_nothing_written(solo, EngineBusyError, "a synchronous SGLang engine cannot drain them")
+    solo.tokenizer_manager.finish("running")
+    assert run(solo, task) == "stop"
+    assert Refitter(solo).refit(solo.make_policy(1)).version == 1
+
+
+def test_requests_that_run_are_waited_for(engine):
+    async def steps():
+        running = await begin(engine, "running", is_long=True)
+        refit = asyncio.create_task(Refitter(engine, in_flight="wait").refit_async(engine.make_policy(1)))
+        await until(engine.hidden)
+        await asyncio.sleep(0.02)
+        assert not engine.tokenizer_manager.is_pause, "it runs on"
+        late = await begin(engine, "late")
+        engine.tokenizer_manager.finish("running")
+        assert (await refit).num_interrupted == 0
+        assert (await running, await late) == ("stop", "stop")
+
+    run(engine, steps())
+    assert_serves(engine)
+
+
+def test_requests_that_run_too_long_go_on(solo):
+    async def steps():
+        before = solo.live_bytes()
+        running = await begin(solo, "running", is_long=True)
+        with pytest.raises(EngineBusyError, match=r"1 request\(s\) did not finish within 0\.05 s"):
+            await Refitter(solo, timeout_s=0.05).refit_async(solo.make_policy(1))
+        assert solo.live_bytes() == before
+        assert (solo.hidden(), solo.is_running()) == (set(), True)
+        assert await solo.async_generate("new") == "stop"
+        solo.tokenizer_manager.finish("running")
+        assert await running == "stop"
+
+    run(solo, steps())
+
+
+def test_requests_that_run_are_aborted(engine):
+    async def steps():
+        running = await begin(engine, "running", is_long=True)
+        report = await Refitter(engine, in_flight="abort").refit_async(engine.make_policy(1))
+        assert report.num_interrupted == 1
+        assert await running == "abort"
+
+    run(engine, steps())
+    assert_serves(engine)
+
+
+def test_requests_that_are_kept_go_on_under_the_new_policy(engine):
+    async def steps():
+        running = await begin(engine, "running", is_long=True)
+        report = await Refitter(engine, in_flight="keep").refit_async(engine.make_policy(1))
+        assert report.num_interrupted == 1
+        assert [scheduler.running for scheduler in engine.schedulers] == [["running"]] * len(engine.schedulers)
+        assert [scheduler.events for scheduler in engine.schedulers] == [["flushed"]] * len(engine.schedulers)
+        engine.tokenizer_manager.finish("running")
+        assert await running == "stop"
+
+    run(engine, steps())
+    assert_serves(engine)
+
+
+# Pauses by others.
+
+
+def test_generation_that_was_paused_stays_paused(solo):
+    async def steps():
+        manager = solo.tokenizer_manager
+        await manager.pause_generation(PauseGenerationReqInput("retract"))
+        waiting = await begin(solo, "waiting")
+        await Refitter(solo).refit_async(solo.make_policy(1))
+        assert (manager.is_pause, solo.hidden(), waiting.done()) == (True, set(), False)
+        await manager.continue_generation(None)
+        assert await waiting == "stop"
+
+    run(solo, steps())
+
+
+def test_whoever_lets_generation_go_on_during_a_refit_does_so_afterwards(solo):
+    async def steps():
+        manager, held = solo.tokenizer_manager, HeldWrite(solo)
+        await manager.pause_generation(PauseGenerationReqInput("retract"))
+        refit = asyncio.create_task(Refitter(solo).refit_async(solo.make_policy(1)))
+        await held.reached()
+        await manager.continue_generation(None)
+        assert solo.schedulers[0].is_paused
+        held.end()
+        await refit
+
+    run(solo, steps())
+    assert_serves(solo)
+
+
+def test_whoever_pauses_generation_during_a_refit_does_so_afterwards(solo):
+    async def steps():
+        manager, held = solo.tokenizer_manager, HeldWrite(solo)
+        refit = asyncio.create_task(Refitter(solo).refit_async(solo.make_policy(1)))
+        await held.reached()
+        await manager.pause_generation(PauseGenerationReqInput("abort"))
+        held.end()
+        await refit
+        assert (manager.is_pause, solo.schedulers[0].is_paused, solo.hidden()) == (True, True, set())
+
+    run(solo, steps())
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_what_was_asked_for_during_a_wait_in_vain_is_done(is_paused, solo):
+    async def steps():
+        manager = solo.tokenizer_manager
+        running = await begin(solo, "running", is_long=True)
+        if not is_paused:
+            manager.is_pause = True
+        refit = asyncio.create_task(Refitter(solo, timeout_s=0.1).refit_async(solo.make_policy(1)))
+        await until(solo.hidden)
+        if is_paused:
+            await manager.pause_generation(PauseGenerationReqInput("retract"))
+        else:
+            await manager.continue_generation(None)
+        with pytest.raises(EngineBusyError):
+            await refit
+        assert (manager.is_pause, solo.schedulers[0].is_paused, solo.hidden()) == (is_paused, is_paused, set())
+        manager.finish("running")
+        await running
+
+    run(solo, steps())
+
+
+# Callers that are cancelled.
+
+
+def test_a_wait_that_is_cancelled_lets_requests_in_again(solo):
+    async def steps():
+        running = await begin(solo, "running", is_long=True)
+        refit = asyncio.create_task(Refitter(solo).refit_async(solo.make_policy(1)))
+        await until(solo.hidden)
+        waiting = await begin(solo, "waiting")
+        refit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await refit
+        assert await waiting == "stop"
+        solo.tokenizer_manager.finish("running")
+        await running
+
+    run(solo, steps())
+    assert_serves(solo)
+
+
+def test_a_pause_that_is_cancelled_while_the_schedulers_are_told_does_not_stay(solo):
+    async def steps():
+        manager = solo.tokenizer_manager
+        manager.may_dispatch.clear()
+        refit = asyncio.create_task(Refitter(solo).refit_async(solo.make_policy(1)))
+        await until(lambda: manager.is_pause)
+        refit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await refit
+        manager.may_dispatch.set()
+
+    run(solo, steps())
+    assert_serves(solo)
+
+
+@pytest.mark.parametrize("step", ["_prepare", "check_ready", "finish"])
+def test_a_refit_that_is_cancelled_while_ranks_answer_can_be_followed_by_another(step, engine):
+    rank, policy = engine.schedulers[0], engine.make_policy(2)
+
+    async def steps():
+        refitter = Refitter(engine)
+        await refitter.refit_async(engine.make_policy(1))
+        target = rank._fp8refit_clerk._server._rank.target
+        original, loop = getattr(target, step), asyncio.get_running_loop()
+        refit = asyncio.create_task(refitter.refit_async(engine.make_policy(3)))
+
+        def cancel_and_go_on(*args, **kwargs):
+            loop.call_soon_threadsafe(refit.cancel)
+            delattr(target, step)
+            for _ in range(1000):
+                if refit.cancelling():
+                    break
+                time.sleep(0.005)
+            return original(*args, **kwargs)
+
+        setattr(target, step, cancel_and_go_on)
+        with pytest.raises(asyncio.CancelledError):
+            await refit
+        await refitter.refit_async(policy)
+
+    run(engine, steps())
+    engine.assert_holds(policy)
+    assert_serves(engine)
+
+
+# Refusals.
+
+
+def test_sleeping_weights_are_refused(engine):
+    engine.schedulers[-1].weight_updater.offload_tags.add("weights")
+    refitter = assert_nothing_written(engine, EngineAsleepError, r"resume_memory_occupation\(tags=\[\"weights\"\]\)")
+    assert_serves(engine)
+    engine.schedulers[-1].weight_updater.offload_tags = {"kv_cache"}
+    assert refitter.refit(engine.make_policy(1)).version == 1
+
+
+def test_an_update_of_weights_by_sglang_itself_is_waited_for_by_the_caller(engine):
+    engine.schedulers[-1].weight_updater._session = object()
+    refitter = assert_nothing_written(engine, EngineBusyError, r"end_weight_update\(\), then refit")
+    assert_serves(engine)
+    engine.schedulers[-1].weight_updater._session = None
+    assert refitter.refit(engine.make_policy(1)).version == 1
+
+
+def test_a_cache_that_is_kept_keeps_the_old_policy(engine, monkeypatch):
+    monkeypatch.setattr("fp8refit_sglang.driver._SETTLING_S", 0.05)
+    engine.schedulers[-1].num_flushes_to_fail = 10
+    assert_nothing_written(engine, CacheFlushError, "SGLang kept its radix cache.*nothing was written")
+    assert_serves(engine)
+
+
+def test_a_cache_that_is_kept_for_a_moment_is_waited_for(solo):
+    solo.schedulers[0].num_flushes_to_fail = 5
+    assert Refitter(solo).refit(solo.make_policy(1)).version == 1
+    assert solo.schedulers[0].events == ["flushed"]
+
+
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_an_engine_whose_processes_do_not_load_the_plugin_is_refused(is_registered, solo, monkeypatch):
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    if not is_registered:
+        monkeypatch.setattr(HookRegistry, "_hooks", {})
+    with pytest.raises(UnsupportedEngineError, match="does not load fp8refit's plugin"):
+        Refitter(solo)
+
+
+def test_a_scheduler_that_does_not_know_us_is_told_with_what_sglang_says(solo, monkeypatch):
+    refitter = Refitter(solo)
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    with pytest.raises(UnsupportedEngineError, match=r"does not load fp8refit's plugin.*no ZMQ socket in"):
+        refitter.refit(solo.make_policy(1))
+    assert_serves(solo)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ({"dp_size": 2}, "start one engine a replica"),
+        ({"enable_dp_attention": True}, "start one engine a replica"),
+        ({"pp_size": 2}, "leave out pp_size"),
+        ({"nnodes": 2}, "start one engine a host"),
+        ({"tokenizer_worker_num": 2}, "leave out tokenizer_worker_num"),
+        ({"disaggregation_mode": "prefill"}, "leave out disaggregation_mode"),
+        ({"hicache_storage_backend": "file"}, "leave out hicache_storage_backend"),
+        ({"weight_cache_mode": "client"}, 'weight_cache_mode="off"'),
+    ],
+    ids=str,
+)
+def test_an_engine_laid_out_otherwise_is_refused(arguments, remedy, make_engine):
+    with pytest.raises(UnsupportedEngineError, match=f"this engine cannot be refitted: .*{remedy}"):
+        Refitter(make_engine(**arguments))
+
+
+def test_arguments_at_their_defaults_are_taken(make_engine):
+    engine = make_engine(
+        dp_size=1,
+        enable_dp_attention=False,
+        pp_size=1,
+        nnodes=1,
+        tokenizer_worker_num=1,
+        disaggregation_mode="null",
+        hicache_storage_backend=None,
+        weight_cache_mode="off",
+    )
+    assert Refitter(engine).version == 0
+
+
+def test_something_else_of_sglang_s_is_refused():
+    runtime = type("Runtime", (), {"__module__": "sglang.lang.backend"})()
+    with pytest.raises(UnsupportedEngineError, match=r"Runtime is no sglang\.Engine; pass the engine itself"):
+        Refitter(runtime)
+
+
+def test_a_draft_model_is_refused(engine):
+    engine.schedulers[-1].draft_worker = object()
+    assert_nothing_written(engine, UnsupportedEngineError, "(?s)draft model.*Boot without speculative_algorithm")
+    assert_serves(engine)
+
+
+def test_a_multimodal_model_is_refused(engine):
+    engine.schedulers[-1].model_config = SimpleNamespace(is_multimodal=True)
+    assert_nothing_written(engine, UnsupportedEngineError, "(?s)multimodal model.*language models so far")
+    assert_serves(engine)
+
+
+def test_kv_scales_of_a_dummy_boot_are_those_of_a_boot_from_a_checkpoint(engine):
+    for scheduler in engine.schedulers:
+        scheduler.server_args.load_format = "dummy"
+    refitter = Refitter(engine)
+    refitter.refit(engine.make_policy(1))
+    for scheduler in engine.schedulers:
+        attention = scheduler.network.attention
+        assert (attention.k_scale.item(), attention.v_scale.item()) == (1.0, 1.0)
+        assert (attention.k_scale_float, attention.v_scale_float) == (1.0, 1.0)
+        attention.k_scale_float = 0.5
+    refitter.refit(engine.make_policy(2))
+    for scheduler in engine.schedulers:
+        attention = scheduler.network.attention
+        assert (attention.k_scale.item(), attention.v_scale.item()) == (0.5, 1.0), "noise is forgotten once"
+
+
+def test_kv_scales_of_a_checkpoint_come_back_after_sleep(engine):
+    for scheduler in engine.schedulers:
+        scheduler.network.attention.k_scale.fill_(torch.nan)
+    Refitter(engine).refit(engine.make_policy(1))
+    assert {scheduler.network.attention.k_scale.item() for scheduler in engine.schedulers} == {0.25}
+
+
+# Engines that are lost.
+
+
+def test_a_rank_that_hangs_up_is_lost_and_requests_are_refused(engine, monkeypatch):
+    refitter = Refitter(engine)
+    refitter.refit(engine.make_policy(1))
+    engine.schedulers[-1]._fp8refit_clerk._line._socket.shutdown(2)
+    with pytest.raises(EngineLostError, match="start the engine again"):
+        refitter.refit(engine.make_policy(2))
+    with pytest.raises(EngineDirtyError, match="the engine is lost"):
+        engine.generate("new")

@@ -1,0 +1,264 @@
+"""Refits of an SGLang server over HTTP: fakes in the place of SGLang, behind a real server. Real engines: `tests/sglang/`."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+
+import pytest
+import torch
+from fp8refit_sglang import SglangServer, server
+from fp8refit_sglang.compat import handles_for
+from fp8refit_sglang.controls import TokenizerControls
+from fp8refit_sglang.server import Hello, Pause, Resume, ServerClerk, _Request
+
+from fp8refit import EngineBusyError, EngineLostError, NonFiniteError, RefitConfig, Refitter, UnsupportedEngineError
+from tests.adapters import fake_sglang
+from tests.adapters.fake_sglang import (
+    Engine,
+    HookRegistry,
+    HTTPException,
+    Server,
+    UpdateWeightsFromIPCReqInput,
+)
+from tests.fake_ranks import Q_PROJ
+
+
+@pytest.fixture(autouse=True)
+def sglang(monkeypatch):
+    fake_sglang.install(monkeypatch)
+
+
+@pytest.fixture
+def make_server():
+    with contextlib.ExitStack() as stack:
+
+        def make(*args, **kwargs) -> Server:
+            engine = Engine(*args, **kwargs)
+            stack.callback(engine.shutdown)
+            running = Server(engine)
+            stack.callback(running.close)
+            return running
+
+        yield make
+
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def running(request, make_server) -> Server:
+    return make_server(request.param)
+
+
+@pytest.fixture
+def solo(make_server) -> Server:
+    return make_server()
+
+
+def spoilt(policy):
+    return policy | {Q_PROJ: torch.full_like(policy[Q_PROJ], torch.nan)}
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def assert_serves(running: Server) -> None:
+    assert running.engine.hidden() == set()
+    assert running.engine.is_running()
+    assert running.do(running.engine.async_generate("after")) == "stop"
+
+
+def test_every_rank_of_a_server_holds_the_policy(running):
+    refitter = Refitter(SglangServer(running.url + "/"))
+    for version in (1, 2):
+        policy = running.engine.make_policy(version)
+        assert refitter.refit(policy).version == version
+        running.engine.assert_holds(policy)
+        assert running.manager.weight_version == str(version)
+        assert_serves(running)
+
+
+def test_a_server_is_refitted_from_an_event_loop(solo):
+    policy = solo.engine.make_policy(1)
+    asyncio.run(Refitter(SglangServer(solo.url)).refit_async(policy))
+    solo.engine.assert_holds(policy)
+    assert_serves(solo)
+
+
+def test_requests_to_a_server_run_out_before_and_wait_until_the_refit_is_over(solo):
+    engine, policy, late = solo.engine, solo.engine.make_policy(1), []
+    early = solo.start(engine.async_generate("early", is_long=True))
+    wait_until(lambda: engine.schedulers[0].running)
+
+    def read():
+        if solo.manager.is_pause and not late:
+            assert early.done()
+            late.append(solo.start(engine.async_generate("late")))
+            time.sleep(0.02)
+            assert not late[0].done()
+        yield from policy.items()
+
+    threading.Timer(0.05, lambda: solo.do(finish(solo.manager, "early"))).start()
+    Refitter(SglangServer(solo.url)).refit(read)
+    assert (early.result(10), late[0].result(10)) == ("stop", "stop")
+    assert_serves(solo)
+
+
+async def finish(manager, rid):
+    manager.finish(rid)
+
+
+def test_a_dirty_server_answers_503_until_it_is_healed(running):
+    refitter, policy = Refitter(SglangServer(running.url)), running.engine.make_policy(2)
+    with pytest.raises(NonFiniteError):
+        refitter.refit(spoilt(running.engine.make_policy(1)))
+    with pytest.raises(HTTPException, match=r"this engine refuses requests: .*failed part way") as caught:
+        running.do(running.engine.async_generate("new"))
+    assert caught.value.status_code == 503
+    assert running.manager.rid_to_state == {}
+    refitter.refit(policy)
+    running.engine.assert_holds(policy)
+    assert_serves(running)
+
+
+def test_a_busy_server_says_so_and_goes_on(solo):
+    request = solo.start(solo.engine.async_generate("long", is_long=True))
+    wait_until(lambda: solo.engine.schedulers[0].running)
+    with pytest.raises(EngineBusyError, match=r"1 request\(s\) did not finish within 0\.05 s"):
+        Refitter(SglangServer(solo.url), timeout_s=0.05).refit(solo.engine.make_policy(1))
+    assert solo.engine.hidden() == set()
+    solo.do(finish(solo.manager, "long"))
+    assert request.result(10) == "stop"
+
+
+def test_weights_of_others_are_sglang_s_affair(solo):
+    request = UpdateWeightsFromIPCReqInput(zmq_handles={"GPU-1": "ipc:///tmp/weights"})
+    assert solo.do(solo.manager.update_weights_from_ipc(request)) == (False, "no ZMQ socket in ['GPU-1']")
+    assert not hasattr(solo.manager, "_fp8refit_server_clerk")
+
+
+# Who is at the other end.
+
+
+@pytest.mark.parametrize("info", ["<html>", [], {"name": "a model"}], ids=str)
+def test_another_server_is_refused(info, solo):
+    solo.info = info
+    with pytest.raises(UnsupportedEngineError, match="is no SGLang server: it answered 404 to /get_server_info"):
+        Refitter(SglangServer(solo.url))
+
+
+def test_a_server_without_the_plugin_is_refused(solo, monkeypatch):
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    with pytest.raises(UnsupportedEngineError, match=r"does not load fp8refit's plugin.*answered 400: .*no ZMQ socket"):
+        Refitter(SglangServer(solo.url))
+
+
+def test_a_server_whose_schedulers_lack_the_plugin_is_refused(solo, monkeypatch):
+    monkeypatch.setattr(HookRegistry, "_patched", {fake_sglang.IN_SERVER})
+    with pytest.raises(UnsupportedEngineError, match=r"does not load fp8refit's plugin.*no ZMQ socket in"):
+        Refitter(SglangServer(solo.url)).refit(solo.engine.make_policy(1))
+    assert_serves(solo)
+
+
+def test_a_server_laid_out_otherwise_is_refused(make_server):
+    with pytest.raises(UnsupportedEngineError, match="leave out pp_size"):
+        Refitter(SglangServer(make_server(pp_size=2).url))
+
+
+def test_a_server_that_cannot_be_reached_is_lost(solo):
+    refitter = Refitter(SglangServer(solo.url))
+    solo._http.shutdown()
+    solo._http.server_close()
+    with pytest.raises(EngineLostError, match="cannot be reached"):
+        refitter.refit(solo.engine.make_policy(1))
+    with pytest.raises(EngineLostError, match=r"cannot be reached .*start it again"):
+        Refitter(SglangServer(solo.url))
+
+
+@pytest.mark.parametrize("api_key", [None, "secret"])
+def test_every_request_bears_the_api_key(api_key, solo):
+    Refitter(SglangServer(solo.url, api_key=api_key)).refit(solo.engine.make_policy(1))
+    expected = None if api_key is None else "Bearer secret"
+    assert {headers.get("Authorization") for headers in solo.headers} == {expected}
+
+
+# Drivers that fall silent or are interrupted.
+
+
+def order(message) -> UpdateWeightsFromIPCReqInput:
+    return UpdateWeightsFromIPCReqInput(zmq_handles=handles_for(_Request(order=message).model_dump_json(by_alias=True)))
+
+
+def pause(timeout_s: float) -> Pause:
+    return Pause(config=RefitConfig(timeout_s=timeout_s))
+
+
+def test_requests_do_not_wait_for_a_driver_that_falls_silent(solo, monkeypatch):
+    monkeypatch.setattr(server, "_GRACE_S", 0.02)
+    assert solo.do(solo.manager.update_weights_from_ipc(order(pause(timeout_s=0.05))))[0]
+    waiting = solo.start(solo.engine.async_generate("waiting"))
+    for refused in (waiting, solo.start(solo.engine.async_generate("new"))):
+        with pytest.raises(HTTPException, match=r"the driver of a refit fell silent 0\.09 s ago"):
+            refused.result(10)
+    Refitter(SglangServer(solo.url)).refit(solo.engine.make_policy(1))
+    assert_serves(solo)
+
+
+def test_a_driver_that_says_something_is_waited_for_anew(make_server, monkeypatch):
+    monkeypatch.setattr(server, "_GRACE_S", 0.1)
+    solo = make_server()
+
+    async def steps():
+        await solo.manager.update_weights_from_ipc(order(pause(timeout_s=0.1)))
+        for _ in range(5):
+            await asyncio.sleep(0.1)
+            await solo.manager.update_weights_from_ipc(order(Hello()))
+        waiting = asyncio.create_task(solo.engine.async_generate("waiting"))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await solo.manager.update_weights_from_ipc(order(Resume()))
+        assert await waiting == "stop"
+        await asyncio.sleep(0.4)
+
+    solo.do(steps())
+    assert_serves(solo)
+
+
+def test_a_driver_that_is_interrupted_while_requests_run_out_leaves_the_server_running(solo):
+    async def steps():
+        running = asyncio.create_task(solo.engine.async_generate("long", is_long=True))
+        await asyncio.sleep(0.01)
+        pausing = asyncio.create_task(solo.manager.update_weights_from_ipc(order(pause(timeout_s=5))))
+        await asyncio.sleep(0.01)
+        resuming = asyncio.create_task(solo.manager.update_weights_from_ipc(order(Resume())))
+        await asyncio.sleep(0.01)
+        solo.manager.finish("long")
+        await asyncio.gather(running, pausing, resuming)
+
+    solo.do(steps())
+    assert_serves(solo)
+
+
+def test_orders_that_cannot_be_read_are_answered(solo):
+    async def steps():
+        return await ServerClerk(TokenizerControls(solo.manager)).answer(json.dumps({"order": {"step": "dance"}}))
+
+    answer = solo.do(steps())
+    assert answer.error.kind == "RankFailedError"
+    assert "dance" in answer.error.message
+
+
+def test_a_driver_waits_for_the_server_as_long_as_it_may_take(solo, monkeypatch):
+    asked, post = [], SglangServer.post
+
+    def recording(self, message, *, timeout_s):
+        asked.append((message.step, timeout_s))
+        return post(self, message, timeout_s=timeout_s)
+
+    monkeypatch.setattr(SglangServer, "post", recording)
+    Refitter(SglangServer(solo.url), timeout_s=7).refit(solo.engine.make_policy(1))
+    after = asked[[step for step, _ in asked].index("pause") :]
+    assert {timeout_s for _, timeout_s in after} == {7 + server._GRACE_S}

@@ -1,0 +1,57 @@
+"""Looks at one rank's live model inside its SGLang scheduler, without fp8refit: a plugin that adds one method.
+
+SGLang's RPC gives no values back, so every rank writes what it found to a file of its own.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ENTRY_POINT = f"[sglang.srt.plugins]\nfp8refit_observer = {__name__}:register\n"
+METHOD = "fp8refit_test_observe"
+
+
+def install(folder: Path) -> None:
+    """Have the processes that this one spawns load the plugin; they take over its `sys.path`."""
+    dist_info = folder / "fp8refit_observer-1.dist-info"
+    dist_info.mkdir(parents=True, exist_ok=True)
+    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8refit-observer\nVersion: 1\n")
+    (dist_info / "entry_points.txt").write_text(ENTRY_POINT)
+    for path in (str(Path(__file__).parent), str(folder)):
+        if path not in sys.path:
+            sys.path.insert(0, path)
+
+
+def register() -> None:
+    """What SGLang calls in each of its processes."""
+    import live_model  # noqa: F401  # it counts the graphs from here on
+    from sglang.srt.managers.scheduler import Scheduler
+
+    setattr(Scheduler, METHOD, observe)
+
+
+def observe(scheduler, what: str, path: str) -> None:
+    """In a scheduler: write `what` to a file."""
+    import live_model
+    import torch
+
+    state = scheduler.tp_worker.model_runner.model.state_dict()
+    looks = {
+        "live_bytes": lambda: live_model.hash_bytes(state),
+        "checksum": lambda: live_model.checksum(state),
+        "places": lambda: live_model.places(state),
+        "replays": live_model.num_replays,
+        "memory": live_model.memory,
+        "end_of_work": lambda: torch.cuda.synchronize() if torch.cuda.is_available() else None,
+    }
+    Path(path + str(scheduler.tp_group.rank_in_group)).write_text(json.dumps(looks[what]()))
+
+
+def ask(engine, what: str) -> list:
+    """In the driver: what each rank finds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/rank-"
+        engine.collective_rpc(METHOD, what=what, path=path)
+        ranks = range(engine.server_args.tp_size)
+        return [json.loads(Path(path + str(rank)).read_text()) for rank in ranks]

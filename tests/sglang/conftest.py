@@ -1,0 +1,81 @@
+"""Real SGLang on the CPU, kernels stubbed. Every scenario runs in a process of its own, `run_engine.py`.
+
+What is real: SGLang's engine, tokenizer manager, scheduler processes, loaders, post-processing, torch-native attention,
+sampling, radix cache, tensor parallelism over gloo. What is not: the block-FP8 product, which is torch's (`cpu_linear.py`),
+and `sgl_kernel`, which is a stub that raises when it is called (`stubs/`). Nothing here speaks for GPU kernels, for DeepGEMM,
+CUTLASS or FlashInfer and the layouts that they pack weights into, for CUDA graphs, for CUDA IPC, for the memory saver, for
+an FP8 KV cache, or for speed. SGLang and torchvision are installed without their dependencies, on a CPU build of a torch that
+SGLang does not pin: `requirements-*.txt` are what they need here.
+"""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import pytest
+
+from tests.sglang.processes import HERE, run_scenario
+
+PLUGIN = "fp8refit_cpu_kernel"
+"""Name of the tests' own plugin for SGLang, `cpu_plugin.py`."""
+
+
+TIMEOUT_S = 150
+"""For one scenario; booting an engine takes ten seconds of it."""
+FRESH = [("qwen3", 1), ("qwen2_wide", 2)]
+"""Family and number of ranks of the engines that load a checkpoint, and of those that are refitted to the same policy."""
+REFITTED = ["mistral"]
+"""Families of engines that load a checkpoint and are then refitted themselves."""
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """What makes SGLang, in every process, run on a CPU and find the tests' stubs, plugin and models."""
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("needs SGLang")
+    plugins = tmp_path_factory.mktemp("plugins")
+    folder = plugins / f"{PLUGIN}-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{PLUGIN} = cpu_plugin:register\n")
+    # Not this folder's parent: `import sglang` would still find the real one, but only because this one is no package.
+    paths = [HERE / "stubs", HERE, HERE.parents[1], plugins, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(map(str, paths)), "SGLANG_USE_CPU_ENGINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def run_engine(environment, tmp_path_factory):
+    """Run one scenario of `run_engine.py` in its own process and give what it found."""
+    folder = tmp_path_factory.mktemp("scenarios")
+
+    def run(name, **arguments):
+        return run_scenario(name, arguments | {"work": folder}, environment, folder, timeout_s=TIMEOUT_S)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def fresh(run_engine):
+    """What engines say and hold that loaded a block-FP8 checkpoint."""
+    return run_engine("fresh", cases=FRESH, refitted=REFITTED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refits:
+    """What one engine found that was refitted from noise."""
+
+    family: str
+    num_ranks: int
+    found: dict
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.num_ranks}"
+
+
+@pytest.fixture(scope="session", params=FRESH, ids=[f"{family}-{num_ranks}" for family, num_ranks in FRESH])
+def refits(request, run_engine):
+    """What engines say and hold through refits, good and bad."""
+    family, num_ranks = request.param
+    found = run_engine("refits", family=family, num_ranks=num_ranks)
+    return Refits(family=family, num_ranks=num_ranks, found=found)

@@ -1,0 +1,26 @@
+"""A product for SGLang's block-FP8 linear layers on a CPU without AMX, which SGLang itself has none for.
+
+SGLang's own method, dispatch, loaders and post-processing run unmodified, on the branch that CUDA takes; only the product of
+its Triton kernel is torch's. DeepGEMM, CUTLASS and their power-of-two requantization never run.
+"""
+
+import functools
+
+from sglang.srt.layers.quantization import fp8, fp8_utils
+
+
+def register() -> None:
+    """Let block-FP8 layers of this process keep a GPU's layout, and multiply by the dequantized weight."""
+    fp8._is_cpu = False  # else weights are packed for AMX, or refused without it
+
+    @functools.wraps(fp8_utils.triton_w8a8_block_fp8_linear)
+    def multiply(input, weight, block_size, weight_scale, input_scale=None, bias=None):
+        assert input_scale is None
+        block_n, block_k = block_size
+        n, k = weight.shape
+        scale = weight_scale.repeat_interleave(block_n, 0)[:n].repeat_interleave(block_k, 1)[:, :k]
+        # In double precision: rounded to BF16 it says the same whatever else is in the batch.
+        product = input.double() @ (weight.float() * scale).double().t()
+        return (product if bias is None else product + bias).to(input.dtype)
+
+    fp8_utils.triton_w8a8_block_fp8_linear = multiply

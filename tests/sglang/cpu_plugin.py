@@ -1,0 +1,18 @@
+"""What SGLang's plugin mechanism loads in every process of a test's engine: the CPU product, and a way to look at a rank.
+
+`conftest.py` makes the entry point.
+"""
+
+
+def register() -> None:
+    import cpu_linear
+    import torch
+    from observer import observe
+    from sglang.srt.managers.scheduler import Scheduler
+
+    torch.compiler.set_stance(
+        "force_eager"
+    )  # compiling takes ten seconds a boot, and would be other code without a GPU
+    torch.set_num_threads(1)  # tiny layers, few cores
+    cpu_linear.register()
+    Scheduler.fp8refit_test_observe = observe

@@ -1,0 +1,30 @@
+"""Faults inside a rank, armed from outside."""
+
+import torch
+
+import fp8refit.target
+
+
+def arm(scheduler, rank: int) -> bool:
+    """Let the next write of `rank` fail once its last slot is written; whether this is that rank."""
+    if torch.distributed.get_rank() != rank:
+        return False
+    honest = fp8refit.target._assert_in_place
+
+    def assert_in_place(inventory) -> None:
+        fp8refit.target._assert_in_place = honest
+        raise RuntimeError("injected")
+
+    fp8refit.target._assert_in_place = assert_in_place
+    return True
+
+
+def keep_caches(scheduler, is_kept: bool) -> None:
+    """Let SGLang's own flush find the scheduler at work, so that it keeps the cache and says so; or let it flush again."""
+    if is_kept:
+        scheduler.is_fully_idle = lambda **_: False
+    else:
+        del scheduler.is_fully_idle
+
+
+FAULTS = {"arm": arm, "keep_caches": keep_caches}

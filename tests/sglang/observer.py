@@ -1,0 +1,110 @@
+"""Looks at one rank's live model, in its own scheduler, without fp8refit.
+
+SGLang's RPC gives no values back and tells of the first rank's errors only, so each rank writes its answer to a file.
+"""
+
+import gc
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+KV_SCALES = ("attn.k_scale", "attn.v_scale")
+
+
+def observe(scheduler, folder: str, what: str, arguments: list) -> None:
+    """Answer with a value, an error too: what another rank than the first raises, SGLang only logs."""
+    import faults
+
+    try:
+        answer = {"found": (OBSERVATIONS | faults.FAULTS)[what](scheduler, *arguments)}
+    except Exception as error:  # noqa: BLE001
+        answer = {"error": repr(error)}
+    (Path(folder) / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(answer))
+
+
+def live_bytes(scheduler) -> dict[str, str]:
+    """A sha256 for each parameter and buffer, by the engine's own name."""
+    return {name: hashlib.sha256(_raw(tensor).numpy()).hexdigest() for name, tensor in _live(scheduler).items()}
+
+
+def places(scheduler) -> dict[str, list]:
+    """Identity, address and layout of each parameter and buffer."""
+    live = _live(scheduler).items()
+    return {name: [id(t), t.data_ptr(), list(t.shape), list(t.stride()), str(t.dtype)] for name, t in live}
+
+
+def save(scheduler, folder: str) -> None:
+    """Write every parameter and buffer to a file of this rank."""
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in _live(scheduler).items()}
+    save_file(tensors, Path(folder) / f"{torch.distributed.get_rank()}.safetensors")
+
+
+def scribble(scheduler) -> None:
+    """Overwrite every weight and every scale of one, in place. The scales of a KV cache are no policy's."""
+    for name, parameter in _model(scheduler).named_parameters():
+        if not name.endswith(KV_SCALES):
+            parameter.detach().view(-1).view(torch.uint8).fill_(0x55)
+
+
+def padding(scheduler) -> dict[str, int]:
+    """How many bytes there are in rows after this rank's part of the vocabulary, and how many of them are not zero."""
+    layers = [module for module in _model(scheduler).modules() if hasattr(module, "shard_indices")]
+    rows = [_raw(layer.weight[layer.shard_indices.num_org_elements :]) for layer in layers]
+    return {
+        "num_bytes": sum(row.numel() for row in rows),
+        "num_set": sum(int(row.count_nonzero()) for row in rows),
+    }
+
+
+def linears(scheduler) -> dict[str, str]:
+    """Which of SGLang's products each block-FP8 layer was given by SGLang's own choice."""
+    methods = {name: getattr(module, "quant_method", None) for name, module in _model(scheduler).named_modules()}
+    products = {name: getattr(method, "w8a8_block_fp8_linear", None) for name, method in methods.items()}
+    return {name: product.__name__ for name, product in products.items() if product is not None}
+
+
+def flush_cache(scheduler) -> bool:
+    """Drop the radix cache, unless something still runs; leave the allocator's alone, which takes SGLang half a second."""
+    return scheduler.flush_cache(empty_cache=False)
+
+
+def hidden(scheduler) -> list[str]:
+    """Methods of the scheduler that an attribute of the instance hides."""
+    return [name for name in vars(scheduler) if callable(getattr(type(scheduler), name, None))]
+
+
+def tensor_bytes(scheduler=None) -> int:
+    """Bytes of all storage that a tensor in this process refers to."""
+    gc.collect()
+    tensors = (thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter))
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _model(scheduler) -> torch.nn.Module:
+    return scheduler.tp_worker.model_runner.model
+
+
+def _live(scheduler) -> dict[str, torch.Tensor]:
+    model = _model(scheduler)
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+OBSERVATIONS = {
+    "live_bytes": live_bytes,
+    "places": places,
+    "save": save,
+    "scribble": scribble,
+    "padding": padding,
+    "linears": linears,
+    "flush_cache": flush_cache,
+    "hidden": hidden,
+    "tensor_bytes": tensor_bytes,
+}
