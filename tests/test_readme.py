@@ -1,7 +1,12 @@
-"""The README quotes measured figures only."""
+"""The README quotes measured figures only, and says of engines only what a test shows."""
 
+import ast
 import importlib.util
+import re
+import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -13,9 +18,35 @@ def load_renderer():
     return module
 
 
-def test_the_readmes_figures_are_those_of_the_committed_result():
+def test_the_readmes_figures_and_engines_are_those_of_the_committed_files():
     renderer = load_renderer()
-    section = renderer.render()
+    sections = renderer.render()
     readme = renderer.README.read_text()
-    assert section.strip()
-    assert renderer.splice(readme, section) == readme, "run: python benchmarks/render_readme.py"
+    assert all(section.strip() for section in sections.values())
+    assert renderer.splice(readme, sections) == readme, "run: python benchmarks/render_readme.py"
+
+
+ENGINES = {engine["package"]: engine for engine in load_renderer().read_engines()}
+
+
+def test_every_adapter_is_in_the_table():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(ENGINES) == set(project["entry-points"]["fp8refit.engines"])
+
+
+@pytest.mark.parametrize("package", ["vllm", "sglang"])
+def test_engines_were_tested_on_both_kinds_of_machine(package):
+    assert ENGINES[package]["gpu_versions"]
+    assert ENGINES[package]["cpu_versions"]
+
+
+def test_the_versions_of_sglang_are_those_that_the_noxfile_installs():
+    (versions,) = re.findall(r"^SGLANG = (\{.*\})$", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+    assert set(ast.literal_eval(versions)) == set(ENGINES["sglang"]["cpu_versions"])
+
+
+@pytest.mark.parametrize("test", sorted({test for engine in ENGINES.values() for test in engine["refused"].values()}))
+def test_every_refusal_in_the_table_has_its_test(test):
+    file, name = test.split("::")
+    functions = {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
+    assert name in functions

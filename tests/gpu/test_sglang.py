@@ -164,11 +164,11 @@ def test_both_ways_to_update_give_the_same_bytes(refitted):
 
 
 def test_faster_than_the_engine_s_own_update_of_any_bucket_size(refitted):
-    """SGLang is spared the quantization. A copy of these bytes alone takes a twelfth of what it takes with usual buckets."""
+    """SGLang is spared the quantization, but for the last. A copy alone takes a thirteenth of its time with usual buckets."""
     peer = refitted["peer"]
     assert best_update_s(peer, True) / ours_s(peer, True) >= 2
     assert median(updates(peer, USUAL, True), "s") / ours_s(peer, True) >= 5
-    assert statistics.median(peer["from_bf16_s"][1:]) / ours_s(peer, True) >= 20
+    assert statistics.median(peer["from_bf16_s"][1:]) / ours_s(peer, True) >= 10
 
 
 def test_fill_runs_at_copy_speed(refitted):

@@ -12,11 +12,13 @@ import torch
 from conformance import run_conformance
 from fresh import run_fresh
 from refits import run_refits
+from served import run_served
 
 SCENARIOS = {
     "fresh": run_fresh,
     "refits": run_refits,
     "conformance": run_conformance,
+    "served": run_served,
 }
 
 

@@ -1,0 +1,145 @@
+"""One server in a process of its own, refitted over HTTP, idle and under load."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from engines import ASKED, PROMPTS, SAMPLING, make_policy, said, settings
+from fp8refit_sglang import SglangServer
+from fresh import fp8_of
+from refits import bad_policy, refused
+
+from fp8refit import Refitter
+
+START_S = 90
+LONG = SAMPLING | {"max_new_tokens": 200}
+
+
+def run_served(family: str, work: Path) -> dict:
+    """Policy 2 as booted, policy 1, policy 2 again; then a request that is kept, and a policy with NaN."""
+    with Server(fp8_of(family, 1, work)) as server:
+        refitter = Refitter(SglangServer(server.url), in_flight="keep")
+        found: dict[str, Any] = {"booted": server.state()}
+        report = refitter.refit(make_policy(family, 1))
+        found["version"] = {"reported": report.version, "on outputs": server.version()}
+        found["other"] = server.state()
+        refitter.refit(make_policy(family, 2))
+        found["again"] = server.state()
+        found["kept"] = keep(server, refitter, family)
+        refitter.refit(make_policy(family, 2))
+        found["after load"] = server.state()
+        found["bad"] = refused(lambda: refitter.refit(bad_policy(family)))
+        start_s = time.perf_counter()
+        status, body = server.post("/generate", {"input_ids": PROMPTS[0], **ASKED})
+        found["dirty"] = {"status": status, "body": json.dumps(body), "s": time.perf_counter() - start_s}
+        refitter.refit(make_policy(family, 2))
+        found["healed"] = server.state()
+        return found
+
+
+def keep(server: "Server", refitter: Refitter, family: str) -> dict:
+    """Refit while a request runs and another arrives."""
+    outputs: list = [None, None]
+
+    def ask(index: int) -> None:
+        outputs[index] = server.post("/generate", {"input_ids": PROMPTS[0], "sampling_params": LONG})
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(2)]
+    threads[0].start()
+    time.sleep(1)
+    interrupted = []
+
+    def policy():
+        for index, named in enumerate(make_policy(family, 1).items()):
+            if index == 5:
+                threads[1].start()  # arrives while the policy is read, when requests wait
+            yield named
+
+    interrupted.append(refitter.refit(policy()).num_interrupted)
+    for thread in threads:
+        thread.join()
+    return {
+        "num_interrupted": interrupted[0],
+        "statuses": [status for status, _ in outputs],
+        "lengths": [len(body["output_ids"]) for _, body in outputs],
+    }
+
+
+class Server:
+    """`sglang.launch_server` on a checkpoint.
+
+    Args:
+        model: The checkpoint.
+    """
+
+    def __init__(self, model: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        options = settings(model) | {"port": port, "skip_server_warmup": True}
+        arguments = [_option(name, value) for name, value in options.items()]
+        command = [sys.executable, "-m", "sglang.launch_server", *(part for pair in arguments for part in pair)]
+        self._process = subprocess.Popen(command)
+
+    def __enter__(self) -> "Server":
+        deadline_s = time.monotonic() + START_S
+        while self.get("/health") != 200:
+            assert self._process.poll() is None and time.monotonic() < deadline_s, "the server does not start"
+            time.sleep(0.2)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+    def state(self) -> dict:
+        """What it says with an empty cache, and SGLang's own checksum of every weight."""
+        self.post("/flush_cache", {})
+        outputs = [said(self.post("/generate", {"input_ids": prompt, **ASKED})[1]) for prompt in PROMPTS]
+        return {"outputs": outputs, "checksum": self.post("/weights_checker", {"action": "checksum"})[1]["ranks"]}
+
+    def version(self) -> str:
+        """Of the weights, as it says with its outputs."""
+        _, body = self.post("/generate", {"input_ids": PROMPTS[0], **ASKED})
+        return body["meta_info"]["weight_version"]
+
+    def get(self, route: str) -> int:
+        """The status; 0 if nobody answers."""
+        try:
+            with urllib.request.urlopen(self.url + route, timeout=5) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    def post(self, route: str, body: dict) -> tuple[int, Any]:
+        """Status and answer."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + route, data=json.dumps(body).encode(), headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, _read(response.read())
+        except urllib.error.HTTPError as error:
+            return error.code, _read(error.read())
+
+
+def _read(answer: bytes) -> Any:
+    try:
+        return json.loads(answer)
+    except ValueError:
+        return answer.decode()
+
+
+def _option(name: str, value: Any) -> list[str]:
+    """As the command line takes it."""
+    flag = "--" + name.replace("_", "-")
+    return [flag] if value is True else [flag, str(value)]

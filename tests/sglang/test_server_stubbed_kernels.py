@@ -1,0 +1,36 @@
+"""A running SGLang server with stubbed kernels is refitted by its URL. What is and is not real here: `conftest.py`."""
+
+import pytest
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(160)]
+
+
+@pytest.fixture(scope="module")
+def served(run_engine):
+    """What one server says through refits over HTTP."""
+    return run_engine("served", family="qwen3")
+
+
+def test_a_refit_over_http_leaves_the_weights_and_answers_of_a_server_booted_from_that_policy(served):
+    assert served["again"] == served["booted"]
+    assert served["other"]["checksum"] != served["booted"]["checksum"]
+    assert served["other"]["outputs"] != served["booted"]["outputs"]
+
+
+def test_outputs_say_the_version(served):
+    assert served["version"] == {"reported": 1, "on outputs": "1"}
+
+
+def test_requests_that_run_are_kept_and_those_that_arrive_wait(served):
+    assert served["kept"]["num_interrupted"] == 1
+    assert served["kept"]["statuses"] == [200, 200]
+    assert served["kept"]["lengths"] == [200, 200]
+    assert served["after load"] == served["booted"]
+
+
+def test_a_dirty_server_refuses_at_once_and_is_healed_by_the_next_refit(served):
+    assert served["bad"]["error"] == "NonFiniteError"
+    assert served["dirty"]["status"] == 503
+    assert "this engine refuses requests" in served["dirty"]["body"]
+    assert served["dirty"]["s"] < 1
+    assert served["healed"] == served["booted"]
