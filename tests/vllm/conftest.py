@@ -1,4 +1,4 @@
-"""Real vLLM 0.32 on the CPU. Every scenario runs in a process of its own, `run_engine.py`, or in one a rank.
+"""Real vLLM 0.32 on the CPU. Every scenario (`run_engine.py`) runs in a process of its own, or in one a rank.
 
 What is real: vLLM's engine core, scheduler, loaders, post-processing, attention, sampling, prefix cache, worker processes
 and their collective operations. What is not: the block-FP8 product, which is torch's (`cpu_kernel.py`). Nothing here speaks
@@ -12,7 +12,7 @@ import os
 import pytest
 
 from tests.vllm.layout_runs import LayoutRuns
-from tests.vllm.processes import HERE, run_python, run_scenario
+from tests.vllm.processes import HERE, Starter, run_python, run_scenario
 
 PLUGIN = "fp8refit_cpu_kernel"
 """Name of the tests' own plugin for vLLM, `cpu_plugin.py`."""
@@ -47,18 +47,26 @@ def python(environment, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def run_engine(environment, tmp_path_factory):
+def starter(environment, tmp_path_factory):
+    """Of every scenario's processes."""
+    starter = Starter(environment, tmp_path_factory.mktemp("starter"))
+    yield starter
+    starter.close()
+
+
+@pytest.fixture(scope="session")
+def run_engine(starter, tmp_path_factory):
     """Run one scenario of `run_engine.py` in its own process and give what it found."""
     folder = tmp_path_factory.mktemp("scenarios")
 
     def run(name, **arguments):
-        (found,) = run_scenario(name, arguments, environment, folder, timeout_s=TIMEOUT_S).drivers
+        (found,) = run_scenario(starter, name, arguments, folder, timeout_s=TIMEOUT_S).drivers
         return found
 
     return run
 
 
 @pytest.fixture(scope="session")
-def layout_runs(environment, tmp_path_factory):
+def layout_runs(starter, tmp_path_factory):
     """What engines of every process layout found; each is run when it is first asked for."""
-    return LayoutRuns(tmp_path_factory.mktemp("layouts"), environment)
+    return LayoutRuns(starter, tmp_path_factory.mktemp("layouts"))

@@ -8,7 +8,7 @@ from typing import Any
 from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.layout import EngineLayout
 from tests.tiny_models import save_model
-from tests.vllm.processes import Outcome, ProcessFailure, run_scenario
+from tests.vllm.processes import Outcome, ProcessFailure, Starter, run_scenario
 
 TIMEOUT_S = 110
 """For one engine; booting takes most of it."""
@@ -79,13 +79,13 @@ class LayoutRuns:
     """Runs engines when they are asked for, and remembers failures too.
 
     Args:
+        starter: Of their processes.
         folder: For models, checkpoints and results.
-        environment: For the processes.
     """
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, starter: Starter, folder: Path) -> None:
+        self._starter = starter
         self._folder = folder
-        self._environment = environment
 
     def lived(self, layout: str) -> Outcome:
         """The engine of `layout` that was refitted."""
@@ -121,18 +121,15 @@ class LayoutRuns:
     ) -> Outcome | ProcessFailure:
         case = CASES[layout]
         arguments |= {"layout": layout, "family": case.family, "kernel": case.kernel, "work": self._folder}
-        environment = {
-            **self._environment,
-            **environment,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not case.is_core_in_process)),
-        }
+        environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not case.is_core_in_process))}
         try:
             return run_scenario(
+                self._starter,
                 scenario,
                 arguments,
-                environment,
                 self._folder,
                 timeout_s=TIMEOUT_S,
+                environment=environment,
                 num_drivers=case.num_drivers,
                 may_die=KILLED_DRIVER.get(ending, ()),
             )

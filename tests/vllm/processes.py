@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {
@@ -64,6 +66,62 @@ class Run:
         return f"{' '.join(self.arguments)} ended with {self._process.returncode}\n{log}"
 
 
+class Starter:
+    """A process that has imported vLLM, `start_scenarios.py`, and forks one of its kind for every scenario."""
+
+    def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
+        self._errors = folder / "starter.err"
+        with open(self._errors, "w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, HERE / "start_scenarios.py"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=os.environ | ENVIRONMENT | environment,
+                text=True,
+            )
+
+    def ask(self, **request: object) -> int:
+        """Its answer to a request: a process's PID, or the exit status of one."""
+        try:
+            print(json.dumps(request, default=str), file=self._process.stdin, flush=True)
+            return int(self._process.stdout.readline())
+        except (BrokenPipeError, ValueError) as error:
+            raise ProcessFailure(f"no scenario can be started\n{self._errors.read_text()[-6000:]}") from error
+
+    def close(self) -> None:
+        """Let it end. Scenarios that run go on."""
+        self._process.communicate()
+
+
+class ScenarioRun:
+    """One process that runs a scenario of `run_engine.py`, in a session of its own."""
+
+    def __init__(
+        self, starter: Starter, scenario: Path, result: Path, environment: Mapping[str, str], logs: Path
+    ) -> None:
+        self._starter, self._scenario = starter, scenario
+        self._output, self._errors = logs.with_name(f"{logs.name}.out"), logs.with_name(f"{logs.name}.err")
+        asked = {"scenario": scenario, "result": result, "output": self._output, "errors": self._errors}
+        self.session = starter.ask(**asked, environment=environment)
+        """Of this process and all that it starts."""
+        self._code: int | None = None
+
+    def wait(self, deadline_s: float) -> int:
+        """Its exit status; a process that does not end is ended, with everything that it started."""
+        process = os.pidfd_open(self.session)
+        ended, _, _ = select.select([process], [], [], max(0, deadline_s - time.monotonic()))
+        os.close(process)
+        if not ended:
+            os.killpg(self.session, signal.SIGKILL)
+        self._code = self._starter.ask(ended=self.session)
+        return self._code
+
+    def __str__(self) -> str:
+        log = "\n".join(file.read_text()[-6000:] for file in (self._output, self._errors))
+        return f"{self._scenario.read_text()} ended with {self._code}\n{log}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What the drivers of one scenario found."""
@@ -90,18 +148,20 @@ def run_python(arguments: Collection, environment: Mapping[str, str], folder: Pa
 
 
 def run_scenario(
+    starter: Starter,
     name: str,
     arguments: Mapping[str, object],
-    environment: Mapping[str, str],
     folder: Path,
     *,
     timeout_s: float,
+    environment: Mapping[str, str] = MappingProxyType({}),
     num_drivers: int = 1,
     may_die: Collection[int] = (),
-) -> "Outcome":
+) -> Outcome:
     """Run a scenario of `run_engine.py` in one process, or in one a rank.
 
     Args:
+        environment: What these processes' differs in from the starter's.
         may_die: Ranks that may end by SIGKILL, once they noted what they found.
 
     Raises:
@@ -115,8 +175,8 @@ def run_scenario(
     for rank in range(num_drivers):
         results.append(folder / f"{label}-{rank}-result.json")
         ranked = launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_drivers > 1 else {}
-        script = [HERE / "run_engine.py", scenario, results[rank]]
-        runs.append(Run(script, {**environment, **ranked}, folder / f"{label}-{rank}"))
+        logs = folder / f"{label}-{rank}"
+        runs.append(ScenarioRun(starter, scenario, results[rank], {**environment, **ranked}, logs))
     deadline_s = time.monotonic() + timeout_s
     codes = [run.wait(deadline_s) for run in runs]
     left = wait_until_gone([run.session for run in runs])

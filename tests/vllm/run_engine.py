@@ -1,6 +1,6 @@
 """Real vLLM engines in this process, doing what the tests beside it ask. The result is a JSON file.
 
-    python run_engine.py SCENARIO.json RESULT.json      {"name": "refit", "arguments": {...}}
+`start_scenarios.py` runs `main`. A scenario is a JSON file too: {"name": "refit", "arguments": {...}}.
 
 vLLM compiles its block cast and its power-of-two requantization; here they run eagerly: without a GPU the compiled ones
 would be other code anyway, and compiling takes a minute.
@@ -8,7 +8,6 @@ would be other code anyway, and compiling takes a minute.
 
 import faulthandler
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -31,6 +30,7 @@ from layouts import run_fresh_layout, run_layout
 from live_engine import run_live
 
 from fp8refit import Refitter
+from tests import cross_engine
 from tests.tiny_models import save_model
 
 
@@ -104,6 +104,15 @@ def run_online(kernel: str, work: str) -> dict:
         return found
 
 
+def run_cross_engine(work: str) -> dict:
+    """The digest of what an engine holds that is refitted to the policy of `tests/cross_engine.py`."""
+    folder = Path(work) / "model"
+    save_model(cross_engine.FAMILY, 1, folder)
+    with booted_dummy(folder, "fp32") as llm:
+        Refitter(llm).refit(cross_engine.make_policy())
+        return {"digest": cross_engine.digest_of(cross_engine.as_checkpoint(model_of(llm).state_dict()))}
+
+
 def run_refusals(work: str) -> dict:
     """Engines with layers that cannot be written in place."""
     bf16, moe = Path(work) / "bf16", Path(work) / "moe"
@@ -148,6 +157,7 @@ SCENARIOS = {
     "fresh": run_fresh,
     "online": run_online,
     "live": run_live,
+    "cross engine": run_cross_engine,
     "refusals": run_refusals,
     "layout": run_layout,
     "fresh layout": run_fresh_layout,
@@ -169,7 +179,3 @@ def main(scenario: Path, result: Path) -> None:
 
     notes = {"note": note} if asked["name"] in TAKE_NOTES else {}
     note(SCENARIOS[asked["name"]](**asked["arguments"], **notes))
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))

@@ -36,7 +36,7 @@ CANNOT_BE_BROUGHT_ABOUT = {
 
 
 @pytest.fixture(scope="module")
-def results(environment, tmp_path_factory):
+def results(starter, tmp_path_factory):
     """Results of all checks on one kind of engine, which is run when it is first asked for."""
     found = {}
 
@@ -45,9 +45,11 @@ def results(environment, tmp_path_factory):
             kind, family, kernel, multiprocessing = ENGINES[engine]
             work = tmp_path_factory.mktemp("conformance")
             arguments = {"kind": kind, "family": family, "kernel": kernel, "work": work}
-            environ = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": multiprocessing}
-            (driver,) = run_scenario("conformance", arguments, environ, work, timeout_s=TIMEOUT_S).drivers
-            found[engine] = {result["name"]: result for result in driver}
+            environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": multiprocessing}
+            outcome = run_scenario(
+                starter, "conformance", arguments, work, timeout_s=TIMEOUT_S, environment=environment
+            )
+            found[engine] = {result["name"]: result for result in outcome.drivers[0]}
         return found[engine]
 
     return of

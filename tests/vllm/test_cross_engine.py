@@ -3,11 +3,9 @@
 import pytest
 
 from tests.cross_engine import DIGEST
-from tests.vllm.processes import HERE
 
 pytestmark = pytest.mark.vllm
 
 
-def test_a_refit_leaves_the_same_weights_and_scales_as_in_other_engines(python, tmp_path):
-    output = python(HERE / "run_cross_engine.py", tmp_path / "model")
-    assert f"digest: {DIGEST}" in output.splitlines()
+def test_a_refit_leaves_the_same_weights_and_scales_as_in_other_engines(run_engine, tmp_path):
+    assert run_engine("cross engine", work=tmp_path)["digest"] == DIGEST
