@@ -31,9 +31,10 @@ def run_fresh(cases: list, refitted: list[str], work: Path) -> dict:
 
 
 def fp8_of(family: str, num_ranks: int, work: Path) -> Path:
-    """The folder of policy 2 as `fp8refit quantize` writes it."""
+    """The folder of policy 2 as `fp8refit quantize` writes it, made when it is first asked for."""
     checkpoint = work / f"{family}-{num_ranks}-fp8-2"
-    quantize_checkpoint(bf16_of(family, 2, work), checkpoint)
+    if not checkpoint.exists():
+        quantize_checkpoint(bf16_of(family, 2, work), checkpoint)
     return checkpoint
 
 
