@@ -1,7 +1,6 @@
 """How requests are kept from an engine while it is refitted, and in which words they are refused."""
 
 import asyncio
-from collections.abc import Callable
 
 from fp8refit.errors import CacheFlushError, EngineBusyError, EngineDirtyError
 
@@ -45,13 +44,9 @@ class Gate:
     """Where requests to one asynchronous engine wait for the end of a refit, or are refused.
 
     An adapter lets every request `pass_through` while it stands in the place of the engine's own entries.
-
-    Args:
-        refuse_with: Gives the error for a reason to refuse requests.
     """
 
-    def __init__(self, refuse_with: Callable[[str], Exception] = refusal) -> None:
-        self.refuse_with = refuse_with
+    def __init__(self) -> None:
         self._may_decide = asyncio.Event()
         self.reason: str | None = None
 
@@ -78,8 +73,8 @@ class Gate:
         """Wait until the gate is open.
 
         Raises:
-            EngineDirtyError: Requests are refused; or what `refuse_with` gives.
+            EngineDirtyError: Requests are refused.
         """
         await self.until_decided()
         if self.reason is not None:
-            raise self.refuse_with(self.reason)
+            raise refusal(self.reason)

@@ -58,16 +58,6 @@ def test_who_only_waits_for_the_end_is_not_refused():
     asyncio.run(steps())
 
 
-def test_an_engine_may_refuse_in_words_of_its_own():
-    async def steps():
-        gate = Gate(refuse_with=lambda reason: KeyError(reason))
-        gate.refuse("half written")
-        with pytest.raises(KeyError, match="half written"):
-            await gate.pass_through()
-
-    asyncio.run(steps())
-
-
 def test_messages_say_what_to_do():
     assert isinstance(refusal("why"), EngineDirtyError)
     assert isinstance(unfinished("LLM"), EngineBusyError)

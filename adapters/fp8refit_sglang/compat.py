@@ -66,11 +66,15 @@ def order_in(request: Any) -> str | None:
     return order
 
 
-def http_refusal(reason: str) -> Exception:
+def http_refusal(reason: str, request: Any) -> Exception:
     """What a server answers to a request that is not admitted: 503, with the reason."""
     from fastapi import HTTPException
 
-    return HTTPException(status_code=503, detail=str(refusal(reason)))
+    kind: type[Exception] = HTTPException
+    if getattr(request, "stream", False):
+        # The stream of `/generate` has begun to answer by then, and tells of ValueErrors alone.
+        kind = type("StreamRefusal", (HTTPException, ValueError), {})
+    return kind(status_code=503, detail=str(refusal(reason)))
 
 
 def receipt(*, success: bool, message: str) -> Any:
@@ -175,6 +179,8 @@ def why_not_refitted(arguments: Any) -> str | None:
         return "prefill and decode are disaggregated, and the other side keeps the old policy; leave out disaggregation_mode"
     if value("hicache_storage_backend"):
         return "it reads KV of the old policy back from storage; leave out hicache_storage_backend"
+    if value("enable_lmcache") or value("enable_flexkv"):
+        return "it keeps KV of the old policy outside its radix cache; leave out enable_lmcache and enable_flexkv"
     if value("weight_cache_mode", "off") not in (None, "off"):
         return 'its weights are shared with other engines; set weight_cache_mode="off"'
     return None

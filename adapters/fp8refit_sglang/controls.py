@@ -18,14 +18,14 @@ class TokenizerControls:
     Args:
         manager: The engine's tokenizer manager.
         loop: The event loop that drives the engine, until the manager has chosen one.
-        refuse_with: Gives the error for a reason to refuse requests.
+        refuse_with: Gives the error for a reason to refuse requests, and for one of them.
     """
 
     def __init__(
         self,
         manager: Any,
         loop: asyncio.AbstractEventLoop | None = None,
-        refuse_with: Callable[[str], Exception] = refusal,
+        refuse_with: Callable[[str, Any], Exception] = lambda reason, _: refusal(reason),
     ) -> None:
         self._tokenizer = Tokenizer(manager)
         self._first_loop = loop
@@ -37,6 +37,11 @@ class TokenizerControls:
     def loop(self) -> asyncio.AbstractEventLoop | None:
         """See `fp8refit_sglang.driver.Controls`."""
         return self._tokenizer.loop or self._first_loop
+
+    @property
+    def bound_loop(self) -> asyncio.AbstractEventLoop | None:
+        """See `fp8refit_sglang.driver.Controls`."""
+        return self._tokenizer.loop
 
     @property
     def num_ranks(self) -> int:
@@ -104,7 +109,7 @@ class TokenizerControls:
         """See `fp8refit_sglang.driver.Controls`."""
         await self._tokenizer.set_version(str(version))
 
-    async def ring(self, address: str) -> tuple[bool, str]:
+    async def ring(self, address: str, *, timeout_s: float) -> tuple[bool, str]:
         """See `fp8refit_sglang.driver.Controls`."""
         return await self._tokenizer.ring(address)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fp8refit.admission import cache_kept, unfinished
@@ -17,6 +18,7 @@ NOT_LOADED = (
     "no entry points), and leave it in SGLANG_PLUGINS"
 )
 POLL_S = 0.005
+_HEARING_S = 0.2
 _SETTLING_S = 1.0
 """How long a scheduler may take to notice that its last request has finished."""
 
@@ -27,6 +29,11 @@ class Controls(Protocol):
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
         """The event loop in which these methods are awaited, unless one runs in this thread."""
+        ...
+
+    @property
+    def bound_loop(self) -> asyncio.AbstractEventLoop | None:
+        """The only event loop in which these methods may be awaited, if the engine has chosen one."""
         ...
 
     @property
@@ -60,8 +67,13 @@ class Controls(Protocol):
         """See `fp8refit.engine.Engine`."""
         ...
 
-    async def ring(self, address: str) -> tuple[bool, str]:
-        """Have every rank answer at `address`; whether rank 0 did, and what SGLang said."""
+    async def ring(self, address: str, *, timeout_s: float) -> tuple[bool, str]:
+        """Have every rank answer at `address`; whether rank 0 did, and what SGLang said.
+
+        Args:
+            address: Where.
+            timeout_s: How long that may take, for whoever has to say so beforehand.
+        """
         ...
 
 
@@ -85,8 +97,13 @@ class Driver:
 
     async def check_ready(self) -> None:
         """See `fp8refit.engine.Engine`. The ranks know whether their weights sleep."""
-        if not self.is_asynchronous and self._controls.num_unfinished:
-            raise unfinished("SGLang engine")
+        if self.is_asynchronous:
+            return
+        for _ in range(round(_HEARING_S / POLL_S)):
+            if not self._controls.num_unfinished:
+                return
+            await self._drive(asyncio.sleep(POLL_S))  # what has finished or was aborted is heard of in the loop alone
+        raise unfinished("SGLang engine")
 
     async def pause(self, config: RefitConfig) -> int:
         """See `fp8refit.engine.Engine`."""
@@ -115,10 +132,11 @@ class Driver:
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         """See `fp8refit.remote.Channel`."""
-        return await self._drive(self._switchboard.ask(message, self._ring, timeout_s=timeout_s))
+        ring = partial(self._ring, timeout_s=timeout_s)
+        return await self._drive(self._switchboard.ask(message, ring, timeout_s=timeout_s))
 
-    async def _ring(self, address: str) -> None:
-        success, said = await self._controls.ring(address)
+    async def _ring(self, address: str, *, timeout_s: float) -> None:
+        success, said = await self._controls.ring(address, timeout_s=timeout_s)
         if success:
             return
         if not self._switchboard.has_been_called:
@@ -126,12 +144,20 @@ class Driver:
         raise EngineLostError(f"a rank could not answer ({said}); start the engine again")
 
     async def _drive(self, steps: Coroutine[Any, Any, T]) -> T:
-        """Run steps in the event loop that drives the engine: in this one, or in the engine's own, until they are done."""
-        if _is_in_loop():
-            return await steps
-        loop = self._controls.loop
+        """Run steps in the event loop that drives the engine: in this one, or in the engine's own, until they are done.
+
+        Raises:
+            UnsupportedEngineError: Another loop drives the engine, where this one would wait for ever, or one that is closed.
+        """
+        loop, bound = self._controls.loop, self._controls.bound_loop
         assert loop is not None, "an engine that no loop has driven yet was made with one"
-        return loop.run_until_complete(steps)
+        if bound is not None and (bound.is_closed() or (_is_in_loop() and asyncio.get_running_loop() is not bound)):
+            steps.close()
+            raise UnsupportedEngineError(
+                "this SGLang engine is driven by another event loop, or by one that is closed: call refit outside any loop, or "
+                "await refit_async in the loop in which the engine was first used"
+            )
+        return await steps if _is_in_loop() else loop.run_until_complete(steps)
 
 
 def _is_in_loop() -> bool:

@@ -14,7 +14,7 @@ class TokenizerGate(Gate):
     Args:
         manager: The tokenizer manager.
         on_decision: What to do when somebody wants generation paused (True) or to go on (False).
-        refuse_with: Gives the error for a reason to refuse requests.
+        refuse_with: Gives the error for a reason to refuse requests, and for one of them.
     """
 
     _ENTRIES = ("generate_request", "pause_generation", "continue_generation")
@@ -22,9 +22,10 @@ class TokenizerGate(Gate):
     """Every request, and every part of one, passes here after it waited for pauses and before the schedulers have it."""
 
     def __init__(
-        self, manager: Any, on_decision: Callable[[bool], None], refuse_with: Callable[[str], Exception]
+        self, manager: Any, on_decision: Callable[[bool], None], refuse_with: Callable[[str, Any], Exception]
     ) -> None:
-        super().__init__(refuse_with)
+        super().__init__()
+        self._refuse_with = refuse_with
         self._manager = manager
         self._on_decision = on_decision
         for name in self._ENTRIES:
@@ -39,8 +40,8 @@ class TokenizerGate(Gate):
         """See `Gate`. Those that were being taken in when the gate was closed are refused too."""
         super().refuse(reason)
 
-        async def refuse_late(*_: Any, **__: Any) -> None:
-            raise self.refuse_with(reason)
+        async def refuse_late(request: Any) -> None:
+            raise self._refuse_with(reason, request)
 
         self._manager.__dict__[self._LAST_STEP] = refuse_late
 
@@ -50,10 +51,12 @@ class TokenizerGate(Gate):
         for name in (*self._ENTRIES, self._LAST_STEP):
             self._manager.__dict__.pop(name, None)
 
-    async def generate_request(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    async def generate_request(self, obj: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """In the place of the manager's own."""
-        await self.pass_through()
-        async for output in type(self._manager).generate_request(self._manager, *args, **kwargs):
+        await self.until_decided()
+        if self.reason is not None:
+            raise self._refuse_with(self.reason, obj)
+        async for output in type(self._manager).generate_request(self._manager, obj, *args, **kwargs):
             yield output
 
     async def pause_generation(self, *_: Any, **__: Any) -> None:

@@ -8,8 +8,10 @@ import asyncio
 import http.client
 import json
 import logging
+import os
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypeAlias
@@ -17,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field
 
 from fp8refit.config import RefitConfig
-from fp8refit.errors import EngineLostError, RefitError, UnsupportedEngineError
+from fp8refit.errors import EngineBusyError, EngineLostError, RefitError, UnsupportedEngineError
 from fp8refit.vote import ErrorRecord
 from fp8refit_sglang.compat import handles_for, http_refusal, order_in
 from fp8refit_sglang.controls import TokenizerControls
@@ -79,6 +81,8 @@ AnyOrder: TypeAlias = Annotated[Hello | Pause | Resume | Refuse | Publish | Ring
 
 
 class _Request(_Order):
+    driver: str
+    """Process id and name of who asks."""
     order: AnyOrder
 
 
@@ -116,6 +120,7 @@ class ServerClerk:
     def __init__(self, controls: TokenizerControls) -> None:
         self._controls = controls
         self._turn = asyncio.Lock()
+        self._holder = ""
         self._silence_s = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._refusing: asyncio.Task[None] | None = None
@@ -123,34 +128,45 @@ class ServerClerk:
     async def answer(self, message: str) -> Answer:
         """Carry out one order, after those before it, which a driver that was interrupted left. Errors are values."""
         async with self._turn:
-            self._stop_watching()
             try:
-                answer = await self._obey(_Request.model_validate_json(message).order)
+                request = _Request.model_validate_json(message)
+                if self._holder not in ("", request.driver) and _is_alive(self._holder):
+                    raise EngineBusyError("another driver refits this server; wait for it")
+                return await self._obey_watched(request)
             except Exception as error:
                 if not isinstance(error, RefitError):
                     logger.exception("an order could not be carried out")
-                answer = Answer(error=ErrorRecord.of(error))
+                return Answer(error=ErrorRecord.of(error))
+
+    async def _obey_watched(self, request: _Request) -> Answer:
+        """Carry out an order. From a pause on the driver that asked for it holds the server, unless it falls silent."""
+        self._stop_watching()
+        try:
+            return await self._obey(request.order, request.driver)
+        finally:
             if self._silence_s:
                 self._watch = asyncio.get_running_loop().call_later(self._silence_s, self._give_up)
-            return answer
 
-    async def _obey(self, order: AnyOrder) -> Answer:
+    async def _obey(self, order: AnyOrder, driver: str) -> Answer:
         if isinstance(order, Pause):
             num_requests = await self._controls.pause(order.config, may_wait=True)
-            self._silence_s = order.config.timeout_s + 2 * _GRACE_S
+            self._holder, self._silence_s = driver, order.config.timeout_s + 2 * _GRACE_S
             return Answer(value=num_requests)
         if isinstance(order, Ring):
-            success, said = await self._controls.ring(order.address)
+            success, said = await self._controls.ring(order.address, timeout_s=self._silence_s)
             return Answer(value=int(success), said=said)
         if isinstance(order, Publish):
             await self._controls.publish_version(order.version)
         elif isinstance(order, Refuse):
             await self._controls.refuse(order.reason)
-            self._silence_s = 0.0
+            self._let_go()
         elif isinstance(order, Resume):
             await self._controls.resume()
-            self._silence_s = 0.0
+            self._let_go()
         return Answer()
+
+    def _let_go(self) -> None:
+        self._holder, self._silence_s = "", 0.0
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
@@ -159,8 +175,18 @@ class ServerClerk:
 
     def _give_up(self) -> None:
         reason = f"the driver of a refit fell silent {self._silence_s:g} s ago; the next refit that succeeds heals it"
-        self._silence_s = 0.0
+        self._let_go()
         self._refusing = asyncio.ensure_future(self._controls.refuse(reason))
+
+
+def _is_alive(driver: str) -> bool:
+    try:
+        os.kill(int(driver.partition(":")[0]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 class SglangServer:
@@ -169,10 +195,17 @@ class SglangServer:
     Args:
         url: Where it listens.
         api_key: Its API key, or admin API key if it has one.
+
+    Raises:
+        UnsupportedEngineError: It is no URL.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UnsupportedEngineError(f'{url!r} is no URL of a server; pass one like "http://127.0.0.1:30000"')
         self.url = url.rstrip("/")
+        self._driver = f"{os.getpid()}:{uuid.uuid4().hex}"
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this host
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -200,7 +233,10 @@ class SglangServer:
             RefitError: What came of it.
         """
         body = json.dumps(
-            {"zmq_handles": handles_for(_Request(order=order).model_dump_json(by_alias=True)), "flush_cache": False}
+            {
+                "zmq_handles": handles_for(_Request(driver=self._driver, order=order).model_dump_json(by_alias=True)),
+                "flush_cache": False,
+            }
         )
         status, text = self._send(_ROUTE, body.encode(), timeout_s=timeout_s)
         try:
@@ -214,7 +250,7 @@ class SglangServer:
     def _send(self, route: str, body: bytes | None, *, timeout_s: float) -> tuple[int, str]:
         request = urllib.request.Request(self.url + route, data=body, headers=self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            with self._opener.open(request, timeout=timeout_s) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode(errors="replace")
@@ -240,6 +276,7 @@ class ServerControls:
     """
 
     num_unfinished = 0  # the server drives its requests itself
+    bound_loop = None
 
     def __init__(self, server: SglangServer, num_ranks: int) -> None:
         self.loop = asyncio.new_event_loop()
@@ -264,10 +301,11 @@ class ServerControls:
         """See `fp8refit_sglang.driver.Controls`."""
         await self._post(Publish(version=version))
 
-    async def ring(self, address: str) -> tuple[bool, str]:
+    async def ring(self, address: str, *, timeout_s: float) -> tuple[bool, str]:
         """See `fp8refit_sglang.driver.Controls`."""
-        answer = await self._post(Ring(address=address))
+        answer = await self._post(Ring(address=address), timeout_s)
         return bool(answer.value), answer.said
 
-    async def _post(self, order: AnyOrder) -> Answer:
-        return await asyncio.to_thread(self._server.post, order, timeout_s=self._timeout_s + _GRACE_S)
+    async def _post(self, order: AnyOrder, timeout_s: float | None = None) -> Answer:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return await asyncio.to_thread(self._server.post, order, timeout_s=timeout_s + _GRACE_S)

@@ -68,7 +68,6 @@ class Clerk:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._server = RankServer(lambda: make_rank(scheduler))
-        self._line: Line | None = None
 
     def answer(self, address: str) -> None:
         """Hear one message of the driver that waits at `address`, and answer it.
@@ -76,24 +75,16 @@ class Clerk:
         Raises:
             RankFailedError: The driver is gone.
         """
-        if self._line is None or self._line.address != address:
-            self._hang_up()
-            self._line = Line(address, self._scheduler.rank, timeout_s=RefitConfig().timeout_s)
+        line = Line(address, self._scheduler.rank, timeout_s=RefitConfig().timeout_s)
         try:
-            self._line.answer(self._obey(self._line.hear()))
-        except BaseException:
-            self._hang_up()
-            raise
+            line.answer(self._obey(line.hear()))
+        finally:
+            line.close()
 
     def _obey(self, message: str) -> str:
         if message == FLUSH:
             return FLUSHED if self._scheduler.flush() else KEPT
         return self._server.handle(message)
-
-    def _hang_up(self) -> None:
-        if self._line is not None:
-            self._line.close()
-            self._line = None
 
 
 def make_rank(scheduler: Scheduler) -> Rank:

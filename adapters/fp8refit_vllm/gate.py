@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from fp8refit.admission import Gate
+from fp8refit.admission import Gate, refusal
 
 
 class LlmGate(Gate):
@@ -35,7 +35,7 @@ class LlmGate(Gate):
         super().refuse(reason)
 
         def refuse_late(*_: Any, **__: Any) -> None:
-            raise self.refuse_with(reason)
+            raise refusal(reason)
 
         # Every request, and every part of one, passes here after its input was processed and before the core has it.
         self._llm.output_processor.__dict__["add_request"] = refuse_late

@@ -1,7 +1,7 @@
 """A line between a driver and the ranks of its engine on the same host, for engines whose own RPC loses what ranks say.
 
 It is a Unix socket in a folder that only this user can open. The driver waits; a rank that the engine tells the address
-calls once, says who it is, and then answers one message after another. Messages are text, framed by their length.
+calls, says who it is, and answers one message. Messages are text, framed by their length.
 """
 
 import asyncio
@@ -66,6 +66,7 @@ class Switchboard:
             return await self._ask(message, ring, timeout_s)
 
     async def _ask(self, message: str, ring: Callable[[str], Awaitable[None]], timeout_s: float) -> Sequence[str]:
+        self._hang_up()  # every question is a new call: another driver may have had the ranks since
         ringing = asyncio.ensure_future(ring(self.address))
         try:
             async with asyncio.timeout(timeout_s):
@@ -73,16 +74,15 @@ class Switchboard:
                 answers = await asyncio.gather(*(self._ask_one(rank, message) for rank in range(self._num_ranks)))
                 await ringing
         except TimeoutError as error:
-            self._hang_up()
             raise EngineLostError(
                 f"the engine did not answer within {timeout_s:g} s; start it again. If it only takes longer, as reading files "
                 "may, raise timeout_s"
             ) from error
         except (OSError, EOFError) as error:
-            self._hang_up()
             raise EngineLostError(f"a rank of the engine is gone ({error}); start the engine again") from error
         finally:
             ringing.cancel()
+            self._hang_up()
         return answers
 
     def close(self) -> None:
@@ -94,11 +94,15 @@ class Switchboard:
             self._server = None
 
     def _hang_up(self) -> None:
-        """Have every rank call again: what it might still answer is not asked for any more."""
+        """Forget every call: what a rank might still say is not asked for any more."""
         for _, writer in self._lines.values():
-            with contextlib.suppress(OSError):
-                writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # also when the event loop is closed
-            with contextlib.suppress(RuntimeError):
+            # Of a duplicate: uvloop lets nobody shut down its own. Works when the event loop is closed too.
+            with (
+                contextlib.suppress(OSError, RuntimeError),
+                socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as line,
+            ):
+                line.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError, RuntimeError):
                 writer.close()
         self._lines.clear()
         self._all_called = asyncio.Event()

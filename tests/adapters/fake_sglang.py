@@ -6,7 +6,6 @@ Each fake does what SGLang 0.5.15, 0.5.17 and 0.5.23 do at the places that the a
 import asyncio
 import contextlib
 import json
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -384,10 +383,6 @@ class Engine:
 
     def shutdown(self) -> None:
         for scheduler in self.schedulers:
-            clerk = getattr(scheduler, "_fp8refit_clerk", None)
-            if clerk is not None and clerk._line is not None:
-                with contextlib.suppress(OSError):
-                    clerk._line._socket.shutdown(socket.SHUT_RDWR)  # a thread may be listening
             scheduler.thread.shutdown(wait=False)
         self.loop.close()
 

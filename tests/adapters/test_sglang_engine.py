@@ -582,8 +582,21 @@ def test_kv_scales_of_a_checkpoint_come_back_after_sleep(engine):
 def test_a_rank_that_hangs_up_is_lost_and_requests_are_refused(engine, monkeypatch):
     refitter = Refitter(engine)
     refitter.refit(engine.make_policy(1))
-    engine.schedulers[-1]._fp8refit_clerk._line._socket.shutdown(2)
+
+    def fail(message):
+        raise ValueError("no answer to this")
+
+    monkeypatch.setattr(engine.schedulers[-1]._fp8refit_clerk, "_obey", fail)
     with pytest.raises(EngineLostError, match="start the engine again"):
         refitter.refit(engine.make_policy(2))
     with pytest.raises(EngineDirtyError, match="the engine is lost"):
         engine.generate("new")
+
+
+def test_a_refit_in_a_loop_that_does_not_drive_the_engine_is_refused(engine):
+    refitter = Refitter(engine)
+    refitter.refit(engine.make_policy(1))  # from here on its manager is bound to the engine's own loop
+    with pytest.raises(UnsupportedEngineError, match="driven by another event loop"):
+        asyncio.run(refitter.refit_async(engine.make_policy(2)))
+    refitter.refit(engine.make_policy(2))
+    assert refitter.version == 2

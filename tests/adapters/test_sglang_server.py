@@ -3,17 +3,28 @@
 import asyncio
 import contextlib
 import json
+import os
+import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fp8refit_sglang import SglangServer, server
-from fp8refit_sglang.compat import handles_for
+from fp8refit_sglang.compat import handles_for, http_refusal
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.server import Hello, Pause, Resume, ServerClerk, _Request
 
-from fp8refit import EngineBusyError, EngineLostError, NonFiniteError, RefitConfig, Refitter, UnsupportedEngineError
+from fp8refit import (
+    EngineBusyError,
+    EngineLostError,
+    NonFiniteError,
+    RefitConfig,
+    Refitter,
+    UnsupportedEngineError,
+    remote,
+)
 from tests.adapters import fake_sglang
 from tests.adapters.fake_sglang import (
     Engine,
@@ -188,8 +199,9 @@ def test_every_request_bears_the_api_key(api_key, solo):
 # Drivers that fall silent or are interrupted.
 
 
-def order(message) -> UpdateWeightsFromIPCReqInput:
-    return UpdateWeightsFromIPCReqInput(zmq_handles=handles_for(_Request(order=message).model_dump_json(by_alias=True)))
+def order(message, driver: str = f"{os.getpid()}:tests") -> UpdateWeightsFromIPCReqInput:
+    request = _Request(driver=driver, order=message)
+    return UpdateWeightsFromIPCReqInput(zmq_handles=handles_for(request.model_dump_json(by_alias=True)))
 
 
 def pause(timeout_s: float) -> Pause:
@@ -244,7 +256,9 @@ def test_a_driver_that_is_interrupted_while_requests_run_out_leaves_the_server_r
 
 def test_orders_that_cannot_be_read_are_answered(solo):
     async def steps():
-        return await ServerClerk(TokenizerControls(solo.manager)).answer(json.dumps({"order": {"step": "dance"}}))
+        return await ServerClerk(TokenizerControls(solo.manager)).answer(
+            json.dumps({"driver": "1:tests", "order": {"step": "dance"}})
+        )
 
     answer = solo.do(steps())
     assert answer.error.kind == "RankFailedError"
@@ -261,4 +275,43 @@ def test_a_driver_waits_for_the_server_as_long_as_it_may_take(solo, monkeypatch)
     monkeypatch.setattr(SglangServer, "post", recording)
     Refitter(SglangServer(solo.url), timeout_s=7).refit(solo.engine.make_policy(1))
     after = asked[[step for step, _ in asked].index("pause") :]
-    assert {timeout_s for _, timeout_s in after} == {7 + server._GRACE_S}
+    assert {timeout_s for step, timeout_s in after if step != "ring"} == {7 + server._GRACE_S}
+    assert {timeout_s for step, timeout_s in asked if step == "ring"} >= {7 + server._GRACE_S + remote.GRACE_S}
+
+
+def test_a_driver_that_holds_the_server_keeps_others_out_while_it_lives(solo):
+    mine, other = SglangServer(solo.url), SglangServer(solo.url)
+    mine.post(pause(timeout_s=5), timeout_s=5)
+    with pytest.raises(EngineBusyError, match="another driver refits this server"):
+        Refitter(other)
+    mine.post(Resume(), timeout_s=5)
+    Refitter(other).refit(solo.engine.make_policy(1))
+    assert_serves(solo)
+
+
+def test_a_driver_that_died_holds_nothing(solo):
+    process = subprocess.Popen(["true"])
+    process.wait()
+    solo.do(solo.manager.update_weights_from_ipc(order(pause(timeout_s=5), driver=f"{process.pid}:dead")))
+    Refitter(SglangServer(solo.url)).refit(solo.engine.make_policy(1))
+    assert_serves(solo)
+
+
+def test_drivers_that_take_turns_do_not_disturb_each_other(solo):
+    first, second = Refitter(SglangServer(solo.url)), Refitter(SglangServer(solo.url))
+    versions = [
+        refitter.refit(solo.engine.make_policy(seed)).version for seed, refitter in enumerate((first, second, first))
+    ]
+    assert versions == [1, 2, 3]
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:30000"])
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(UnsupportedEngineError, match="is no URL of a server"):
+        SglangServer(url)
+
+
+def test_a_refused_stream_is_told_as_a_value_error_too(solo):
+    plain, stream = (http_refusal("half written", SimpleNamespace(stream=is_stream)) for is_stream in (False, True))
+    assert (plain.status_code, stream.status_code) == (503, 503)
+    assert (isinstance(plain, ValueError), isinstance(stream, ValueError)) == (False, True)

@@ -91,7 +91,7 @@ def test_a_driver_that_is_gone_is_no_error_of_the_scheduler_and_the_next_is_answ
     asyncio.run(leave())
     receipt = scheduler.weight_updater.update_weights_from_ipc(call_for(first.board.address))
     assert not receipt.success
-    assert "the driver hung up" in receipt.message
+    assert "the driver cannot be reached" in receipt.message
     assert asyncio.run(Driver(scheduler).ask(FLUSH)) == FLUSHED
 
 

@@ -13,7 +13,7 @@ from fp8refit.transport.loopback import Line, Switchboard
 
 
 class Ranks:
-    """Ranks in threads: told to answer, each hears one message and says what `says` makes of it."""
+    """Ranks in threads: told to answer, each calls, hears one message and says what `says` makes of it."""
 
     def __init__(
         self, count: int, says: Callable[[int, str], str | None] = lambda rank, heard: f"{rank}: {heard}"
@@ -26,14 +26,11 @@ class Ranks:
         await asyncio.gather(*(asyncio.to_thread(self._answer, rank, address) for rank in range(self._count)))
 
     def _answer(self, rank: int, address: str) -> None:
-        line = self._lines.get(rank)
-        if line is None or line.address != address:
-            line = self._lines[rank] = Line(address, rank, timeout_s=5)
+        line = self._lines[rank] = Line(address, rank, timeout_s=5)
         answer = self._says(rank, line.hear())
-        if answer is None:
-            line.close()
-        else:
+        if answer is not None:
             line.answer(answer)
+        line.close()
 
     def hang_up(self) -> None:
         for line in self._lines.values():
@@ -55,14 +52,35 @@ def test_every_rank_answers_in_order(switchboard):
     assert ask(switchboard, "hello", Ranks(2).ring) == ["0: hello", "1: hello"]
 
 
-def test_ranks_call_once_and_answer_often(switchboard):
+def test_ranks_call_for_every_question(switchboard):
     ranks = Ranks(2)
 
     async def talk():
         return [await switchboard.ask(message, ranks.ring, timeout_s=5) for message in ("a", "b", "c")]
 
     assert asyncio.run(talk()) == [["0: a", "1: a"], ["0: b", "1: b"], ["0: c", "1: c"]]
-    assert len(ranks._lines) == 2
+
+
+def test_two_drivers_take_turns(switchboard):
+    ranks, other = Ranks(2), Switchboard(2)
+
+    async def talk():
+        return [await board.ask("a", ranks.ring, timeout_s=5) for board in (switchboard, other, switchboard)]
+
+    assert asyncio.run(talk()) == [["0: a", "1: a"]] * 3
+    other.close()
+
+
+def test_a_loop_of_uvloop_ends_a_line_too(switchboard):
+    uvloop = pytest.importorskip("uvloop")
+
+    async def talk():
+        with pytest.raises(EngineLostError, match="did not answer"):
+            await switchboard.ask("a", Ranks(1).ring, timeout_s=0.2)
+        return await switchboard.ask("b", Ranks(2).ring, timeout_s=5)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(talk()) == ["0: b", "1: b"]
 
 
 def test_another_event_loop_gets_another_address(switchboard):
@@ -128,12 +146,18 @@ def test_an_engine_that_cannot_ring_says_why(switchboard):
     assert not switchboard.has_been_called
 
 
-def test_a_rank_notices_that_its_driver_is_gone(switchboard):
-    ranks = Ranks(2)
-    ask(switchboard, "hello", ranks.ring)
-    switchboard.close()
-    with pytest.raises(RankFailedError, match="hung up"):
-        ranks._lines[0].hear()
+def test_a_rank_that_its_driver_does_not_wait_for_hears_so(switchboard):
+    ranks = Ranks(1)
+
+    async def talk():
+        with pytest.raises(EngineLostError, match="did not answer"):
+            await switchboard.ask("hello", ranks.ring, timeout_s=0.2)
+        line = await asyncio.to_thread(Line, switchboard.address, 0, timeout_s=5)
+        switchboard.close()
+        with pytest.raises(RankFailedError, match=r"hung up|says nothing"):
+            await asyncio.to_thread(line.hear)
+
+    asyncio.run(talk())
 
 
 def test_a_rank_notices_that_no_driver_waits(tmp_path):
