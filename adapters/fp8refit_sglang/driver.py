@@ -18,7 +18,8 @@ NOT_LOADED = (
     "no entry points), and leave it in SGLANG_PLUGINS"
 )
 POLL_S = 0.005
-_HEARING_S = 0.2
+_HEARING_S = 0.01
+"""Enough to hear of what has finished; what runs is not waited for."""
 _SETTLING_S = 1.0
 """How long a scheduler may take to notice that its last request has finished."""
 
