@@ -18,8 +18,6 @@ NOT_LOADED = (
     "no entry points), and leave it in SGLANG_PLUGINS"
 )
 POLL_S = 0.005
-_HEARING_S = 0.01
-"""Enough to hear of what has finished; what runs is not waited for."""
 _SETTLING_S = 1.0
 """How long a scheduler may take to notice that its last request has finished."""
 
@@ -98,13 +96,8 @@ class Driver:
 
     async def check_ready(self) -> None:
         """See `fp8refit.engine.Engine`. The ranks know whether their weights sleep."""
-        if self.is_asynchronous:
-            return
-        for _ in range(round(_HEARING_S / POLL_S)):
-            if not self._controls.num_unfinished:
-                return
-            await self._drive(asyncio.sleep(POLL_S))  # what has finished or was aborted is heard of in the loop alone
-        raise unfinished("SGLang engine")
+        if not self.is_asynchronous and self._controls.num_unfinished:
+            raise unfinished("SGLang engine")
 
     async def pause(self, config: RefitConfig) -> int:
         """See `fp8refit.engine.Engine`."""
