@@ -156,7 +156,6 @@ class Line:
     """
 
     def __init__(self, address: str, rank: int, *, timeout_s: float) -> None:
-        self.address = address
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(timeout_s)
         try:
