@@ -4,11 +4,20 @@ import torch
 from torch import Tensor
 
 from fp8refit.errors import NonFiniteError
+from fp8refit.kernels.amax import Maxima
 from fp8refit.kernels.reference import dequantize_reference
 from fp8refit.kernels.table import Task, WorkTable, compile_table, fits_scale_format
 from fp8refit.slots import FP8_DTYPE, SOURCE_DTYPES, Op, ScaleFormat
 
-__all__ = ["Task", "WorkTable", "compile_table", "dequantize_blockwise", "fits_scale_format", "quantize_blockwise"]
+__all__ = [
+    "Maxima",
+    "Task",
+    "WorkTable",
+    "compile_table",
+    "dequantize_blockwise",
+    "fits_scale_format",
+    "quantize_blockwise",
+]
 
 
 def quantize_blockwise(
