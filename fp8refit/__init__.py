@@ -1,14 +1,16 @@
 """Move a live block-FP8 inference engine to a new policy in place, at memory speed, all or nothing."""
 
 from fp8refit._version import __version__
-from fp8refit.config import RefitConfig
+from fp8refit.config import KvConfig, RefitConfig
 from fp8refit.errors import (
     CacheFlushError,
+    CalibrationError,
     CheckpointError,
     EngineAsleepError,
     EngineBusyError,
     EngineDirtyError,
     EngineLostError,
+    InvalidCalibrationError,
     InvalidSourceError,
     LiveTensorMovedError,
     NonFiniteError,
@@ -20,16 +22,20 @@ from fp8refit.errors import (
 )
 from fp8refit.kernels import dequantize_blockwise, quantize_blockwise
 from fp8refit.refitter import Refitter, refit
-from fp8refit.report import RefitReport
+from fp8refit.report import KvReport, RefitReport
 
 __all__ = [
     "CacheFlushError",
+    "CalibrationError",
     "CheckpointError",
     "EngineAsleepError",
     "EngineBusyError",
     "EngineDirtyError",
     "EngineLostError",
+    "InvalidCalibrationError",
     "InvalidSourceError",
+    "KvConfig",
+    "KvReport",
     "LiveTensorMovedError",
     "NonFiniteError",
     "RankFailedError",

@@ -6,6 +6,37 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Validate = Literal["fused", "strict", "off"]
 InFlight = Literal["wait", "abort", "keep"]
+KvKind = Literal["q", "k", "v"]
+
+
+class KvConfig(BaseModel):
+    """How the scales of an FP8 KV cache are computed from a calibration batch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    margin: float | None = Field(default=None, gt=0, le=1e6, allow_inf_nan=False)
+    """A scale is `margin * amax / 448`, with amax the largest absolute value seen: room for values that the batch did not
+    show. By default 1.05 where the engine clamps what does not fit, and 2 where that becomes NaN; a power of two
+    costs FP8, a floating-point format, no precision but at its small end."""
+
+    scales: tuple[KvKind, ...] = ("q", "k", "v")
+    """Which scales are computed: of queries (where the engine quantizes them), keys and values. The others are kept."""
+
+    max_tokens: int = Field(default=16384, ge=1)
+    """How much of a calibration batch is used: whole sequences in their order, the last one cut short."""
+
+    reduction: Literal["max", "rank"] = "max"
+    """`max`: every rank of the engine uses the largest value that any of them saw, as one rank would. `rank`: each uses what
+    its own heads showed, which is finer."""
+
+
+class KvOrder(BaseModel):
+    """Where the KV scales of one refit come from: token ids to measure, or scales by their names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    token_ids: tuple[tuple[int, ...], ...] = ()
+    scales: dict[str, float] = {}
 
 
 class RefitConfig(BaseModel):
@@ -34,6 +65,9 @@ class RefitConfig(BaseModel):
     """What an asynchronous engine does with requests that run when a refit begins: `wait` lets them finish, `abort` ends them
     with what they have, `keep` freezes them and goes on under the new policy, their KV computed anew. Requests that arrive
     meanwhile wait for the refit. A synchronous engine refuses to be refitted while requests are unfinished."""
+
+    kv: KvConfig = KvConfig()
+    """How KV-cache scales are computed, for `calibration=` and `calibrate`."""
 
     timeout_s: float = Field(default=300.0, gt=0)
     """Seconds to wait for any other rank or process at each step, and for running requests under `in_flight="wait"`. A rank

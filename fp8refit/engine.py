@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
-from fp8refit.config import RefitConfig
+from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.layout import EngineLayout
 from fp8refit.rank import Rank
-from fp8refit.report import RankReport
+from fp8refit.report import KvReport, RankReport
 from fp8refit.sources import Source
 
 ENTRY_POINT_GROUP = "fp8refit.engines"
@@ -40,19 +40,27 @@ class Ranks(Protocol):
         ...
 
     async def prepare(
-        self, make_source: Callable[[], Source], config: RefitConfig, *, objection: BaseException | None = None
+        self,
+        make_source: Callable[[], Source],
+        config: RefitConfig,
+        *,
+        kv: KvOrder | None = None,
+        objection: BaseException | None = None,
     ) -> None:
         """Judge names, shapes, dtypes, scales and readiness on every rank, and compile what is missing. Writes nothing.
 
         Args:
             make_source: Gives the policy; called only when every rank is ready.
             config: How to refit.
+            kv: Which KV scales `write` sets once the weights are in place, measured or given.
             objection: Why the engine may not be refitted now; raised here, and by the drivers of the other ranks.
 
         Raises:
             InvalidSourceError: The source does not fit; names everything that is wrong with it.
             NonFiniteError: NaN or Inf, if they are looked for before writing.
-            UnsupportedEngineError: The engine cannot be refitted; names every module and the setting that helps.
+            UnsupportedEngineError: The engine cannot be refitted, or its KV scales not be set; names every module and the
+                setting that helps.
+            InvalidCalibrationError: A calibration batch, or KV scales, that do not fit the engine.
             EngineAsleepError: The weights are not mapped.
             EngineLostError: A rank is gone.
         """
@@ -66,7 +74,23 @@ class Ranks(Protocol):
 
         Raises:
             NonFiniteError: NaN or Inf in the source. This and every later error leaves all ranks dirty.
+            CalibrationError: NaN or Inf in the network, or no memory to measure it.
             RefitError: See `fp8refit.target.Target.finish`.
+        """
+        ...
+
+    async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+        """Set KV scales on every rank for the policy that is served, and say which.
+
+        Args:
+            kv: What to measure, or which scales to set.
+            config: How.
+            objection: Why nothing may be written; raised here, and by the drivers of the other ranks.
+
+        Raises:
+            EngineDirtyError: No whole policy is served.
+            CalibrationError: NaN or Inf in the network, or no memory to measure it; nothing was written.
+            RefitError: See `prepare`. An error after the first scale was written leaves all ranks dirty.
         """
         ...
 
@@ -105,16 +129,25 @@ class LocalRanks:
         return self._rank.target.is_dirty
 
     async def prepare(
-        self, make_source: Callable[[], Source], config: RefitConfig, *, objection: BaseException | None = None
+        self,
+        make_source: Callable[[], Source],
+        config: RefitConfig,
+        *,
+        kv: KvOrder | None = None,
+        objection: BaseException | None = None,
     ) -> None:
         """See `Ranks`."""
         self._config = config
-        self._rank.prepare(make_source, config, objection=objection)
+        self._rank.prepare(make_source, config, kv=kv, objection=objection)
 
     async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
         """See `Ranks`."""
         self._rank.agree(self._config, objection=objection)
         return self._rank.write(self._config)
+
+    async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+        """See `Ranks`."""
+        return self._rank.calibrate(kv, config, objection=objection)
 
     async def abandon(self) -> None:
         """See `Ranks`."""
@@ -197,6 +230,14 @@ class Engine(Protocol):
 
         Raises:
             CacheFlushError: The engine kept some of it.
+        """
+        ...
+
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each prompt, as the engine would have them.
+
+        Raises:
+            UnsupportedEngineError: The engine has no tokenizer.
         """
         ...
 

@@ -47,6 +47,17 @@ class NonFiniteError(RefitError, ValueError):
         super().__init__(f"NaN or Inf in {len(self.names)} tensor(s): {', '.join(self.names)}. {consequence}")
 
 
+class InvalidCalibrationError(RefitError, ValueError):
+    """A calibration batch, or KV scales, that this engine cannot use: no tokens, ids of no vocabulary, a scale of zero."""
+
+
+class CalibrationError(RefitError):
+    """The calibration pass gave no scales: NaN or Inf in an attention layer, or no memory for it.
+
+    As part of a `refit` the weights are written by then: the engine refuses requests, and the next complete refit heals it.
+    """
+
+
 class UnsupportedEngineError(RefitError, ValueError):
     """The object is no engine that fp8refit can refit: unknown, not block FP8, or with layers whose kernel repacks.
 

@@ -25,6 +25,8 @@ def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig) -> Task:
     """The task that does `step` with `source`, for all of `slot`."""
     target = slot.scale if step.op is Op.COPY_SCALES else slot.weight
     assert target is not None, f"{step=}"
+    if not step.shape:
+        target = target.view(())
     return Task(
         op=step.op,
         source=source,
@@ -33,7 +35,7 @@ def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig) -> Task:
         scale=slot.scale if step.op is Op.QUANTIZE else None,
         block_size=slot.block_size,
         scale_format=required_format(slot, config) if step.op is Op.COPY_SCALES else slot.scale_format,
-        round_to_bf16=config.fp32_sources == "round_to_bf16",
+        round_to_bf16=config.fp32_sources == "round_to_bf16" and not slot.is_optional,
     )
 
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from fp8refit.slots import Inventory, ScaleFormat, dtype_name
+from fp8refit.names import is_kv_scale
+from fp8refit.slots import Inventory, KvCache, ScaleFormat, dtype_name
 
 
 class SlotLayout(BaseModel):
@@ -29,6 +30,29 @@ class SlotLayout(BaseModel):
     """Class of the engine kernel that reads it."""
 
 
+class KvLayout(BaseModel):
+    """The FP8 KV cache of one rank."""
+
+    model_config = ConfigDict(frozen=True)
+
+    dtype: str
+    backend: str
+    scales: dict[str, tuple[str, ...]]
+    """Attention layers by their checkpoint names, and which scales each has: `q`, `k`, `v`."""
+    refusals: tuple[str, ...]
+    """Why scales cannot be changed, or not be measured."""
+
+    @classmethod
+    def of(cls, cache: KvCache) -> "KvLayout":
+        """Describe `cache`."""
+        return cls(
+            dtype=cache.dtype,
+            backend=cache.backend,
+            scales={layer.name: tuple(scale.kind for scale in layer.scales) for layer in cache.layers},
+            refusals=tuple(str(refusal) for refusal in (*cache.refusals, *cache.prefill_refusals)),
+        )
+
+
 class EngineLayout(BaseModel):
     """What one engine rank holds and why it may not be refitted."""
 
@@ -42,6 +66,8 @@ class EngineLayout(BaseModel):
     aliases: dict[str, str]
     """Checkpoint names that share another name's slot."""
     refusals: tuple[str, ...]
+    kv: KvLayout | None = None
+    """None if the engine has no KV cache that fp8refit knows."""
 
     @classmethod
     def of(cls, inventory: Inventory, *, engine: str, versions: dict[str, str], device: str) -> "EngineLayout":
@@ -63,8 +89,10 @@ class EngineLayout(BaseModel):
                     kernel=slot.kernel,
                 )
                 for slot in inventory.slots
+                if not slot.is_optional
             ),
-            aliases=inventory.aliases,
+            aliases={name: slot for name, slot in inventory.aliases.items() if not is_kv_scale(name)},
+            kv=None if inventory.kv is None else KvLayout.of(inventory.kv),
             refusals=tuple(str(refusal) for refusal in inventory.refusals),
         )
 

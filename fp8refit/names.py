@@ -8,6 +8,8 @@ _PREFIXES = ("base_model.model.",)
 _ADAPTER = re.compile(r"\.base_layer\.|(?:^|\.)lora_\w+")
 _NOT_WEIGHTS = re.compile(r"(?:^|\.)rotary_emb\.(?:inv_freq|original_inv_freq|cos_cached|sin_cached)$")
 
+_KV_SCALE = re.compile(r"\.(?:q|k|v|kv|prob)_scale$|\.[kv]_proj\.output_scale$")
+
 FUSED_MODULES: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -31,6 +33,29 @@ def strip_wrappers(name: str) -> str:
 def is_not_a_weight(name: str) -> bool:
     """Whether a checkpoint tensor is one that every engine recomputes (rotary tables of old checkpoints)."""
     return _NOT_WEIGHTS.search(name) is not None
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a checkpoint tensor is a scale of an FP8 KV cache, or of the attention over one."""
+    return _KV_SCALE.search(name) is not None
+
+
+def attention_name(module: str) -> str:
+    """The checkpoint module of an engine's attention layer: engines put the operation itself into a module of its own.
+
+    >>> attention_name("model.layers.0.self_attn.attn")
+    'model.layers.0.self_attn'
+    """
+    return module.removesuffix(".attn")
+
+
+def kv_scale_names(layer: str, kind: str) -> tuple[str, ...]:
+    """The names that checkpoints and trainers give one scale of an attention layer, the first one ours."""
+    parts = ("attn", f"{kind}_proj", "qkv_proj")
+    names = [f"{layer}.{kind}_scale", *(f"{layer}.{part}.{kind}_scale" for part in parts)]
+    if kind != "q":
+        names.append(f"{layer}.{kind}_proj.output_scale")
+    return tuple(names)
 
 
 def is_adapter_weight(name: str) -> bool:

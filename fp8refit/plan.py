@@ -6,11 +6,11 @@ a whole source and raises every problem at once.
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from fp8refit.errors import InvalidSourceError
-from fp8refit.names import is_adapter_weight, is_not_a_weight
+from fp8refit.names import is_adapter_weight, is_kv_scale, is_not_a_weight
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, Op, Slot, TensorMeta, dtype_name
 
 
@@ -88,6 +88,7 @@ class PlanBuilder:
         for index, slot in enumerate(slots):
             self._by_name.setdefault(slot.name, []).append(index)
         self._unneeded = frozenset(unneeded)
+        self._has_kv_scales = any(slot.is_optional for slot in slots)
         self._problems = list(problems)
         self._ignored: list[str] = []
         self._seen: dict[str, TensorMeta] = {}
@@ -105,7 +106,11 @@ class PlanBuilder:
         canonical = self._aliases.get(weight_name, weight_name)
         indexes = self._by_name.get(canonical)
         if indexes is None:
-            if is_not_a_weight(name) or {name, weight_name} & self._unneeded:
+            if (
+                is_not_a_weight(name)
+                or {name, weight_name} & self._unneeded
+                or (is_kv_scale(name) and not self._has_kv_scales)
+            ):
                 self._ignored.append(name)
             elif is_adapter_weight(name):
                 self._problems.append(
@@ -169,6 +174,8 @@ class PlanBuilder:
 
     def _judge_weight(self, name: str, meta: TensorMeta, index: int) -> Step | str:
         slot = self._slots[index]
+        if slot.is_optional and not meta.shape:
+            slot = replace(slot, full_shape=(), weight=slot.weight[0])
         if meta.shape != slot.full_shape:
             return f"has shape {list(meta.shape)}, this engine's is {list(slot.full_shape)}"
         if meta.dtype == FP8_DTYPE:
@@ -211,7 +218,10 @@ class PlanBuilder:
             weights = [self._weights.get(index) for index in indexes]
             scale = self._scales.get(indexes[0])
             if None in weights:
-                if not blamed & {name, *(alias for alias, target in self._aliases.items() if target == name)}:
+                if not self._slots[indexes[0]].is_optional and not blamed & {
+                    name,
+                    *(alias for alias, target in self._aliases.items() if target == name),
+                }:
                     yield f"{name}: missing"
             elif weights[0] is not None and weights[0].op is Op.COPY_CODES and scale is None:
                 if weights[0].source + SCALE_SUFFIX not in blamed:

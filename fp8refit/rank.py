@@ -6,16 +6,19 @@ between the last vote and the commit, so that no driver can be lost between them
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from fp8refit.config import RefitConfig
-from fp8refit.errors import EngineLostError
+from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.errors import EngineDirtyError, EngineLostError
+from fp8refit.kv_scales import report_of
 from fp8refit.layout import EngineLayout
-from fp8refit.report import RankReport
+from fp8refit.report import KvReport, RankReport
 from fp8refit.slots import Inventory
 from fp8refit.sources import Source
 from fp8refit.target import Target
@@ -33,11 +36,17 @@ class Rank:
     def __init__(self, target: Target, group: Group | None = None) -> None:
         self.target = target
         self.group = group if group is not None else SoloGroup()
+        self._kv: KvOrder | None = None
         self._claimed: _Claim | None = None
         self._foreign: tuple[tuple[str, ...], frozenset[str]] = (), frozenset()
 
     def prepare(
-        self, make_source: Callable[[], Source], config: RefitConfig, *, objection: BaseException | None = None
+        self,
+        make_source: Callable[[], Source],
+        config: RefitConfig,
+        *,
+        kv: KvOrder | None = None,
+        objection: BaseException | None = None,
     ) -> None:
         """Agree that every rank can be refitted, then read what the source says of itself, judge it, and agree again.
 
@@ -46,22 +55,38 @@ class Rank:
         Args:
             make_source: Gives the policy, the same on every rank.
             config: How to refit.
+            kv: Which KV scales to set once the weights are written, if not those that the source brings.
             objection: Why the engine may not be refitted now, as its driver sees it.
 
         Raises:
             RefitError: See `Target.prepare`; the objection; or what another rank had to say.
         """
-        error, inventory = objection, None
-        if error is None:
-            error, inventory = self._try(self.target.check_ready)
-        claim = self._claim(inventory) if inventory is not None and self.group.size > 1 else ""
-        asked = config.model_dump_json() if self.group.size > 1 else ""
-        ready = self._vote("ready", error, config, claim=claim, asked=asked)
+        inventory, ready = self._agree_on_ready(kv, config, objection)
+        self._kv = kv
         foreign = self._foreign_names(ready, config)
         error, digest = self._try(
             lambda: self.target.prepare(make_source(), config, inventory=inventory, foreign=foreign)
         )
         self._vote("prepared", error, config, claim=digest or "")
+
+    def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+        """Set KV scales for the policy that is served.
+
+        Args:
+            kv: What to measure, or which scales to set.
+            config: How.
+            objection: Why the engine may not be calibrated now, as its driver sees it.
+
+        Raises:
+            EngineDirtyError: No whole policy is served.
+            RefitError: See `Target.check_kv`, `measure_kv` and `write_kv`; the objection; or what another rank had to say.
+        """
+        if objection is None and self.target.is_dirty:
+            objection = EngineDirtyError("this engine holds no whole policy that it could be calibrated for; refit it")
+        self._agree_on_ready(kv, config, objection)
+        reports = self._set_kv_scales(kv, config)
+        self.target.commit(self.target.version)
+        return KvReport.merge(reports)
 
     def agree(self, config: RefitConfig, *, objection: BaseException | None = None) -> None:
         """Agree that what was prepared is written now. For ranks with drivers of their own, of which each may object.
@@ -111,12 +136,61 @@ class Rank:
         error, report = self._try(write)
         claim = report.source_digest if report is not None else ""
         ballots = self._vote("written", error, config, claim=claim, report=report)
+        order, self._kv = self._kv, None
+        kv = self._set_kv_scales(order, config) if order is not None else None
         self.target.commit(max(ballot.version for ballot in ballots) + 1)
+        reports = [ballot.report for ballot in ballots if ballot.report is not None]
         return [
-            ballot.report.model_copy(update={"rank": rank})
-            for rank, ballot in enumerate(ballots)
-            if ballot.report is not None
+            report.model_copy(update={"rank": rank, "kv": kv[rank] if kv is not None else report.kv})
+            for rank, report in enumerate(reports)
         ]
+
+    def _agree_on_ready(
+        self, kv: KvOrder | None, config: RefitConfig, objection: BaseException | None
+    ) -> tuple[Inventory, list[Ballot]]:
+        """Agree that every rank can do what is asked for, while nothing is written."""
+        error, inventory = objection, None
+        if error is None:
+            error, inventory = self._try(lambda: self._check_ready(kv, config))
+        claim = self._claim(inventory) if inventory is not None and self.group.size > 1 else ""
+        asked = (
+            config.model_dump_json() + (kv.model_dump_json() if kv is not None else "") if self.group.size > 1 else ""
+        )
+        ready = self._vote("ready", error, config, claim=claim, asked=hashlib.sha256(asked.encode()).hexdigest())
+        assert inventory is not None, "every rank is ready"
+        return inventory, ready
+
+    def _check_ready(self, kv: KvOrder | None, config: RefitConfig) -> Inventory:
+        inventory = self.target.check_ready()
+        if kv is not None:
+            self.target.check_kv(kv, config)
+        return inventory
+
+    def _set_kv_scales(self, order: KvOrder, config: RefitConfig) -> list[KvReport]:
+        """Measure on every rank, agree on what was seen, write, and agree that it is written.
+
+        Returns:
+            What each rank wrote, in order of rank.
+        """
+        start_s, num_passes = time.perf_counter(), 0
+        scales: Mapping[str, float] = order.scales
+        kept: tuple[str, ...] = ()
+        if order.token_ids:
+            error, measured = self._try(lambda: self.target.measure_kv(order, config))
+            ballots = self._vote("measured", error, config, amax=measured.amax if measured is not None else {})
+            seen = [ballot.amax for ballot in ballots] if config.kv.reduction == "max" else [measured.amax]
+            amax = {name: max(one.get(name, 0.0) for one in seen) for name in dict.fromkeys(chain(*seen))}
+            scales, kept = self.target.kv_scales_for(amax, config)
+            num_passes = measured.num_passes
+        error, written = self._try(lambda: self.target.write_kv(scales))
+        report = report_of(
+            order,
+            written if written is not None else {},
+            kept=kept,
+            num_passes=num_passes,
+            seconds=time.perf_counter() - start_s,
+        )
+        return [ballot.kv for ballot in self._vote("scaled", error, config, kv=report) if ballot.kv is not None]
 
     def _claim(self, inventory: Inventory) -> str:
         """Digest of the names this rank holds."""

@@ -6,12 +6,19 @@ from textwrap import shorten
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from fp8refit.calibration import Calibration, KvScaleValues, order_of
 from fp8refit.caught import Caught
-from fp8refit.config import RefitConfig
+from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.engine import attach_engine
-from fp8refit.errors import EngineBusyError, EngineLostError, RefitError, UnsupportedEngineError
+from fp8refit.errors import (
+    EngineBusyError,
+    EngineDirtyError,
+    EngineLostError,
+    RefitError,
+    UnsupportedEngineError,
+)
 from fp8refit.layout import EngineLayout
-from fp8refit.report import PhaseClock, RankReport, RefitReport
+from fp8refit.report import KvReport, PhaseClock, RankReport, RefitReport
 from fp8refit.sources import Manifest, StateDict, as_source
 
 logger = logging.getLogger(__name__)
@@ -53,7 +60,14 @@ class Refitter:
         """Whether the engine holds a mixture of two policies, and so refuses requests until the next complete refit."""
         return self._engine.ranks.is_dirty
 
-    def refit(self, state_dict: StateDict, *, manifest: Manifest | None = None) -> RefitReport:
+    def refit(
+        self,
+        state_dict: StateDict,
+        *,
+        manifest: Manifest | None = None,
+        calibration: Calibration | None = None,
+        kv_scales: KvScaleValues | None = None,
+    ) -> RefitReport:
         """Make the engine serve the policy in `state_dict`: wholly, or with an error and not at all.
 
         An error before the first byte is written leaves the engine as it was, serving. An error after it leaves the
@@ -71,6 +85,10 @@ class Refitter:
                 scales, if FP8 comes to slots that want powers of two; for values, with `validate="strict"`; and to write.
             manifest: For iterators and functions: name to (shape, dtype) of all that will come. Without one, an iterator
                 that can be read only once is judged while it is written.
+            calibration: For an engine with an FP8 KV cache: token ids (lists, or integers (B, L)) or prompts, run once through
+                the new policy to set the scales of the cache; `RefitConfig.kv` says how. Requests do not see it. Without it
+                scales stay, unless `kv_scales` or the state dict bring them (`model.layers.0.self_attn.k_scale`).
+            kv_scales: Such scales by their names, instead.
 
         Returns:
             What was done and how long each phase took.
@@ -78,41 +96,118 @@ class Refitter:
         Raises:
             InvalidSourceError: Names, shapes, dtypes or scales do not fit; names every problem at once.
             NonFiniteError: NaN or Inf; names the tensors.
+            InvalidCalibrationError: The calibration batch, or KV scales, do not fit.
+            CalibrationError: The calibration pass met NaN or Inf, or no memory; the engine is dirty.
             EngineBusyError: Requests are unfinished, or another refit is under way.
             EngineAsleepError: The weights sleep.
-            UnsupportedEngineError: The engine has layers that cannot be refitted.
+            UnsupportedEngineError: The engine has layers that cannot be refitted, or KV scales that cannot be set.
             StagingMemoryError: No room for the buckets of a source that is not on the engine's device.
             CacheFlushError: The old policy's KV cache would stay; nothing was written.
             TransportError: The tensors cannot be reached from the processes of the engine.
             RankFailedError: A rank failed in a way that was not foreseen.
             EngineLostError: A CUDA fault, or a rank that died or does not answer; start the engine again.
         """
-        return self._run(self.refit_async(state_dict, manifest=manifest))
+        return self._run(self.refit_async(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales))
 
-    async def refit_async(self, state_dict: StateDict, *, manifest: Manifest | None = None) -> RefitReport:
+    async def refit_async(
+        self,
+        state_dict: StateDict,
+        *,
+        manifest: Manifest | None = None,
+        calibration: Calibration | None = None,
+        kv_scales: KvScaleValues | None = None,
+    ) -> RefitReport:
         """`refit` for an asynchronous engine, awaited in the event loop that drives the engine.
 
         `RefitConfig.in_flight` says what becomes of requests that run; those that arrive meanwhile wait. If the refit fails
         part way, both end: the former with what they have, the latter with `EngineDirtyError`. Reading the state dict takes
         place in the event loop. A synchronous engine blocks the loop until it is done.
         """
+        return await self._alone(self._refit(state_dict, manifest, calibration, kv_scales))
+
+    def calibrate(self, calibration: Calibration) -> KvReport:
+        """Set the scales of the engine's FP8 KV cache for the policy that it serves, all of them or none.
+
+        What `refit(..., calibration=...)` does after the weights, alone: for an engine whose memory wakes up step by step, or
+        for a batch that is known later.
+
+        Args:
+            calibration: Token ids or prompts; see `refit`.
+
+        Returns:
+            Which scales were written.
+
+        Raises:
+            InvalidCalibrationError: The batch does not fit the engine.
+            UnsupportedEngineError: The engine has no FP8 KV cache, or one whose scales cannot be set; says what to set.
+            CalibrationError: The pass met NaN or Inf, or no memory; nothing was written.
+            EngineDirtyError: The engine serves no whole policy; refit it.
+            EngineBusyError: Requests are unfinished, or a refit is under way.
+            EngineAsleepError: The weights sleep. The KV cache may.
+            CacheFlushError: KV under the old scales would stay; nothing was written.
+            EngineLostError: A CUDA fault, or a rank that died or does not answer; start the engine again.
+        """
+        return self._run(self.calibrate_async(calibration))
+
+    async def calibrate_async(self, calibration: Calibration) -> KvReport:
+        """`calibrate` for an asynchronous engine, awaited in the event loop that drives the engine."""
+        return await self._alone(self._calibrate(calibration))
+
+    async def _alone(self, steps: Coroutine[Any, Any, T]) -> T:
+        """Take the steps of one refit while no other one is under way; refuse requests if they lose the engine."""
         if not self._lock.acquire(blocking=False):
+            steps.close()
             raise EngineBusyError("another refit of this engine is under way; wait for it")
         try:
             with Caught() as caught:
-                return await self._refit(state_dict, manifest)
+                return await steps
             if isinstance(caught.error, EngineLostError):
                 await self._engine.refuse(f"the engine is lost ({_describe(caught.error)})")
             raise caught.take()
         finally:
             self._lock.release()
 
-    async def _refit(self, state_dict: StateDict, manifest: Manifest | None) -> RefitReport:
+    async def _calibrate(self, calibration: Calibration) -> KvReport:
+        engine, ranks, config = self._engine, self._engine.ranks, self._config
+        if ranks.is_dirty:
+            raise EngineDirtyError("this engine holds no whole policy that it could be calibrated for; refit it")
+        order = await order_of(calibration, None, config.kv, engine.tokenize)
+        assert order is not None, "there is a batch"
+        version, is_paused = ranks.version, False
+        with Caught() as busy:
+            await engine.check_ready()
+            await engine.pause(config)
+            is_paused = True
+            await engine.flush_caches()
+        with Caught() as failed:
+            report = await ranks.calibrate(order, config, objection=busy.error)
+        del busy  # the error's traceback would hold it, and it the error
+        if failed.error is not None:
+            if is_paused:
+                await self._let_go(failed.error, version)
+            raise failed.take()
+        await self._go_on(engine.resume())
+        logger.info(
+            "%d KV scales from %d tokens in %.1f ms", len(report.scales), report.num_tokens, report.seconds * 1e3
+        )
+        return report
+
+    async def _refit(
+        self,
+        state_dict: StateDict,
+        manifest: Manifest | None,
+        calibration: Calibration | None,
+        kv_scales: KvScaleValues | None,
+    ) -> RefitReport:
         engine, ranks, config, clock = self._engine, self._engine.ranks, self._config, PhaseClock()
         with clock.phase("plan"):
+            order: KvOrder | None = None
             with Caught() as unready:
+                order = await order_of(calibration, kv_scales, config.kv, engine.tokenize)
                 await engine.check_ready()
-            await ranks.prepare(lambda: as_source(state_dict, manifest=manifest), config, objection=unready.error)
+            await ranks.prepare(
+                lambda: as_source(state_dict, manifest=manifest), config, kv=order, objection=unready.error
+            )
         version, num_interrupted = ranks.version, 0
         written: Sequence[RankReport] = ()
         with Caught() as busy:
@@ -128,6 +223,9 @@ class Refitter:
             raise failed.take()
         clock.move("transfer", fill=max(rank.fill_s for rank in written))
         clock.move("transfer", verify=max(rank.verify_s for rank in written))
+        kv_s = max(rank.kv.seconds if rank.kv is not None else 0.0 for rank in written)
+        if kv_s:
+            clock.move("transfer", kv=kv_s)
         version = ranks.version
         with clock.phase("resume"):
             await self._go_on(self._serve(version))
@@ -205,8 +303,8 @@ class Refitter:
         if self._engine.is_asynchronous:
             steps.close()
             raise UnsupportedEngineError(
-                f"this {self._engine.name} engine is asynchronous; call refit_async, layout_async and close_async, and await "
-                "them in the event loop that drives it"
+                f"this {self._engine.name} engine is asynchronous; call refit_async, calibrate_async, layout_async and "
+                "close_async, and await them in the event loop that drives it"
             )
         try:
             steps.send(None)
@@ -244,6 +342,15 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {shorten(str(error), 240)}"
 
 
-def refit(engine: object, state_dict: StateDict, *, manifest: Manifest | None = None, **options: Any) -> RefitReport:
+def refit(
+    engine: object,
+    state_dict: StateDict,
+    *,
+    manifest: Manifest | None = None,
+    calibration: Calibration | None = None,
+    kv_scales: KvScaleValues | None = None,
+    **options: Any,
+) -> RefitReport:
     """`Refitter(engine, **options).refit(state_dict)` in one line; the engine keeps its plan between calls."""
-    return Refitter(engine, **options).refit(state_dict, manifest=manifest)
+    refitter = Refitter(engine, **options)
+    return refitter.refit(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fp8refit._version import __version__
 from fp8refit.caught import Caught
-from fp8refit.config import RefitConfig
+from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import EngineLostError, InvalidSourceError, NonFiniteError, RankFailedError, RefitError
 from fp8refit.fill import scale_problem
 from fp8refit.kernels import fits_scale_format
 from fp8refit.layout import EngineLayout
-from fp8refit.report import RankReport
+from fp8refit.report import KvReport, RankReport
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, dtype_name
 from fp8refit.sources import MappingSource, SafetensorsSource, Source, check_can_be_read_twice
 from fp8refit.transport import messages
@@ -34,7 +34,8 @@ from fp8refit.vote import merge_errors
 
 T = TypeVar("T")
 
-NUM_VOTES_OF_PREPARE = 3
+NUM_VOTES = 3
+"""Of a prepare, of a calibration, and of a write that sets KV scales."""
 GRACE_S = 30.0
 """How much longer a driver waits than the ranks wait for each other, so that theirs is the error that is told."""
 
@@ -78,11 +79,17 @@ class RemoteRanks:
         self._offered_digest = ""
         self._refit = ""
         self._is_settled = False
+        self._sets_kv_scales = False
         self._has_met = False
         self._lost_because: str | None = None
 
     async def prepare(
-        self, make_source: Callable[[], Source], config: RefitConfig, *, objection: BaseException | None = None
+        self,
+        make_source: Callable[[], Source],
+        config: RefitConfig,
+        *,
+        kv: KvOrder | None = None,
+        objection: BaseException | None = None,
     ) -> None:
         """See `fp8refit.engine.Ranks`."""
         if objection is not None:
@@ -91,8 +98,9 @@ class RemoteRanks:
         await self._meet()
         source = make_source()
         self._refit, self._source, self._is_pushed = uuid.uuid4().hex, source, False
+        self._sets_kv_scales = kv is not None
         last_digest = self._offered_digest
-        offer = await self._or_give_up(self._prepare(source))
+        offer = await self._or_give_up(self._prepare(source, kv))
         self._offered_digest = offer.digest if isinstance(offer, messages.MappedTensors) else ""
         self._mapped_digest, self._is_settled = self._offered_digest, self._offered_digest == last_digest
 
@@ -104,9 +112,27 @@ class RemoteRanks:
             self._mapped_digest = ""
         return replies[0].reports
 
-    async def _prepare(self, source: Source) -> messages.MappedTensors | messages.Files | messages.Pushed:
+    async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+        """See `fp8refit.engine.Ranks`."""
+        if objection is not None:
+            raise objection
+        self._config = config
+        await self._meet()
+        with Caught() as caught:
+            report = (await self._ask(messages.Calibrate(config=config, kv=kv)))[0].kv
+            if report is None:
+                raise RankFailedError("a rank calibrated and did not say what came of it; refit again")
+            return report
+        if not isinstance(caught.error, RefitError):
+            with contextlib.suppress(RefitError):
+                await self._ask(messages.Hello())  # interrupted: whether scales were written in part was not heard
+        raise caught.take()
+
+    async def _prepare(
+        self, source: Source, kv: KvOrder | None
+    ) -> messages.MappedTensors | messages.Files | messages.Pushed:
         offer = self._offer(source)
-        await self._ask(messages.Prepare(refit=self._refit, config=self._config, source=offer))
+        await self._ask(messages.Prepare(refit=self._refit, config=self._config, source=offer, kv=kv))
         return offer
 
     async def _write(self, objection: BaseException | None) -> list[Reply]:
@@ -270,7 +296,7 @@ class RemoteRanks:
         self._check_is_there()
         request = Request(id=uuid.uuid4().hex, order=order)
         try:
-            num_waits = NUM_VOTES_OF_PREPARE if isinstance(order, messages.Prepare) else 1
+            num_waits = self._num_votes(order)
             timeout_s = num_waits * self._config.timeout_s + GRACE_S
             answers = await self._channel.call(request.encode(), timeout_s=timeout_s)
             replies = [_read(answer) for answer in answers]
@@ -288,6 +314,13 @@ class RemoteRanks:
                 self._lost_because = str(error)
             raise error
         return replies
+
+    def _num_votes(self, order: messages.Order) -> int:
+        """How often the ranks may wait for each other until they answer."""
+        sets_scales = isinstance(order, messages.Write | messages.Finish) and self._sets_kv_scales
+        if isinstance(order, messages.Prepare | messages.Calibrate) or sets_scales:
+            return NUM_VOTES
+        return 1
 
     def _check_is_there(self) -> None:
         if self._lost_because is not None:

@@ -3,9 +3,40 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, computed_field
+
+
+class KvReport(BaseModel):
+    """Which KV-cache scales were written, and where they came from."""
+
+    model_config = ConfigDict(frozen=True)
+
+    origin: Literal["calibration", "kv_scales", "state_dict"]
+    scales: dict[str, float]
+    """Checkpoint names to what was written: multipliers that dequantize. The largest of all ranks, if they differ."""
+    kept: tuple[str, ...] = ()
+    """Scales that were left as they were, because their layer saw nothing but zeros, or no token."""
+    ignored: tuple[str, ...] = ()
+    """Scales that were given, and that this engine has no use for."""
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_passes: int = 0
+    """Prefills that it took."""
+    seconds: float = 0.0
+    """Host time of the slowest rank, until the last scale was written."""
+
+    @classmethod
+    def merge(cls, ranks: Sequence["KvReport"]) -> "KvReport":
+        """What all ranks wrote, as one."""
+        scales: dict[str, float] = {}
+        for rank in ranks:
+            for name, scale in rank.scales.items():
+                scales[name] = max(scale, scales.get(name, scale))
+        kept = dict.fromkeys(name for rank in ranks for name in rank.kept if name not in scales)
+        seconds = max(rank.seconds for rank in ranks)
+        return ranks[0].model_copy(update={"scales": scales, "kept": tuple(kept), "seconds": seconds})
 
 
 class RankReport(BaseModel):
@@ -33,6 +64,7 @@ class RankReport(BaseModel):
     """Whether this refit compiled the plan."""
     source_digest: str = ""
     """sha256 over names, shapes and dtypes of all that came."""
+    kv: KvReport | None = None
 
 
 class RefitReport(BaseModel):
@@ -52,8 +84,8 @@ class RefitReport(BaseModel):
     phases_s: dict[str, float]
     """Seconds of host time in each phase, in order. `plan` judges the source, `pause` stops running requests, `flush`
     drops the caches of the policy that is replaced, `transfer` is what it took to reach ranks in other processes, `fill` ends
-    when everything is launched, `verify` when the device has finished and its status word is read; `resume` admits requests
-    again."""
+    when everything is launched, `verify` when the device has finished and its status word is read, `kv` when KV-cache scales
+    are measured and written; `resume` admits requests again."""
     fill_device_s: float | None = None
     """Seconds between the first and the last byte written, on the device's own clock; None on a CPU."""
     extra_bytes: int = 0
@@ -66,11 +98,14 @@ class RefitReport(BaseModel):
     that had not begun when it was waited for the others."""
     ranks: tuple[RankReport, ...] = ()
     """One entry a rank, in order of rank."""
+    kv: KvReport | None = None
+    """KV-cache scales that were written, of all ranks; None if they are those of before."""
 
     @classmethod
     def of(cls, ranks: Sequence[RankReport], **fields: Any) -> Self:
         """Put together what every rank wrote: bytes are summed, times are the slowest rank's."""
         device_s = [rank.fill_device_s for rank in ranks if rank.fill_device_s is not None]
+        kv = [rank.kv for rank in ranks if rank.kv is not None]
         taken = max(rank.num_tensors + len(rank.ignored) for rank in ranks)
         ignored = set.intersection(*(set(rank.ignored) for rank in ranks))
         return cls(
@@ -82,6 +117,7 @@ class RefitReport(BaseModel):
             extra_bytes=max(rank.extra_bytes for rank in ranks),
             is_first=any(rank.is_first for rank in ranks),
             ranks=tuple(ranks),
+            kv=KvReport.merge(kv) if kv else None,
             **fields,
         )
 
@@ -116,6 +152,7 @@ class RefitReport(BaseModel):
             ("written", f"{self.bytes_written / 1e9:.3f} GB"),
             ("rate", f"{self.gb_per_s:.1f} GB/s"),
             *([("ranks", str(len(self.ranks)))] if len(self.ranks) > 1 else []),
+            *([("scales", f"{len(self.kv.scales)} KV")] if self.kv is not None else []),
             *((name, f"{seconds * 1e3:.3f} ms") for name, seconds in self.phases_s.items()),
             ("total", f"{self.total_s * 1e3:.3f} ms"),
         ]

@@ -70,8 +70,10 @@ class RankServer:
         rank, importer = self._rank, self._open_importer(self._rank.target.device)
         if isinstance(order, messages.Prepare):
             self._refit, self._config = order.refit, order.config
-            rank.prepare(lambda: self._make_source(order.source, importer), order.config)
+            rank.prepare(lambda: self._make_source(order.source, importer), order.config, kv=order.kv)
             return {}
+        if isinstance(order, messages.Calibrate):
+            return {"kv": rank.calibrate(order.kv, order.config)}
         if isinstance(order, messages.Describe):
             return {"layout": rank.layout()}
         if isinstance(order, messages.Close):

@@ -1,8 +1,9 @@
 """Leaf records: what a live engine holds, slot by slot. No torch operation happens here."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,8 @@ class Slot:
     """Engine module that owns the storage."""
     kernel: str = ""
     """Class name of the engine kernel that reads it."""
+    is_optional: bool = False
+    """Whether a source may leave it out: KV scales."""
 
     @property
     def is_quantized(self) -> bool:
@@ -159,6 +162,69 @@ def live_tensors(model: nn.Module) -> tuple[LiveTensor, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KvScale:
+    """One scale of the FP8 attention of one layer, per tensor: the multiplier that dequantizes."""
+
+    kind: str
+    """`q`, `k` or `v`."""
+    tensor: Tensor
+    """What the engine's kernels read; float32, one element."""
+    write_copies: Callable[[float], None] = lambda _: None
+    """Brings up to date what the engine keeps of it elsewhere: Python numbers, host tensors, products."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KvLayer:
+    """One attention layer that reads and writes an FP8 KV cache."""
+
+    name: str
+    """Of the checkpoint's module, for example `model.layers.0.self_attn`."""
+    scales: tuple[KvScale, ...]
+    """Those that the engine uses."""
+
+
+Observe: TypeAlias = Callable[[int, Tensor | None, Tensor | None, Tensor | None], None]
+"""Takes the index of an attention layer, and its queries, keys and values as they go into its attention, after RoPE: (N, C) or
+(N, H, D), not quantized. None for what the layer does not compute."""
+
+
+class Prefill(Protocol):
+    """Runs the live network over token ids, away from requests and from the KV cache."""
+
+    vocab_size: int
+    max_length: int
+    """Tokens of the longest sequence that the engine takes."""
+    max_tokens: int
+    """Tokens of one pass that the engine has memory for."""
+
+    def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
+        """Run one pass over `sequences`, each (L,) int64 on the engine's device, and leave no hook behind.
+
+        Attention is not quantized, so that no layer is measured through the scales of those before it.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KvCache:
+    """The FP8 KV cache of one rank."""
+
+    dtype: str
+    backend: str
+    """The engine's attention over it."""
+    layers: tuple[KvLayer, ...] = ()
+    prefill: Prefill | None = None
+    saturates: bool = True
+    """Whether the engine clamps values that do not fit; otherwise they become NaN."""
+    refusals: tuple[Refusal, ...] = ()
+    """Why its scales cannot be changed."""
+    prefill_refusals: tuple[Refusal, ...] = ()
+    """Why they can be given, but not measured."""
+    after_write: Callable[[], None] = lambda: None
+    """What has to be done once scales have changed: graphs captured anew."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Inventory:
     """What an adapter reads off one rank's live model."""
 
@@ -172,6 +238,7 @@ class Inventory:
     """Live views that no checkpoint tensor covers; a boot from a checkpoint leaves them zero, and so does a refit."""
     refreshes: tuple[Refresh, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+    kv: KvCache | None = None
 
     @property
     def names(self) -> frozenset[str]:

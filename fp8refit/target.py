@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fp8refit.config import RefitConfig
+from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import (
     EngineAsleepError,
     EngineLostError,
@@ -26,9 +26,10 @@ from fp8refit.errors import (
 )
 from fp8refit.fill import ResidentFill, StreamFill, misfit_scales, required_format, scale_problem
 from fp8refit.job import Arrivals, Job, Write, by_source
+from fp8refit.kv_scales import KvScales, Measured, report_of
 from fp8refit.layout import EngineLayout
 from fp8refit.plan import RefitPlan
-from fp8refit.report import RankReport
+from fp8refit.report import KvReport, RankReport
 from fp8refit.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta, was_any_replaced
 from fp8refit.sources import MappingSource, PushedSource, Source, check_can_be_read_twice
 
@@ -70,6 +71,7 @@ class Target:
         self._job: Job | None = None
         self._write: Write | None = None
         self._is_whole = False
+        self._kv: KvScales | None = None
         self.lost_because: str | None = None
         self.is_dirty = False
         self.version = 0
@@ -101,6 +103,15 @@ class Target:
         if not _are_mapped(inventory):
             raise EngineAsleepError("the weights sleep: their memory is not mapped; wake them up before refit")
         return inventory
+
+    def check_kv(self, order: KvOrder, config: RefitConfig) -> None:
+        """Hold that KV scales can be set as ordered, after `check_ready`. Changes nothing.
+
+        Raises:
+            UnsupportedEngineError: Not on this engine; says what to set.
+            InvalidCalibrationError: The batch or the scales do not fit it.
+        """
+        self._require_kv().check(order, config.kv)
 
     def prepare(
         self,
@@ -196,6 +207,37 @@ class Target:
         self._is_whole = True
         return report
 
+    def measure_kv(self, order: KvOrder, config: RefitConfig) -> Measured:
+        """Run a calibration batch through the network as it is now. Changes nothing.
+
+        Raises:
+            CalibrationError: NaN, Inf, or no memory.
+            EngineLostError: A CUDA fault.
+        """
+        with self._on_device():
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            return self._require_kv().measure(order, config.kv)
+
+    def kv_scales_for(self, amax: Mapping[str, float], config: RefitConfig) -> tuple[dict[str, float], tuple[str, ...]]:
+        """The scale of everything that some rank saw, and the names of those that stay because nobody saw anything."""
+        kv = self._require_kv()
+        return kv.scales_for(amax, config.kv), kv.kept(amax, config.kv)
+
+    def write_kv(self, scales: Mapping[str, float]) -> dict[str, float]:
+        """Write KV scales, and give what was written. The rank is dirty from the first one until `commit`.
+
+        Raises:
+            LiveTensorMovedError: The engine replaced a live tensor meanwhile.
+            EngineLostError: A CUDA fault.
+        """
+        self.is_dirty, self._is_whole = True, False
+        with self._writing():
+            written = self._require_kv().write(scales)
+            _assert_in_place(_require(self._inventory))
+        self._is_whole = True
+        return written
+
     def commit(self, version: int | None = None) -> int:
         """Declare the written policy whole, and give its version: the next one, if none is said."""
         assert self._is_whole, "commit() follows a finish() that returned"
@@ -218,7 +260,7 @@ class Target:
     def close(self) -> None:
         """Drop what is held beyond the engine itself."""
         self.abandon()
-        self._inventory = self._resident = self._stream_plan = None
+        self._inventory = self._resident = self._stream_plan = self._kv = None
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -261,19 +303,35 @@ class Target:
             if len(devices) > 1 or any(device.type == "meta" for device in devices):
                 places = ", ".join(sorted(map(str, devices)))
                 raise UnsupportedEngineError(f"the live weights lie on {places}; put the engine onto one device")
-            self._device, self._inventory = devices.pop(), inventory
+            self._device = devices.pop()
+            self._kv = KvScales(inventory.kv, self._device) if inventory.kv is not None else None
+            self._inventory = self._kv.extend(inventory) if self._kv is not None else inventory
         return self._inventory
+
+    def _require_kv(self) -> KvScales:
+        if self._kv is None:
+            raise UnsupportedEngineError(f"fp8refit knows no KV cache of {self._engine}, and so no scales of one")
+        return self._kv
 
     def _prepare(self, job: Job) -> Job:
         if isinstance(job.source, MappingSource):
             self._prepare_mapping(job.source, job)
         else:
             self._prepare_stream(job)
+        self._check_brought_scales(job)
         if job.config.validate_values == "strict" and not isinstance(job.source, PushedSource):
             self._look_for_bad_values(job)
         if job.streams:
             job.stream = self._make_stream(job)
         return job
+
+    def _check_brought_scales(self, job: Job) -> None:
+        """Judge the KV scales in a source while nothing is written, if they can be seen, or if none can be changed."""
+        if self._kv is None or job.plan is None or not any(self._kv.brings(step) for step in job.plan.steps):
+            return
+        self._kv.check_writable()
+        if isinstance(job.source, MappingSource):
+            self._kv.check_source(job.plan.steps, job.source.tensors)
 
     def _prepare_mapping(self, source: MappingSource, job: Job) -> None:
         resident = self._resident
@@ -395,6 +453,7 @@ class Target:
         if bad:
             raise _bad_values(bad, job, written=True)
         plan = _require(job.plan)
+        kv = self._write_brought_scales(plan)
         return RankReport(
             device=str(self._device),
             num_tensors=len({step.source for step in plan.steps}),
@@ -408,7 +467,17 @@ class Target:
             + (job.stream.num_device_bytes if job.stream is not None else 0),
             is_first=job.is_first,
             source_digest=plan.source_digest,
+            kv=kv,
         )
+
+    def _write_brought_scales(self, plan: RefitPlan) -> KvReport | None:
+        """Write the KV scales that came with the weights, if any did."""
+        if self._kv is None or not any(self._kv.brings(step) for step in plan.steps):
+            return None
+        start_s = time.perf_counter()
+        self._kv.check_writable()
+        scales = self._kv.write(self._kv.arrived(plan.steps))
+        return report_of(None, scales, seconds=time.perf_counter() - start_s)
 
 
 def _bad_values(names: Sequence[str], job: Job, *, written: bool) -> RefitError:
@@ -446,7 +515,8 @@ def _take_all(arrivals: Arrivals, tensors: Iterator[tuple[str, Tensor]], *, drai
 
 def _are_mapped(inventory: Inventory) -> bool:
     """Whether there is memory behind the weights: sleep mode takes all of it away at once, and keeps the addresses."""
-    weights = [slot.weight for slot in (inventory.slots[:1] + inventory.slots[-1:]) if slot.weight.is_cuda]
+    slots = [slot for slot in inventory.slots if not slot.is_optional]
+    weights = [slot.weight for slot in (slots[:1] + slots[-1:]) if slot.weight.is_cuda]
     if not weights:
         return True
     from fp8refit.transport.cuda_driver import is_mapped

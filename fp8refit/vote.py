@@ -18,9 +18,9 @@ from fp8refit.errors import (
     RefitError,
     UnsupportedEngineError,
 )
-from fp8refit.report import RankReport
+from fp8refit.report import KvReport, RankReport
 
-Phase: TypeAlias = Literal["ready", "names", "prepared", "go", "written"]
+Phase: TypeAlias = Literal["ready", "names", "prepared", "go", "written", "measured", "scaled"]
 
 
 class ErrorRecord(BaseModel):
@@ -78,6 +78,9 @@ class Ballot(BaseModel):
     asked: str = ""
     """How this rank's driver wants to refit: one that waits less than the others would give up on them."""
     report: RankReport | None = None
+    amax: dict[str, float] = {}
+    """What a calibration pass showed on this rank."""
+    kv: KvReport | None = None
 
 
 class Group(Protocol):

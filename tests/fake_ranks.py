@@ -24,6 +24,7 @@ from fp8refit.server import RankServer
 from fp8refit.slots import FP8_DTYPE, Inventory, Refresh, Refusal, ScaleFormat, Slot, TensorMeta, live_tensors
 from fp8refit.target import Target
 from fp8refit.transport.messages import Request
+from tests.fake_kv import FakeKvCache
 from tests.fakes import FakeEngine, assert_slots_hold, live_bytes
 
 HIDDEN = 192
@@ -94,6 +95,7 @@ class Shard(nn.Module):
         self._slots = [self._make_slot(f"w{index}", *part) for index, part in enumerate(parts)]
         self.register_buffer("total", torch.zeros(()))
         self.refusals: tuple[Refusal, ...] = ()
+        self.kv: FakeKvCache | None = None
         self.on_refresh: Callable[[], object] = lambda: None
 
     def _make_slot(self, key: str, name: str, index: int, count: int) -> Slot:
@@ -127,6 +129,7 @@ class Shard(nn.Module):
             live=live_tensors(self),
             refreshes=(Refresh(name="total", run=self._refresh),),
             refusals=self.refusals,
+            kv=self.kv.read() if self.kv is not None else None,
         )
 
     def _refresh(self) -> None:
@@ -177,10 +180,17 @@ def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 class Cluster:
-    """The ranks themselves, without a driver."""
+    """The ranks themselves, without a driver.
 
-    def __init__(self, layout: str = "tensor") -> None:
+    Args:
+        layout: One of `LAYOUTS`.
+        kv: Attention layers with an FP8 KV cache, of each rank; without any there is no such cache.
+    """
+
+    def __init__(self, layout: str = "tensor", *, kv: Sequence[Sequence[str]] = ()) -> None:
         self.shards = [Shard(parts) for parts in LAYOUTS[layout]]
+        for shard, layers in zip(self.shards, kv, strict=False):
+            shard.kv = FakeKvCache(*layers)
         meeting = Meeting(len(self.shards))
         self.groups = [ThreadGroup(meeting, rank) for rank in range(len(self.shards))]
         self.targets = [
@@ -203,6 +213,14 @@ class Cluster:
             assert_slots_hold(shard.slots(), policy)
             assert shard.total == sum(slot.weight.float().sum() for slot in shard.slots() if slot.scale is None)
         assert self.states == [(False, version)] * len(self.shards)
+
+    @property
+    def caches(self) -> list[FakeKvCache]:
+        return [shard.kv for shard in self.shards if shard.kv is not None]
+
+    @property
+    def scales(self) -> list[dict[str, float]]:
+        return [cache.held for cache in self.caches]
 
     @property
     def states(self) -> list[tuple[bool, int]]:
@@ -251,8 +269,18 @@ class Drivers:
 
     def refit(self, *arguments: dict[str, Any]) -> list[Any]:
         """Refit on every rank at once, with the arguments of each; what each returned or raised."""
+        return self._call("refit", arguments)
+
+    def calibrate(self, *arguments: dict[str, Any]) -> list[Any]:
+        """Calibrate on every rank at once, as `refit` does."""
+        return self._call("calibrate", arguments)
+
+    def _call(self, method: str, arguments: tuple[dict[str, Any], ...]) -> list[Any]:
         given = arguments if len(arguments) > 1 else arguments * len(self.refitters)
-        return together([partial(refitter.refit, **each) for refitter, each in zip(self.refitters, given, strict=True)])
+        calls = [
+            partial(getattr(refitter, method), **each) for refitter, each in zip(self.refitters, given, strict=True)
+        ]
+        return together(calls)
 
 
 class ThreadChannel:
@@ -354,7 +382,17 @@ FAULTS = {
 WRITES_NOTHING = ("ready", "judged", "prepared")
 
 
+KV_FAULTS = {
+    "kv judged": ("check_kv", False),
+    "kv measured": ("measure_kv", True),
+    "kv written": ("write_kv", True),
+}
+"""The same for KV scales."""
+
+WRITES_NO_SCALE = ("ready", "kv judged", "kv measured")
+
+
 def arm(target: Target, fault: str, error: BaseException) -> None:
-    """Let the next refit of one rank fail."""
-    method, after = FAULTS[fault]
+    """Let the next refit or calibration of one rank fail."""
+    method, after = (FAULTS | KV_FAULTS)[fault]
     fail_once(target, method, error, after=after)

@@ -14,10 +14,11 @@ from fp8refit.engine import AttachedEngine, LocalRanks
 from fp8refit.errors import CacheFlushError, EngineBusyError
 from fp8refit.kernels.reference import quantize_reference
 from fp8refit.rank import Rank
-from fp8refit.report import RankReport
+from fp8refit.report import KvReport, RankReport
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, Refresh, Refusal, ScaleFormat, Slot, live_tensors
 from fp8refit.sources import Source
 from fp8refit.target import Target
+from tests.fake_kv import FakeKvCache
 
 HIDDEN = 192  # no multiple of 128: every matrix has ragged blocks
 VOCAB, PADDED_VOCAB = 10, 16
@@ -96,6 +97,7 @@ class FakeModel(nn.Module):
         self.num_inventories = 0
         self.blocked: str | None = None
         self.refusals: tuple[Refusal, ...] = ()
+        self.kv: FakeKvCache | None = None
         self.is_busy = False
         self.flush_fails = False
         self.on_refresh = lambda: None
@@ -116,6 +118,7 @@ class FakeModel(nn.Module):
             padding=(self.embed[VOCAB:],),
             refreshes=(Refresh(name="norm_sum", run=self._refresh),),
             refusals=self.refusals,
+            kv=self.kv.read() if self.kv is not None else None,
         )
 
     def _refresh(self) -> None:
@@ -130,13 +133,17 @@ class RecordingRanks(LocalRanks):
         super().__init__(Rank(target))
         self._events = events
 
-    async def prepare(self, make_source, config, *, objection=None) -> None:
+    async def prepare(self, make_source, config, *, kv=None, objection=None) -> None:
         self._events.append("prepare")
-        await super().prepare(make_source, config, objection=objection)
+        await super().prepare(make_source, config, kv=kv, objection=objection)
 
     async def write(self, *, objection=None) -> Sequence[RankReport]:
         self._events.append("write")
         return await super().write(objection=objection)
+
+    async def calibrate(self, kv, config, *, objection=None) -> KvReport:
+        self._events.append("calibrate")
+        return await super().calibrate(kv, config, objection=objection)
 
 
 class FakeEngine:
@@ -179,6 +186,10 @@ class FakeEngine:
         self._model.events.append("flush")
         if self._model.flush_fails:
             raise CacheFlushError("the prefix cache holds blocks of running requests")
+
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        self._model.events.append("tokenize")
+        return [list(prompt.encode()) for prompt in prompts]
 
     async def publish_version(self, version: int) -> None:
         self._model.events.append(f"version {version}")

@@ -9,12 +9,15 @@ from functools import partial
 import pytest
 import torch
 
-from fp8refit.config import RefitConfig
+from fp8refit.config import KvConfig, KvOrder, RefitConfig
 from fp8refit.errors import (
     CacheFlushError,
+    CalibrationError,
     EngineAsleepError,
     EngineBusyError,
+    EngineDirtyError,
     EngineLostError,
+    InvalidCalibrationError,
     InvalidSourceError,
     NonFiniteError,
     RankFailedError,
@@ -22,20 +25,23 @@ from fp8refit.errors import (
     UnsupportedEngineError,
 )
 from fp8refit.rank import Rank
-from fp8refit.report import RefitReport
+from fp8refit.report import KvReport, RefitReport
 from fp8refit.slots import Refusal
 from fp8refit.sources import as_source
+from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE, FakeKvCache
 from tests.fake_ranks import (
     BIAS,
     EXPERT_1,
     FAULTS,
     HEAD,
     K_PROJ,
+    KV_FAULTS,
     LAYOUTS,
     NORM,
     Q_PROJ,
     Q_PROJ_1,
     STATE_DICTS,
+    WRITES_NO_SCALE,
     WRITES_NOTHING,
     ClientEngine,
     ClientEntryPoint,
@@ -49,7 +55,7 @@ from tests.fake_ranks import (
     manifest_of,
     together,
 )
-from tests.fakes import make_policy, make_target
+from tests.fakes import live_bytes, make_policy, make_target
 
 CONFIG = RefitConfig()
 
@@ -505,3 +511,273 @@ def test_closed_ranks_can_be_refitted_again(drivers, cluster):
 def test_the_layout_is_that_of_this_rank(cluster):
     assert [slot.offset for slot in cluster.ranks[1].layout().slots if slot.name == Q_PROJ] == [(128, 0)]
     assert K_PROJ in {slot.name for slot in cluster.ranks[1].layout().slots}
+
+
+# KV scales.
+
+
+BATCH = [[1, 2, 3], [4, 5]]
+KV_CONFIG = RefitConfig(kv=KvConfig(margin=1.0))
+"""A scale is the largest value over 448."""
+OTHER_ATTENTION = "model.layers.1.self_attn"
+
+
+@pytest.fixture
+def kv_cluster() -> Cluster:
+    """Two ranks of the same attention layer, of which each sees something larger than the other does."""
+    cluster = Cluster(kv=[[ATTENTION], [ATTENTION]])
+    for cache, largest in zip(cluster.caches, ((896.0, 448.0), (448.0, 1344.0)), strict=True):
+        cache.largest = dict(zip((K_SCALE, V_SCALE), largest, strict=True))
+    return cluster
+
+
+@pytest.fixture
+def kv_drivers(kv_cluster) -> Drivers:
+    """Ranks that hold a good policy."""
+    return refitted(kv_cluster, config=KV_CONFIG)
+
+
+LARGEST = {K_SCALE: 2.0, V_SCALE: 3.0}
+BOOTED = {K_SCALE: 1.0, V_SCALE: 1.0}
+
+
+def test_every_rank_uses_the_largest_value_that_any_of_them_saw(kv_drivers, kv_cluster):
+    reports = kv_drivers.calibrate({"calibration": BATCH})
+    assert [type(report) for report in reports] == [KvReport] * 2, reports
+    for report in reports:
+        assert (report.origin, report.scales, report.kept) == ("calibration", LARGEST, ())
+        assert (report.num_sequences, report.num_tokens, report.num_passes) == (2, 5, 1)
+    assert kv_cluster.scales == [LARGEST] * 2
+    assert kv_cluster.states == [(False, 1)] * 2
+    assert [cache.batches for cache in kv_cluster.caches] == [[BATCH]] * 2
+    assert [cache.num_writes for cache in kv_cluster.caches] == [1, 1]
+    assert [client.blocked for client in kv_drivers.clients] == [None, None]
+
+
+def test_each_rank_may_use_what_it_saw_itself(kv_cluster):
+    drivers = refitted(kv_cluster, kv=KvConfig(margin=1.0, reduction="rank"))
+    reports = drivers.calibrate({"calibration": BATCH})
+    assert kv_cluster.scales == [{K_SCALE: 2.0, V_SCALE: 1.0}, {K_SCALE: 1.0, V_SCALE: 3.0}]
+    assert [report.scales for report in reports] == [{K_SCALE: 2.0, V_SCALE: 3.0}] * 2
+
+
+def test_ranks_of_other_layers_each_write_their_own():
+    cluster = Cluster("pipeline", kv=[[ATTENTION], [OTHER_ATTENTION]])
+    drivers = refitted(cluster, config=KV_CONFIG)
+    cluster.caches[1].largest = dict.fromkeys(cluster.caches[1].largest, 4 * 448.0)
+    reports = drivers.calibrate({"calibration": BATCH})
+    assert [type(report) for report in reports] == [KvReport] * 2, reports
+    assert [set(scales.values()) for scales in cluster.scales] == [{1.0}, {4.0}]
+    assert [cache.num_writes for cache in cluster.caches] == [1, 1]
+
+
+def test_what_one_rank_alone_saw_is_every_rank_s_and_what_none_saw_is_kept(kv_drivers, kv_cluster):
+    for cache in kv_cluster.caches:
+        cache.largest[V_SCALE] = 0.0
+    kv_cluster.caches[0].largest[K_SCALE] = 0.0
+    reports = kv_drivers.calibrate({"calibration": BATCH})
+    assert [(report.scales, report.kept) for report in reports] == [({K_SCALE: 1.0}, (V_SCALE,))] * 2
+    assert kv_cluster.scales == [BOOTED] * 2
+
+
+def test_scales_are_set_with_the_weights(kv_drivers, kv_cluster):
+    policy = kv_cluster.make_policy(1)
+    reports = kv_drivers.refit({"state_dict": policy, "calibration": BATCH})
+    assert [type(report) for report in reports] == [RefitReport] * 2, reports
+    kv_cluster.assert_holds(policy, version=2)
+    assert kv_cluster.scales == [report.kv.scales for report in reports] == [LARGEST] * 2
+    assert all("kv" in report.phases_s for report in reports)
+
+
+def test_the_network_that_is_measured_holds_the_new_policy(kv_drivers, kv_cluster):
+    policy, held = kv_cluster.make_policy(1), []
+    for shard in kv_cluster.shards:
+        shard.kv.on_pass = lambda shard=shard: held.append(live_bytes(shard))
+    kv_drivers.refit({"state_dict": policy, "calibration": BATCH})
+    assert len(held) == 2
+    assert all(written in kv_cluster.live_bytes() for written in held)
+    kv_cluster.assert_holds(policy, version=2)
+
+
+def test_scales_are_carried_over_by_a_refit_without_any(kv_drivers, kv_cluster):
+    kv_drivers.calibrate({"calibration": BATCH})
+    assert_heals(kv_drivers)
+    assert kv_cluster.scales == [LARGEST] * 2
+
+
+def test_given_scales_are_every_rank_s(kv_drivers, kv_cluster):
+    given = {f"{ATTENTION}.attn.k_scale": 0.5, V_SCALE: 0.25, f"{ATTENTION}.q_scale": 9.0}
+    reports = kv_drivers.refit({"state_dict": kv_cluster.make_policy(1), "kv_scales": given})
+    assert [type(report) for report in reports] == [RefitReport] * 2, reports
+    assert kv_cluster.scales == [report.kv.scales for report in reports] == [{K_SCALE: 0.5, V_SCALE: 0.25}] * 2
+    assert [cache.batches for cache in kv_cluster.caches] == [[], []]
+
+
+@pytest.mark.parametrize("make_arguments", STATE_DICTS)
+def test_scales_that_come_with_the_weights_are_every_rank_s(make_arguments, kv_drivers, kv_cluster, tmp_path):
+    policy = kv_cluster.make_policy(1)
+    sent = policy | {K_SCALE: torch.tensor(0.5), f"{ATTENTION}.attn.v_scale": torch.tensor([0.25])}
+    reports = kv_drivers.refit(*(make_arguments(sent, tmp_path) for _ in kv_cluster.ranks))
+    assert [type(report) for report in reports] == [RefitReport] * 2, reports
+    kv_cluster.assert_holds(policy, version=2)
+    assert kv_cluster.scales == [{K_SCALE: 0.5, V_SCALE: 0.25}] * 2
+    assert [report.kv.origin for report in reports] == ["state_dict"] * 2
+
+
+@pytest.mark.parametrize(("call", "expected"), [("calibrate", 3), ("refit", 6), ("plain refit", 4)])
+def test_ranks_vote_when_they_are_ready_when_they_have_measured_and_when_they_have_written(
+    call, expected, kv_drivers, kv_cluster
+):
+    before = [group.num_exchanges for group in kv_cluster.groups]
+    if call == "calibrate":
+        kv_drivers.calibrate({"calibration": BATCH})
+    else:
+        more = {"calibration": BATCH} if call == "refit" else {}
+        kv_drivers.refit({"state_dict": kv_cluster.make_policy(1), **more})
+    assert [group.num_exchanges - n for group, n in zip(kv_cluster.groups, before, strict=True)] == [expected] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", ["ready", *KV_FAULTS])
+@pytest.mark.parametrize("error", [CalibrationError("no memory"), RuntimeError("boom")], ids=repr)
+@pytest.mark.parametrize("call", ["calibrate", "refit"])
+def test_a_fault_of_one_rank_in_its_scales_is_every_rank_s(call, error, fault, rank, kv_drivers, kv_cluster):
+    before = kv_cluster.live_bytes()
+    arm(kv_cluster.targets[rank], fault, error)
+    if call == "calibrate":
+        outcomes = kv_drivers.calibrate({"calibration": BATCH})
+        is_clean = fault in WRITES_NO_SCALE
+    else:
+        outcomes = kv_drivers.refit({"state_dict": kv_cluster.make_policy(1), "calibration": BATCH})
+        is_clean = fault in ("ready", "kv judged")
+    if isinstance(error, RuntimeError):
+        assert outcomes[rank] is error
+        assert str(outcomes[1 - rank]) == f"rank {rank}: RuntimeError: boom"
+    else:
+        assert_agreed(outcomes, CalibrationError, f"^rank {rank}: no memory")
+    if fault in WRITES_NO_SCALE:
+        assert kv_cluster.scales == [BOOTED] * 2
+    assert kv_cluster.states == [(not is_clean, 1)] * 2
+    assert (kv_cluster.live_bytes() == before) == (is_clean or call == "calibrate")
+    for client in kv_drivers.clients:
+        assert client.blocked is None if is_clean else "failed part way" in client.blocked
+    assert_heals(kv_drivers)
+    kv_drivers.calibrate({"calibration": BATCH})
+    assert kv_cluster.scales == [LARGEST] * 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nan_that_one_rank_sees_is_told_on_all_and_no_scale_is_written(rank, bad, kv_drivers, kv_cluster):
+    kv_cluster.caches[rank].largest[V_SCALE] = bad
+    outcomes = kv_drivers.calibrate({"calibration": BATCH})
+    assert_agreed(outcomes, CalibrationError, f"rank {rank}: NaN or Inf in the attention at 1 place.*{V_SCALE}")
+    assert kv_cluster.scales == [BOOTED] * 2
+    assert kv_cluster.states == [(False, 1)] * 2
+    outcomes = kv_drivers.refit({"state_dict": kv_cluster.make_policy(1), "calibration": BATCH})
+    assert_agreed(outcomes, CalibrationError, f"rank {rank}: NaN or Inf")
+    assert kv_cluster.states == [(True, 1)] * 2
+    assert_heals(kv_drivers)
+
+
+def test_ranks_given_different_batches_write_nothing(kv_drivers, kv_cluster):
+    before = kv_cluster.live_bytes()
+    outcomes = kv_drivers.calibrate({"calibration": BATCH}, {"calibration": BATCH[:1]})
+    assert_agreed(outcomes, RankFailedError, "want to refit in different ways")
+    policy = kv_cluster.make_policy(1)
+    outcomes = kv_drivers.refit(
+        {"state_dict": policy, "calibration": BATCH}, {"state_dict": policy, "kv_scales": {K_SCALE: 2.0}}
+    )
+    assert_agreed(outcomes, RankFailedError, "want to refit in different ways")
+    assert_untouched(kv_cluster, before)
+    assert kv_cluster.scales == [BOOTED] * 2
+
+
+@pytest.mark.parametrize("call", ["calibrate", "refit"])
+def test_a_batch_that_does_not_fit_is_refused_on_every_rank(call, kv_drivers, kv_cluster):
+    before, batch = kv_cluster.live_bytes(), {"calibration": [[100]]}
+    outcomes = (
+        kv_drivers.calibrate(batch)
+        if call == "calibrate"
+        else kv_drivers.refit({"state_dict": kv_cluster.make_policy(1), **batch})
+    )
+    assert_agreed(outcomes, InvalidCalibrationError, "^all ranks: calibration: token id 100 is outside")
+    assert_untouched(kv_cluster, before)
+
+
+def test_an_engine_without_an_fp8_cache_on_one_rank_is_refused_on_all(kv_drivers, kv_cluster):
+    kv_cluster.shards[1].kv = None
+    kv_cluster.targets[1].close()
+    before = kv_cluster.live_bytes()
+    outcomes = kv_drivers.calibrate({"calibration": BATCH})
+    assert_agreed(outcomes, UnsupportedEngineError, "rank 1: fp8refit knows no KV cache of fake")
+    assert_untouched(kv_cluster, before)
+
+
+def test_a_dirty_rank_is_not_calibrated_and_neither_are_the_others(kv_drivers, kv_cluster):
+    arm(kv_cluster.targets[0], "finished", StagingMemoryError("no room"))
+    kv_drivers.refit({"state_dict": kv_cluster.make_policy(1)})
+    assert_agreed(kv_drivers.calibrate({"calibration": BATCH}), EngineDirtyError, "no whole policy")
+    order = KvOrder(token_ids=((1, 2),))
+    kv_cluster.targets[0].is_dirty = False
+    outcomes = together([partial(rank.calibrate, order, KV_CONFIG) for rank in kv_cluster.ranks])
+    assert_agreed(outcomes, EngineDirtyError, "^rank 1: this engine holds no whole policy")
+    assert kv_cluster.scales == [BOOTED] * 2
+    assert_heals(kv_drivers)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_driver_that_may_not_calibrate_keeps_every_rank_from_it(rank, kv_drivers, kv_cluster):
+    kv_drivers.clients[rank].is_busy = True
+    outcomes = kv_drivers.calibrate({"calibration": BATCH})
+    assert_agreed(outcomes, EngineBusyError, f"^rank {rank}: 2 requests are unfinished")
+    assert [cache.batches for cache in kv_cluster.caches] == [[], []]
+    assert kv_cluster.states == [(False, 1)] * 2
+    kv_drivers.clients[rank].is_busy = False
+    kv_drivers.calibrate({"calibration": BATCH})
+    assert kv_cluster.scales == [LARGEST] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_scales_written_in_part_on_one_rank_leave_every_rank_dirty(rank, kv_drivers, kv_cluster, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("boom")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_cluster.caches[rank], "_count_write", fail)
+        kv_cluster.targets[rank].close()
+        outcomes = kv_drivers.calibrate({"calibration": BATCH})
+    assert [str(outcome).removeprefix(f"rank {rank}: RuntimeError: ") for outcome in outcomes] == ["boom"] * 2
+    assert kv_cluster.states == [(True, 1)] * 2
+    assert all("failed part way (" in client.blocked for client in kv_drivers.clients)
+    kv_cluster.targets[rank].close()
+    assert_heals(kv_drivers)
+    assert kv_cluster.scales == [LARGEST] * 2
+
+
+def test_alone_a_rank_raises_what_its_pass_raised(model):
+    error = ConnectionError("gone")
+
+    def fail() -> None:
+        raise error
+
+    model.kv = FakeKvCache()
+    model.kv.on_pass = fail
+    target = make_target(model)
+    with pytest.raises(ConnectionError) as caught:
+        Rank(target).calibrate(KvOrder(token_ids=((1,),)), CONFIG)
+    assert caught.value is error
+    assert not target.is_dirty
+    model.kv.on_pass = lambda: None
+    assert Rank(target).calibrate(KvOrder(token_ids=((1,),)), KV_CONFIG).scales == BOOTED
+    assert target.version == 0
+
+
+def test_memory_that_runs_out_in_a_pass_is_a_calibration_error(kv_drivers, kv_cluster):
+    def fail() -> None:
+        raise torch.OutOfMemoryError("1 GiB")
+
+    kv_cluster.caches[1].on_pass = fail
+    outcomes = kv_drivers.calibrate({"calibration": BATCH})
+    assert_agreed(outcomes, CalibrationError, "rank 1: no memory on cpu for a calibration pass .* shorter sequences")
+    assert kv_cluster.states == [(False, 1)] * 2

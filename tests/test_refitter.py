@@ -15,9 +15,13 @@ import torch
 
 from fp8refit import (
     CacheFlushError,
+    CalibrationError,
     EngineBusyError,
+    EngineDirtyError,
     EngineLostError,
+    InvalidCalibrationError,
     InvalidSourceError,
+    KvConfig,
     NonFiniteError,
     RefitConfig,
     RefitReport,
@@ -27,6 +31,7 @@ from fp8refit import (
 )
 from fp8refit.engine import LocalRanks
 from fp8refit.report import RankReport
+from tests.fake_kv import K_SCALE, V_SCALE, FakeKvCache
 from tests.fakes import FakeEngine, FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy, unchanged
 
 NORM = "model.layers.0.input_layernorm.weight"
@@ -576,6 +581,239 @@ def test_a_refit_that_is_cancelled_anywhere_is_whole_or_refuses(num_steps, async
     asyncio.run(refitter.refit_async(policy))
     assert (refitter.is_dirty, async_model.blocked) == (False, None)
     assert_holds(async_model, policy)
+
+
+# KV scales.
+
+
+BATCH = [[1, 2, 3], [4, 5]]
+BOOTED, SEEN = {K_SCALE: 1.0, V_SCALE: 1.0}, {K_SCALE: 2.0, V_SCALE: 2.0}
+KV = KvConfig(margin=1.0)
+"""A scale is the largest value over 448."""
+CALIBRATED = ["check_ready", "pause", "flush", "calibrate", "resume"]
+
+
+@pytest.fixture
+def cache(model) -> FakeKvCache:
+    model.kv = FakeKvCache(largest=896.0)
+    return model.kv
+
+
+def test_the_steps_of_a_calibration_come_in_this_order(model, cache):
+    blocked = []
+    cache.on_pass = lambda: blocked.append((model.blocked, model.events[-1]))
+    before = live_bytes(model)
+    report = Refitter(model, kv=KV).calibrate(BATCH)
+    assert model.events == CALIBRATED
+    assert blocked == [("a refit is under way", "calibrate")], "flushed, and no request runs"
+    assert report.scales == cache.held == SEEN
+    assert (model.blocked, Refitter(model).version, live_bytes(model)) == (None, 0, before)
+
+
+def test_scales_are_measured_when_the_new_policy_is_whole(model, cache):
+    policy, held = make_policy(model, seed=1), []
+    cache.on_pass = lambda: held.append((live_bytes(model), model.blocked))
+    report = Refitter(model, kv=KV).refit(policy, calibration=BATCH)
+    assert model.events == GOOD
+    assert held == [(live_bytes(model), "a refit is under way")]
+    assert_holds(model, policy)
+    assert report.kv.scales == cache.held == SEEN
+    assert list(report.phases_s) == ["plan", "pause", "flush", "transfer", "fill", "verify", "kv", "resume"]
+    assert f"scales   {'2 KV':>14}" in str(report)
+    assert Refitter(model).refit(policy).kv is None
+    assert cache.held == SEEN
+
+
+def test_prompts_are_tokenized_by_the_engine_before_anything_else(model, cache):
+    Refitter(model, kv=KV).calibrate("abc")
+    assert model.events == ["tokenize", *CALIBRATED]
+    assert cache.batches == [[[97, 98, 99]]]
+    assert cache.held == SEEN
+
+
+def test_a_dirty_engine_is_not_even_paused_for_a_calibration(model, cache):
+    refitter = Refitter(model, kv=KV)
+    with pytest.raises(NonFiniteError):
+        refitter.refit(policy_with_nan(model))
+    model.events.clear()
+    blocked = model.blocked
+    with pytest.raises(EngineDirtyError, match="no whole policy that it could be calibrated for; refit it"):
+        refitter.calibrate(BATCH)
+    assert (model.events, model.blocked, cache.held) == ([], blocked, BOOTED)
+    assert_dirty_until_refitted(refitter, model, "NonFiniteError")
+    assert refitter.calibrate(BATCH).scales == SEEN
+
+
+@pytest.mark.parametrize("state", ["is_busy", "flush_fails"])
+def test_an_engine_that_cannot_be_calibrated_now_serves_on_under_its_old_scales(state, model, cache):
+    refitter = Refitter(model, kv=KV)
+    setattr(model, state, True)
+    with unchanged(model), pytest.raises((EngineBusyError, CacheFlushError)):
+        refitter.calibrate(BATCH)
+    assert (cache.held, cache.batches, refitter.is_dirty) == (BOOTED, [], False)
+    setattr(model, state, False)
+    assert refitter.calibrate(BATCH).scales == cache.held == SEEN
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr)
+@pytest.mark.parametrize("step", ["check_ready", "pause", "flush_caches", "pass", "resume"])
+def test_whatever_stops_a_calibration_nothing_stays_paused(step, error, model, cache, monkeypatch):
+    def fail_now():
+        raise error
+
+    async def fail(self, *_):
+        raise error
+
+    refitter = Refitter(model, kv=KV)
+    with monkeypatch.context() as patch, pytest.raises(type(error)) as caught:
+        if step == "pass":
+            patch.setattr(cache, "on_pass", fail_now)
+        else:
+            patch.setattr(FakeEngine, step, fail)
+        refitter.calibrate(BATCH)
+    assert caught.value is error
+    assert not refitter.is_dirty
+    if step == "resume":
+        assert "is in place, but the engine did not go on" in model.blocked
+        assert cache.held == SEEN
+        refitter.refit(make_policy(model, seed=1))
+    else:
+        assert cache.held == BOOTED
+    assert model.blocked is None
+    assert refitter.calibrate(BATCH).scales == cache.held == SEEN
+
+
+def test_a_calibration_that_sees_nan_leaves_the_engine_serving_and_a_refit_with_it_does_not(model, cache):
+    refitter = Refitter(model, kv=KV)
+    cache.largest[V_SCALE] = float("nan")
+    with unchanged(model), pytest.raises(CalibrationError, match=V_SCALE):
+        refitter.calibrate(BATCH)
+    with pytest.raises(CalibrationError, match=V_SCALE):
+        refitter.refit(make_policy(model, seed=1), calibration=BATCH)
+    assert cache.held == BOOTED
+    assert model.events[-1] == "refuse"
+    assert_dirty_until_refitted(refitter, model, "the last refit failed part way (CalibrationError")
+
+
+def test_scales_written_in_part_are_refused_until_the_next_refit(model, cache, monkeypatch):
+    def fail():
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(cache, "_count_write", fail)
+    refitter = Refitter(model, kv=KV)
+    with pytest.raises(RuntimeError, match="boom"):
+        refitter.calibrate(BATCH)
+    monkeypatch.undo()
+    monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [FakeEntryPoint()])
+    assert_dirty_until_refitted(refitter, model, "RuntimeError: boom")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"calibration": [[100]]}, "token id 100 is outside the vocabulary of 100"),
+        ({"calibration": [[1] * 17]}, "a sequence has 17 tokens, and the engine takes 16"),
+        ({"calibration": []}, "holds no sequence"),
+        ({"kv_scales": {K_SCALE: 0.0}}, "finite and positive"),
+        ({"kv_scales": {"x.k_scale": 1.0}}, "no x.k_scale"),
+        ({"kv_scales": {K_SCALE: 1.0}, "calibration": BATCH}, "not both"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_engine_is_paused(arguments, match, model, cache):
+    refitter = Refitter(model)
+    with unchanged(model), pytest.raises(InvalidCalibrationError, match=match):
+        refitter.refit(make_policy(model, seed=1), **arguments)
+    assert not {"pause", "write"} & set(model.events)
+    assert (cache.held, cache.batches) == (BOOTED, [])
+
+
+def test_an_engine_without_a_kv_cache_that_is_known_is_refused(model):
+    refitter = Refitter(model)
+    for attempt in (
+        lambda: refitter.calibrate(BATCH),
+        lambda: refitter.refit(make_policy(model, seed=1), calibration=BATCH),
+    ):
+        with unchanged(model), pytest.raises(UnsupportedEngineError, match="fp8refit knows no KV cache of fake"):
+            attempt()
+
+
+def test_a_calibration_and_a_refit_wait_for_nobody(model, cache):
+    reached, proceed = threading.Event(), threading.Event()
+
+    def wait():
+        reached.set()
+        assert proceed.wait(60)
+
+    cache.on_pass = wait
+    thread = threading.Thread(target=Refitter(model, kv=KV).calibrate, args=(BATCH,))
+    thread.start()
+    try:
+        assert reached.wait(60)
+        for attempt in (lambda: Refitter(model).calibrate(BATCH), lambda: Refitter(model).refit({})):
+            with pytest.raises(EngineBusyError, match="another refit"):
+                attempt()
+    finally:
+        proceed.set()
+        thread.join(60)
+    assert cache.held == SEEN
+
+
+def test_a_lost_engine_is_not_calibrated_and_refuses(model, cache):
+    refitter = Refitter(model)
+    model._fp8refit_engine.engine.ranks._rank.target.lost_because = "rank 1 died; start the engine again"
+    with pytest.raises(EngineLostError, match="rank 1 died"):
+        refitter.calibrate(BATCH)
+    assert "the engine is lost" in model.blocked
+
+
+def test_a_fault_of_the_device_in_a_pass_loses_the_engine(model, cache):
+    def fault():
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    refitter, cache.on_pass = Refitter(model), fault
+    with pytest.raises(EngineLostError, match="illegal memory access"):
+        refitter.calibrate(BATCH)
+    assert "the engine is lost" in model.blocked
+    with pytest.raises(EngineLostError):
+        refitter.refit(make_policy(model, seed=1))
+
+
+def test_one_line_is_logged_for_a_calibration(model, cache, caplog):
+    with caplog.at_level(logging.INFO, logger="fp8refit"):
+        Refitter(model).calibrate(BATCH)
+    (record,) = caplog.records
+    assert "2 KV scales from 5 tokens" in record.getMessage()
+
+
+def test_an_asynchronous_engine_is_calibrated_in_its_event_loop(async_model):
+    async_model.kv = FakeKvCache(largest=896.0)
+    refitter = Refitter(async_model, kv=KV)
+    with pytest.raises(UnsupportedEngineError, match=r"is asynchronous; call .*calibrate_async"):
+        refitter.calibrate(BATCH)
+    assert async_model.events == []
+    assert asyncio.run(refitter.calibrate_async(BATCH)).scales == async_model.kv.held == SEEN
+    assert async_model.events == CALIBRATED
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+def test_a_calibration_that_is_cancelled_anywhere_is_whole_or_changes_nothing(num_steps, async_model):
+    async_model.kv = FakeKvCache(largest=896.0)
+    refitter = Refitter(async_model, kv=KV)
+
+    async def cancel():
+        task = asyncio.create_task(refitter.calibrate_async(BATCH))
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert not refitter.is_dirty
+    if num_steps < 4:
+        assert (async_model.blocked, async_model.kv.held) == (None, BOOTED)
+    asyncio.run(refitter.refit_async(make_policy(async_model, seed=2), calibration=BATCH))
+    assert (async_model.blocked, async_model.kv.held) == (None, SEEN)
 
 
 # Reports.

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import fp8refit.remote
-from fp8refit import RefitReport, __version__
+from fp8refit import KvConfig, RefitConfig, RefitReport, __version__
 from fp8refit.errors import (
     CacheFlushError,
+    CalibrationError,
     EngineBusyError,
+    EngineDirtyError,
     EngineLostError,
     InvalidSourceError,
     NonFiniteError,
@@ -21,18 +23,21 @@ from fp8refit.errors import (
     StagingMemoryError,
     UnsupportedEngineError,
 )
-from fp8refit.remote import GRACE_S, NUM_VOTES_OF_PREPARE
+from fp8refit.remote import GRACE_S, NUM_VOTES
 from fp8refit.slots import Refusal, ScaleFormat
 from fp8refit.transport.memory import Importer
+from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE
 from tests.fake_ranks import (
     FAULTS,
     K_PROJ,
+    KV_FAULTS,
     LAYOUTS,
     NORM,
     O_PROJ,
     Q_PROJ,
     SHAPES,
     STATE_DICTS,
+    WRITES_NO_SCALE,
     WRITES_NOTHING,
     ClientEngine,
     ClientEntryPoint,
@@ -166,7 +171,7 @@ def test_a_step_is_told_to_every_rank_once(remote, cluster, tmp_path):
 def test_a_driver_waits_longer_than_the_ranks_for_each_other(cluster):
     remote = Remote(cluster, timeout_s=7.0)
     remote.refitter.refit(cluster.make_policy(1))
-    assert set(remote.channel.timeouts_s) == {7.0 + GRACE_S, NUM_VOTES_OF_PREPARE * 7.0 + GRACE_S}
+    assert set(remote.channel.timeouts_s) == {7.0 + GRACE_S, NUM_VOTES * 7.0 + GRACE_S}
 
 
 def test_the_layout_is_that_of_all_ranks():
@@ -432,7 +437,7 @@ def test_nobody_answering_ends_the_engine(remote, cluster):
     ("change", "match"),
     [
         (lambda answer: with_fields(answer, added_later=1), "cannot read; install the same version"),
-        (lambda answer: with_fields(answer, protocol=2), "speaks protocol 2 .* install the same version"),
+        (lambda answer: with_fields(answer, protocol=99), "speaks protocol 99 .* install the same version"),
         (
             lambda answer: with_fields(answer, package_version="0.0.1"),
             f"has fp8refit 0.0.1, this process has {__version__}",
@@ -840,3 +845,189 @@ def test_a_refit_that_is_cancelled_while_it_is_written_is_whole(asynchronous, cl
         1,
         None,
     )
+
+
+# KV scales.
+
+
+BATCH = [[1, 2, 3], [4, 5]]
+KV_CONFIG = RefitConfig(kv=KvConfig(margin=1.0))
+"""A scale is the largest value over 448."""
+BOOTED, LARGEST = {K_SCALE: 1.0, V_SCALE: 1.0}, {K_SCALE: 2.0, V_SCALE: 3.0}
+
+
+def with_caches(cluster: Cluster) -> Cluster:
+    for cache, largest in zip(cluster.caches, ((896.0, 448.0), (448.0, 1344.0)), strict=True):
+        cache.largest = dict(zip((K_SCALE, V_SCALE), largest, strict=True))
+    return cluster
+
+
+@pytest.fixture
+def kv_remote():
+    """Ranks that hold a good policy, and an FP8 KV cache each, of which each sees something larger than the other does."""
+    remote = refitted(with_caches(Cluster(kv=[[ATTENTION], [ATTENTION]])), config=KV_CONFIG)
+    yield remote
+    remote.refitter.close()
+
+
+def test_a_calibration_is_told_to_every_rank_once(kv_remote):
+    report = kv_remote.refitter.calibrate(BATCH)
+    assert kv_remote.channel.steps == ["calibrate"]
+    assert kv_remote.cluster.scales == [LARGEST] * 2
+    assert (report.scales, report.num_sequences, report.num_tokens) == (LARGEST, 2, 5)
+    assert kv_remote.cluster.states == [(False, 1)] * 2
+    assert (kv_remote.refitter.version, kv_remote.refitter.is_dirty, kv_remote.client.blocked) == (1, False, None)
+
+
+def test_the_ranks_are_met_before_they_are_calibrated():
+    remote = Remote(with_caches(Cluster(kv=[[ATTENTION], [ATTENTION]])), config=KV_CONFIG)
+    assert remote.refitter.calibrate(BATCH).scales == LARGEST
+    assert remote.channel.steps == ["hello", "calibrate"]
+
+
+@pytest.mark.parametrize("make_arguments", STATE_DICTS)
+def test_scales_are_set_with_every_kind_of_source(make_arguments, kv_remote, tmp_path):
+    policy = kv_remote.cluster.make_policy(1)
+    report = kv_remote.refitter.refit(**make_arguments(policy, tmp_path), calibration=BATCH)
+    kv_remote.cluster.assert_holds(policy, version=2)
+    assert kv_remote.cluster.scales == [LARGEST] * 2
+    assert report.kv.scales == LARGEST
+    assert [rank.kv.scales for rank in report.ranks] == [LARGEST] * 2
+    assert "kv" in report.phases_s
+
+
+def test_given_scales_are_every_rank_s(kv_remote):
+    given = {K_SCALE: torch.tensor(0.5), f"{ATTENTION}.attn.v_scale": 0.25}
+    report = kv_remote.refitter.refit(kv_remote.cluster.make_policy(1), kv_scales=given)
+    assert kv_remote.cluster.scales == [report.kv.scales] * 2 == [{K_SCALE: 0.5, V_SCALE: 0.25}] * 2
+
+
+@pytest.mark.parametrize("make_arguments", STATE_DICTS)
+def test_scales_come_with_every_kind_of_source(make_arguments, kv_remote, tmp_path):
+    policy = kv_remote.cluster.make_policy(1)
+    sent = policy | {K_SCALE: torch.tensor(0.3), V_SCALE: torch.tensor([0.25], dtype=torch.bfloat16)}
+    report = kv_remote.refitter.refit(**make_arguments(sent, tmp_path))
+    kv_remote.cluster.assert_holds(policy, version=2)
+    exact = {K_SCALE: torch.tensor(0.3).item(), V_SCALE: 0.25}
+    assert kv_remote.cluster.scales == [report.kv.scales] * 2 == [exact] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", ["ready", *KV_FAULTS])
+@pytest.mark.parametrize("error", [CalibrationError("no memory"), RuntimeError("boom")], ids=repr)
+def test_a_fault_of_one_rank_in_a_calibration_is_the_engine_s(error, fault, rank, kv_remote):
+    cluster = kv_remote.cluster
+    before, kind = cluster.live_bytes(), RankFailedError if isinstance(error, RuntimeError) else CalibrationError
+    arm(cluster.targets[rank], fault, error)
+    with pytest.raises(kind, match=f"{error}"):
+        kv_remote.refitter.calibrate(BATCH)
+    is_dirty = fault not in WRITES_NO_SCALE
+    assert cluster.live_bytes() == before
+    assert cluster.states == [(is_dirty, 1)] * 2
+    assert kv_remote.refitter.is_dirty == is_dirty
+    if is_dirty:
+        assert "failed part way" in kv_remote.client.blocked
+        with pytest.raises(EngineDirtyError, match="no whole policy"):
+            kv_remote.refitter.calibrate(BATCH)
+        assert kv_remote.channel.steps == ["calibrate"]
+    else:
+        assert cluster.scales == [BOOTED] * 2
+        assert kv_remote.client.blocked is None
+    assert_heals(kv_remote)
+    assert kv_remote.refitter.calibrate(BATCH).scales == LARGEST
+
+
+@pytest.mark.parametrize("make_arguments", [as_files, as_mapping])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_fault_of_one_rank_in_the_scales_of_a_refit_leaves_it_dirty(rank, make_arguments, kv_remote, tmp_path):
+    cluster = kv_remote.cluster
+    cluster.caches[rank].on_pass = lambda: 1 / 0
+    arguments = make_arguments(cluster.make_policy(1), tmp_path)
+    break_off(kv_remote, RankFailedError, "ZeroDivisionError", **arguments, calibration=BATCH)
+    assert cluster.scales == [BOOTED] * 2
+    assert_heals(kv_remote)
+
+
+def test_a_batch_that_ranks_cannot_take_is_refused_before_a_byte_is_written(kv_remote):
+    policy = kv_remote.cluster.make_policy(1)
+    refuse(kv_remote, ValueError, "token id 100 is outside the vocabulary", policy, calibration=[[100]])
+    refuse(kv_remote, ValueError, "no x.k_scale", policy, kv_scales={"x.k_scale": 1.0})
+    assert kv_remote.channel.steps == ["prepare", "abandon"] * 2
+
+
+def test_caches_that_stay_leave_the_old_scales(kv_remote):
+    kv_remote.client.flush_fails = True
+    with pytest.raises(CacheFlushError):
+        kv_remote.refitter.calibrate(BATCH)
+    assert kv_remote.channel.steps == []
+    assert kv_remote.cluster.scales == [BOOTED] * 2
+    assert kv_remote.client.blocked is None
+    kv_remote.client.flush_fails = False
+
+
+@pytest.mark.parametrize("call", ["calibrate", "refit"])
+def test_a_driver_waits_longer_than_the_ranks_for_each_other_in_every_vote(call, kv_remote):
+    remote = Remote(kv_remote.cluster, config=KV_CONFIG.model_copy(update={"timeout_s": 7.0}))
+    if call == "calibrate":
+        remote.refitter.calibrate(BATCH)
+    else:
+        remote.refitter.refit(remote.cluster.make_policy(1), calibration=BATCH)
+    assert remote.channel.timeouts_s[-1] == 3 * 7.0 + GRACE_S
+    remote.refitter.close()
+
+
+def test_a_rank_that_does_not_say_what_it_calibrated_is_told(kv_remote):
+    mangle(kv_remote, "calibrate", lambda answers: [with_fields(answer, kv=None) for answer in answers])
+    with pytest.raises(RankFailedError, match="did not say what came of it"):
+        kv_remote.refitter.calibrate(BATCH)
+    assert kv_remote.refitter.calibrate(BATCH).scales == LARGEST
+
+
+def test_ranks_that_do_not_answer_a_calibration_end_the_engine():
+    remote = refitted(with_caches(Cluster(kv=[[ATTENTION], [ATTENTION]])), config=KV_CONFIG)
+
+    def die(request):
+        raise EngineLostError("the engine core died")
+
+    remote.channel.on_request = die
+    for _ in range(2):
+        with pytest.raises((EngineLostError, EngineDirtyError)):
+            remote.refitter.calibrate(BATCH)
+    assert remote.refitter.is_dirty and "the engine is lost" in remote.client.blocked
+    with pytest.raises(EngineLostError, match="core died"):
+        remote.refitter.refit(remote.cluster.make_policy(1))
+    remote.refitter.close()
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_calibration_that_is_cancelled_leaves_an_engine_that_is_whole_or_refuses(is_failing, monkeypatch):
+    class AsyncEntryPoint(ClientEntryPoint):
+        def load(self):
+            return AsyncClientEngine
+
+    monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [AsyncEntryPoint()])
+    cluster = with_caches(Cluster(kv=[[ATTENTION], [ATTENTION]]))
+    remote = Remote(cluster, suspends=True, config=KV_CONFIG)
+    if is_failing:
+        arm(cluster.targets[1], "kv written", RuntimeError("boom"))
+
+    async def cancel():
+        await remote.refitter.refit_async(cluster.make_policy(0))
+        reached = asyncio.Event()
+        remote.channel.on_request = lambda request: reached.set() if request.order.step == "calibrate" else None
+        task = asyncio.create_task(remote.refitter.calibrate_async(BATCH))
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await remote.refitter.layout_async()  # what was sent is answered
+        found = cluster.states, remote.refitter.is_dirty, remote.client.blocked
+        await remote.refitter.refit_async(cluster.make_policy(1))
+        await remote.refitter.close_async()
+        return found
+
+    states, is_dirty, blocked = asyncio.run(cancel())
+    assert states == [(is_failing, 1)] * 2
+    assert is_dirty == is_failing
+    assert (blocked is not None) == is_failing, "a mixture of scales is not served"
+    assert remote.client.blocked is None

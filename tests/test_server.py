@@ -9,8 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8refit import RefitConfig, __version__
+from fp8refit import KvConfig, RefitConfig, __version__
+from fp8refit.config import KvOrder
 from fp8refit.errors import (
+    CalibrationError,
+    EngineDirtyError,
+    InvalidCalibrationError,
     InvalidSourceError,
     NonFiniteError,
     RankFailedError,
@@ -24,6 +28,7 @@ from fp8refit.transport import messages
 from fp8refit.transport.memory import Bucket, Exporter, Importer
 from fp8refit.transport.messages import Reply, Request
 from fp8refit.transport.process import Process
+from tests.fake_kv import K_SCALE, V_SCALE, FakeKvCache
 from tests.fakes import assert_holds, live_bytes, make_policy, make_target
 from tests.transport.test_memory import FakeDriver
 
@@ -122,7 +127,7 @@ def refit(server, model, folder, *, name: str = "good", seed: int = 1) -> None:
         ('{"id": "7", "order": {"step": "hello", "more": 1}}', "", "cannot read"),
         ('{"id": "7", "more": 1, "order": {"step": "hello"}}', "", "cannot read"),
         ('{"id": "7", "order": {"step": "write"}}', "", "cannot read"),
-        ('{"id": "7", "protocol": 2, "order": {"step": "hello"}}', "", "the driver speaks protocol 2"),
+        ('{"id": "7", "protocol": 99, "order": {"step": "hello"}}', "", "the driver speaks protocol 99"),
     ],
 )
 def test_what_is_no_request_is_answered_with_an_error(message, id, match, server):
@@ -302,6 +307,84 @@ def test_a_refit_that_failed_cannot_be_declared_whole(again, server, model, tmp_
     order = written("a") if again == "write" else messages.Finish(refit="a")
     reply = refused(server, order, RankFailedError, "follows")
     assert (reply.is_dirty, reply.version) == (True, 0)
+    refit(server, model, tmp_path)
+
+
+# KV scales.
+
+
+@pytest.fixture
+def cache(model) -> FakeKvCache:
+    model.kv = FakeKvCache(largest=896.0)
+    return model.kv
+
+
+BATCH = KvOrder(token_ids=((1, 2, 3), (4,)))
+
+
+def calibrate(kv: KvOrder = BATCH) -> messages.Calibrate:
+    return messages.Calibrate(kv=kv, config=RefitConfig(kv=KvConfig(margin=1.0)))
+
+
+def test_a_calibration_is_done_as_the_driver_says_and_told(server, cache, target):
+    reply = do(server, calibrate())
+    assert reply.kv.scales == cache.held == {K_SCALE: 2.0, V_SCALE: 2.0}
+    assert (reply.kv.num_sequences, reply.kv.num_tokens, reply.kv.num_passes) == (2, 4, 1)
+    assert cache.batches == [[[1, 2, 3], [4]]]
+    assert (reply.version, reply.is_dirty, target.version) == (0, False, 0)
+
+
+def test_a_calibration_that_cannot_be_is_a_value_and_the_engine_serves(server, cache, model):
+    before = live_bytes(model)
+    reply = refused(server, calibrate(KvOrder(token_ids=((100,),))), InvalidCalibrationError, "outside the vocabulary")
+    assert not reply.is_dirty
+    reply = refused(server, calibrate(KvOrder(scales={"x.k_scale": 1.0})), InvalidCalibrationError, "no x.k_scale")
+    cache.largest[K_SCALE] = float("nan")
+    reply = refused(server, calibrate(), CalibrationError, f"at 1 place.*{K_SCALE}")
+    assert (reply.is_dirty, cache.held, live_bytes(model)) == (False, {K_SCALE: 1.0, V_SCALE: 1.0}, before)
+    cache.on_pass = lambda: 1 / 0
+    assert not refused(server, calibrate(), RankFailedError, "ZeroDivisionError").is_dirty
+    cache.on_pass, cache.largest[K_SCALE] = (lambda: None), 448.0
+    assert do(server, calibrate()).kv.scales == {K_SCALE: 1.0, V_SCALE: 2.0}
+
+
+def test_scales_are_set_when_parts_are_written(server, cache, model, bucket):
+    policy = make_policy(model, seed=1)
+    config = RefitConfig(kv=KvConfig(margin=1.0))
+    do(server, messages.Prepare(refit="a", config=config, source=pushed(policy), kv=BATCH))
+    do(server, messages.Begin(refit="a"))
+    do(server, push("a", policy, bucket))
+    assert cache.batches == []
+    (report,) = do(server, messages.Finish(refit="a")).reports
+    assert report.kv.scales == cache.held == {K_SCALE: 2.0, V_SCALE: 2.0}
+    assert_holds(model, policy)
+    do(server, prepare("b", pushed(policy)))
+    do(server, messages.Begin(refit="b"))
+    do(server, push("b", policy, bucket))
+    (report,) = do(server, messages.Finish(refit="b")).reports
+    assert report.kv is None, "an order is one refit's"
+    assert len(cache.batches) == 1
+
+
+def test_a_rank_that_failed_in_its_scales_is_not_calibrated_but_refitted(server, cache, model, tmp_path):
+    cache.on_pass = lambda: 1 / 0
+    source = files(make_policy(model, seed=1), tmp_path)
+    do(server, messages.Prepare(refit="a", config=RefitConfig(), source=source, kv=BATCH))
+    reply = refused(server, written("a"), RankFailedError, "ZeroDivisionError")
+    assert (reply.is_dirty, reply.version) == (True, 0)
+    cache.on_pass = lambda: None
+    assert refused(server, calibrate(), EngineDirtyError, "no whole policy").is_dirty
+    refused(server, written("a"), RankFailedError, "follows")
+    refit(server, model, tmp_path)
+    do(server, calibrate())
+
+
+def test_a_calibration_gives_up_what_was_prepared_before_it(server, cache, model, tmp_path):
+    before = live_bytes(model)
+    do(server, prepare("a", files(make_policy(model, seed=1), tmp_path)))
+    do(server, calibrate())
+    refused(server, written("a"), RankFailedError, "follows a prepare")
+    assert live_bytes(model) == before
     refit(server, model, tmp_path)
 
 

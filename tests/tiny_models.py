@@ -26,7 +26,7 @@ FP8_CONFIG = {
 }
 """The `quantization_config` that makes vLLM build a block-FP8 model from a plain `config.json`."""
 
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -50,6 +50,17 @@ FAMILIES = {
         Qwen3ForCausalLM,
         {"head_dim": 128, "tie_word_embeddings": False, "intermediate_size": 2304},
     ),
+    # Layers enough for keys and values of several sizes.
+    "llama_deep": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"head_dim": 64, "tie_word_embeddings": False, "num_hidden_layers": 4},
+    ),
+    "qwen3_deep": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"head_dim": 128, "tie_word_embeddings": False, "num_hidden_layers": 4},
+    ),
     "qwen3_tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 128, "tie_word_embeddings": True}),
     "mistral": (
         MistralConfig,
@@ -63,7 +74,7 @@ def make_model(family: str, seed: int) -> PreTrainedModel:
     """A BF16 model of `family`; every seed is another policy of the same shape."""
     config_class, model_class, extra = FAMILIES[family]
     torch.manual_seed(seed)
-    model = model_class(config_class(**_COMMON | extra)).to(torch.bfloat16)
+    model = model_class(config_class(**COMMON | extra)).to(torch.bfloat16)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2:

@@ -7,13 +7,13 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fp8refit.config import RefitConfig
+from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.layout import EngineLayout
-from fp8refit.report import RankReport
+from fp8refit.report import KvReport, RankReport
 from fp8refit.transport.memory import Segment, TensorRef
 from fp8refit.vote import ErrorRecord
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Number of this language; both sides have to speak the same."""
 
 
@@ -67,6 +67,7 @@ class Prepare(_Message):
     """Names this refit from here on; an unfinished one is given up."""
     config: RefitConfig
     source: Annotated[MappedTensors | Files | Pushed, Field(discriminator="kind")]
+    kv: KvOrder | None = None
 
 
 class Write(_Message):
@@ -101,6 +102,14 @@ class Finish(_Message):
     refit: str
 
 
+class Calibrate(_Message):
+    """Set KV scales for the policy that is served; see `Rank.calibrate`."""
+
+    step: Literal["calibrate"] = "calibrate"
+    config: RefitConfig
+    kv: KvOrder
+
+
 class Abandon(_Message):
     """Let go of what was prepared; see `Target.abandon`."""
 
@@ -120,7 +129,7 @@ class Close(_Message):
     step: Literal["close"] = "close"
 
 
-Order: TypeAlias = Hello | Prepare | Write | Begin | Push | Finish | Abandon | Describe | Close
+Order: TypeAlias = Hello | Prepare | Write | Begin | Push | Finish | Calibrate | Abandon | Describe | Close
 
 
 class Request(_Message):
@@ -143,3 +152,4 @@ class Reply(_Message):
     package_version: str = ""
     reports: tuple[RankReport, ...] = ()
     layout: EngineLayout | None = None
+    kv: KvReport | None = None

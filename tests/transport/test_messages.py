@@ -5,7 +5,7 @@ import json
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from fp8refit.config import RefitConfig
+from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import InvalidSourceError
 from fp8refit.layout import EngineLayout
 from fp8refit.report import RankReport
@@ -44,6 +44,7 @@ ORDERS = [
     messages.Push(refit="r", segments=(SEGMENT,), refs=(REF,)),
     messages.Write(refit="r", keeps_mapped=True),
     messages.Finish(refit="r"),
+    messages.Calibrate(config=CONFIG, kv=KvOrder(token_ids=((1, 2), (3,)))),
     messages.Abandon(refit="r"),
     messages.Describe(),
     messages.Close(),
