@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from fp8refit.admission import still_running
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
-from fp8refit_vllm.driver import channel_lost, error_of, kept
+from fp8refit_vllm.compat import token_ids
+from fp8refit_vllm.driver import channel_lost, error_of, kept, tokenized
 from fp8refit_vllm.gate import LlmGate
 
 T = TypeVar("T")
@@ -97,6 +98,10 @@ class AsyncDriver:
         if self.config.model_config.is_multimodal_model:
             await self._ask(self._llm.reset_mm_cache())
             await self._ask(self._llm.reset_encoder_cache())
+
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        """See `fp8refit.engine.Engine`."""
+        return tokenized(await token_ids(self._llm, prompts))
 
     async def publish_version(self, version: int) -> None:
         """See `fp8refit.engine.Engine`."""

@@ -1,8 +1,10 @@
 """The only file that reaches into a live vLLM engine. It probes attributes, not versions (seen with 0.26 and 0.32)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from importlib.metadata import entry_points
+from inspect import isawaitable
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -116,3 +118,62 @@ def reset_kv_scales(model: nn.Module) -> None:
         for name in ("_k_scale_cpu", "_v_scale_cpu"):
             if hasattr(module, name):
                 getattr(module, name).fill_(1.0)
+
+
+def write_kv_scale_copies(module: Any, kind: str, value: float) -> None:
+    """Bring up to date what an attention layer keeps of a scale beside its buffer: a number, a host tensor, products of it."""
+    setattr(module, f"_{kind}_scale_float", value)
+    if getattr(module, "calculate_kv_scales", False):
+        module.calculate_kv_scales = False  # or the next forward would compute scales of its own (0.26)
+    on_host = getattr(module, f"_{kind}_scale_cpu", None)
+    if on_host is not None:
+        on_host.fill_(value)
+    for product in ("bmm1_scale", "bmm2_scale"):  # FlashInfer computes them when they are None
+        if getattr(module.impl, product, None) is not None:
+            setattr(module.impl, product, None)
+
+
+def keep_kv_scales_through_wake(runner: Any, layers: Sequence[Any]) -> None:
+    """Have a runner that sets scales to 1.0 when its KV cache wakes up (0.26, its first model runner) write them again."""
+    reset = getattr(type(runner), "init_fp8_kv_scales", None)
+    if reset is None:
+        return
+
+    def reset_and_restore() -> None:
+        reset(runner)
+        for layer in layers:
+            layer._k_scale.fill_(layer._k_scale_float)
+            layer._v_scale.fill_(layer._v_scale_float)
+
+    runner.__dict__["init_fp8_kv_scales"] = reset_and_restore
+
+
+def has_full_graphs(config: Any) -> bool:
+    """Whether attention is captured in CUDA graphs; in piecewise ones it is not."""
+    mode = getattr(config.compilation_config, "cudagraph_mode", None)
+    return mode is not None and bool(mode.has_full_cudagraphs())
+
+
+def is_multimodal(config: Any) -> bool:
+    """Whether a model takes more than text, or has positions of more than one dimension."""
+    return bool(config.model_config.is_multimodal_model or config.model_config.uses_mrope)
+
+
+@contextmanager
+def eager_forward(config: Any, num_tokens: int) -> Iterator[None]:
+    """Let the model be called directly: not compiled, no graphs, no attention metadata."""
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
+    with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=num_tokens, skip_compiled=True):
+        yield
+
+
+async def token_ids(engine: Any, prompts: Sequence[str]) -> list[list[int]] | None:
+    """What an engine makes of prompts, or None if it has no tokenizer."""
+    if engine.vllm_config.model_config.skip_tokenizer_init:
+        return None
+    tokenizer = engine.get_tokenizer()
+    if isawaitable(tokenizer):
+        tokenizer = await tokenizer
+    return [list(tokenizer.encode(prompt)) for prompt in prompts]

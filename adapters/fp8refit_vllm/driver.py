@@ -5,8 +5,15 @@ from typing import Any, TypeVar
 
 from fp8refit.admission import cache_kept, refusal, unfinished
 from fp8refit.config import RefitConfig
-from fp8refit.errors import CacheFlushError, EngineAsleepError, EngineLostError, RankFailedError, RefitError
-from fp8refit_vllm.compat import call_in_time, in_process_executor, says_dead
+from fp8refit.errors import (
+    CacheFlushError,
+    EngineAsleepError,
+    EngineLostError,
+    RankFailedError,
+    RefitError,
+    UnsupportedEngineError,
+)
+from fp8refit_vllm.compat import call_in_time, in_process_executor, says_dead, token_ids
 
 T = TypeVar("T")
 
@@ -29,6 +36,19 @@ def error_of(error: Exception) -> RefitError:
 def channel_lost(error: RankFailedError) -> EngineLostError:
     """What it means that a call to the workers raised, which our method never does."""
     return EngineLostError(f"the engine's channel to its workers broke ({error}); start the engine again")
+
+
+def tokenized(found: list[list[int]] | None) -> list[list[int]]:
+    """Token ids, if the engine has a tokenizer.
+
+    Raises:
+        UnsupportedEngineError: It has none.
+    """
+    if found is None:
+        raise UnsupportedEngineError(
+            "calibration: this engine was booted with skip_tokenizer_init; pass token ids in the place of prompts"
+        )
+    return found
 
 
 class SyncDriver:
@@ -82,6 +102,10 @@ class SyncDriver:
         if self.config.model_config.is_multimodal_model:
             self._ask(self._engine.reset_mm_cache)
             self._ask(self._engine.reset_encoder_cache)
+
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        """See `fp8refit.engine.Engine`."""
+        return tokenized(await token_ids(self._engine, prompts))
 
     async def publish_version(self, version: int) -> None:
         """See `fp8refit.engine.Engine`."""

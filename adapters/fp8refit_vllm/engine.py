@@ -1,6 +1,7 @@
 """vLLM as an engine: `LLM` and `AsyncLLM`, with workers in this process or in others."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from fp8refit.config import RefitConfig
@@ -86,6 +87,10 @@ class VllmEngine:
     async def flush_caches(self) -> None:
         """See `fp8refit.engine.Engine`."""
         await self._driver.flush_caches()
+
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        """See `fp8refit.engine.Engine`."""
+        return await self._driver.tokenize(prompts)
 
     async def publish_version(self, version: int) -> None:
         """See `fp8refit.engine.Engine`."""

@@ -19,6 +19,7 @@ from fp8refit.target import Target
 from fp8refit.transport.group import ProcessGroupExchange
 from fp8refit.vote import Group
 from fp8refit_vllm.compat import draft_method, engine_process_group, has_dummy_weights, reset_kv_scales
+from fp8refit_vllm.kv_cache import read_kv_cache
 from fp8refit_vllm.layout import read_inventory
 
 PLUGIN_METHOD = "fp8refit_call"
@@ -100,7 +101,7 @@ class LiveModel:
 
     def read_inventory(self) -> Inventory:
         """Slots of the model, refusals and refreshes of the engine around it."""
-        inventory = read_inventory(self.network)
+        inventory = replace(read_inventory(self.network), kv=read_kv_cache(self._worker, self.network))
         method = draft_method(self._worker.vllm_config)
         if method is not None:
             draft = Refusal(

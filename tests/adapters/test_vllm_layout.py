@@ -183,7 +183,9 @@ def test_vllm_s_loaders_that_change_no_value_are_known(norm, copies):
 def worker_of(model, *, speculative=None, load_format="auto"):
     """What a vLLM worker shows of its model."""
     config = SimpleNamespace(
-        speculative_config=speculative, load_config=SimpleNamespace(load_format=SimpleNamespace(value=load_format))
+        speculative_config=speculative,
+        load_config=SimpleNamespace(load_format=SimpleNamespace(value=load_format)),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
     )
     return SimpleNamespace(vllm_config=config, model_runner=SimpleNamespace(get_model=lambda: model))
 

@@ -32,7 +32,7 @@ def outcome(task: asyncio.Task) -> dict:
     }
 
 
-async def refit_under_way(subject: AsyncSubject, policy: dict, **options: Any) -> dict:
+async def refit_under_way(subject: AsyncSubject, policy: dict, calibration: Any = None, **options: Any) -> dict:
     """Refit while two requests run, with a third that comes in between. Nothing may be stuck."""
     running = []
     for prompt in PROMPTS[:2]:
@@ -40,7 +40,7 @@ async def refit_under_way(subject: AsyncSubject, policy: dict, **options: Any) -
         running.append(asyncio.create_task(subject.answer(prompt, LONG, started=started)))
         await asyncio.wait_for(started.wait(), TIMEOUT_S)
     refitter = Refitter(subject.llm, **options)
-    refit = asyncio.create_task(refitter.refit_async(policy))
+    refit = asyncio.create_task(refitter.refit_async(policy, calibration=calibration))
     while "add_request" not in vars(subject.llm) and not refit.done():
         await asyncio.sleep(0)
     late = asyncio.create_task(subject.answer(PROMPTS[2], SHORT))

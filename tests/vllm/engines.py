@@ -44,9 +44,9 @@ def booted(model: Path, kernel: str, **options) -> Iterator[LLM]:
     llm.llm_engine.engine_core.shutdown()
 
 
-def booted_dummy(model: Path, kernel: str):
+def booted_dummy(model: Path, kernel: str, **options):
     """A block-FP8 engine of `model`'s shape, with noise for weights."""
-    return booted(model, kernel, load_format="dummy", hf_overrides={"quantization_config": FP8_CONFIG})
+    return booted(model, kernel, load_format="dummy", hf_overrides={"quantization_config": FP8_CONFIG}, **options)
 
 
 def generate(llm: LLM) -> dict:

@@ -4,6 +4,7 @@ import os
 import signal
 
 import fp8refit.target
+from fp8refit.target import Target
 
 
 def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
@@ -27,7 +28,22 @@ def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
     return True
 
 
-FAULTS = {"arm": arm}
+def arm_measuring(worker, rank: int) -> bool:
+    """Let the next calibration of `rank` fail when its pass is over; whether this is that rank."""
+    if worker.rank != rank:
+        return False
+    honest = Target.measure_kv
+
+    def measure_kv(target, order, config) -> None:
+        Target.measure_kv = honest
+        honest(target, order, config)
+        raise RuntimeError("injected")
+
+    Target.measure_kv = measure_kv
+    return True
+
+
+FAULTS = {"arm": arm, "arm_measuring": arm_measuring}
 
 
 def raise_in_worker(worker) -> str:

@@ -14,6 +14,7 @@ import torch.distributed
 from async_engine import ASYNC_ATTEMPTS
 from attempts import ATTEMPTS, try_policies, try_sources
 from engines import make_policy
+from kv_layouts import KV_ATTEMPTS
 from launcher_engine import LAUNCHER_ATTEMPTS
 from processes import shared_files
 from subject import NOISE, Subject, booted_as
@@ -31,7 +32,7 @@ def run_layout(
         found["layout"] = subject.layout().model_dump(mode="json")
         good = subject.state()
         found["good"] = good
-        attempts = {**ATTEMPTS, **_own_attempts(layout)}
+        attempts = {**ATTEMPTS, **_own_attempts(layout), **KV_ATTEMPTS.get(layout, {})}
         if layout in ("asynchronous", "external launcher"):
             del attempts["late interrupt"]  # a task is cancelled instead; and a rank beside its driver answers nobody
         for name, attempt in attempts.items():

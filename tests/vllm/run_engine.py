@@ -26,6 +26,7 @@ from engines import (
     state,
     wrong_tensors,
 )
+from kv_cache import run_kv_cache
 from layouts import run_fresh_layout, run_layout
 from live_engine import run_live
 
@@ -157,6 +158,7 @@ SCENARIOS = {
     "fresh": run_fresh,
     "online": run_online,
     "live": run_live,
+    "kv cache": run_kv_cache,
     "cross engine": run_cross_engine,
     "refusals": run_refusals,
     "layout": run_layout,

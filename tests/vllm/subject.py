@@ -16,15 +16,15 @@ from vllm import LLM
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from fp8refit import RefitReport, Refitter
+from fp8refit import KvReport, RefitReport, Refitter
 from tests.tiny_models import FP8_CONFIG
 
 LAYOUTS = {
     "multi-process": {},
-    "tensor parallel": {"tensor_parallel_size": 2},
+    "tensor parallel": {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"},
     "core in process": {"tensor_parallel_size": 2},
     "external launcher": {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "seed": 0},
-    "asynchronous": {},
+    "asynchronous": {"kv_cache_dtype": "fp8"},
 }
 NOISE = {"load_format": "dummy", "hf_overrides": {"quantization_config": FP8_CONFIG}}
 """Options that give an engine of a BF16 model's shape block-FP8 noise for weights."""
@@ -38,8 +38,14 @@ class Subject:
         self.num_ranks = num_ranks
         self.engine = llm.llm_engine
 
-    def refit(self, source: Any, *, manifest: Any = None, **options: Any) -> RefitReport:
-        return Refitter(self.llm, **options).refit(source, manifest=manifest)
+    def refit(
+        self, source: Any, *, manifest: Any = None, calibration: Any = None, kv_scales: Any = None, **options: Any
+    ) -> RefitReport:
+        refitter = Refitter(self.llm, **options)
+        return refitter.refit(source, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
+
+    def calibrate(self, batch: Any, **options: Any) -> KvReport:
+        return Refitter(self.llm, **options).calibrate(batch)
 
     def close(self) -> None:
         Refitter(self.llm).close()
@@ -117,8 +123,14 @@ class AsyncSubject(Subject):
     def run(self, awaitable: Awaitable) -> Any:
         return self.loop.run_until_complete(awaitable)
 
-    def refit(self, source: Any, *, manifest: Any = None, **options: Any) -> RefitReport:
-        return self.run(Refitter(self.llm, **options).refit_async(source, manifest=manifest))
+    def refit(
+        self, source: Any, *, manifest: Any = None, calibration: Any = None, kv_scales: Any = None, **options: Any
+    ) -> RefitReport:
+        refitter = Refitter(self.llm, **options)
+        return self.run(refitter.refit_async(source, manifest=manifest, calibration=calibration, kv_scales=kv_scales))
+
+    def calibrate(self, batch: Any, **options: Any) -> KvReport:
+        return self.run(Refitter(self.llm, **options).calibrate_async(batch))
 
     def close(self) -> None:
         self.run(Refitter(self.llm).close_async())

@@ -18,6 +18,8 @@ NUM_RANKS = {
     "external launcher": 2,
     "asynchronous": 1,
 }
+WITH_FP8_CACHE = ["tensor parallel", "asynchronous"]
+"""Engines for which vLLM itself sets KV scales to 1.0 after a dummy boot."""
 SOURCES = [
     "mapping",
     "safetensors",
@@ -85,7 +87,7 @@ def test_every_copy_of_every_kv_scale_is_one_after_a_dummy_boot(layout, layout_r
     fresh = layout_runs.fresh(layout).ranks(lambda driver: driver["kv_scales"])
     refitted = lived.ranks(lambda driver: driver["policies"]["rounds"][0]["kv_scales"])
     for booted in lived.ranks(lambda driver: driver["policies"]["booted"]["kv_scales"]):
-        assert set(booted.values()) != {1.0}
+        assert set(booted.values()) != {1.0} or layout in WITH_FP8_CACHE
     assert refitted == fresh
     assert {scale for scales in refitted for scale in scales.values()} == {1.0}
 

@@ -1,0 +1,211 @@
+"""The FP8 KV cache of one vLLM worker: where its scales are, and how the live model is run to measure them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8refit.layers.attention import PackedSequences
+from fp8refit.layers.measuring import Heads, measured
+from fp8refit.names import attention_name
+from fp8refit.slots import KvCache, KvLayer, KvScale, Observe, Refusal
+from fp8refit_vllm.compat import (
+    eager_forward,
+    has_full_graphs,
+    is_multimodal,
+    keep_kv_scales_through_wake,
+    write_kv_scale_copies,
+)
+
+_FP8 = ("fp8", "fp8_e4m3")
+_READS_TENSORS = frozenset({"FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"})
+"""Attention backends whose kernels read scales from the device's tensors, when they run."""
+_READS_NUMBERS = frozenset({"CPU_ATTN", "FLASHINFER"})
+"""Those that are given Python numbers, which a CUDA graph keeps."""
+_GIVE_SCALES = "Give the scales instead (kv_scales=)"
+
+
+def read_kv_cache(worker: Any, network: nn.Module) -> KvCache:
+    """What a worker's engine says of its KV cache.
+
+    Args:
+        worker: A vLLM worker whose model is loaded.
+        network: Its live model.
+    """
+    config = worker.vllm_config
+    found = [_Layer.of(name, module) for name, module in network.named_modules() if _is_attention(module)]
+    layers = [layer for layer in found if layer.is_fp8]
+    if not layers:
+        dtype = str(config.cache_config.cache_dtype)
+        refusal = Refusal(
+            module="KV cache", reason=f"is not FP8 (kv_cache_dtype={dtype!r})", remedy='Boot with kv_cache_dtype="fp8"'
+        )
+        return KvCache(dtype=dtype, backend="", refusals=(refusal,))
+    backends = dict.fromkeys(layer.backend for layer in layers)
+    return KvCache(
+        dtype="fp8_e4m3",
+        backend=", ".join(backends),
+        layers=tuple(KvLayer(name=attention_name(layer.name), scales=layer.scales()) for layer in layers),
+        prefill=LivePrefill(worker.vllm_config, network, found, _device_of(network)),
+        refusals=tuple(_why_not_written(layers, has_graphs=has_full_graphs(config))),
+        prefill_refusals=tuple(_why_not_measured(found, network, config)),
+        after_write=lambda: keep_kv_scales_through_wake(worker.model_runner, [layer.module for layer in layers]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One attention layer of a live model."""
+
+    name: str
+    module: Any
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module) -> "_Layer":
+        return cls(name, module)
+
+    @property
+    def is_fp8(self) -> bool:
+        return str(self.module.kv_cache_dtype).startswith("fp8")
+
+    @property
+    def backend(self) -> str:
+        return str(self.module.attn_backend.get_name())
+
+    @property
+    def is_latent(self) -> bool:
+        return hasattr(self.module, "kv_lora_rank")
+
+    def scales(self) -> tuple[KvScale, ...]:
+        # Queries are quantized where the layer has an operation for it; elsewhere nothing reads their scale.
+        kinds = ("k",) if self.is_latent else ("k", "v")
+        if getattr(self.module, "query_quant", None) is not None:
+            kinds = ("q", *kinds)
+        return tuple(
+            KvScale(
+                kind=kind,
+                tensor=getattr(self.module, f"_{kind}_scale"),
+                write_copies=_writer(self.module, kind),
+            )
+            for kind in kinds
+        )
+
+    def why_not_written(self, *, has_graphs: bool) -> tuple[str, str] | None:
+        """What keeps its scales as they are, and what to set."""
+        module = self.module
+        if str(module.kv_cache_dtype) not in _FP8:
+            return f"holds its cache as {module.kv_cache_dtype}", 'Boot with kv_cache_dtype="fp8"'
+        if module._k_scale.numel() != 1:
+            return "has a scale for each head", "Boot from a checkpoint without kv_cache_scheme"
+        if self.is_latent:
+            return "keeps its keys and values as latents", "fp8refit does not set the scales of latent caches yet"
+        if self.backend in _READS_TENSORS or (self.backend in _READS_NUMBERS and not has_graphs):
+            return None
+        if self.backend in _READS_NUMBERS:
+            reason = f"its backend {self.backend} is given scales as numbers, which CUDA graphs keep"
+            return reason, 'Boot with attention_backend="FLASH_ATTN" or "TRITON_ATTN", or with enforce_eager=True'
+        return f"its backend {self.backend} is not known to read scales when it runs", (
+            'Boot with attention_backend="FLASH_ATTN" or "TRITON_ATTN"'
+        )
+
+    def why_not_measured(self) -> str | None:
+        """What plain causal attention would compute otherwise than this layer does."""
+        module, impl = self.module, self.module.impl
+        kind = getattr(module, "attn_type", "")
+        if type(module).__name__ != "Attention" or getattr(kind, "value", kind) != "decoder":
+            name = getattr(kind, "value", kind)
+            return f"is {type(module).__name__} (of type {name}), not plain causal attention"
+        if getattr(impl, "alibi_slopes", None) is not None:
+            return "attends with ALiBi"
+        if getattr(module, "has_sink", False):
+            return "attends with sinks"
+        if getattr(module, "use_mm_prefix", False):
+            return "attends to a prefix in both directions"
+        if getattr(module, "kv_sharing_target_layer_name", None) is not None:
+            return "shares the cache of another layer"
+        return None
+
+    def heads(self) -> Heads:
+        module = self.module
+        return Heads(
+            num_heads=module.num_heads,
+            num_kv_heads=module.num_kv_heads,
+            head_dim=module.head_size,
+            v_head_dim=module.head_size_v,
+            scale=float(module.impl.scale),
+            window=module.sliding_window,
+            soft_cap=getattr(module.impl, "logits_soft_cap", None) or None,
+        )
+
+
+class LivePrefill:
+    """Implements `fp8refit.slots.Prefill` on a worker's live model: eager, without requests, without the KV cache.
+
+    With tensor parallelism every rank runs it at the same time.
+    """
+
+    def __init__(self, config: Any, network: nn.Module, layers: Sequence[_Layer], device: torch.device) -> None:
+        self._config = config
+        self._network = network
+        self._layers = layers
+        self._device = device
+        fp8 = [layer for layer in layers if layer.is_fp8]
+        self._places = {index: fp8.index(layer) for index, layer in enumerate(layers) if layer.is_fp8}
+        self.vocab_size = int(config.model_config.get_vocab_size())
+        self.max_length = int(config.model_config.max_model_len)
+        self.max_tokens = int(config.scheduler_config.max_num_batched_tokens)
+
+    def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
+        """See `fp8refit.slots.Prefill`."""
+        packed = PackedSequences([len(sequence) for sequence in sequences], self._device)
+        token_ids = torch.cat(list(sequences))
+
+        def observe_fp8(index: int, q: Tensor | None, k: Tensor | None, v: Tensor | None) -> None:
+            if index in self._places:
+                observe(self._places[index], q, k, v)
+
+        layers = [(layer.module, layer.heads()) for layer in self._layers]
+        with measured(layers, packed, observe_fp8), eager_forward(self._config, len(token_ids)):
+            self._network(input_ids=token_ids, positions=packed.positions)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "_k_scale" in module._buffers and hasattr(module, "kv_cache_dtype")
+
+
+def _device_of(network: nn.Module) -> torch.device:
+    return next(network.parameters()).device
+
+
+def _writer(module: Any, kind: str) -> Callable[[float], None]:
+    return lambda value: write_kv_scale_copies(module, kind, value)
+
+
+def _why_not_written(layers: Sequence[_Layer], *, has_graphs: bool) -> list[Refusal]:
+    """One line for each reason, naming the first layer that it holds for."""
+    found: dict[tuple[str, str], str] = {}
+    for layer in layers:
+        why = layer.why_not_written(has_graphs=has_graphs)
+        if why is not None:
+            found.setdefault(why, layer.name)
+    return [Refusal(module=name, reason=reason, remedy=remedy) for (reason, remedy), name in found.items()]
+
+
+def _why_not_measured(layers: Sequence[_Layer], network: nn.Module, config: Any) -> list[Refusal]:
+    """What the live model has that a pass of ours would not compute as the engine does."""
+    found: dict[str, str] = {}
+    for layer in layers:
+        why = layer.why_not_measured()
+        if why is not None:
+            found.setdefault(why, layer.name)
+    known = {id(layer.module) for layer in layers}
+    for name, module in network.named_modules():
+        if hasattr(module, "get_kv_cache_spec") and id(module) not in known:
+            found.setdefault(f"is {type(module).__name__}, which keeps a state between tokens", name)
+    if is_multimodal(config):
+        found.setdefault("takes more than text", type(network).__name__)
+    if config.parallel_config.pipeline_parallel_size > 1:
+        found.setdefault("is one of several pipeline stages", type(network).__name__)
+    return [Refusal(module=name, reason=reason, remedy=_GIVE_SCALES) for reason, name in found.items()]
