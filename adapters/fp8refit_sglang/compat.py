@@ -5,8 +5,9 @@ text, and it asks for no update session.
 """
 
 import asyncio
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8refit.admission import refusal
+from fp8refit.errors import EngineAsleepError
+from fp8refit.slots import FP8_DTYPE, dtype_name
 
 IN_SCHEDULER = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_ipc"
@@ -22,6 +25,9 @@ IN_SCHEDULER = (
 
 IN_SERVER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_ipc"
 """What a server's process calls before that."""
+
+IN_ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.__init__"
+"""What makes an attention layer while a model is built."""
 
 _HANDLE = "fp8refit"
 _ORDER = "fp8refit.order"
@@ -149,6 +155,11 @@ class Tokenizer:
             self.manager.is_pause = False
             self.manager.is_pause_cond.notify_all()
 
+    def tokenize(self, prompts: Sequence[str]) -> list[list[int]] | None:
+        """Token ids as of requests with these texts; None if the engine has no tokenizer."""
+        tokenizer = self.manager.tokenizer
+        return [list(tokenizer.encode(prompt)) for prompt in prompts] if tokenizer is not None else None
+
     async def set_version(self, version: str) -> None:
         """Have outputs say which weights they come from."""
         if not hasattr(self.manager, "update_weight_version"):
@@ -205,7 +216,7 @@ class Scheduler:
     @property
     def model(self) -> nn.Module:
         """The live model."""
-        model: nn.Module = self._scheduler.tp_worker.model_runner.model
+        model: nn.Module = self._runner.model
         return model
 
     @property
@@ -250,6 +261,82 @@ class Scheduler:
         """Whether somebody began an update of weights and has not ended it."""
         return getattr(self._scheduler.weight_updater, "_session", None) is not None
 
+    @property
+    def cache_dtype(self) -> str:
+        """The dtype of the KV cache: for E4M3, in which SGLang holds several formats, as `kv_cache_dtype` spells it."""
+        runner = self._runner
+        if runner.kv_cache_dtype is not FP8_DTYPE:
+            return dtype_name(runner.kv_cache_dtype)
+        # 0.5.15 has the arguments alone, and writes into them what it made of `auto`.
+        has_name = hasattr(runner, "kv_cache_dtype_str")
+        return str(runner.kv_cache_dtype_str if has_name else runner.server_args.kv_cache_dtype)
+
+    @property
+    def attention_backends(self) -> tuple[str, str]:
+        """SGLang's attention for prefill and for decode, which may be one."""
+        runner = self._runner
+        return str(runner.prefill_attention_backend_str), str(runner.decode_attention_backend_str)
+
+    @property
+    def has_latent_cache(self) -> bool:
+        """Whether the KV cache holds latents (MLA)."""
+        return bool(self._runner.use_mla_backend)
+
+    @property
+    def has_decode_graphs(self) -> bool:
+        """Whether decoding is captured in CUDA graphs."""
+        from sglang.srt.model_executor.cuda_graph_config import check_cuda_graph_backend
+
+        return not check_cuda_graph_backend("decode", "disabled")
+
+    @property
+    def has_full_prefill_graphs(self) -> bool:
+        """Whether prefill is captured with its attention; other prefill graphs leave attention to Python."""
+        from sglang.srt.model_executor.cuda_graph_config import check_cuda_graph_backend
+
+        return bool(check_cuda_graph_backend("prefill", "full"))
+
+    def recapture(self) -> None:
+        """Capture decode graphs anew, as SGLang does for whoever updates weights with `recapture_cuda_graph`.
+
+        Raises:
+            EngineAsleepError: A part of the engine sleeps.
+        """
+        if self.sleeping_tags:
+            raise EngineAsleepError(
+                "new KV scales want CUDA graphs captured anew, over memory that sleeps; call resume_memory_occupation() "
+                "before refit"
+            )
+        updater = getattr(self._runner, "weight_updater", None)
+        (updater.recapture_cuda_graph if updater is not None else self._runner.init_decode_cuda_graph)()
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return int(self._scheduler.model_config.vocab_size)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self._scheduler.model_config.context_len)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest prefill that SGLang itself runs at once."""
+        chunk = self._scheduler.chunked_prefill_size
+        return int(chunk if chunk is not None else self._scheduler.max_prefill_tokens)
+
+    def forward_scope(self) -> AbstractContextManager[None]:
+        """What SGLang puts around every forward of its model."""
+        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+        scope: AbstractContextManager[None] = forward_context(ForwardContext(attn_backend=self._runner.attn_backend))
+        return scope
+
+    @property
+    def _runner(self) -> Any:
+        return self._scheduler.tp_worker.model_runner
+
     def flush(self) -> bool:
         """Drop the KV cache; requests that wait hold none. False if something that runs holds blocks of it."""
         waiting = self._scheduler.waiting_queue
@@ -260,36 +347,49 @@ class Scheduler:
             self._scheduler.waiting_queue = waiting
 
 
-@dataclass(frozen=True, slots=True)
-class KvScale:
-    """One scale of an attention layer's FP8 KV cache: a tensor, and SGLang's copy of it as a Python number."""
-
-    module: nn.Module
-    tensor: Tensor
-    copy: str
-    """Name of the copy."""
-
-
-def kv_scales(model: nn.Module) -> list[KvScale]:
-    """Every scale of the KV cache of a model."""
-    found = []
-    for module in model.modules():
-        for name in ("k_scale", "v_scale"):
-            scale, copy = module._parameters.get(name), f"{name}_float"
-            if scale is not None and hasattr(module, copy):
-                found.append(KvScale(module, scale.data, copy))
-    return found
+def decoder_of(model: nn.Module) -> nn.Module | None:
+    """The part of a language model between token ids and logits, if it is called as those of SGLang's own models are."""
+    decoder = getattr(model, "model", None)
+    if not isinstance(decoder, nn.Module):
+        return None
+    # Of the class: piecewise CUDA graphs put a function of their own before it, which runs it as it is outside of them.
+    names = list(inspect.signature(type(decoder).forward).parameters)
+    return decoder if names[1:4] == ["input_ids", "positions", "forward_batch"] else None
 
 
-def forget_kv_scales(scales: Sequence[KvScale]) -> None:
-    """Set SGLang's copies to 1.0, as a boot from a checkpoint without KV scales does."""
-    for scale in scales:
-        setattr(scale.module, scale.copy, 1.0)
+def prefill_batch(token_ids: Tensor, positions: Tensor, lengths: Sequence[int]) -> Any:
+    """A batch of whole sequences that no request stands behind, and that has no place in the KV cache.
+
+    Args:
+        token_ids: (N,) int64, one sequence after another.
+        positions: (N,) int64: of each token, its place in its own sequence.
+        lengths: Tokens of each sequence.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    device = token_ids.device
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=len(lengths),
+        input_ids=token_ids,
+        req_pool_indices=torch.zeros(len(lengths), dtype=torch.int64, device=device),
+        seq_lens=torch.tensor(lengths, dtype=torch.int64, device=device),
+        out_cache_loc=torch.zeros_like(token_ids),
+        seq_lens_sum=len(token_ids),
+        positions=positions,
+    )
 
 
-def restore_kv_scales(scales: Sequence[KvScale]) -> None:
-    """Write every scale from its copy, in two launches."""
-    if scales:
-        tensors = [scale.tensor for scale in scales]
-        torch._foreach_zero_(tensors)
-        torch._foreach_add_(tensors, [float(getattr(scale.module, scale.copy)) for scale in scales])
+def is_cache_fp8() -> bool:
+    """Whether the engine that this process builds was asked for an FP8 (E4M3) KV cache."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return bool(get_server_args().kv_cache_dtype == "fp8_e4m3")
+
+
+def make_kv_scales(layer: Any) -> None:
+    """Give an attention layer that is being built the KV scales that SGLang gives others: parameters, and their handling."""
+    from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    layer.quant_method = BaseKVCacheMethod(None)
+    layer.quant_method.create_weights(layer)

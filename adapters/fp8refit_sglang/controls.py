@@ -1,11 +1,12 @@
 """The control plane of an SGLang engine in the process that takes its requests."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fp8refit.admission import refusal, still_running
 from fp8refit.config import RefitConfig
+from fp8refit.errors import UnsupportedEngineError
 from fp8refit_sglang.compat import Tokenizer
 from fp8refit_sglang.gate import TokenizerGate
 
@@ -104,6 +105,15 @@ class TokenizerControls:
         self._close_gate().refuse(reason)
         self._tokenizer.abort_all()
         await self._tokenizer.wake_those_that_wait()
+
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        """See `fp8refit_sglang.driver.Controls`."""
+        token_ids = self._tokenizer.tokenize(prompts)
+        if token_ids is None:
+            raise UnsupportedEngineError(
+                "this engine was booted with skip_tokenizer_init; calibrate with token ids in the place of prompts"
+            )
+        return token_ids
 
     async def publish_version(self, version: int) -> None:
         """See `fp8refit_sglang.driver.Controls`."""

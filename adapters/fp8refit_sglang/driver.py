@@ -62,6 +62,10 @@ class Controls(Protocol):
         """See `fp8refit.engine.Engine`."""
         ...
 
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        """See `fp8refit.engine.Engine`."""
+        ...
+
     async def publish_version(self, version: int) -> None:
         """See `fp8refit.engine.Engine`."""
         ...
@@ -119,6 +123,10 @@ class Driver:
                 return
             await self._drive(asyncio.sleep(POLL_S))
         raise cache_kept("SGLang kept its radix cache", "requests that still run, transfers of KV")
+
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        """See `fp8refit.engine.Engine`."""
+        return await self._drive(self._controls.tokenize(prompts))
 
     async def publish_version(self, version: int) -> None:
         """See `fp8refit.engine.Engine`."""

@@ -1,6 +1,7 @@
 """SGLang as an engine: `sglang.Engine`, with its schedulers in other processes."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fp8refit.config import RefitConfig
@@ -96,6 +97,10 @@ class SglangEngine:
     async def flush_caches(self) -> None:
         """See `fp8refit.engine.Engine`."""
         await self._driver.flush_caches()
+
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        """See `fp8refit.engine.Engine`."""
+        return await self._driver.tokenize(prompts)
 
     async def publish_version(self, version: int) -> None:
         """See `fp8refit.engine.Engine`."""

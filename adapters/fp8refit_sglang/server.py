@@ -12,7 +12,7 @@ import os
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -63,6 +63,13 @@ class Refuse(_Order):
     reason: str
 
 
+class Tokenize(_Order):
+    """See `fp8refit.engine.Engine.tokenize`."""
+
+    step: Literal["tokenize"] = "tokenize"
+    prompts: tuple[str, ...]
+
+
 class Publish(_Order):
     """See `fp8refit.engine.Engine.publish_version`."""
 
@@ -77,7 +84,9 @@ class Ring(_Order):
     address: str
 
 
-AnyOrder: TypeAlias = Annotated[Hello | Pause | Resume | Refuse | Publish | Ring, Field(discriminator="step")]
+AnyOrder: TypeAlias = Annotated[
+    Hello | Pause | Resume | Refuse | Tokenize | Publish | Ring, Field(discriminator="step")
+]
 
 
 class _Request(_Order):
@@ -94,6 +103,7 @@ class Answer(BaseModel):
     speaker: Literal["fp8refit"] = "fp8refit"
     value: int = 0
     said: str = ""
+    token_ids: list[list[int]] = []
     error: ErrorRecord | None = None
 
 
@@ -155,6 +165,8 @@ class ServerClerk:
         if isinstance(order, Ring):
             success, said = await self._controls.ring(order.address, timeout_s=self._silence_s)
             return Answer(value=int(success), said=said)
+        if isinstance(order, Tokenize):
+            return Answer(token_ids=await self._controls.tokenize(order.prompts))
         if isinstance(order, Publish):
             await self._controls.publish_version(order.version)
         elif isinstance(order, Refuse):
@@ -296,6 +308,10 @@ class ServerControls:
     async def refuse(self, reason: str) -> None:
         """See `fp8refit_sglang.driver.Controls`."""
         await self._post(Refuse(reason=reason))
+
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        """See `fp8refit_sglang.driver.Controls`."""
+        return (await self._post(Tokenize(prompts=tuple(prompts)))).token_ids
 
     async def publish_version(self, version: int) -> None:
         """See `fp8refit_sglang.driver.Controls`."""

@@ -19,15 +19,8 @@ from fp8refit.slots import Inventory, Refresh, Refusal
 from fp8refit.target import Target
 from fp8refit.transport.group import ProcessGroupExchange
 from fp8refit.transport.loopback import Line
-from fp8refit_sglang.compat import (
-    KvScale,
-    Scheduler,
-    address_in,
-    forget_kv_scales,
-    kv_scales,
-    receipt,
-    restore_kv_scales,
-)
+from fp8refit_sglang.compat import Scheduler, address_in, receipt
+from fp8refit_sglang.kv_cache import HeldScales, read_kv_cache
 from fp8refit_sglang.layout import read_inventory
 
 logger = logging.getLogger(__name__)
@@ -111,7 +104,7 @@ class LiveModel:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._has_dummy_scales = scheduler.has_dummy_weights
+        self._scales = HeldScales(is_noise=scheduler.has_dummy_weights)
 
     @property
     def network(self) -> nn.Module:
@@ -142,13 +135,12 @@ class LiveModel:
             refusals.append(
                 Refusal(module="multimodal model", reason=reason, remedy="fp8refit refits language models so far")
             )
-        scales = kv_scales(self.network)
-        refresh = Refresh(name="KV scales", run=lambda: self._restore(scales))
-        return replace(inventory, refusals=tuple(refusals), refreshes=(*inventory.refreshes, refresh))
-
-    def _restore(self, scales: list[KvScale]) -> None:
-        """Write the KV scales, which sleep loses, from SGLang's own copies of them. A dummy boot fills both with noise."""
-        if self._has_dummy_scales:
-            forget_kv_scales(scales)
-            self._has_dummy_scales = False
-        restore_kv_scales(scales)
+        # Sleep loses the KV scales, and a dummy boot fills them with noise.
+        self._scales.read(self.network)
+        refresh = Refresh(name="KV scales", run=self._scales.restore)
+        return replace(
+            inventory,
+            refusals=tuple(refusals),
+            refreshes=(*inventory.refreshes, refresh),
+            kv=read_kv_cache(self._scheduler, self._scales),
+        )

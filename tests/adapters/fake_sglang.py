@@ -21,7 +21,7 @@ from fp8refit_sglang import SglangEngine, plugin
 from fp8refit_sglang.compat import IN_SCHEDULER, IN_SERVER
 from torch import Tensor, nn
 
-from tests.fake_ranks import LAYOUTS, SHAPES, Meeting, Shard, ThreadGroup, whole
+from tests.fake_ranks import HIDDEN, K_PROJ, LAYOUTS, SHAPES, Meeting, Shard, ThreadGroup, whole
 from tests.fakes import assert_slots_hold, live_bytes
 
 NAMES = [name for name, _, _ in LAYOUTS["tensor"][0]]
@@ -89,6 +89,55 @@ class HTTPException(Exception):
         self.status_code, self.detail = status_code, detail
 
 
+class ForwardMode(Enum):
+    EXTEND = "extend"
+
+
+@dataclass
+class ForwardBatch:
+    forward_mode: ForwardMode
+    batch_size: int
+    input_ids: Tensor
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    out_cache_loc: Tensor
+    seq_lens_sum: int
+    positions: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    attn_backend: object
+    current: ClassVar["list[ForwardContext]"] = []
+
+
+@contextlib.contextmanager
+def forward_context(context: ForwardContext):
+    ForwardContext.current.append(context)
+    try:
+        yield
+    finally:
+        ForwardContext.current.pop()
+
+
+class Graphs:
+    """Which CUDA graphs there are, by phase."""
+
+    backends: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def check(cls, phase: str, backend: str) -> bool:
+        return cls.backends[phase] == backend
+
+
+class BaseKVCacheMethod:
+    def __init__(self, quant_config: Any) -> None:
+        self.quant_config = quant_config
+
+    def create_weights(self, layer: nn.Module) -> None:
+        layer.k_scale, layer.v_scale = (nn.Parameter(torch.tensor(-1.0), requires_grad=False) for _ in range(2))
+
+
 class EntryPoint:
     """Entry point of the adapter."""
 
@@ -116,6 +165,16 @@ def install(monkeypatch) -> None:
         "sglang.srt.managers.io_struct": {kind.__name__: kind for kind in REQUESTS},
         "sglang.srt.plugins": {},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+        "sglang.srt.model_executor": {},
+        "sglang.srt.model_executor.cuda_graph_config": {"check_cuda_graph_backend": Graphs.check},
+        "sglang.srt.model_executor.forward_batch_info": {"ForwardBatch": ForwardBatch, "ForwardMode": ForwardMode},
+        "sglang.srt.model_executor.forward_context": {
+            "ForwardContext": ForwardContext,
+            "forward_context": forward_context,
+        },
+        "sglang.srt.layers": {},
+        "sglang.srt.layers.quantization": {},
+        "sglang.srt.layers.quantization.kv_cache": {"BaseKVCacheMethod": BaseKVCacheMethod},
         "fastapi": {"HTTPException": HTTPException},
     }
     for name, members in contents.items():
@@ -124,6 +183,7 @@ def install(monkeypatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(HookRegistry, "_hooks", {})
     monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr(Graphs, "backends", {"decode": "full", "prefill": "tc_piecewise"})
     monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [EntryPoint()])
     monkeypatch.setattr("fp8refit_sglang.worker.ProcessGroupExchange", lambda group: group)
     monkeypatch.setattr("fp8refit_sglang.worker.read_inventory", lambda network: network.read_inventory())
@@ -134,13 +194,52 @@ def install(monkeypatch) -> None:
 # Ranks.
 
 
-class Attention(nn.Module):
-    """What SGLang keeps of an FP8 KV cache, after a dummy boot."""
+HEAD_DIM = 64
+NUM_KV_HEADS = 2
+VOCAB_SIZE = 16
 
-    def __init__(self) -> None:
+
+class RadixAttention(nn.Module):
+    """An attention layer over an FP8 KV cache, with what a dummy boot leaves in its scales."""
+
+    def __init__(self, num_kv_heads: int) -> None:
         super().__init__()
         self.k_scale, self.v_scale = (nn.Parameter(torch.tensor(0.25), requires_grad=False) for _ in range(2))
         self.k_scale_float = self.v_scale_float = 0.25
+        self.quant_method = object()
+        self.tp_q_head_num, self.tp_k_head_num = 2 * num_kv_heads, num_kv_heads
+        self.qk_head_dim = self.v_head_dim = HEAD_DIM
+        self.scaling, self.logit_cap, self.logit_capping_method = HEAD_DIM**-0.5, 0.0, "tanh"
+        self.sliding_window_size, self.attn_type, self.is_cross_attention = -1, "decoder", False
+        self.pos_encoding_mode, self.xai_temperature_len, self.use_irope = "NONE", -1, False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, forward_batch: ForwardBatch) -> Tensor:
+        raise AssertionError("reads and writes the KV cache")
+
+
+class Decoder(nn.Module):
+    """Two layers of attention whose keys are of the live weights, and whose values are twice the keys."""
+
+    def __init__(self, make_keys: Callable[[Tensor], Tensor], num_kv_heads: int) -> None:
+        super().__init__()
+        self.make_keys = make_keys
+        self.layers = nn.ModuleList(nn.Module() for _ in range(2))
+        for layer in self.layers:
+            layer.self_attn = nn.Module()
+            layer.self_attn.attn = RadixAttention(num_kv_heads)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch) -> list[Tensor]:
+        assert ForwardContext.current
+        assert forward_batch.forward_mode is ForwardMode.EXTEND
+        assert forward_batch.seq_lens.sum() == forward_batch.seq_lens_sum == len(input_ids) == len(positions)
+        k = self.make_keys(input_ids)
+        attentions = [layer.self_attn.attn for layer in self.layers]
+        return [attn(k.repeat(1, 2), index * k, 2 * k, forward_batch) for index, attn in enumerate(attentions, 1)]
+
+
+def embed(token_ids: Tensor) -> Tensor:
+    """(N, HIDDEN)."""
+    return torch.randn(VOCAB_SIZE, HIDDEN, generator=torch.Generator().manual_seed(0))[token_ids]
 
 
 class Network(Shard):
@@ -148,7 +247,19 @@ class Network(Shard):
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__(LAYOUTS["tensor"][rank] if num_ranks > 1 else [whole(name) for name in NAMES])
-        self.attention = Attention()
+        self._rank, self._num_kv_heads = rank, NUM_KV_HEADS // num_ranks
+        self.model = Decoder(self._make_keys, self._num_kv_heads)
+
+    @property
+    def attention(self) -> RadixAttention:
+        return self.model.layers[0].self_attn.attn
+
+    def _make_keys(self, token_ids: Tensor) -> Tensor:
+        """Those of this rank's heads."""
+        slot = next(slot for slot in self.slots() if slot.name == K_PROJ)
+        scale = slot.scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :HIDDEN]
+        heads = (embed(token_ids) @ (slot.weight.float() * scale).T).split(self._num_kv_heads * HEAD_DIM, dim=1)
+        return heads[self._rank]
 
 
 class WeightUpdater:
@@ -171,10 +282,21 @@ class Scheduler:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         group = ThreadGroup(meeting, rank)
         self.network = Network(rank, group.size)
-        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=self.network))
+        self.runner = SimpleNamespace(
+            model=self.network,
+            kv_cache_dtype=torch.float8_e4m3fn,
+            kv_cache_dtype_str="fp8_e4m3",
+            prefill_attention_backend_str="fa3",
+            decode_attention_backend_str="fa3",
+            attn_backend=object(),
+            use_mla_backend=False,
+            weight_updater=SimpleNamespace(recapture_cuda_graph=lambda: self.events.append("captured")),
+        )
+        self.tp_worker = SimpleNamespace(model_runner=self.runner)
         self.tp_group = SimpleNamespace(cpu_group=group, rank_in_group=rank, world_size=group.size)
         self.server_args = SimpleNamespace(load_format="auto")
-        self.model_config = SimpleNamespace(is_multimodal=False)
+        self.model_config = SimpleNamespace(is_multimodal=False, vocab_size=VOCAB_SIZE, context_len=64)
+        self.chunked_prefill_size, self.max_prefill_tokens = 32, 4096
         self.weight_updater = WeightUpdater(self)
         self.draft_worker = None
         self.waiting_queue: list[str] = []
@@ -236,6 +358,7 @@ class TokenizerManager:
 
     def __init__(self, schedulers: list[Scheduler], server_args: SimpleNamespace) -> None:
         self.schedulers, self.server_args = schedulers, server_args
+        self.tokenizer = SimpleNamespace(encode=lambda text: [1, *map(int, text.split())])
         self.rid_to_state: dict[str, State] = {}
         self.model_update_lock = UpdateLock()
         self.is_pause = False

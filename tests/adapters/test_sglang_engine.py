@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -548,7 +547,7 @@ def test_a_draft_model_is_refused(engine):
 
 
 def test_a_multimodal_model_is_refused(engine):
-    engine.schedulers[-1].model_config = SimpleNamespace(is_multimodal=True)
+    engine.schedulers[-1].model_config.is_multimodal = True
     assert_nothing_written(engine, UnsupportedEngineError, "(?s)multimodal model.*language models so far")
     assert_serves(engine)
 

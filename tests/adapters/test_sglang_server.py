@@ -315,3 +315,22 @@ def test_a_refused_stream_is_told_as_a_value_error_too(solo):
     plain, stream = (http_refusal("half written", SimpleNamespace(stream=is_stream)) for is_stream in (False, True))
     assert (plain.status_code, stream.status_code) == (503, 503)
     assert (isinstance(plain, ValueError), isinstance(stream, ValueError)) == (False, True)
+
+
+# Prompts.
+
+
+def test_prompts_are_those_of_the_server_s_tokenizer(running):
+    report = Refitter(SglangServer(running.url)).refit(running.engine.make_policy(1), calibration=["2 3", "4"])
+    assert report.kv.num_tokens == 5
+    assert {scheduler.network.attention.k_scale_float for scheduler in running.engine.schedulers} == {
+        report.kv.scales["model.layers.0.self_attn.k_scale"]
+    }
+    assert_serves(running)
+
+
+def test_a_server_without_a_tokenizer_asks_for_token_ids(running):
+    running.manager.tokenizer = None
+    with pytest.raises(UnsupportedEngineError, match="calibrate with token ids in the place of prompts"):
+        Refitter(SglangServer(running.url)).refit(running.engine.make_policy(1), calibration="2 3")
+    assert_serves(running)

@@ -1,4 +1,4 @@
-"""Faults inside a rank, armed from outside."""
+"""Faults inside a rank, armed from outside, and one pretence."""
 
 import torch
 
@@ -27,4 +27,12 @@ def keep_caches(scheduler, is_kept: bool) -> None:
         del scheduler.is_fully_idle
 
 
-FAULTS = {"arm": arm, "keep_caches": keep_caches}
+def claim_fp8_cache(scheduler) -> None:
+    """Have fp8refit believe that the KV cache is FP8 and read by FlashAttention 3. It is BF16, and read by torch."""
+    from fp8refit_sglang.compat import Scheduler
+
+    Scheduler.cache_dtype = "fp8_e4m3"
+    Scheduler.attention_backends = ("fa3", "fa3")
+
+
+FAULTS = {"arm": arm, "keep_caches": keep_caches, "claim_fp8_cache": claim_fp8_cache}

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import sglang
+from calibrations import calibrate
 from engines import bf16_of, booted, generate, look, make_policy, num_unfinished, state
 from expected import expected_bytes
 
@@ -27,6 +28,7 @@ def run_fresh(cases: list, refitted: list[str], work: Path) -> dict:
             if family in refitted:
                 one["is_first"] = [rank.is_first for rank in Refitter(engine).refit(make_policy(family, 1)).ranks]
                 one["wrong_after_refit"] = wrong_tensors(engine, family, 1, one)
+                one["calibration"] = calibrate(engine, family)
     return found
 
 

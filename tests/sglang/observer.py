@@ -66,6 +66,28 @@ def linears(scheduler) -> dict[str, str]:
     return {name: product.__name__ for name, product in products.items() if product is not None}
 
 
+def kv_scales(scheduler) -> dict[str, list[float]]:
+    """Each KV scale, as a tensor and as SGLang's copy of it, by its checkpoint name."""
+    return {
+        f"{name.removesuffix('.attn')}.{kind}_scale": [
+            getattr(module, f"{kind}_scale").item(),
+            getattr(module, f"{kind}_scale_float"),
+        ]
+        for name, module in _model(scheduler).named_modules()
+        if hasattr(module, "k_scale_float")
+        for kind in ("k", "v")
+    }
+
+
+def cache_bytes(scheduler) -> str:
+    """A sha256 of the KV cache."""
+    pool = scheduler.tp_worker.model_runner.token_to_kv_pool
+    digest = hashlib.sha256()
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        digest.update(_raw(buffer).numpy())
+    return digest.hexdigest()
+
+
 def flush_cache(scheduler) -> bool:
     """Drop the radix cache, unless something still runs; leave the allocator's alone, which takes SGLang half a second."""
     return scheduler.flush_cache(empty_cache=False)
@@ -104,6 +126,8 @@ OBSERVATIONS = {
     "scribble": scribble,
     "padding": padding,
     "linears": linears,
+    "kv_scales": kv_scales,
+    "cache_bytes": cache_bytes,
     "flush_cache": flush_cache,
     "hidden": hidden,
     "tensor_bytes": tensor_bytes,

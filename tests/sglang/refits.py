@@ -7,6 +7,7 @@ from typing import Any
 
 import sglang
 import torch
+from calibrations import BATCH, calibrate
 from engines import (
     PROMPTS,
     SAMPLING,
@@ -44,6 +45,8 @@ def run_refits(family: str, num_ranks: int, work: Path) -> dict:
             found[name]["healed"] = refitted(engine, family, 1) == good and not Refitter(engine).is_dirty
         if family == cross_engine.FAMILY and num_ranks == 1:
             found["cross engine"] = try_cross_engine(engine, work)
+        found["no FP8 cache"] = refused(lambda: Refitter(engine).refit(make_policy(family, 2), calibration=BATCH))
+        found["calibration"] = calibrate(engine, family)
         return found
 
 

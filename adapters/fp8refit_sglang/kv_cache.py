@@ -1,0 +1,267 @@
+"""The FP8 KV cache of one SGLang rank: where its scales are, what reads them, and how the live model is run to measure them.
+
+SGLang divides keys and values by a layer's scales when it writes them into its cache, and multiplies by them when it reads it.
+Queries have no scale: they are cast as they are. SGLang itself clamps nothing (`MHATokenToKVPool.set_kv_buffer` of 0.5.15,
+0.5.17 and 0.5.23 calls `Tensor.to`): PyTorch's cast does, or makes NaN of what lies beyond 464 times its scale.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8refit.layers.attention import PackedSequences
+from fp8refit.layers.measuring import Heads, measured
+from fp8refit.names import attention_name
+from fp8refit.slots import KvCache, KvLayer, KvScale, Observe, Refusal
+from fp8refit_sglang.compat import Scheduler, decoder_of, is_cache_fp8, make_kv_scales, prefill_batch
+
+_FP8 = "fp8_e4m3"
+_READS_TENSORS = frozenset({"fa3"})
+"""Attention backends whose kernels read scales from the device's tensors, when they run."""
+_READS_NUMBERS = frozenset({"flashinfer", "triton"})
+"""Those that are given SGLang's copies of them as Python numbers, which a CUDA graph keeps."""
+_MAX_FA3_HEAD = 256
+"""Heads beyond it are written divided by their scales, and read as if these were 1."""
+_BOOT_FP8 = f'Boot with kv_cache_dtype="{_FP8}"'
+_BOOT_FA3 = 'Boot with attention_backend="fa3"'
+_GIVE_SCALES = "Give the scales instead (kv_scales=)"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldScale:
+    """One scale of an attention layer: a tensor, and SGLang's copy of it as a Python number."""
+
+    module: nn.Module
+    kind: str
+    """`k` or `v`."""
+    tensor: Tensor
+
+    @property
+    def number(self) -> float:
+        """The copy, which sleep does not lose."""
+        return float(getattr(self.module, f"{self.kind}_scale_float"))
+
+    def set_number(self, value: float) -> None:
+        """Write the copy."""
+        setattr(self.module, f"{self.kind}_scale_float", value)
+
+
+class HeldScales:
+    """Every KV scale of a model, in an FP8 cache or beside another.
+
+    Args:
+        is_noise: Whether a dummy boot filled them, tensors and copies, with noise.
+    """
+
+    def __init__(self, *, is_noise: bool) -> None:
+        self._is_noise = is_noise
+        self._scales: list[HeldScale] = []
+
+    def read(self, model: nn.Module) -> None:
+        """Take those that `model` holds now."""
+        self._scales = [scale for module in model.modules() for scale in scales_of(module)]
+
+    def write_copy(self, scale: HeldScale, value: float) -> None:
+        """Write SGLang's copy of a scale whose tensor is written."""
+        self._forget_noise()
+        scale.set_number(value)
+
+    def restore(self) -> None:
+        """Write every tensor from its copy, in two launches."""
+        self._forget_noise()
+        if self._scales:
+            tensors = [scale.tensor for scale in self._scales]
+            torch._foreach_zero_(tensors)
+            torch._foreach_add_(tensors, [scale.number for scale in self._scales])
+
+    def _forget_noise(self) -> None:
+        """Let all be 1, as after a boot from a checkpoint without KV scales."""
+        if self._is_noise:
+            for scale in self._scales:
+                scale.set_number(1.0)
+            self._is_noise = False
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether it is an attention layer over the KV cache."""
+    return hasattr(module, "k_scale_float")
+
+
+def scales_of(module: nn.Module) -> list[HeldScale]:
+    """The scales of one attention layer; none of any other module."""
+    found = {kind: module._parameters.get(f"{kind}_scale") for kind in ("k", "v")} if is_attention(module) else {}
+    return [HeldScale(module, kind, scale.data) for kind, scale in found.items() if scale is not None]
+
+
+def give_scales(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Around the making of an attention layer: with an FP8 cache, give it scales if SGLang does not.
+
+    Some models (Qwen3) tell their attention nothing of quantization. The scales are made before CUDA graphs are captured, and
+    are 1 until somebody sets them, which computes what SGLang does without them.
+    """
+    original(layer, *args, **kwargs)
+    if layer.quant_method is None and layer.k_scale is None and is_cache_fp8():
+        make_kv_scales(layer)
+
+
+def casts_saturate(device: torch.device) -> bool:
+    """Whether PyTorch's cast to E4M3 clamps what does not fit, on `device`; by version and device it gives NaN instead."""
+    large = torch.full((1,), 1e4, dtype=torch.bfloat16, device=device)
+    return bool(large.to(torch.float8_e4m3fn).float().isfinite().all())
+
+
+def read_kv_cache(scheduler: Scheduler, scales: HeldScales) -> KvCache:
+    """What a rank says of its KV cache.
+
+    Args:
+        scheduler: A scheduler whose model is loaded.
+        scales: What it holds.
+    """
+    dtype, backends = scheduler.cache_dtype, dict.fromkeys(scheduler.attention_backends)
+    if dtype != _FP8:
+        refusal = Refusal(module="KV cache", reason=f"is {dtype}, not {_FP8}", remedy=_BOOT_FP8)
+        return KvCache(dtype=dtype, backend=", ".join(backends), refusals=(refusal,))
+    layers = [_Layer(name, module) for name, module in scheduler.model.named_modules() if is_attention(module)]
+
+    def finish() -> None:
+        scales.restore()  # the others, if they were noise until now
+        if _READS_NUMBERS.intersection(backends) and scheduler.has_decode_graphs:
+            scheduler.recapture()
+
+    return KvCache(
+        dtype=dtype,
+        backend=", ".join(backends),
+        layers=tuple(KvLayer(name=attention_name(layer.name), scales=layer.scales(scales)) for layer in layers),
+        prefill=LivePrefill(scheduler, layers),
+        saturates=casts_saturate(next(scheduler.model.parameters()).device),
+        refusals=tuple(_why_not_written(scheduler, layers)),
+        prefill_refusals=tuple(_why_not_measured(scheduler.model, layers)),
+        after_write=finish,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One attention layer of a live model."""
+
+    name: str
+    module: Any
+
+    def scales(self, scales: HeldScales) -> tuple[KvScale, ...]:
+        return tuple(
+            KvScale(kind=held.kind, tensor=held.tensor, write_copies=_writer(scales, held))
+            for held in scales_of(self.module)
+        )
+
+    def why_not_measured(self) -> str | None:
+        """What plain causal attention would compute otherwise than this layer does."""
+        module = self.module
+        kind = getattr(module.attn_type, "value", module.attn_type)
+        if module.is_cross_attention or kind != "decoder":
+            return f"is {'cross' if module.is_cross_attention else kind} attention, not plain causal attention"
+        if module.pos_encoding_mode != "NONE":
+            return f"encodes positions itself ({module.pos_encoding_mode})"
+        if module.xai_temperature_len > 0:
+            return "scales its scores with the position"
+        if module.use_irope:
+            return "attends within chunks"
+        if module.logit_cap and module.logit_capping_method != "tanh":
+            return f"caps its scores by {module.logit_capping_method}"
+        return None
+
+    def heads(self) -> Heads:
+        module = self.module
+        return Heads(
+            num_heads=module.tp_q_head_num,
+            num_kv_heads=module.tp_k_head_num,
+            head_dim=module.qk_head_dim,
+            v_head_dim=module.v_head_dim,
+            scale=float(module.scaling),
+            window=module.sliding_window_size + 1
+            if module.sliding_window_size > -1
+            else None,  # SGLang counts those before
+            soft_cap=module.logit_cap or None,
+        )
+
+
+class LivePrefill:
+    """Implements `fp8refit.slots.Prefill` on a scheduler's live model: eager, without requests, without the KV cache.
+
+    With tensor parallelism every rank runs it at the same time.
+
+    Args:
+        scheduler: A scheduler whose model is loaded.
+        layers: Every attention layer of the model.
+    """
+
+    def __init__(self, scheduler: Scheduler, layers: Sequence[_Layer]) -> None:
+        self._scheduler = scheduler
+        self._layers = layers
+        self.vocab_size = scheduler.vocab_size
+        self.max_length = scheduler.max_length
+        self.max_tokens = scheduler.max_tokens
+
+    def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
+        """See `fp8refit.slots.Prefill`."""
+        decoder = decoder_of(self._scheduler.model)
+        assert decoder is not None, "checked"
+        token_ids, lengths = torch.cat(list(sequences)), [len(sequence) for sequence in sequences]
+        packed = PackedSequences(lengths, token_ids.device)
+        batch = prefill_batch(token_ids, packed.positions, lengths)
+        layers = [(layer.module, layer.heads()) for layer in self._layers]
+        with measured(layers, packed, observe), self._scheduler.forward_scope():
+            decoder(token_ids, packed.positions, batch)
+
+
+def _writer(scales: HeldScales, held: HeldScale) -> Callable[[float], None]:
+    return lambda value: scales.write_copy(held, value)
+
+
+def _why_not_written(scheduler: Scheduler, layers: Sequence[_Layer]) -> list[Refusal]:
+    """What keeps the scales as they are, and what to set."""
+    refusals = list(_why_not_reached(scheduler))
+    without = [layer.name for layer in layers if not scales_of(layer.module)]
+    if without:
+        reason = f"has no KV scales, as one of {len(without)} layers"
+        remedy = f"{_BOOT_FP8}, with fp8refit installed where the engine runs"
+        refusals.append(Refusal(module=without[0], reason=reason, remedy=remedy))
+    wide = [layer.name for layer in layers if layer.module.qk_head_dim > _MAX_FA3_HEAD]
+    if wide and _READS_TENSORS.intersection(scheduler.attention_backends):
+        reason = f"has heads of more than {_MAX_FA3_HEAD}, which fa3 reads without their scales"
+        refusals.append(Refusal(module=wide[0], reason=reason, remedy='Boot with attention_backend="triton"'))
+    return refusals
+
+
+def _why_not_reached(scheduler: Scheduler) -> list[Refusal]:
+    """What is against all layers at once."""
+    if scheduler.has_latent_cache:
+        reason = "holds latents, which SGLang writes as if their scale were 1"
+        return [Refusal(module="KV cache", reason=reason, remedy="fp8refit sets no scales of latent caches")]
+    refusals = []
+    for backend in dict.fromkeys(scheduler.attention_backends):
+        if backend not in _READS_TENSORS | _READS_NUMBERS:
+            reason = "is not known to read KV scales when it runs"
+            refusals.append(Refusal(module=f"attention backend {backend}", reason=reason, remedy=_BOOT_FA3))
+        elif backend in _READS_NUMBERS and scheduler.has_full_prefill_graphs:
+            reason = "is given KV scales as numbers, which graphs of a whole prefill keep"
+            remedy = f"{_BOOT_FA3}, or with disable_prefill_cuda_graph=True"
+            refusals.append(Refusal(module=f"attention backend {backend}", reason=reason, remedy=remedy))
+    return refusals
+
+
+def _why_not_measured(model: nn.Module, layers: Sequence[_Layer]) -> list[Refusal]:
+    """What the live model has that a pass of ours would not compute as the engine does."""
+    found: dict[str, str] = {}
+    if decoder_of(model) is None:
+        found["is built otherwise than language models are"] = type(model).__name__
+    for layer in layers:
+        why = layer.why_not_measured()
+        if why is not None:
+            found.setdefault(why, layer.name)
+    for name, module in model.named_modules():
+        if getattr(module, "sinks", None) is not None:
+            found.setdefault("attends with sinks", name)
+    return [Refusal(module=name, reason=reason, remedy=_GIVE_SCALES) for reason, name in found.items()]
