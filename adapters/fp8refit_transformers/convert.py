@@ -2,12 +2,13 @@
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.slots import ScaleFormat
+from fp8refit_transformers.kv_cache import find_attentions, use_fp8_cache
 from fp8refit_transformers.linear import BlockFp8Linear
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
@@ -19,7 +20,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def to_block_fp8(
-    model: Model, *, block_size: tuple[int, int] = (128, 128), scale_format: str = ScaleFormat.FP32
+    model: Model,
+    *,
+    block_size: tuple[int, int] = (128, 128),
+    scale_format: str = ScaleFormat.FP32,
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
 ) -> Model:
     """Replace every `nn.Linear` of `model` by a `BlockFp8Linear` of the same weights, in place.
 
@@ -30,12 +35,16 @@ def to_block_fp8(
         model: A Hugging Face causal LM.
         block_size: Rows and columns of one block.
         scale_format: `"fp32"` or `"ue8m0"`.
+        kv_cache_dtype: `"auto"` leaves caches in the model's dtype. With `"fp8"` every `DynamicCache` of the model, those of
+            `generate` too, holds float8_e4m3fn, with one scale a layer for keys and one for values, 1.0 until a `Refitter`
+            writes them; a cache that was filled before a refit is refused after it.
 
     Returns:
         `model`.
 
     Raises:
-        UnsupportedEngineError: There is no `nn.Linear` to replace.
+        UnsupportedEngineError: There is no `nn.Linear` to replace, or a layer that cannot have an FP8 KV cache; nothing is
+            replaced.
         NonFiniteError: A weight holds NaN or Inf; the layers before it are replaced.
 
     Example:
@@ -45,11 +54,17 @@ def to_block_fp8(
     names = list(_quantizable(model))
     if not names and not any(isinstance(module, BlockFp8Linear) for module in model.modules()):
         raise UnsupportedEngineError(f"{type(model).__name__} has no nn.Linear to make block FP8 besides its LM head")
+    if kv_cache_dtype not in ("auto", "fp8"):
+        raise ValueError(f'{kv_cache_dtype=}; give "auto" or "fp8"')
+    if kv_cache_dtype == "fp8":
+        find_attentions(model)
     for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear), f"{name=}"
         layer = BlockFp8Linear.from_linear(linear, block_size=block_size, scale_format=ScaleFormat(scale_format))
         model.set_submodule(name, layer)
+    if kv_cache_dtype == "fp8":
+        use_fp8_cache(model)
     return model
 
 

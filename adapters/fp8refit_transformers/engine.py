@@ -1,5 +1,6 @@
 """A Hugging Face model in this process as an engine: one rank, admission at `forward`, no caches of its own."""
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fp8refit.refitter import Refitter
 from fp8refit.sources import SafetensorsSource
 from fp8refit.target import Target
 from fp8refit_transformers.convert import to_block_fp8
+from fp8refit_transformers.kv_cache import fp8_kvs
 from fp8refit_transformers.layout import read_inventory
 from fp8refit_transformers.linear import BlockFp8Linear
 
@@ -108,8 +110,14 @@ class TransformersEngine:
     async def flush_caches(self) -> None:
         """See `fp8refit.engine.Engine`: every `generate` call begins with a cache of its own."""
 
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        """See `fp8refit.engine.Engine`."""
+        raise UnsupportedEngineError("a model has no tokenizer: pass token ids")
+
     async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`: outputs of a model carry no version."""
+        """See `fp8refit.engine.Engine`: outputs of a model carry no version, but FP8 caches do, and older ones are refused."""
+        for _, kv in fp8_kvs(self._model):
+            kv.version = version
 
 
 class _Refuse:

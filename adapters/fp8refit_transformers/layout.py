@@ -5,9 +5,21 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from fp8refit.names import strip_wrappers
-from fp8refit.slots import SCALE_SUFFIX, Inventory, Slot, live_tensors
+from fp8refit.names import attention_name, strip_wrappers
+from fp8refit.slots import (
+    SCALE_SUFFIX,
+    Inventory,
+    KvCache,
+    KvLayer,
+    KvScale,
+    LiveTensor,
+    Refusal,
+    Slot,
+    live_tensors,
+)
+from fp8refit_transformers.kv_cache import DTYPE, KINDS, Fp8Kv, fp8_kvs
 from fp8refit_transformers.linear import BlockFp8Linear
+from fp8refit_transformers.prefill import DecoderPrefill
 
 
 def read_inventory(model: nn.Module) -> Inventory:
@@ -29,7 +41,44 @@ def read_inventory(model: nn.Module) -> Inventory:
             aliases[checkpoint_name] = first
         else:
             slots.append(_slot(model, name, tensor))
-    return Inventory(slots=tuple(slots), aliases=aliases, unneeded=tuple(unneeded), live=live_tensors(model))
+    return Inventory(
+        slots=tuple(slots),
+        aliases=aliases,
+        unneeded=tuple(unneeded),
+        live=tuple(_live(model)),
+        kv=_kv_cache(model),
+    )
+
+
+def _kv_cache(model: nn.Module) -> KvCache:
+    """The scales of the model's FP8 KV cache, or how it comes to have one."""
+    backend = str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+    layers = tuple(
+        KvLayer(
+            name=attention_name(strip_wrappers(name)),
+            scales=tuple(KvScale(kind=kind, tensor=kv.get_buffer(f"{kind}_scale")) for kind in KINDS),
+        )
+        for name, kv in fp8_kvs(model)
+    )
+    if layers:
+        return KvCache(dtype=DTYPE, backend=backend, layers=layers, prefill=DecoderPrefill(model))
+    refusal = Refusal(
+        module="past_key_values",
+        reason="the KV cache is held in the model's own dtype, which needs no scales",
+        remedy='For one in FP8: to_block_fp8(model, kv_cache_dtype="fp8")',
+    )
+    return KvCache(dtype="auto", backend=backend, refusals=(refusal,))
+
+
+def _live(model: nn.Module) -> Iterator[LiveTensor]:
+    """What a refit writes; a forward may replace other buffers, such as RoPE frequencies that depend on the length."""
+    passing = {
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        if not isinstance(module, Fp8Kv)
+        for key in module._non_persistent_buffers_set
+    }
+    return (live for live in live_tensors(model) if live.name not in passing)
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

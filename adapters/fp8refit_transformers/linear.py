@@ -30,7 +30,7 @@ class BlockFp8Linear(nn.Module):
         weight_scale_inv: (ceil(N / block_n), ceil(K / block_k)) float32, the multipliers that dequantize.
         bias: (N,), or None.
         block_size: Rows and columns of one weight block; the input's groups are as long as its columns.
-        scale_format: Which values the scales may take.
+        scale_format: Which values the scales may take, of weights and of inputs, as in DeepGEMM.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BlockFp8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.block_size = block_size
-        self.scale_format = scale_format
+        self.scale_format = ScaleFormat(scale_format)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale_inv = nn.Parameter(weight_scale_inv, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -69,7 +69,7 @@ class BlockFp8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply `x` (..., K) and give (..., N) in its dtype."""
         x_MK = x.reshape(-1, self.in_features)
-        codes_MK, scale_MG, _ = quantize_reference(x_MK, (1, self.block_size[1]), ScaleFormat.FP32)
+        codes_MK, scale_MG, _ = quantize_reference(x_MK, (1, self.block_size[1]), self.scale_format)
         y_MN = self._multiply(codes_MK, scale_MG, x.dtype)
         if self.bias is not None:
             y_MN = y_MN + self.bias

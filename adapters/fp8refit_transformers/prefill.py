@@ -1,0 +1,70 @@
+"""The calibration pass: the live decoder over token ids, with keys and values shown on their way into attention."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8refit.slots import Observe
+from fp8refit_transformers.kv_cache import UnquantizedCache, find_decoder
+
+MAX_TOKENS = 8192
+
+
+class DecoderPrefill:
+    """See `fp8refit.slots.Prefill`: runs the decoder without its LM head, unquantized and around the model's admission.
+
+    Nothing is cached and no hook is set: attention shows its keys and values to the cache that it is given.
+
+    Args:
+        model: A model with an FP8 KV cache.
+    """
+
+    max_tokens = MAX_TOKENS
+
+    def __init__(self, model: nn.Module) -> None:
+        self._decoder = find_decoder(model)
+        embeddings: nn.Embedding = self._decoder.get_input_embeddings()  # type: ignore[operator]
+        self.vocab_size = embeddings.num_embeddings
+        self.max_length: int = self._decoder.config.max_position_embeddings  # type: ignore[union-attr, assignment]
+
+    def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
+        """See `fp8refit.slots.Prefill`. Sequences of one length are one batch, so that there is no padding."""
+        with _evaluating(self._decoder):
+            for _, batch in groupby(sorted(sequences, key=len), key=len):
+                # Not the module itself, but its forward: a hook of the model refuses requests while it is refitted.
+                self._decoder.forward(
+                    input_ids=torch.stack(list(batch)), past_key_values=_Observed(observe), use_cache=True
+                )
+
+
+class _Observed(UnquantizedCache):
+    """A cache that keeps nothing: it shows the keys and values of a first forward, and hands them back."""
+
+    def __init__(self, observe: Observe) -> None:
+        super().__init__()
+        self._observe = observe
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Show (B, H, L, D) as (B * L, H, D)."""
+        k, v = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
+        self._observe(layer_idx, None, k, v)
+        return key_states, value_states
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout, and without gradient checkpointing, which takes the cache away."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
