@@ -43,9 +43,21 @@ def observe(scheduler, what: str, path: str) -> None:
         "places": lambda: live_model.places(state),
         "replays": live_model.num_replays,
         "memory": live_model.memory,
+        "kv_scales": lambda: kv_scales(scheduler.tp_worker.model_runner.model),
         "end_of_work": lambda: torch.cuda.synchronize() if torch.cuda.is_available() else None,
     }
     Path(path + str(scheduler.tp_group.rank_in_group)).write_text(json.dumps(looks[what]()))
+
+
+def kv_scales(model) -> dict[str, float]:
+    """Both copies of every scale of a model's KV cache."""
+    return {
+        f"{name}.{key}": float(value)
+        for name, module in model.named_modules()
+        if hasattr(module, "k_scale_float")
+        for key in ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
+        if (value := getattr(module, key)) is not None
+    }
 
 
 def ask(engine, what: str) -> list:

@@ -1,0 +1,280 @@
+"""What `run_kv.py` does in each of its modes."""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import policies
+import torch
+from kv_engines import boot_sglang, boot_vllm, versions
+from measuring import log, wait_for_gpu
+from torch import Tensor
+
+from fp8refit import Refitter, UnsupportedEngineError
+from tests.outliers import with_outliers
+
+CALIBRATION = [[(37 * i * i + 11 * j + 13 * i * j) % 50000 + 100 for j in range(512)] for i in range(16)]
+"""8 192 tokens."""
+PROMPTS = [[(31 * i + 7 * j + i * j * j) % 50000 + 100 for j in range(200 + 60 * i)] for i in range(4)]
+CACHED = [(17 * j) % 50000 + 100 for j in range(400)]
+NUM_NEW = 24
+LARGER = 8.0
+FACTORS = (1 / 40, 512, 256, 512)
+"""By which keys are enlarged, layer by layer, and repeated: K maxima from about 0.1 to 2 000."""
+NUM_ROUNDS = 7
+
+
+class Engine(Protocol):
+    """A live engine, as the modes here see it."""
+
+    candidate: object
+    """For `Refitter`."""
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of every token but the first, by one prefill."""
+        ...
+
+    def continue_(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Greedy tokens and their log-probabilities."""
+        ...
+
+    def num_cached(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt the prefix cache had."""
+        ...
+
+    def drop_caches(self) -> None: ...
+
+    def num_replays(self) -> int:
+        """CUDA graphs replayed so far, on rank 0."""
+        ...
+
+    def prefill_s(self) -> float:
+        """Seconds that the engine's normal prefill of `CALIBRATION` takes."""
+        ...
+
+
+def make_policies(shape: str) -> dict[str, dict[str, Tensor]]:
+    """An ordinary policy; one with outliers, which is the same function; one with larger keys, which is another."""
+    base = policies.fill_policy(policies.allocate(shape), 1)
+    # Layers add little to what they are given, attention most of it: errors add up, and do not grow from layer to layer until
+    # nothing can be compared; the LM head makes them visible. Attention is flat enough to be no lottery when keys are eight
+    # times as large.
+    for module, factor in (
+        ("o_proj", 0.1),
+        ("down_proj", 0.005),
+        ("q_norm", 0.25),
+        ("embed_tokens", 50),
+        ("lm_head", 4),
+    ):
+        for name in [name for name in base if name.endswith(f"{module}.weight")]:
+            base[name].mul_(factor)
+    if "lm_head.weight" not in base:
+        base["model.norm.weight"].mul_(4 / 50)
+    larger = {name: x * LARGER if name.endswith("k_norm.weight") else x for name, x in base.items()}
+    return {"base": base, "outliers": with_outliers(base, FACTORS, values_by=8), "larger": larger}
+
+
+def run_reference(engine: Engine, args) -> dict:
+    """What is said with a BF16 KV cache, and that such an engine is not calibrated."""
+    refitter, found = Refitter(engine.candidate), {}
+    for name, policy in make_policies(args.shape).items():
+        log(f"reference: {name}")
+        refitter.refit(policy)
+        tokens, _ = engine.continue_(PROMPTS, NUM_NEW)
+        sequences = [[*prompt, *new] for prompt, new in zip(PROMPTS, tokens, strict=True)]
+        found[name] = {"sequences": sequences, "scores": engine.score(sequences)}
+    try:
+        refitter.calibrate(CALIBRATION)
+    except UnsupportedEngineError as error:
+        found["refusal"] = str(error)
+    return {"reference": found}
+
+
+def run_scales(engine: Engine, args) -> dict:
+    """The error of an FP8 KV cache with scales of 1.0, stale and calibrated ones."""
+    reference = json.loads(args.reference.read_text())["reference"] if args.reference else {}
+    refitter = Refitter(engine.candidate)
+    layout = refitter.layout().kv
+    ones = {f"{layer}.{kind}_scale": 1.0 for layer, kinds in layout.scales.items() for kind in kinds}
+    result: dict[str, Any] = {"kv": layout.model_dump(mode="json"), "errors": {}, "scales": {}, "reports": {}}
+    made = make_policies(args.shape)
+
+    def look(name: str, label: str) -> None:
+        log(f"{name} {label}")
+        if reference:
+            result["errors"][f"{name} {label}"] = error_of(engine, reference[name])
+
+    def calibrate(name: str) -> None:
+        report = refitter.refit(made[name], calibration=CALIBRATION)
+        result["scales"][name] = report.kv.scales
+        result["reports"][name] = report.model_dump(mode="json", exclude={"kv", "ranks"}) | {"kept": report.kv.kept}
+        look(name, "calibrated")
+
+    refitter.refit(made["base"], kv_scales=ones)
+    look("base", "1.0")
+    calibrate("base")
+    refitter.refit(made["larger"])
+    look("larger", "stale")
+    calibrate("larger")
+    refitter.refit(made["outliers"], kv_scales=ones)
+    look("outliers", "1.0")
+    calibrate("outliers")
+    log("decode against prefill")
+    replays = engine.num_replays()
+    tokens, decoded = engine.continue_(PROMPTS, NUM_NEW)
+    result["graph_replays"] = engine.num_replays() - replays
+    scores = engine.score([[*prompt, *new] for prompt, new in zip(PROMPTS, tokens, strict=True)])
+    result["decode_against_prefill"] = mean_difference(decoded, [row[-NUM_NEW:] for row in scores])
+    log("prefix cache")
+    engine.num_cached(CACHED)
+    before = engine.num_cached(CACHED)
+    refitter.refit(made["outliers"], calibration=CALIBRATION)
+    result["cached_tokens"] = {"before": before, "after": engine.num_cached(CACHED), "again": engine.num_cached(CACHED)}
+    result["live_scales"] = engine.live_scales()
+    log("cost")
+    result["cost"] = measure_cost(engine, refitter)
+    return result
+
+
+def error_of(engine: Engine, reference: dict) -> float:
+    """Mean absolute difference of log-probabilities to a BF16 KV cache; infinite if there are NaN."""
+    engine.drop_caches()
+    return mean_difference(engine.score(reference["sequences"]), reference["scores"])
+
+
+def mean_difference(left: list[list[float]], right: list[list[float]]) -> float:
+    pairs = [pair for rows in zip(left, right, strict=True) for pair in zip(*rows, strict=True)]
+    found = statistics.fmean(abs(a - b) for a, b in pairs)
+    return found if math.isfinite(found) else float("inf")
+
+
+def measure_cost(engine: Any, refitter: Refitter) -> dict:
+    """Seconds of one calibration, and of prefills of the same tokens, interleaved."""
+    rounds: list[dict[str, float]] = []
+    for _ in range(NUM_ROUNDS + 2):
+        found = {"calibration": refitter.calibrate(CALIBRATION).seconds, "engine's prefill": engine.prefill_s()}
+        if engine.is_rank_here:
+            found |= {
+                "measured pass": engine.same_pass_s(refitter, CALIBRATION, is_measured=True),
+                "same pass, not measured": engine.same_pass_s(refitter, CALIBRATION, is_measured=False),
+                "engine's eager prefill": engine.eager_prefill_s(),
+            }
+        rounds.append(found)
+    return {name: statistics.median(row[name] for row in rounds[2:]) for name in rounds[0]} | {
+        "num_tokens": sum(map(len, CALIBRATION))
+    }
+
+
+def run_vllm(args) -> dict:
+    engine = boot_vllm(args, CALIBRATION)
+    return (run_scales if args.kv == "fp8" else run_reference)(engine, args)
+
+
+def run_sglang(args) -> dict:
+    engine = boot_sglang(args, CALIBRATION)
+    return (run_scales if args.kv == "fp8" else run_reference)(engine, args)
+
+
+def run_vllm_sleep(args) -> dict:
+    """Scales set before the KV cache wakes up are there when it has."""
+    result = {}
+    engine = boot_vllm(args, CALIBRATION, enable_sleep_mode=True)
+    llm, refitter, policy = engine.candidate, Refitter(engine.candidate), make_policies(args.shape)["outliers"]
+    refitter.refit(policy, calibration=CALIBRATION)
+    engine.drop_caches()
+    result["said"] = engine.continue_(PROMPTS, NUM_NEW)
+    result["live_scales"] = engine.live_scales()
+    for level in (1, 2):
+        log(f"sleep level {level}")
+        llm.sleep(level=level)
+        llm.wake_up(tags=["weights"])
+        scales = refitter.refit(policy, calibration=CALIBRATION).kv.scales
+        llm.wake_up(tags=["kv_cache"])
+        engine.drop_caches()
+        result[f"level {level}"] = {
+            "scales": scales,
+            "live_scales": engine.live_scales(),
+            "said": engine.continue_(PROMPTS, NUM_NEW),
+        }
+        llm.sleep(level=1)
+        llm.wake_up()
+        result[f"level {level}"]["live_scales_after_a_nap"] = engine.live_scales()
+    return result
+
+
+def run_transformers(args) -> dict:
+    """Maxima of an independent pass: transformers' own attention and cache, on the same FP8 weights."""
+    from fp8refit_transformers import to_block_fp8
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    policies.write_config(args.shape, args.work / "dummy")
+    config = AutoConfig.from_pretrained(args.work / "dummy")
+    torch.set_default_device("cuda")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    engine = to_block_fp8(model, scale_format=args.mode.removeprefix("transformers-"))
+    attend, queries = ALL_ATTENTION_FUNCTIONS["sdpa"], {}
+
+    def watch(module, query, *arguments, **keywords):
+        queries[module.layer_idx] = max(queries.get(module.layer_idx, 0.0), float(query.abs().max()))
+        return attend(module, query, *arguments, **keywords)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = watch
+    result: dict[str, dict[str, float]] = {}
+    with torch.inference_mode():
+        for name, policy in make_policies(args.shape).items():
+            log(f"transformers: {name}")
+            Refitter(engine).refit(policy)
+            queries.clear()
+            amax: dict[str, float] = {}
+            for sequence in CALIBRATION:
+                cache = DynamicCache()
+                engine.model(torch.tensor([sequence]), past_key_values=cache, use_cache=True)
+                for index, layer in enumerate(cache.layers):
+                    for kind, tensor in (("k", layer.keys), ("v", layer.values)):
+                        key = f"model.layers.{index}.self_attn.{kind}_scale"
+                        amax[key] = max(amax.get(key, 0.0), float(tensor.abs().max()))
+            amax |= {f"model.layers.{index}.self_attn.q_scale": value for index, value in queries.items()}
+            result[name] = amax
+    return {"amax": result}
+
+
+MODES: dict[str, Callable] = {
+    "vllm": run_vllm,
+    "vllm-sleep": run_vllm_sleep,
+    "sglang": run_sglang,
+    "transformers-ue8m0": run_transformers,
+    "transformers-fp32": run_transformers,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode", choices=list(MODES))
+    parser.add_argument("--shape", required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kv", choices=("fp8", "auto"), default="fp8")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--backend")
+    parser.add_argument("--reference", type=Path)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    start_s = time.perf_counter()
+    result = MODES[args.mode](args)
+    wait_for_gpu()
+    result |= {
+        "versions": versions(),
+        "gpu": torch.cuda.get_device_name(),
+        "seconds": time.perf_counter() - start_s,
+        "arguments": {key: str(value) for key, value in vars(args).items()},
+    }
+    args.out.write_text(json.dumps(result))
+    log("done")
+    os._exit(0)  # what Python and engines take down after this says nothing
