@@ -1,6 +1,7 @@
 """Calibration batches and KV scales as users have them, made what the ranks take."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from operator import index
 from typing import Any, SupportsFloat, TypeAlias
 
@@ -45,7 +46,11 @@ async def order_of(
     if kv_scales is not None and not kv_scales:
         raise InvalidCalibrationError("kv_scales: it holds no scale")
     if kv_scales is not None:
-        return KvOrder(scales={strip_wrappers(name): _number(name, value) for name, value in kv_scales.items()})
+        scales = {strip_wrappers(name): _number(name, value) for name, value in kv_scales.items()}
+        problems = [f"{name}: {why}" for name, why in unfit_scales(scales)]
+        if problems:  # here, because JSON has no NaN
+            raise InvalidCalibrationError(f"kv_scales: {'; '.join(problems)}")
+        return KvOrder(scales=scales)
     if calibration is None:
         return None
     if isinstance(calibration, str):
@@ -53,6 +58,18 @@ async def order_of(
     if isinstance(calibration, Sequence) and calibration and all(isinstance(prompt, str) for prompt in calibration):
         calibration = await tokenize(calibration)  # type: ignore[arg-type]  # all of them are strings
     return KvOrder(token_ids=_cut(_sequences(calibration), config.max_tokens))
+
+
+def to_float32(value: float) -> float:
+    """The float32 number next to `value`."""
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
+
+
+def unfit_scales(scales: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Each scale that is none, and why."""
+    for name, value in scales.items():
+        if not (math.isfinite(to_float32(value)) and to_float32(value) > 0):
+            yield name, f"is {value:g}; a KV-cache scale is finite and positive"
 
 
 def _sequences(batch: Any) -> list[list[int]]:

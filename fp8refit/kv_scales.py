@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fp8refit.calibration import to_float32, unfit_scales
 from fp8refit.config import KvConfig, KvOrder
 from fp8refit.errors import (
     CalibrationError,
@@ -47,11 +48,6 @@ class Measured:
 def scale_of(amax: float, margin: float) -> float:
     """`margin * amax / 448` as a float32 number."""
     return to_float32(max(margin * amax / E4M3_MAX, MIN_SCALE))
-
-
-def to_float32(value: float) -> float:
-    """The float32 number next to `value`."""
-    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
 class KvScales:
@@ -104,7 +100,7 @@ class KvScales:
             raise InvalidCalibrationError(
                 f"kv_scales: this engine has no {', '.join(unknown)}; it has {', '.join(list(self._scales)[:3])} and so on"
             )
-        problems = [f"{name}: {why}" for name, why in _unfit(order.scales)]
+        problems = [f"{name}: {why}" for name, why in unfit_scales(order.scales)]
         for names in self._known_names():
             given = [name for name, _ in names if name in order.scales]
             if len({order.scales[name] for name in given}) > 1:
@@ -129,7 +125,7 @@ class KvScales:
             InvalidSourceError: A scale is not finite and positive.
         """
         given = {step.source: float(tensors[step.source]) for step in steps if self.brings(step)}
-        problems = [f"{name}: {why}" for name, why in _unfit(given)]
+        problems = [f"{name}: {why}" for name, why in unfit_scales(given)]
         if problems:
             raise InvalidSourceError(problems)
 
@@ -149,7 +145,7 @@ class KvScales:
             return {}
         values = dict(zip(names, self._arrivals.tolist(), strict=True))
         scales = {name: values[name] for name in found}
-        problems = [f"{found[name]}: {why}" for name, why in _unfit(scales)]
+        problems = [f"{found[name]}: {why}" for name, why in unfit_scales(scales)]
         if problems:
             raise InvalidSourceError(problems, written=True)
         return scales
@@ -266,13 +262,6 @@ def _passes(token_ids: Sequence[Sequence[int]], max_tokens: int) -> Iterator[lis
         batch.append(ids)
     if batch:
         yield batch
-
-
-def _unfit(scales: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Each scale that is none, and why."""
-    for name, value in scales.items():
-        if not (math.isfinite(value) and to_float32(value) > 0 and math.isfinite(to_float32(value))):
-            yield name, f"is {value:g}; a KV-cache scale is finite and positive"
 
 
 def _refuse(summary: str, refusals: Sequence[object]) -> None:

@@ -15,14 +15,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fp8refit import EngineAsleepError, EngineDirtyError, RefitConfig, dequantize_blockwise, quantize_blockwise
-from fp8refit.report import RankReport
-from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory
+from fp8refit import (
+    EngineAsleepError,
+    EngineDirtyError,
+    KvConfig,
+    RefitConfig,
+    dequantize_blockwise,
+    quantize_blockwise,
+)
+from fp8refit.report import KvReport, RankReport
+from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, KvScale
 from fp8refit.sources import MappingSource, Source
 from fp8refit.testing import AsyncSubject, Subject
+from tests.fake_kv import FakeKvCache
 from tests.fakes import PADDED_VOCAB, VOCAB, FakeEngine, FakeModel, bytes_of, live_bytes, make_policy
 
 PROMPTS = ("a prompt", "another prompt")
+BATCH = [[1, 2, 3], [99]]
 
 
 class ServingModel(FakeModel):
@@ -35,12 +44,22 @@ class ServingModel(FakeModel):
         self.is_asleep = False
         self.traces: list[str] = []
         self.kept: list[Any] = []
+        self.kv = FakeKvCache()
+        self.kv.on_pass = self.show
+        self.scales_read = self.kv.tensors
+        """What attention reads."""
+
+    def show(self) -> None:
+        """Let the calibration pass see keys and values that the weights make."""
+        sums = (weight.view(torch.uint8).double().sum().item() for weight in (self.layers[0].qkv, self.layers[0].o))
+        self.kv.largest = {name: total / 1e4 for name, total in zip(self.kv.largest, sums, strict=True)}
 
     def admit(self, prompt: str) -> str:
         """Take a request, and give what later steps read instead of the prompt."""
         if self.blocked is not None:
             raise EngineDirtyError(self.blocked)
-        return self.prefix_cache.setdefault(prompt, digest_of(prompt.encode(), bytes_of(self.layers[0].qkv)))
+        computed = digest_of(prompt.encode(), bytes_of(self.layers[0].qkv), *map(bytes_of, self.scales_read.values()))
+        return self.prefix_cache.setdefault(prompt, computed)
 
     def answer(self, prompt: str, cached: str) -> str:
         return digest_of(prompt.encode(), cached.encode(), *live_bytes(self).values())
@@ -113,7 +132,7 @@ class ServingSubject(Subject):
         return {name: bytes_of(tensor.contiguous()) for name, tensor in expected.items()}
 
     def places(self) -> Mapping[str, object]:
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        named = [*self.model.named_parameters(), *self.model.named_buffers(), *self.model.kv.tensors.items()]
         return {name: (id(t), t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in named}
 
     def generate(self) -> Any:
@@ -130,6 +149,13 @@ class ServingSubject(Subject):
 
     def memory_bytes(self) -> int:
         return tensor_bytes()
+
+    def kv_scales(self) -> Mapping[str, Sequence[float]]:
+        kv = self.model.kv
+        return {name: [tensor.item(), kv.copies[name]] for name, tensor in kv.tensors.items()}
+
+    def calibration(self) -> list[list[int]]:
+        return BATCH
 
     @contextmanager
     def busy(self):
@@ -530,6 +556,130 @@ class KeepsSomethingOfEveryRefit(Ranks):
         return await self.inner.write(**options)
 
 
+class MeasuresOnce(ServingModel):
+    def show(self) -> None:
+        if not self.kept:
+            super().show()
+        self.kept.append("shown")
+
+
+class MeasuresTheOldWeights(Ranks):
+    async def write(self, **options) -> Sequence[RankReport]:
+        self.model.show()
+        self.model.kv.on_pass = lambda: None
+        return await self.inner.write(**options)
+
+
+class KeepsTheLargestEver(ServingModel):
+    def show(self) -> None:
+        before = self.kept[-1:] or [self.kv.largest]
+        super().show()
+        self.kv.largest = {name: max(amax, before[0][name]) for name, amax in self.kv.largest.items()}
+        self.kept.append(self.kv.largest)
+
+
+class ChangesWeightsWhileItMeasures(ServingModel):
+    def show(self) -> None:
+        super().show()
+        self.layers[0].bias.zero_()
+
+
+class LeavesAHookOfACalibration(ServingModel):
+    def show(self) -> None:
+        super().show()
+        self.traces.append("forward")
+
+
+class AltersScales(ServingModel):
+    def read_inventory(self) -> Inventory:
+        inventory = super().read_inventory()
+        layers = [replace(one, scales=tuple(map(self.altered, one.scales))) for one in inventory.kv.layers]
+        return replace(inventory, kv=replace(inventory.kv, layers=tuple(layers)))
+
+    def altered(self, scale: KvScale) -> KvScale:
+        raise NotImplementedError
+
+
+class WritesOnlyTheNumber(AltersScales):
+    def altered(self, scale: KvScale) -> KvScale:
+        return replace(scale, tensor=scale.tensor.clone())
+
+
+class WritesOnlyTheTensor(AltersScales):
+    def altered(self, scale: KvScale) -> KvScale:
+        return replace(scale, write_copies=lambda value: None)
+
+
+class MixesUpKeysAndValues(AltersScales):
+    def altered(self, scale: KvScale) -> KvScale:
+        return replace(scale, kind={"k": "v", "v": "k"}[scale.kind])
+
+
+class RoundsScales(AltersScales):
+    def altered(self, scale: KvScale) -> KvScale:
+        def write(value: float) -> None:
+            rounded = torch.tensor(value).bfloat16().float()
+            scale.tensor.copy_(rounded)
+            scale.write_copies(rounded.item())
+
+        return replace(scale, write_copies=write)
+
+
+class ReplacesAScale(ServingModel):
+    def read_inventory(self) -> Inventory:
+        inventory = super().read_inventory()
+        return replace(inventory, kv=replace(inventory.kv, after_write=self._replace))
+
+    def _replace(self) -> None:
+        self.kept.append(self.kv.tensors)
+        self.kv.tensors = self.scales_read = {name: tensor.clone() for name, tensor in self.kv.tensors.items()}
+
+
+class ReadsScalesOfTheBoot(ServingModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales_read = {name: tensor.clone() for name, tensor in self.kv.tensors.items()}
+
+
+class ForgetsScales(ServingModel):
+    def _refresh(self) -> None:
+        super()._refresh()
+        for name, tensor in self.kv.tensors.items():
+            tensor.fill_(1.0)
+            self.kv.copies[name] = 1.0
+
+
+class WritesScalesBeforeItJudges(Ranks):
+    async def prepare(self, make_source, config, *, kv=None, objection=None) -> None:
+        for name in (kv.scales if kv is not None else {}).keys() & self.model.kv.tensors.keys():
+            self.model.kv.copies[name] = self.model.kv.tensors[name].fill_(kv.scales[name]).item()
+        await self.inner.prepare(make_source, config, kv=kv, objection=objection)
+
+
+class LetsAnyTokenPass(ServingModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv.vocab_size = 2**40
+
+
+class CountsACalibration(Ranks):
+    num_calibrations = 0
+
+    @property
+    def version(self) -> int:
+        return self.inner.version + self.num_calibrations
+
+    async def calibrate(self, *arguments, **options) -> KvReport:
+        self.num_calibrations += 1
+        return await self.inner.calibrate(*arguments, **options)
+
+
+class CalibratesByAMarginOfItsOwn(Ranks):
+    async def calibrate(self, kv, config, **options) -> KvReport:
+        config = config.model_copy(update={"kv": KvConfig(margin=3.0)})
+        return await self.inner.calibrate(kv, config, **options)
+
+
 BROKEN = (
     Broken(
         check="serves_exactly_the_new_policy",
@@ -680,5 +830,92 @@ BROKEN = (
         check="memory_does_not_grow",
         message=r"\d+ bytes were held before 5 more refits, and \d+ after",
         ranks=KeepsSomethingOfEveryRefit,
+    ),
+    Broken(
+        check="scales_fit_the_policy_that_is_served", message=r"two policies gave the same scales", model=MeasuresOnce
+    ),
+    Broken(
+        check="scales_fit_the_policy_that_is_served",
+        message=r"a policy gave other scales the second time, in model\.layers\.0\.self_attn\.[kv]_scale",
+        model=KeepsTheLargestEver,
+    ),
+    Broken(
+        check="scales_fit_the_policy_that_is_served",
+        message=r"a policy gave other scales the second time",
+        ranks=MeasuresTheOldWeights,
+    ),
+    Broken(
+        check="scales_fit_the_policy_that_is_served",
+        message=r"in its places the engine holds different values of .*k_scale \(1\.0, \d",
+        model=WritesOnlyTheNumber,
+    ),
+    Broken(
+        check="scales_fit_the_policy_that_is_served",
+        message=r"instead of one, left other bytes than it should in layers\.0\.bias",
+        model=ChangesWeightsWhileItMeasures,
+    ),
+    Broken(
+        check="calibrating_alone_gives_the_scales_of_a_refit",
+        message=r"asked before a calibration got another answer after it",
+        engine=FlushesNothing,
+    ),
+    Broken(
+        check="calibrating_alone_gives_the_scales_of_a_refit",
+        message=r"a calibration alone made version \d+ \d+",
+        ranks=CountsACalibration,
+    ),
+    Broken(
+        check="calibrating_alone_gives_the_scales_of_a_refit",
+        message=r"a calibration alone gave other scales than a refit with its batch, in model",
+        ranks=CalibratesByAMarginOfItsOwn,
+    ),
+    Broken(
+        check="calibrating_alone_gives_the_scales_of_a_refit",
+        message=r"a calibration alone left forward.* on the engine",
+        model=LeavesAHookOfACalibration,
+    ),
+    Broken(
+        check="scales_stay_without_calibration",
+        message=r"from a mapping that says nothing of scales left other scales than it should: .*, is 1\.0\)",
+        model=ForgetsScales,
+    ),
+    Broken(
+        check="given_scales_are_written_exactly",
+        message=r"in its places the engine holds different values of",
+        model=WritesOnlyTheTensor,
+    ),
+    Broken(
+        check="given_scales_are_written_exactly",
+        message=r"a refit with scales by kv_scales= left other scales than it should",
+        model=MixesUpKeysAndValues,
+    ),
+    Broken(
+        check="given_scales_are_written_exactly",
+        message=r"left other scales than it should: .*k_scale \(should be 64\.14\d*, is 64\.0\)",
+        model=RoundsScales,
+    ),
+    Broken(
+        check="given_scales_are_written_exactly",
+        message=r"writing scales moved model\.layers\.0\.self_attn\.k_scale",
+        model=ReplacesAScale,
+    ),
+    Broken(
+        check="scales_are_read", message=r"left the answers as they were: who reads them", model=ReadsScalesOfTheBoot
+    ),
+    Broken(
+        check="bad_scales_and_batches_write_nothing",
+        message=r"a refit with .*k_scale 0\.0 left other scales than it should: .*, is 0\.0\)",
+        ranks=WritesScalesBeforeItJudges,
+    ),
+    Broken(
+        check="bad_scales_and_batches_write_nothing",
+        message=r"a token id of no vocabulary should raise InvalidCalibrationError, and raised nothing",
+        model=LetsAnyTokenPass,
+    ),
+    Broken(
+        check="a_dirty_engine_is_not_calibrated",
+        message=r"a calibration of a dirty engine should raise EngineDirtyError, and raised nothing",
+        engine=AttachesToAHandle,
+        subject=HandleSubject,
     ),
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8refit.calibration import to_float32
 from fp8refit.config import KvConfig, KvOrder
 from fp8refit.errors import (
     CalibrationError,
@@ -15,7 +16,7 @@ from fp8refit.errors import (
     InvalidSourceError,
     UnsupportedEngineError,
 )
-from fp8refit.kv_scales import KINDS, MIN_SCALE, KvScales, report_of, scale_of, to_float32
+from fp8refit.kv_scales import KINDS, MIN_SCALE, KvScales, report_of, scale_of
 from fp8refit.names import kv_scale_names
 from fp8refit.plan import compile_plan
 from fp8refit.slots import Inventory, KvCache, KvLayer, KvScale, Refusal, Slot, TensorMeta

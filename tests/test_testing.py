@@ -124,6 +124,13 @@ def test_what_a_subject_cannot_do_is_skipped_with_the_reason(subject):
         "sleeping_weights_are_not_written": "asleep() cannot be brought about",
         "caches_that_stay_keep_the_old_policy": "unflushable() cannot be brought about",
         "memory_does_not_grow": "memory_bytes() cannot tell",
+        "scales_fit_the_policy_that_is_served": "calibration() gives no batch",
+        "calibrating_alone_gives_the_scales_of_a_refit": "calibration() gives no batch",
+        "scales_stay_without_calibration": "kv_scales() cannot tell",
+        "given_scales_are_written_exactly": "kv_scales() cannot tell",
+        "scales_are_read": "kv_scales() cannot tell",
+        "bad_scales_and_batches_write_nothing": "kv_scales() cannot tell",
+        "a_dirty_engine_is_not_calibrated": "calibration() gives no batch",
     }
     assert {result.outcome for result in results} == {Outcome.PASSED, Outcome.SKIPPED}
 

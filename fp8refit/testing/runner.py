@@ -12,6 +12,15 @@ from fp8refit.testing.failing import (
     check_an_interrupt_is_all_or_nothing,
     check_bad_values_are_named_and_never_served,
 )
+from fp8refit.testing.kv_cache import (
+    check_a_dirty_engine_is_not_calibrated,
+    check_bad_scales_and_batches_write_nothing,
+    check_calibrating_alone_gives_the_scales_of_a_refit,
+    check_given_scales_are_written_exactly,
+    check_scales_are_read,
+    check_scales_fit_the_policy_that_is_served,
+    check_scales_stay_without_calibration,
+)
 from fp8refit.testing.memory import (
     check_memory_does_not_grow,
     check_the_source_is_left_as_it_was,
@@ -65,6 +74,13 @@ CHECKS: tuple[Check, ...] = (
     check_the_source_is_left_as_it_was,
     check_the_source_is_let_go,
     check_memory_does_not_grow,
+    check_scales_fit_the_policy_that_is_served,
+    check_calibrating_alone_gives_the_scales_of_a_refit,
+    check_scales_stay_without_calibration,
+    check_given_scales_are_written_exactly,
+    check_scales_are_read,
+    check_bad_scales_and_batches_write_nothing,
+    check_a_dirty_engine_is_not_calibrated,
 )
 """Every check. Its docstring is the promise that it holds."""
 

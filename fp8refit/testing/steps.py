@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -47,19 +47,28 @@ class Served:
 
 
 def restoring(body: Check) -> Check:
-    """Let a check end with the engine on a whole policy, whatever it did to it."""
+    """Let a check end with the engine on a whole policy and with the KV scales that it had, whatever it did to it."""
 
     @functools.wraps(body)
     def check(subject: Subject) -> None:
+        kv_scales = subject.kv_scales()
         try:
             body(subject)
         except BaseException:
             with suppress(Exception):  # what the body found is what counts
-                refit(subject, subject.policy(0))
+                _restore(subject, kv_scales)
             raise
-        refit(subject, subject.policy(0))
+        _restore(subject, kv_scales)
 
     return check
+
+
+def _restore(subject: Subject, kv_scales: Mapping[str, Sequence[float]] | None) -> None:
+    if kv_scales == subject.kv_scales():
+        refit(subject, subject.policy(0))
+    else:
+        assert kv_scales is not None, "kv_scales() gave scales before"
+        refit(subject, subject.policy(0), kv_scales={name: values[0] for name, values in kv_scales.items()})
 
 
 def serve(subject: Subject, seed: int = 0) -> Served:
@@ -68,11 +77,11 @@ def serve(subject: Subject, seed: int = 0) -> Served:
     return Served.of(subject)
 
 
-def refit(subject: Subject, source: StateDict, refitter: Refitter | None = None) -> RefitReport:
-    """One refit that must succeed."""
+def refit(subject: Subject, source: StateDict, refitter: Refitter | None = None, **scales: Any) -> RefitReport:
+    """One refit that must succeed; `scales` are `calibration` or `kv_scales`."""
     refitter = subject.refitter() if refitter is None else refitter
     try:
-        return subject.refit(refitter, source)
+        return subject.refit(refitter, source, **scales)
     except RefitError as error:
         raise AssertionError(f"a refit to a whole policy failed: {type(error).__name__}: {error}") from error
 

@@ -4,15 +4,16 @@ import asyncio
 import concurrent.futures
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from fp8refit.calibration import Calibration, KvScaleValues
 from fp8refit.layout import EngineLayout
 from fp8refit.refitter import Refitter
-from fp8refit.report import RefitReport
+from fp8refit.report import KvReport, RefitReport
 from fp8refit.sources import Manifest, StateDict
 
 Result = TypeVar("Result")
@@ -22,8 +23,8 @@ class Subject(ABC):
     """One live engine under test, as its adapter's author describes it.
 
     The engine's ranks may live in other processes; the subject lives in this one. What it says of the engine must come
-    from the engine itself: nothing here may ask fp8refit, but for `refit`, `layout` and `close`. Contexts undo what they did
-    in a `finally`: a check may fail inside.
+    from the engine itself: nothing here may ask fp8refit, but for `refit`, `calibrate`, `layout` and `close`. Contexts undo
+    what they did in a `finally`: a check may fail inside.
     """
 
     engine: Any
@@ -71,12 +72,24 @@ class Subject(ABC):
         """Make a `Refitter` of the engine."""
         return Refitter(self.engine, **options)
 
-    def refit(self, refitter: Refitter, state_dict: StateDict, *, manifest: Manifest | None = None) -> RefitReport:
+    def refit(
+        self,
+        refitter: Refitter,
+        state_dict: StateDict,
+        *,
+        manifest: Manifest | None = None,
+        calibration: Calibration | None = None,
+        kv_scales: KvScaleValues | None = None,
+    ) -> RefitReport:
         """Run one refit to its end.
 
         It is also called in a second thread while the first is in it, reading its source; it must not wait for the first.
         """
-        return refitter.refit(state_dict, manifest=manifest)
+        return refitter.refit(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
+
+    def calibrate(self, refitter: Refitter, calibration: Calibration) -> KvReport:
+        """Run `refitter.calibrate(calibration)`."""
+        return refitter.calibrate(calibration)
 
     def layout(self, refitter: Refitter) -> EngineLayout:
         """Run `refitter.layout()`."""
@@ -112,6 +125,19 @@ class Subject(ABC):
         """
         return None
 
+    def kv_scales(self) -> Mapping[str, Sequence[float]] | None:
+        """Every scale of the engine's FP8 KV cache, by the name that reports give it (`model.layers.0.self_attn.k_scale`).
+
+        Each with what every rank holds of it now in each of its places: the tensor that kernels read, numbers, host tensors.
+        Scales that the engine's attention does not use are left out. None if there is no FP8 KV cache, or none that can be
+        looked into.
+        """
+        return None
+
+    def calibration(self) -> list[list[int]] | None:
+        """A batch of token ids, under which two policies show other keys and values; None if scales cannot be measured."""
+        return None
+
 
 class AsyncSubject(Subject):
     """A subject whose engine is asynchronous: it lives in an event loop, which runs in a thread of its own.
@@ -141,9 +167,22 @@ class AsyncSubject(Subject):
         self._thread.join()
         self.loop.close()
 
-    def refit(self, refitter: Refitter, state_dict: StateDict, *, manifest: Manifest | None = None) -> RefitReport:
+    def refit(
+        self,
+        refitter: Refitter,
+        state_dict: StateDict,
+        *,
+        manifest: Manifest | None = None,
+        calibration: Calibration | None = None,
+        kv_scales: KvScaleValues | None = None,
+    ) -> RefitReport:
         """See `Subject`."""
-        return self._run_unless_refitting(refitter.refit_async(state_dict, manifest=manifest))
+        steps = refitter.refit_async(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
+        return self._run_unless_refitting(steps)
+
+    def calibrate(self, refitter: Refitter, calibration: Calibration) -> KvReport:
+        """See `Subject`."""
+        return self.run(refitter.calibrate_async(calibration))
 
     def layout(self, refitter: Refitter) -> EngineLayout:
         """See `Subject`."""

@@ -1,7 +1,7 @@
-"""The transformers adapter under the conformance kit, on tiny models: fp32 and power-of-two scales, tied and untied."""
+"""The transformers adapter under the conformance kit, on tiny models with FP8 KV caches: two scale formats, tied and untied."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from unittest import SkipTest
 
@@ -15,6 +15,7 @@ from tests.broken_adapters import tensor_bytes
 from tests.tiny_models import make_model
 
 PROMPT = torch.arange(2, 26).view(2, 12)
+BATCH = [[*range(30, 60)], [*range(7)]]
 CANNOT = {
     "a_busy_engine_is_left_alone": "a request is one call of the model",
     "sleeping_weights_are_not_written": "nothing sleeps",
@@ -33,7 +34,7 @@ class TransformersSubject(Subject):
         self.hooks = set(self.engine._forward_pre_hooks)
 
     def boot(self, model: nn.Module) -> nn.Module:
-        return to_block_fp8(model, scale_format=self.scale_format)
+        return to_block_fp8(model, scale_format=self.scale_format, kv_cache_dtype="fp8")
 
     def policy(self, seed: int) -> Mapping[str, Tensor]:
         return make_model(self.family, seed).state_dict()
@@ -67,6 +68,13 @@ class TransformersSubject(Subject):
 
     def memory_bytes(self) -> int:
         return tensor_bytes()
+
+    def kv_scales(self) -> Mapping[str, Sequence[float]]:
+        scales = {name: buffer for name, buffer in self.engine.named_buffers() if name.endswith(("k_scale", "v_scale"))}
+        return {name.replace(".attn.", "."): [scale.item()] for name, scale in scales.items()}
+
+    def calibration(self) -> list[list[int]]:
+        return BATCH
 
 
 def digest_of(tensor: Tensor) -> str:

@@ -5,15 +5,17 @@ What is and is not real here: `conftest.py`.
 
 import pytest
 
-from fp8refit.testing import CHECKS, name_of
+from fp8refit.testing import CHECKS, kv_cache, name_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(160)]
 
+KV_CACHE = {name.removeprefix("check_") for name in vars(kv_cache) if name.startswith("check_")}
+"""SGLang has no FP8 KV cache on a CPU."""
 ENGINES = {"generate": "llama", "async_generate": "llama_tied"}
 """The family that stands for each way in."""
 CANNOT_BE_BROUGHT_ABOUT = {
-    "generate": {"sleeping_weights_are_not_written", "tied_names_may_be_sent_or_not"},
-    "async_generate": {"sleeping_weights_are_not_written", "a_busy_engine_is_left_alone"},
+    "generate": {*KV_CACHE, "sleeping_weights_are_not_written", "tied_names_may_be_sent_or_not"},
+    "async_generate": {*KV_CACHE, "sleeping_weights_are_not_written", "a_busy_engine_is_left_alone"},
 }
 """Checks that are skipped, because the engine cannot be brought into the state that they are about."""
 

@@ -47,6 +47,19 @@ class Looks:
     def places(self) -> dict[str, list]:
         return self.look("places")
 
+    def kv_scales(self) -> dict[str, list[float]]:
+        """Those of keys and values; vLLM has no use for the others on a CPU."""
+        places: dict[str, list[float]] = {}
+        for name, value in self.look("kv_scales").items():
+            module, _, leaf = name.rpartition(".")
+            kind = leaf[: len("_k_scale")].lstrip("_")
+            if kind in ("k_scale", "v_scale"):
+                places.setdefault(f"{module.removesuffix('.attn')}.{kind}", []).append(value)
+        return places
+
+    def calibration(self) -> list[list[int]]:
+        return PROMPTS[:2]
+
     def expected_bytes(self, policy: dict[str, Tensor]) -> dict[str, str]:
         shapes = self.places()
         live = {name: torch.empty(shapes[name][2], device="meta") for name in self.live_bytes()}
@@ -174,7 +187,7 @@ def run_conformance(kind: str, family: str, kernel: str, work: str) -> list[dict
     os.environ["FP8REFIT_TEST_KERNEL"] = kernel  # `cpu_plugin.py` reads it in every process of the engine
     model = Path(work) / f"{family}-{kind}"
     save_model(family, 1, model)
-    asked = settings(model) | NOISE
+    asked = settings(model) | NOISE | {"kv_cache_dtype": "fp8"}
     is_async = kind == "AsyncLLM"
     subject = AsyncLlmSubject(asked, family, kernel) if is_async else LlmSubject(LLM(**asked), family, kernel)
     results = [{"name": r.name, "outcome": r.outcome, "message": r.message} for r in run_checks(subject)]

@@ -304,9 +304,9 @@ def try_failing_pass_alone(llm: LLM, refitter: Refitter) -> dict:
 
 
 def try_bad_scales_sent(llm: LLM, refitter: Refitter) -> dict:
-    """NaN among the scales of a state dict, which is seen when the weights are written."""
+    """NaN among the scales of a stream, which is seen when the weights are written."""
     policy = calm_policy(QWEN, 3) | {f"{LAST_ATTENTION}.v_scale": torch.tensor(torch.nan)}
-    return after_failure(llm, refitter, lambda: Refitter(llm, validate="off").refit(policy))
+    return after_failure(llm, refitter, lambda: Refitter(llm, validate="off").refit(iter(policy.items())))
 
 
 @contextmanager
