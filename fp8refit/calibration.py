@@ -152,4 +152,7 @@ def _number(name: str, value: object) -> float:
         return float(value)
     if isinstance(value, bool | str) or not isinstance(value, SupportsFloat):
         raise InvalidCalibrationError(f"kv_scales: {name} is {value!r}; give a number")
-    return float(value)
+    try:
+        return float(value)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidCalibrationError(f"kv_scales: {name} is no number that a scale could be ({error})") from error

@@ -19,7 +19,7 @@ class KvConfig(BaseModel):
     show. By default 1.05 where the engine clamps what does not fit, and 2 where that becomes NaN; a power of two
     costs FP8, a floating-point format, no precision but at its small end."""
 
-    scales: tuple[KvKind, ...] = ("q", "k", "v")
+    scales: tuple[KvKind, ...] = Field(default=("q", "k", "v"), min_length=1)
     """Which scales are computed: of queries (where the engine quantizes them), keys and values. The others are kept."""
 
     max_tokens: int = Field(default=16384, ge=1)

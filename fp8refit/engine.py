@@ -79,6 +79,22 @@ class Ranks(Protocol):
         """
         ...
 
+    async def check_calibration(
+        self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None
+    ) -> None:
+        """Hold that KV scales can be set on every rank, while requests still run. Changes nothing.
+
+        Args:
+            kv: What to measure, or which scales to set.
+            config: How.
+            objection: Why not; raised here, and by the drivers of the other ranks.
+
+        Raises:
+            EngineDirtyError: No whole policy is served.
+            RefitError: See `prepare`.
+        """
+        ...
+
     async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
         """Set KV scales on every rank for the policy that is served, and say which.
 
@@ -144,6 +160,12 @@ class LocalRanks:
         """See `Ranks`."""
         self._rank.agree(self._config, objection=objection)
         return self._rank.write(self._config)
+
+    async def check_calibration(
+        self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None
+    ) -> None:
+        """See `Ranks`."""
+        self._rank.check_calibration(kv, config, objection=objection)
 
     async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
         """See `Ranks`."""

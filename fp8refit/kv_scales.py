@@ -56,11 +56,13 @@ class KvScales:
     Args:
         cache: What its engine says of them.
         device: Where they are.
+        torn: The last whole set by name, if a part of another one was written over it.
     """
 
-    def __init__(self, cache: KvCache, device: torch.device) -> None:
+    def __init__(self, cache: KvCache, device: torch.device, *, torn: Mapping[str, float] | None = None) -> None:
         self._cache = cache
         self._device = device
+        self.torn = torn
         self._scales: dict[str, KvScale] = {
             kv_scale_names(layer.name, scale.kind)[0]: scale for layer in cache.layers for scale in layer.scales
         }
@@ -95,6 +97,10 @@ class KvScales:
         self.check_writable()
         if order.token_ids:
             self._check_prefill(order.token_ids, config)
+            if not any(scale.kind in config.scales for scale in self._scales.values()):
+                raise UnsupportedEngineError(
+                    f"this engine has no scale of {' or '.join(config.scales)} to measure; choose others (KvConfig.scales)"
+                )
         unknown = sorted(set(order.scales) - self._names())
         if unknown:
             raise InvalidCalibrationError(
@@ -113,10 +119,12 @@ class KvScales:
 
         Raises:
             UnsupportedEngineError: They cannot.
+            EngineAsleepError: Not now.
         """
         _refuse("the KV-cache scales of this engine cannot be changed:", self._cache.refusals)
         if not self._scales:
             raise UnsupportedEngineError("this engine has no FP8 KV cache whose scales could be changed")
+        self._cache.check_now()
 
     def check_source(self, steps: Iterable[Step], tensors: Mapping[str, Tensor]) -> None:
         """Hold that the scales among a source's tensors are some, while nothing is written.
@@ -125,9 +133,7 @@ class KvScales:
             InvalidSourceError: A scale is not finite and positive.
         """
         given = {step.source: float(tensors[step.source]) for step in steps if self.brings(step)}
-        problems = [f"{name}: {why}" for name, why in unfit_scales(given)]
-        if problems:
-            raise InvalidSourceError(problems)
+        refuse_unfit(unfit_scales(given))
 
     def brings(self, step: Step) -> bool:
         """Whether a step of a plan brings a scale."""
@@ -198,14 +204,44 @@ class KvScales:
         return {name: scale_of(amax[name], margin) for name in self._scales if amax.get(name, 0.0) > 0.0}
 
     def write(self, scales: Mapping[str, float]) -> dict[str, float]:
-        """Write scales, and every copy that the engine keeps of them. Give what was written, by our names."""
+        """Write scales, and every copy that the engine keeps of them. Give what was written, by our names.
+
+        Until `commit` the scales are torn: what is written may be part of a set that other ranks never wrote.
+        """
         canonical = {alias: name for names in self._known_names() for alias, name in names}
         values = {canonical[name]: to_float32(value) for name, value in scales.items() if name in canonical}
         if values:
-            with torch.inference_mode():
-                _write([self._scales[name] for name in values], list(values.values()), self._device)
-            self._cache.after_write()
+            self._cache.before_write()
+            if self.torn is None:
+                self.torn = self._read()
+            self._write(values)
         return values
+
+    def commit(self) -> None:
+        """Declare the scales that were written whole."""
+        self.torn = None
+
+    def heal(self) -> None:
+        """Write the last whole set over what an attempt that failed left of another one."""
+        if self.torn is not None:
+            self._write(self.torn)
+
+    def _read(self) -> dict[str, float]:
+        """Every live scale."""
+        live = torch.stack([scale.tensor.detach().view(()).to(self._device) for scale in self._scales.values()])
+        return dict(zip(self._scales, live.tolist(), strict=True))
+
+    def _write(self, values: Mapping[str, float]) -> None:
+        """Write the device's tensors in one launch, from one upload, and then the copies."""
+        named = [(self._scales[name], value) for name, value in values.items() if name in self._scales]
+        with torch.inference_mode():
+            uploaded = torch.tensor([value for _, value in named], dtype=torch.float32, device=self._device)
+            torch._foreach_copy_([scale.tensor.view(()) for scale, _ in named], list(uploaded.unbind()))
+        for scale, value in named:
+            scale.write_copies(value)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._cache.after_write()
 
     def kept(self, amax: Mapping[str, float], config: KvConfig) -> tuple[str, ...]:
         """Scales that were to be measured and saw nothing."""
@@ -242,16 +278,6 @@ class KvScales:
                 yield [(name, names[0]) for name in names]
 
 
-def _write(scales: Sequence[KvScale], values: Sequence[float], device: torch.device) -> None:
-    """Write the device's tensors in one launch, from one upload, and then the copies."""
-    tensors = [scale.tensor.view(()) for scale in scales]
-    torch._foreach_copy_(tensors, list(torch.tensor(values, dtype=torch.float32, device=device).unbind()))
-    for scale, value in zip(scales, values, strict=True):
-        scale.write_copies(value)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _passes(token_ids: Sequence[Sequence[int]], max_tokens: int) -> Iterator[list[Sequence[int]]]:
     """Batches of whole sequences, of at most `max_tokens` tokens or one sequence."""
     batch: list[Sequence[int]] = []
@@ -262,6 +288,17 @@ def _passes(token_ids: Sequence[Sequence[int]], max_tokens: int) -> Iterator[lis
         batch.append(ids)
     if batch:
         yield batch
+
+
+def refuse_unfit(found: Iterable[tuple[str, str]], *, written: bool = False) -> None:
+    """Hold that no scale of a source is unfit.
+
+    Raises:
+        InvalidSourceError: Some are; says which and why.
+    """
+    problems = [f"{name}: {why}" for name, why in found]
+    if problems:
+        raise InvalidSourceError(problems, written=written)
 
 
 def _refuse(summary: str, refusals: Sequence[object]) -> None:

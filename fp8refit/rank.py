@@ -6,6 +6,7 @@ between the last vote and the commit, so that no driver can be lost between them
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from fp8refit.slots import Inventory
 from fp8refit.sources import Source
 from fp8refit.target import Target
 from fp8refit.vote import Ballot, Group, Phase, SoloGroup, vote
+
+logger = logging.getLogger(__name__)
 
 
 class Rank:
@@ -69,8 +72,8 @@ class Rank:
         )
         self._vote("prepared", error, config, claim=digest or "")
 
-    def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
-        """Set KV scales for the policy that is served.
+    def check_calibration(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> None:
+        """Agree that every rank can set KV scales as ordered. Changes nothing.
 
         Args:
             kv: What to measure, or which scales to set.
@@ -79,11 +82,24 @@ class Rank:
 
         Raises:
             EngineDirtyError: No whole policy is served.
-            RefitError: See `Target.check_kv`, `measure_kv` and `write_kv`; the objection; or what another rank had to say.
+            RefitError: See `Target.check_kv`; the objection; or what another rank had to say.
         """
         if objection is None and self.target.is_dirty:
             objection = EngineDirtyError("this engine holds no whole policy that it could be calibrated for; refit it")
         self._agree_on_ready(kv, config, objection)
+
+    def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+        """Set KV scales for the policy that is served.
+
+        Args:
+            kv: What to measure, or which scales to set.
+            config: How.
+            objection: Why nothing may be written, for instance caches that stayed.
+
+        Raises:
+            RefitError: See `check_calibration`, `Target.measure_kv` and `write_kv`.
+        """
+        self.check_calibration(kv, config, objection=objection)
         reports = self._set_kv_scales(kv, config)
         self.target.commit(self.target.version)
         return KvReport.merge(reports)
@@ -141,7 +157,7 @@ class Rank:
         self.target.commit(max(ballot.version for ballot in ballots) + 1)
         reports = [ballot.report for ballot in ballots if ballot.report is not None]
         return [
-            report.model_copy(update={"rank": rank, "kv": kv[rank] if kv is not None else report.kv})
+            report.model_copy(update={"rank": rank, "kv": _both(report.kv, kv[rank]) if kv is not None else report.kv})
             for rank, report in enumerate(reports)
         ]
 
@@ -177,6 +193,8 @@ class Rank:
         kept: tuple[str, ...] = ()
         if order.token_ids:
             error, measured = self._try(lambda: self.target.measure_kv(order, config))
+            if error is not None:  # at once: other ranks may wait for this one in the middle of the pass
+                logger.error("a calibration pass failed on rank %d: %s", self.group.rank, error)
             ballots = self._vote("measured", error, config, amax=measured.amax if measured is not None else {})
             seen = [ballot.amax for ballot in ballots] if config.kv.reduction == "max" else [measured.amax]
             amax = {name: max(one.get(name, 0.0) for one in seen) for name in dict.fromkeys(chain(*seen))}
@@ -229,6 +247,11 @@ class Rank:
             if isinstance(verdict, EngineLostError) and self.group.size > 1:
                 self.target.lost_because = str(verdict)
             raise
+
+
+def _both(brought: KvReport | None, ordered: KvReport) -> KvReport:
+    """What came with the weights, and what was ordered and written after it."""
+    return ordered.model_copy(update={"scales": {**(brought.scales if brought is not None else {}), **ordered.scales}})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from fp8refit.errors import (
     EngineBusyError,
     EngineDirtyError,
     EngineLostError,
+    InvalidCalibrationError,
     RefitError,
     UnsupportedEngineError,
 )
@@ -169,22 +170,24 @@ class Refitter:
 
     async def _calibrate(self, calibration: Calibration) -> KvReport:
         engine, ranks, config = self._engine, self._engine.ranks, self._config
-        if ranks.is_dirty:
-            raise EngineDirtyError("this engine holds no whole policy that it could be calibrated for; refit it")
-        order = await order_of(calibration, None, config.kv, engine.tokenize)
-        assert order is not None, "there is a batch"
-        version, is_paused = ranks.version, False
-        with Caught() as busy:
+        order = KvOrder()
+        with Caught() as unready:
+            if ranks.is_dirty:
+                raise EngineDirtyError("this engine holds no whole policy that it could be calibrated for; refit it")
+            order = await order_of(calibration, None, config.kv, engine.tokenize) or order
+            if not order.token_ids:
+                raise InvalidCalibrationError("calibration: there is no batch")
             await engine.check_ready()
-            await engine.pause(config)
-            is_paused = True
-            await engine.flush_caches()
+        await ranks.check_calibration(order, config, objection=unready.error)
+        version = ranks.version
         with Caught() as failed:
+            with Caught() as busy:
+                await engine.pause(config)
+                await engine.flush_caches()
             report = await ranks.calibrate(order, config, objection=busy.error)
         del busy  # the error's traceback would hold it, and it the error
         if failed.error is not None:
-            if is_paused:
-                await self._let_go(failed.error, version)
+            await self._let_go(failed.error, version)
             raise failed.take()
         await self._go_on(engine.resume())
         logger.info(

@@ -17,15 +17,17 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fp8refit._version import __version__
+from fp8refit.calibration import unfit_scales
 from fp8refit.caught import Caught
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import EngineLostError, InvalidSourceError, NonFiniteError, RankFailedError, RefitError
 from fp8refit.fill import scale_problem
 from fp8refit.kernels import fits_scale_format
 from fp8refit.layout import EngineLayout
+from fp8refit.names import is_kv_scale
 from fp8refit.report import KvReport, RankReport
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, dtype_name
-from fp8refit.sources import MappingSource, SafetensorsSource, Source, check_can_be_read_twice
+from fp8refit.sources import MappingSource, RandomAccess, SafetensorsSource, Source, check_can_be_read_twice
 from fp8refit.transport import messages
 from fp8refit.transport.memory import Bucket, Exporter, TensorRef
 from fp8refit.transport.messages import PROTOCOL, Reply, Request
@@ -112,12 +114,20 @@ class RemoteRanks:
             self._mapped_digest = ""
         return replies[0].reports
 
-    async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+    async def check_calibration(
+        self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None
+    ) -> None:
         """See `fp8refit.engine.Ranks`."""
         if objection is not None:
             raise objection
         self._config = config
         await self._meet()
+        await self._ask(messages.CheckCalibration(config=config, kv=kv))
+
+    async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+        """See `fp8refit.engine.Ranks`."""
+        if objection is not None:
+            raise objection
         with Caught() as caught:
             report = (await self._ask(messages.Calibrate(config=config, kv=kv)))[0].kv
             if report is None:
@@ -235,8 +245,14 @@ class RemoteRanks:
         may_refuse = source.is_repeatable and config.on_scale_mismatch == "refuse"
         if may_refuse and any(meta.dtype is FP8_DTYPE for meta in metadata.values()):
             odd_scales = [name for name, tensor in source if name.endswith(SCALE_SUFFIX) and _is_odd(tensor)]
+        unfit: dict[str, str] = {}
+        if isinstance(source, RandomAccess):
+            scales = source.pick(
+                name for name, meta in metadata.items() if is_kv_scale(name) and meta.shape in ((), (1,))
+            )
+            unfit = dict(unfit_scales({name: float(scale) for name, scale in scales.items()}))
         manifest = {name: (meta.shape, dtype_name(meta.dtype)) for name, meta in metadata.items()}
-        return messages.Pushed(manifest=manifest, problems=tuple(problems), odd_scales=tuple(odd_scales))
+        return messages.Pushed(manifest=manifest, problems=tuple(problems), odd_scales=tuple(odd_scales), unfit=unfit)
 
     async def _push(self, source: Source | None) -> None:
         """Read the source, and hand it over bucket by bucket."""

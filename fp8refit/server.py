@@ -72,6 +72,9 @@ class RankServer:
             self._refit, self._config = order.refit, order.config
             rank.prepare(lambda: self._make_source(order.source, importer), order.config, kv=order.kv)
             return {}
+        if isinstance(order, messages.CheckCalibration):
+            rank.check_calibration(order.kv, order.config)
+            return {}
         if isinstance(order, messages.Calibrate):
             return {"kv": rank.calibrate(order.kv, order.config)}
         if isinstance(order, messages.Describe):
@@ -118,7 +121,7 @@ class RankServer:
             importer.close()
             return SafetensorsSource(Path(source.path))
         manifest = None if source.manifest is None else _metadata(source.manifest)
-        return PushedSource(manifest, problems=source.problems, odd_scales=source.odd_scales)
+        return PushedSource(manifest, problems=source.problems, odd_scales=source.odd_scales, unfit=source.unfit)
 
     def _map(self, source: messages.MappedTensors, importer: Importer) -> MappingSource:
         if source.refs is not None:

@@ -220,6 +220,10 @@ class KvCache:
     """Why its scales cannot be changed."""
     prefill_refusals: tuple[Refusal, ...] = ()
     """Why they can be given, but not measured."""
+    check_now: Callable[[], None] = lambda: None
+    """Raises what keeps scales from being changed now: graphs that cannot be captured anew while the engine sleeps."""
+    before_write: Callable[[], None] = lambda: None
+    """What has to be done before the first scale changes: noise of a dummy boot taken away."""
     after_write: Callable[[], None] = lambda: None
     """What has to be done once scales have changed: graphs captured anew."""
 

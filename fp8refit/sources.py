@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,15 @@ class Source(Protocol):
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Give checkpoint name and tensor, one at a time."""
+        ...
+
+
+@runtime_checkable
+class RandomAccess(Protocol):
+    """A source that gives some of its tensors without reading the others."""
+
+    def pick(self, names: Iterable[str]) -> Mapping[str, Tensor]:
+        """The tensors of these checkpoint names, all of which it has."""
         ...
 
 
@@ -113,6 +122,10 @@ class MappingSource:
         """See `Source`."""
         return self.metadata, self.problems
 
+    def pick(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """See `RandomAccess`."""
+        return {name: self.tensors[name] for name in names}
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """See `Source`."""
         return iter(self.tensors.items())
@@ -157,6 +170,7 @@ class PushedSource:
         metadata: Shape and dtype of everything that will come; None if nothing is known.
         problems: What was found wrong with it.
         odd_scales: Names of scale tensors with values that are no powers of two.
+        unfit: Names of KV scales that are none, and why.
     """
 
     is_repeatable = False
@@ -167,7 +181,9 @@ class PushedSource:
         *,
         problems: Sequence[str] = (),
         odd_scales: Iterable[str] = (),
+        unfit: Mapping[str, str] | None = None,
     ) -> None:
+        self.unfit = dict(unfit or {})
         self.metadata = metadata
         self.problems = tuple(problems)
         self.odd_scales = frozenset(odd_scales)
@@ -214,6 +230,18 @@ class SafetensorsSource:
     def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]]:
         """See `Source`."""
         return self.metadata, self.problems
+
+    def pick(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """See `RandomAccess`."""
+        from safetensors import safe_open
+
+        picked: dict[str, Tensor] = {}
+        wanted = set(names)
+        for file in {self._file_of[name] for name in wanted}:
+            with safe_open(file, framework="pt") as tensors:
+                raw_names = {strip_wrappers(name): name for name in tensors.keys()}  # noqa: SIM118 - a handle, not a mapping
+                picked |= {name: tensors.get_tensor(raw_names[name]) for name in wanted & raw_names.keys()}
+        return picked
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """See `Source`."""

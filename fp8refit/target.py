@@ -26,12 +26,12 @@ from fp8refit.errors import (
 )
 from fp8refit.fill import ResidentFill, StreamFill, misfit_scales, required_format, scale_problem
 from fp8refit.job import Arrivals, Job, Write, by_source
-from fp8refit.kv_scales import KvScales, Measured, report_of
+from fp8refit.kv_scales import KvScales, Measured, refuse_unfit, report_of
 from fp8refit.layout import EngineLayout
 from fp8refit.plan import RefitPlan
 from fp8refit.report import KvReport, RankReport
 from fp8refit.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta, was_any_replaced
-from fp8refit.sources import MappingSource, PushedSource, Source, check_can_be_read_twice
+from fp8refit.sources import MappingSource, PushedSource, RandomAccess, Source, check_can_be_read_twice
 
 T = TypeVar("T")
 
@@ -243,6 +243,8 @@ class Target:
         assert self._is_whole, "commit() follows a finish() that returned"
         self.version = version if version is not None else self.version + 1
         self.is_dirty = self._is_whole = False
+        if self._kv is not None:
+            self._kv.commit()
         return self.version
 
     def abandon(self) -> None:
@@ -260,7 +262,9 @@ class Target:
     def close(self) -> None:
         """Drop what is held beyond the engine itself."""
         self.abandon()
-        self._inventory = self._resident = self._stream_plan = self._kv = None
+        self._inventory = self._resident = self._stream_plan = None
+        if self._kv is not None and self._kv.torn is None:
+            self._kv = None
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -304,7 +308,8 @@ class Target:
                 places = ", ".join(sorted(map(str, devices)))
                 raise UnsupportedEngineError(f"the live weights lie on {places}; put the engine onto one device")
             self._device = devices.pop()
-            self._kv = KvScales(inventory.kv, self._device) if inventory.kv is not None else None
+            torn = self._kv.torn if self._kv is not None else None
+            self._kv = KvScales(inventory.kv, self._device, torn=torn) if inventory.kv is not None else None
             self._inventory = self._kv.extend(inventory) if self._kv is not None else inventory
         return self._inventory
 
@@ -327,11 +332,16 @@ class Target:
 
     def _check_brought_scales(self, job: Job) -> None:
         """Judge the KV scales in a source while nothing is written, if they can be seen, or if none can be changed."""
-        if self._kv is None or job.plan is None or not any(self._kv.brings(step) for step in job.plan.steps):
+        if self._kv is None:
             return
-        self._kv.check_writable()
-        if isinstance(job.source, MappingSource):
-            self._kv.check_source(job.plan.steps, job.source.tensors)
+        steps = job.plan.steps if job.plan is not None else ()
+        names = [step.source for step in steps if self._kv.brings(step)]
+        if names or self._kv.torn is not None:
+            self._kv.check_writable()
+        if isinstance(job.source, RandomAccess):
+            self._kv.check_source(steps, job.source.pick(names))
+        elif isinstance(job.source, PushedSource):
+            refuse_unfit((name, job.source.unfit[name]) for name in names if name in job.source.unfit)
 
     def _prepare_mapping(self, source: MappingSource, job: Job) -> None:
         resident = self._resident
@@ -442,6 +452,8 @@ class Target:
                 padding.zero_()
             for refresh in inventory.refreshes:
                 refresh.run()
+        if self._kv is not None:
+            self._kv.heal()
         if write.events is not None:
             write.events[1].record()
         launched_s = time.perf_counter()

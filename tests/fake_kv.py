@@ -54,7 +54,7 @@ class FakeKvCache:
             ),
             prefill=self,
             refusals=self.refusals,
-            after_write=self._count_write,
+            after_write=lambda: self._count_write(),
         )
 
     def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:

@@ -705,7 +705,32 @@ def test_scales_written_in_part_are_refused_until_the_next_refit(model, cache, m
         refitter.calibrate(BATCH)
     monkeypatch.undo()
     monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [FakeEntryPoint()])
+    assert cache.held == SEEN
     assert_dirty_until_refitted(refitter, model, "RuntimeError: boom")
+    assert cache.held == BOOTED, "a refit without scales goes back to the last whole set"
+
+
+def test_torn_scales_outlive_a_closed_refitter_and_give_way_to_new_ones(model, cache, monkeypatch):
+    refitter = Refitter(model, kv=KV)
+    refitter.refit(make_policy(model, seed=1), kv_scales={K_SCALE: 0.5, V_SCALE: 0.25})
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(cache, "_count_write", lambda: 1 / 0)
+        refitter.calibrate(BATCH)
+    refitter.close()
+    refitter.refit(make_policy(model, seed=2), kv_scales={K_SCALE: 4.0})
+    assert cache.held == {K_SCALE: 4.0, V_SCALE: 0.25}
+    refitter.refit(make_policy(model, seed=1))
+    assert cache.held == {K_SCALE: 4.0, V_SCALE: 0.25}
+
+
+def test_a_batch_that_does_not_fit_stops_no_request(model, cache):
+    refitter = Refitter(model, kv=KV)
+    for batch, match in (([[100]], "outside the vocabulary"), ([], "holds no sequence"), (None, "no batch")):
+        model.events.clear()
+        with pytest.raises(InvalidCalibrationError, match=match):
+            refitter.calibrate(batch)
+        assert set(model.events) <= {"check_ready"}
+    assert cache.held == BOOTED
 
 
 @pytest.mark.parametrize(

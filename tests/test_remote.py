@@ -872,7 +872,7 @@ def kv_remote():
 
 def test_a_calibration_is_told_to_every_rank_once(kv_remote):
     report = kv_remote.refitter.calibrate(BATCH)
-    assert kv_remote.channel.steps == ["calibrate"]
+    assert kv_remote.channel.steps == ["check_calibration", "calibrate"]
     assert kv_remote.cluster.scales == [LARGEST] * 2
     assert (report.scales, report.num_sequences, report.num_tokens) == (LARGEST, 2, 5)
     assert kv_remote.cluster.states == [(False, 1)] * 2
@@ -882,7 +882,7 @@ def test_a_calibration_is_told_to_every_rank_once(kv_remote):
 def test_the_ranks_are_met_before_they_are_calibrated():
     remote = Remote(with_caches(Cluster(kv=[[ATTENTION], [ATTENTION]])), config=KV_CONFIG)
     assert remote.refitter.calibrate(BATCH).scales == LARGEST
-    assert remote.channel.steps == ["hello", "calibrate"]
+    assert remote.channel.steps == ["hello", "check_calibration", "calibrate"]
 
 
 @pytest.mark.parametrize("make_arguments", STATE_DICTS)
@@ -929,7 +929,7 @@ def test_a_fault_of_one_rank_in_a_calibration_is_the_engine_s(error, fault, rank
         assert "failed part way" in kv_remote.client.blocked
         with pytest.raises(EngineDirtyError, match="no whole policy"):
             kv_remote.refitter.calibrate(BATCH)
-        assert kv_remote.channel.steps == ["calibrate"]
+        assert kv_remote.channel.steps == ["check_calibration", "calibrate"]
     else:
         assert cluster.scales == [BOOTED] * 2
         assert kv_remote.client.blocked is None
@@ -959,7 +959,7 @@ def test_caches_that_stay_leave_the_old_scales(kv_remote):
     kv_remote.client.flush_fails = True
     with pytest.raises(CacheFlushError):
         kv_remote.refitter.calibrate(BATCH)
-    assert kv_remote.channel.steps == []
+    assert kv_remote.channel.steps == ["check_calibration"]
     assert kv_remote.cluster.scales == [BOOTED] * 2
     assert kv_remote.client.blocked is None
     kv_remote.client.flush_fails = False

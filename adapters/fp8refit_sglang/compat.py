@@ -296,8 +296,8 @@ class Scheduler:
 
         return bool(check_cuda_graph_backend("prefill", "full"))
 
-    def recapture(self) -> None:
-        """Capture decode graphs anew, as SGLang does for whoever updates weights with `recapture_cuda_graph`.
+    def check_can_recapture(self) -> None:
+        """Hold that graphs can be captured now.
 
         Raises:
             EngineAsleepError: A part of the engine sleeps.
@@ -307,6 +307,14 @@ class Scheduler:
                 "new KV scales want CUDA graphs captured anew, over memory that sleeps; call resume_memory_occupation() "
                 "before refit"
             )
+
+    def recapture(self) -> None:
+        """Capture decode graphs anew, as SGLang does for whoever updates weights with `recapture_cuda_graph`.
+
+        Raises:
+            EngineAsleepError: A part of the engine sleeps.
+        """
+        self.check_can_recapture()
         updater = getattr(self._runner, "weight_updater", None)
         (updater.recapture_cuda_graph if updater is not None else self._runner.init_decode_cuda_graph)()
 

@@ -126,9 +126,16 @@ def read_kv_cache(scheduler: Scheduler, scales: HeldScales) -> KvCache:
         return KvCache(dtype=dtype, backend=", ".join(backends), refusals=(refusal,))
     layers = [_Layer(name, module) for name, module in scheduler.model.named_modules() if is_attention(module)]
 
+    def has_numbers_in_graphs() -> bool:
+        return bool(_READS_NUMBERS.intersection(backends)) and scheduler.has_decode_graphs
+
+    def check_now() -> None:
+        if has_numbers_in_graphs():
+            scheduler.check_can_recapture()
+
     def finish() -> None:
         scales.restore()  # the others, if they were noise until now
-        if _READS_NUMBERS.intersection(backends) and scheduler.has_decode_graphs:
+        if has_numbers_in_graphs():
             scheduler.recapture()
 
     return KvCache(
@@ -139,6 +146,7 @@ def read_kv_cache(scheduler: Scheduler, scales: HeldScales) -> KvCache:
         saturates=casts_saturate(next(scheduler.model.parameters()).device),
         refusals=tuple(_why_not_written(scheduler, layers)),
         prefill_refusals=tuple(_why_not_measured(scheduler.model, layers)),
+        check_now=check_now,
         after_write=finish,
     )
 

@@ -1,5 +1,6 @@
 """A Hugging Face model in this process as an engine: one rank, admission at `forward`, no caches of its own."""
 
+import uuid
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -116,8 +117,9 @@ class TransformersEngine:
 
     async def publish_version(self, version: int) -> None:
         """See `fp8refit.engine.Engine`: outputs of a model carry no version, but FP8 caches do, and older ones are refused."""
+        policy = uuid.uuid4().hex
         for _, kv in fp8_kvs(self._model):
-            kv.version = version
+            kv.version, kv.policy = version, policy
 
 
 class _Refuse:

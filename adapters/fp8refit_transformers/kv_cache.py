@@ -6,6 +6,7 @@ are seen through their codes too; a forward without a cache quantizes nothing. Q
 """
 
 import inspect
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -42,6 +43,8 @@ class Fp8Kv(nn.Module):
             self.register_buffer(f"{kind}_scale", scale, persistent=False)
         self.version = 0
         """Of the policy that is served."""
+        self.policy = uuid.uuid4().hex
+        """Names that policy, among those of copies of the model too, which count for themselves."""
 
     def extra_repr(self) -> str:
         """Scales, for `print(model)`."""
@@ -66,7 +69,7 @@ class _Codes:
     def __init__(self, *args: Any, kv: Fp8Kv) -> None:
         super().__init__(*args)
         self.k_scale, self.v_scale = kv.k_scale.clone(), kv.v_scale.clone()
-        self.version = kv.version
+        self.version, self.policy = kv.version, kv.policy
         """Of the policy whose keys and values these are."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -194,7 +197,7 @@ def _put_fp8_layer(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         raise ValueError(
             "this model keeps its KV cache as FP8, and past_key_values holds tokens of another dtype; begin with an empty cache"
         )
-    elif layer.version != kv.version:
+    elif layer.policy != kv.policy:
         raise ValueError(
             f"past_key_values holds tokens of policy version {layer.version}, and the model serves version {kv.version}; "
             "begin with an empty cache"

@@ -8,6 +8,7 @@ Legend of shape suffixes: M tokens, N outputs, K inputs, G groups of K.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -74,6 +75,18 @@ class BlockFp8Linear(nn.Module):
         if self.bias is not None:
             y_MN = y_MN + self.bias
         return y_MN.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follow the model to its device; codes and scales keep their dtypes, whatever the model is converted to."""
+
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            if tensor is not self.weight and tensor is not self.weight_scale_inv:
+                return fn(tensor)
+            bytes_of = tensor.detach().view(torch.uint8)
+            return fn(bytes_of).view(tensor.dtype)
+
+        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def extra_repr(self) -> str:
         """Shapes and format, for `print(model)`."""

@@ -47,7 +47,7 @@ def read_kv_cache(worker: Any, network: nn.Module) -> KvCache:
     return KvCache(
         dtype="fp8_e4m3",
         backend=", ".join(backends),
-        layers=tuple(KvLayer(name=attention_name(layer.name), scales=layer.scales()) for layer in layers),
+        layers=tuple(KvLayer(name=attention_name(layer.name), scales=layer.scales()) for layer in found),
         prefill=LivePrefill(worker.vllm_config, network, found, _device_of(network)),
         refusals=tuple(_why_not_written(layers, has_graphs=has_full_graphs(config))),
         prefill_refusals=tuple(_why_not_measured(found, network, config)),
@@ -79,6 +79,9 @@ class _Layer:
         return hasattr(self.module, "kv_lora_rank")
 
     def scales(self) -> tuple[KvScale, ...]:
+        """Those that it uses; a layer that skips the FP8 cache uses none."""
+        if not self.is_fp8:
+            return ()
         # Queries are quantized where the layer has an operation for it; elsewhere nothing reads their scale.
         kinds = ("k",) if self.is_latent else ("k", "v")
         if getattr(self.module, "query_quant", None) is not None:
@@ -151,8 +154,6 @@ class LivePrefill:
         self._network = network
         self._layers = layers
         self._device = device
-        fp8 = [layer for layer in layers if layer.is_fp8]
-        self._places = {index: fp8.index(layer) for index, layer in enumerate(layers) if layer.is_fp8}
         self.vocab_size = int(config.model_config.get_vocab_size())
         self.max_length = int(config.model_config.max_model_len)
         self.max_tokens = int(config.scheduler_config.max_num_batched_tokens)
@@ -161,13 +162,8 @@ class LivePrefill:
         """See `fp8refit.slots.Prefill`."""
         packed = PackedSequences([len(sequence) for sequence in sequences], self._device)
         token_ids = torch.cat(list(sequences))
-
-        def observe_fp8(index: int, q: Tensor | None, k: Tensor | None, v: Tensor | None) -> None:
-            if index in self._places:
-                observe(self._places[index], q, k, v)
-
         layers = [(layer.module, layer.heads()) for layer in self._layers]
-        with measured(layers, packed, observe_fp8), eager_forward(self._config, len(token_ids)):
+        with measured(layers, packed, observe), eager_forward(self._config, len(token_ids)):
             self._network(input_ids=token_ids, positions=packed.positions)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.rank import Rank
 from fp8refit.server import RankServer
-from fp8refit.slots import Inventory, Refresh, Refusal
+from fp8refit.slots import Inventory, KvCache, Refresh, Refusal
 from fp8refit.target import Target
 from fp8refit.transport.group import ProcessGroupExchange
 from fp8refit.vote import Group
@@ -101,7 +101,7 @@ class LiveModel:
 
     def read_inventory(self) -> Inventory:
         """Slots of the model, refusals and refreshes of the engine around it."""
-        inventory = replace(read_inventory(self.network), kv=read_kv_cache(self._worker, self.network))
+        inventory = replace(read_inventory(self.network), kv=self._read_kv_cache())
         method = draft_method(self._worker.vllm_config)
         if method is not None:
             draft = Refusal(
@@ -114,6 +114,9 @@ class LiveModel:
             refresh = Refresh(name="KV scales of a dummy boot", run=self._reset_dummy_scales)
             inventory = replace(inventory, refreshes=(*inventory.refreshes, refresh))
         return inventory
+
+    def _read_kv_cache(self) -> KvCache:
+        return replace(read_kv_cache(self._worker, self.network), before_write=self._reset_dummy_scales)
 
     def _reset_dummy_scales(self) -> None:
         """A dummy boot fills KV scales with noise; a boot from a checkpoint leaves 1.0. Done once."""

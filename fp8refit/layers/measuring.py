@@ -37,13 +37,17 @@ def measured(layers: Sequence[tuple[nn.Module, Heads]], sequences: PackedSequenc
         sequences: What the pass runs over.
         observe: Takes a layer's place and its q, k and v.
     """
+    own = [module.__dict__.get("forward") for module, _ in layers]
     try:
         for index, (module, heads) in enumerate(layers):
             module.__dict__["forward"] = _StandIn(index, heads, sequences, observe)
         yield
     finally:
-        for module, _ in layers:
-            module.__dict__.pop("forward", None)
+        for (module, _), forward in zip(layers, own, strict=True):
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
 
 
 class _StandIn:

@@ -51,6 +51,8 @@ class Pushed(_Message):
     """Shape and dtype of everything that will come, if that is known."""
     problems: tuple[str, ...] = ()
     odd_scales: tuple[str, ...] = ()
+    unfit: dict[str, str] = {}
+    """KV scales that are none, and why."""
 
 
 class Hello(_Message):
@@ -102,6 +104,14 @@ class Finish(_Message):
     refit: str
 
 
+class CheckCalibration(_Message):
+    """Say whether KV scales can be set; see `Rank.check_calibration`."""
+
+    step: Literal["check_calibration"] = "check_calibration"
+    config: RefitConfig
+    kv: KvOrder
+
+
 class Calibrate(_Message):
     """Set KV scales for the policy that is served; see `Rank.calibrate`."""
 
@@ -129,7 +139,9 @@ class Close(_Message):
     step: Literal["close"] = "close"
 
 
-Order: TypeAlias = Hello | Prepare | Write | Begin | Push | Finish | Calibrate | Abandon | Describe | Close
+Order: TypeAlias = (
+    Hello | Prepare | Write | Begin | Push | Finish | CheckCalibration | Calibrate | Abandon | Describe | Close
+)
 
 
 class Request(_Message):

@@ -44,6 +44,7 @@ ORDERS = [
     messages.Push(refit="r", segments=(SEGMENT,), refs=(REF,)),
     messages.Write(refit="r", keeps_mapped=True),
     messages.Finish(refit="r"),
+    messages.CheckCalibration(config=CONFIG, kv=KvOrder(scales={"a.k_scale": 0.5})),
     messages.Calibrate(config=CONFIG, kv=KvOrder(token_ids=((1, 2), (3,)))),
     messages.Abandon(refit="r"),
     messages.Describe(),
