@@ -240,9 +240,12 @@ def test_graphs_are_not_captured_over_a_cache_that_sleeps(solo):
     refitter = Refitter(solo)
     refitter.refit(solo.make_policy(1))
     solo.schedulers[0].weight_updater.offload_tags = {"kv_cache"}
+    before = held(solo)
     with pytest.raises(EngineAsleepError, match="resume_memory_occupation"):
         refitter.refit(solo.make_policy(2), calibration=BATCH)
-    assert events(solo) == [[]]
+    with pytest.raises(EngineAsleepError, match="resume_memory_occupation"):
+        refitter.calibrate(BATCH)
+    assert (events(solo), held(solo), refitter.is_dirty, refitter.version) == ([[]], before, False, 1)
     solo.schedulers[0].weight_updater.offload_tags = set()
     refitter.refit(solo.make_policy(2), calibration=BATCH)
     assert events(solo) == [["captured"]]
