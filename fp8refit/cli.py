@@ -196,6 +196,13 @@ def _show_layout(layout: EngineLayout) -> None:
     console.print(_slots_table(layout.slots))
     for alias, name in layout.aliases.items():
         console.print(f"{alias} shares the slot of {name}", highlight=False)
+    if layout.kv is not None:
+        counts = Counter(kind for kinds in layout.kv.scales.values() for kind in kinds)
+        scales = ", ".join(f"{count} of {kind}" for kind, count in counts.items()) or "none"
+        place = f"{layout.kv.dtype} under {layout.kv.backend}" if layout.kv.backend else layout.kv.dtype
+        console.print(f"KV cache: {place}; scales: {scales}", markup=False, highlight=False)
+        for refusal in layout.kv.refusals:
+            console.print(f"KV scales cannot be set: {refusal}", style="yellow", markup=False, highlight=False)
     for refusal in layout.refusals:
         console.print(f"cannot be refitted: {refusal}", style="red", markup=False, highlight=False)
 

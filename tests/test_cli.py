@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fp8refit import Refitter, __version__, cli, demo
 from fp8refit.checkpoint import CheckpointReport
-from fp8refit.layout import EngineLayout, SlotLayout
+from fp8refit.layout import EngineLayout, KvLayout, SlotLayout
 from fp8refit.slots import SCALE_SUFFIX
 
 BAD_TENSOR = "model.layers.0.mlp.up_proj.weight"
@@ -140,14 +140,18 @@ def test_inspect_shows_slices_and_refusals(monkeypatch, capsys):
         block_size=(128, 128),
         kernel="Kernel",
     )
+    scales = {"layers.0.attn": ("q", "k", "v"), "layers.1.attn": ("k", "v")}
+    kv = KvLayout(dtype="fp8_e4m3", backend="FLASHINFER", scales=scales, refusals=("c: keeps [numbers]. Set z",))
     layout = EngineLayout(
-        engine="fake", versions={}, device="cpu", slots=(slot,), aliases={}, refusals=("b: repacked [x]. Set y",)
+        engine="fake", versions={}, device="cpu", slots=(slot,), aliases={}, refusals=("b: repacked [x]. Set y",), kv=kv
     )
     monkeypatch.setenv("COLUMNS", "160")
     cli._show_layout(layout)
     shown = capsys.readouterr().out
     assert "[128, 128] at [128, 0]" in shown and "ue8m0" in shown
     assert "cannot be refitted: b: repacked [x]. Set y" in shown
+    assert "KV cache: fp8_e4m3 under FLASHINFER; scales: 1 of q, 2 of k, 2 of v" in shown
+    assert "KV scales cannot be set: c: keeps [numbers]. Set z" in shown
 
 
 @pytest.mark.parametrize(
