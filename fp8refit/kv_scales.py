@@ -151,9 +151,7 @@ class KvScales:
             return {}
         values = dict(zip(names, self._arrivals.tolist(), strict=True))
         scales = {name: values[name] for name in found}
-        problems = [f"{found[name]}: {why}" for name, why in unfit_scales(scales)]
-        if problems:
-            raise InvalidSourceError(problems, written=True)
+        refuse_unfit(((found[name], why) for name, why in unfit_scales(scales)), written=True)
         return scales
 
     def measure(self, order: KvOrder, config: KvConfig) -> Measured:
