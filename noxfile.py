@@ -35,7 +35,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Core and transformers here; then every engine that runs on a CPU, each in its own environment."""
     session.install(TORCH, "-e", ".[demo]", *group("test"))
-    session.run("pytest", "-m", "not gpu and not vllm and not sglang", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "-n", "2", "-m", "not gpu and not vllm and not sglang", *session.posargs, env=ENVIRONMENT)
     session.notify("tests_vllm")
     session.notify("tests_sglang")
 
