@@ -34,29 +34,6 @@ def sglang(monkeypatch):
     fake_sglang.install(monkeypatch)
 
 
-@pytest.fixture
-def make_engine():
-    engines = []
-
-    def make(*args, **kwargs) -> Engine:
-        engines.append(Engine(*args, **kwargs))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.shutdown()
-
-
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
-def engine(request, make_engine) -> Engine:
-    return make_engine(request.param)
-
-
-@pytest.fixture
-def solo(make_engine) -> Engine:
-    return make_engine()
-
-
 def run(engine: Engine, steps):
     """Run steps in the loop that drives the engine."""
 

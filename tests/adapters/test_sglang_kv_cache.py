@@ -24,29 +24,6 @@ def sglang(monkeypatch):
     fake_sglang.install(monkeypatch)
 
 
-@pytest.fixture
-def make_engine():
-    engines = []
-
-    def make(*args, **kwargs) -> Engine:
-        engines.append(Engine(*args, **kwargs))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.shutdown()
-
-
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
-def engine(request, make_engine) -> Engine:
-    return make_engine(request.param)
-
-
-@pytest.fixture
-def solo(make_engine) -> Engine:
-    return make_engine()
-
-
 def attentions(engine: Engine) -> list[list[RadixAttention]]:
     """Of each rank, by layer."""
     return [[layer.self_attn.attn for layer in scheduler.network.model.layers] for scheduler in engine.schedulers]
