@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -126,29 +127,18 @@ class KvScales:
             raise UnsupportedEngineError("this engine has no FP8 KV cache whose scales could be changed")
         self._cache.check_now()
 
-    def check_source(self, steps: Iterable[Step], tensors: Mapping[str, Tensor]) -> None:
-        """Hold that the scales among a source's tensors are some, while nothing is written.
+    def brought(self, steps: Sequence[Step]) -> list[Step]:
+        """The steps of a plan that bring scales: its last ones, as plans go in the order of slots. Looks at no others."""
+        return list(takewhile(lambda step: step.slot >= self._num_weights, reversed(steps)))
 
-        Raises:
-            InvalidSourceError: A scale is not finite and positive.
-        """
-        given = {step.source: float(tensors[step.source]) for step in steps if self.brings(step)}
-        refuse_unfit(unfit_scales(given))
-
-    def brings(self, step: Step) -> bool:
-        """Whether a step of a plan brings a scale."""
-        return step.slot >= self._num_weights
-
-    def arrived(self, steps: Iterable[Step]) -> dict[str, float]:
-        """What a source brought, once it is written.
+    def arrived(self, brought: Sequence[Step]) -> dict[str, float]:
+        """What a source brought, at least one scale, once it is written.
 
         Raises:
             InvalidSourceError: A scale is not finite and positive.
         """
         names = list(self._scales)
-        found = {names[step.slot - self._num_weights]: step.source for step in steps if self.brings(step)}
-        if not found:
-            return {}
+        found = {names[step.slot - self._num_weights]: step.source for step in brought}
         values = dict(zip(names, self._arrivals.tolist(), strict=True))
         scales = {name: values[name] for name in found}
         refuse_unfit(((found[name], why) for name, why in unfit_scales(scales)), written=True)

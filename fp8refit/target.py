@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fp8refit.calibration import unfit_scales
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import (
     EngineAsleepError,
@@ -334,12 +335,11 @@ class Target:
         """Judge the KV scales in a source while nothing is written, if they can be seen, or if none can be changed."""
         if self._kv is None:
             return
-        steps = job.plan.steps if job.plan is not None else ()
-        names = [step.source for step in steps if self._kv.brings(step)]
+        names = [step.source for step in self._kv.brought(job.plan.steps)] if job.plan is not None else []
         if names or self._kv.torn is not None:
             self._kv.check_writable()
         if isinstance(job.source, RandomAccess):
-            self._kv.check_source(steps, job.source.pick(names))
+            refuse_unfit(unfit_scales({name: float(scale) for name, scale in job.source.pick(names).items()}))
         elif isinstance(job.source, PushedSource):
             refuse_unfit((name, job.source.unfit[name]) for name in names if name in job.source.unfit)
 
@@ -484,11 +484,12 @@ class Target:
 
     def _write_brought_scales(self, plan: RefitPlan) -> KvReport | None:
         """Write the KV scales that came with the weights, if any did."""
-        if self._kv is None or not any(self._kv.brings(step) for step in plan.steps):
+        brought = self._kv.brought(plan.steps) if self._kv is not None else []
+        if self._kv is None or not brought:
             return None
         start_s = time.perf_counter()
         self._kv.check_writable()
-        scales = self._kv.write(self._kv.arrived(plan.steps))
+        scales = self._kv.write(self._kv.arrived(brought))
         return report_of(None, scales, seconds=time.perf_counter() - start_s)
 
 
@@ -527,8 +528,11 @@ def _take_all(arrivals: Arrivals, tensors: Iterator[tuple[str, Tensor]], *, drai
 
 def _are_mapped(inventory: Inventory) -> bool:
     """Whether there is memory behind the weights: sleep mode takes all of it away at once, and keeps the addresses."""
-    slots = [slot for slot in inventory.slots if not slot.is_optional]
-    weights = [slot.weight for slot in (slots[:1] + slots[-1:]) if slot.weight.is_cuda]
+    slots = inventory.slots
+    last = next(
+        (slot for slot in reversed(slots) if not slot.is_optional), None
+    )  # what is optional comes after the weights
+    weights = [slot.weight for slot in (*slots[:1], last) if slot is not None and slot.weight.is_cuda]
     if not weights:
         return True
     from fp8refit.transport.cuda_driver import is_mapped

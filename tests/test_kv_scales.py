@@ -315,7 +315,7 @@ def arrive(engine, **values):
     for step in plan.steps:
         if step.source in brought:
             inventory.slots[step.slot].weight.view(()).copy_(brought[step.source])
-    return engine.scales.arrived(plan.steps)
+    return engine.scales.arrived(engine.scales.brought(plan.steps))
 
 
 def test_what_arrived_is_told_by_our_names():

@@ -35,7 +35,7 @@ def read_kv_cache(worker: Any, network: nn.Module) -> KvCache:
         network: Its live model.
     """
     config = worker.vllm_config
-    found = [_Layer.of(name, module) for name, module in network.named_modules() if _is_attention(module)]
+    found = [_Layer(name, module) for name, module in network.named_modules() if _is_attention(module)]
     layers = [layer for layer in found if layer.is_fp8]
     if not layers:
         dtype = str(config.cache_config.cache_dtype)
@@ -61,10 +61,6 @@ class _Layer:
 
     name: str
     module: Any
-
-    @classmethod
-    def of(cls, name: str, module: nn.Module) -> "_Layer":
-        return cls(name, module)
 
     @property
     def is_fp8(self) -> bool:
@@ -117,9 +113,9 @@ class _Layer:
         """What plain causal attention would compute otherwise than this layer does."""
         module, impl = self.module, self.module.impl
         kind = getattr(module, "attn_type", "")
-        if type(module).__name__ != "Attention" or getattr(kind, "value", kind) != "decoder":
-            name = getattr(kind, "value", kind)
-            return f"is {type(module).__name__} (of type {name}), not plain causal attention"
+        kind = getattr(kind, "value", kind)
+        if type(module).__name__ != "Attention" or kind != "decoder":
+            return f"is {type(module).__name__} (of type {kind}), not plain causal attention"
         if getattr(impl, "alibi_slopes", None) is not None:
             return "attends with ALiBi"
         if getattr(module, "has_sink", False):
