@@ -9,7 +9,6 @@ working folder, if it was found there before. Writes a result for the README.
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -34,19 +33,31 @@ RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "kv"
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "300"))
 ASKED = os.environ.get("FP8REFIT_KV", "scales").split(",")
-COMMAND = f"FP8REFIT_KV={','.join(ASKED)} python -m pytest {shlex.join(sys.argv[1:])}"
 FORMAT = {"vllm": "ue8m0", "sglang": "fp32"}[ENGINE]
 """Of the scales of the engine's default kernels on this GPU."""
 PLAIN_KERNELS = {"VLLM_USE_DEEP_GEMM": "0"}
 """Kernels that start fast on any number of ranks."""
 FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 MARGIN = 1.05
+STEPS = {
+    "sleep-first-runner": "sleep",
+    "sleep-default-runner": "sleep",
+    "tp1": "ranks",
+    "tp2": "ranks",
+    "triton": "backends",
+}
+"""By the names of their results."""
+
+
+def command_of(*steps):
+    """What finds again what these steps found."""
+    return f"FP8REFIT_KV={','.join(steps)} python -m pytest tests/gpu/test_kv.py"
 
 
 def take(step, name, mode, shape=SHAPE, environment=None, **options):
     """What a process found, now or before."""
     out = WORK / f"{ENGINE}-{name}.json"
-    if step not in ASKED:
+    if step not in ASKED and name not in ASKED:
         if not out.exists():
             pytest.skip(f"{step} was not asked for")
         return json.loads(out.read_text())
@@ -99,7 +110,7 @@ def independent():
 
 @pytest.fixture(scope="module")
 def ranks():
-    if "ranks" in ASKED and torch.cuda.device_count() < 2:
+    if {"ranks", "tp2"} & set(ASKED) and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     return {tp: take("ranks", f"tp{tp}", ENGINE, SMALL_SHAPE, PLAIN_KERNELS, tp=tp) for tp in (1, 2)}
 
@@ -148,14 +159,16 @@ def test_calibration_takes_the_error_away(scales):
     assert errors["base calibrated"] <= 1.5 * errors["base 1.0"]
 
 
-@pytest.mark.parametrize("policy", ["base", "outliers"])
-def test_scales_agree_with_an_independent_pass(scales, independent, policy):
+@pytest.mark.parametrize(
+    ("policy", "tolerance"), [("calm base", 0.02), ("calm outliers", 0.02), ("base", 0.04), ("outliers", 0.04)]
+)
+def test_scales_agree_with_an_independent_pass(scales, independent, policy, tolerance):
     found = scales["scales"][policy]
     kinds = {name[-7] for name in found}
     assert kinds >= {"k", "v"}
     for kind in sorted(kinds):
         worst = max(deviations(found, independent[policy], kind), key=abs)
-        assert abs(worst) <= 0.02, f"{kind}: {worst:+.3%}"
+        assert abs(worst) <= tolerance, f"{kind}: {worst:+.3%}"
 
 
 def test_graphs_decode_with_the_scales_that_prefills_use(scales):
@@ -182,11 +195,10 @@ def test_calibration_costs_what_its_prefill_costs(scales):
 
 def test_two_ranks_measure_what_one_does(ranks):
     for policy, found in ranks[1]["scales"].items():
-        if policy != "larger":
-            others = ranks[2]["scales"][policy]
-            assert found.keys() == others.keys()
-            worst = max((others[name] / scale - 1 for name, scale in found.items()), key=abs)
-            assert abs(worst) <= 0.02, f"{policy}: {worst:+.3%}"
+        others = ranks[2]["scales"][policy]
+        assert found.keys() == others.keys()
+        worst = max((others[name] / scale - 1 for name, scale in found.items()), key=abs)
+        assert abs(worst) <= (0.02 if policy.startswith("calm") else 0.04), f"{policy}: {worst:+.3%}"
 
 
 def test_scales_survive_sleep(slept):
@@ -206,7 +218,7 @@ def test_write_the_result(reference, scales, independent):
     result = {
         "what": f"{ENGINE}, {SHAPE} shape, FP8 KV cache, {scales['kv']['backend']}, CUDA graphs; error: mean absolute "
         "difference of log-probabilities to a BF16 KV cache",
-        "command": COMMAND,
+        "command": command_of("scales"),
         "gpu": scales["gpu"],
         "versions": scales["versions"],
         "backend": scales["kv"]["backend"],
@@ -218,7 +230,7 @@ def test_write_the_result(reference, scales, independent):
                 kind: max(map(abs, deviations(scales["scales"][policy], independent[policy], kind)))
                 for kind in sorted({name[-7] for name in scales["scales"][policy]})
             }
-            for policy in ("base", "outliers", "larger")
+            for policy in scales["scales"]
         },
         "decode_against_prefill": scales["decode_against_prefill"],
         "graph_replays": scales["graph_replays"],
@@ -230,14 +242,15 @@ def test_write_the_result(reference, scales, independent):
 
 
 def test_write_the_result_of_sleep_ranks_and_backends():
-    found = {}
-    for name in ("sleep-first-runner", "sleep-default-runner", "tp1", "tp2", "triton"):
+    found, steps = {}, {}
+    for name, step in STEPS.items():
         path = WORK / f"{ENGINE}-{name}.json"
         if path.exists():
-            found[name] = json.loads(path.read_text())
+            found[name], steps[step] = json.loads(path.read_text()), None
     if not found:
         pytest.skip("nothing of it was asked for")
-    result: dict = {"command": COMMAND, **{key: next(iter(found.values()))[key] for key in ("gpu", "versions")}}
+    some = next(iter(found.values()))
+    result: dict = {"command": command_of(*steps), "gpu": some["gpu"], "versions": some["versions"]}
     if {"tp1", "tp2"} <= found.keys():
         one, two = (found[name]["scales"] for name in ("tp1", "tp2"))
         result["largest_deviation_of_two_ranks"] = {
