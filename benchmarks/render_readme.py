@@ -15,6 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 RESULT = RESULTS / "vllm_qwen3-8b_h200.json"
 LAYOUTS = RESULTS / "vllm_layouts_h200.json"
 SGLANG = RESULTS / "sglang_qwen3-8b_h200.json"
+KV = {"vLLM": "kv_vllm_{shape}_h200.json", "SGLang": "kv_sglang_{shape}_h200.json"}
 ENGINES = ROOT / "docs" / "engines.toml"
 
 
@@ -25,7 +26,7 @@ def render() -> dict[str, str]:
         render_layouts(json.loads(LAYOUTS.read_text())),
         render_sglang(json.loads(SGLANG.read_text())),
     )
-    return {"measured": "\n".join(measured), "engines": render_engines(read_engines())}
+    return {"measured": "\n".join(measured), "kv": render_kv(), "engines": render_engines(read_engines())}
 
 
 def render_one(result: dict[str, Any]) -> str:
@@ -146,6 +147,79 @@ def render_sglang(result: dict[str, Any]) -> str:
         "| | whole call | extra GPU memory | against `refit` |\n| --- | --- | --- | --- |\n"
         f"{table}\n\nFrom [`{SGLANG.relative_to(ROOT)}`]({SGLANG.relative_to(ROOT)}).\n"
     )
+
+
+def render_kv() -> str:
+    """What calibrated KV scales do, whom they agree with, and what they cost."""
+    large, small = (
+        {engine: json.loads((RESULTS / name.format(shape=shape)).read_text()) for engine, name in KV.items()}
+        for shape in ("qwen3-8b", "qwen3-0.6b")
+    )
+    costs = [
+        {name.removeprefix("engine's "): 1e3 * seconds for name, seconds in found["cost_s"].items()}
+        for found in large.values()
+    ]
+    rows = [
+        ("attention", *(found["backend"] for found in large.values())),
+        *(
+            (label, *(arrow(found["errors"], policy, before) for found in large.values()))
+            for label, policy, before in (
+                ("error: keys from {0:.2g} to {1:.0f}, scales 1.0 -> calibrated", "outliers", "1.0"),
+                ("error: keys 8 times as large as last step, its scales -> calibrated", "larger", "stale"),
+                ("error: ordinary keys, scales 1.0 -> calibrated", "base", "1.0"),
+            )
+        ),
+        (
+            "scales against an independent pass in transformers",
+            *(percent(worst(found["largest_deviation_from_transformers"])) for found in large.values()),
+        ),
+        (
+            "two ranks against one (0.6B shape)",
+            *(percent(worst(found["largest_deviation_of_two_ranks"])) for found in small.values()),
+        ),
+        (
+            "one calibration / the engine's normal prefill",
+            *(f"{milliseconds['calibration']:.0f} / {milliseconds['prefill']:.0f} ms" for milliseconds in costs),
+        ),
+    ]
+    maxima = large["vLLM"]["maxima_of_keys"]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows).format(*maxima)
+    num_tokens = large["vLLM"]["cost_s"]["num_tokens"]
+    ratio_to_same = costs[0]["measured pass"] / costs[0]["same pass, not measured"]
+    ratio_to_eager = costs[0]["calibration"] / costs[0]["eager prefill"]
+    noise = max(worst(found["largest_deviation_from_transformers"], "") for found in large.values())
+    noise_of_ranks = max(worst(found["largest_deviation_of_two_ranks"], "") for found in small.values())
+    versions = ", ".join(f"{engine} {found['versions'][engine.lower()]}" for engine, found in large.items())
+    files = [name.format(shape="qwen3-8b") for name in KV.values()]
+    links = " and ".join(f"[`{name}`]({RESULTS.relative_to(ROOT)}/{name})" for name in files)
+    return (
+        f"Qwen3-8B shape, {num_tokens} calibration tokens, one H200, CUDA graphs, {versions}. Error: mean absolute "
+        "difference of log-probabilities to a BF16 KV cache of the same engine.\n\n"
+        f"| | {' | '.join(large)} |\n| --- |{' --- |' * len(large)}\n{table}\n\n"
+        f"In vLLM the pass that measures costs {ratio_to_same:.2f} x the same pass without it, and a calibration "
+        f"{ratio_to_eager:.2f} x vLLM's own eager prefill. Agreement is that of policies whose layers add little to what they "
+        "are given. In those of the other rows, of random weights all the same, single maxima of late layers are noise: they "
+        f"differ from transformers by up to {percent(noise)}, and between one rank and two of the same engine by up to "
+        f"{percent(noise_of_ranks)}. From {links}; `python -m pytest tests/gpu/test_kv.py` measures them again.\n"
+    )
+
+
+def arrow(errors: dict[str, float], policy: str, before: str) -> str:
+    """An error before and after a calibration."""
+    first, last = errors[f"{policy} {before}"], errors[f"{policy} calibrated"]
+    times = f" ({first / last:.1f} x less)" if first > 1.5 * last else ""
+    return f"{first:.2f} -> {last:.2f}{times}"
+
+
+def worst(deviations: dict[str, Any], which: str = "calm") -> float:
+    """The largest deviation of the policies whose names start with `which`."""
+    found = [value for name, value in deviations.items() if name.startswith(which)]
+    return max(max(value.values()) if isinstance(value, dict) else value for value in found)
+
+
+def percent(share: float) -> str:
+    """With one decimal."""
+    return f"{share:.1%}"
 
 
 def read_engines() -> list[dict[str, Any]]:

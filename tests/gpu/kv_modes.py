@@ -60,7 +60,10 @@ class Engine(Protocol):
 
 
 def make_policies(shape: str) -> dict[str, dict[str, Tensor]]:
-    """An ordinary policy; one with outliers, which is the same function; one with larger keys, which is another."""
+    """An ordinary policy; one with outliers, which is the same function; one with larger keys, which is another.
+
+    Of a shape with an LM head of its own: one that is tied would say each token again, with certainty.
+    """
     base = policies.fill_policy(policies.allocate(shape), 1)
     # Layers add little to what they are given, attention most of it: errors add up, and do not grow from layer to layer until
     # nothing can be compared; the LM head makes them visible. Attention is flat enough to be no lottery when keys are eight
@@ -74,8 +77,6 @@ def make_policies(shape: str) -> dict[str, dict[str, Tensor]]:
     ):
         for name in [name for name in base if name.endswith(f"{module}.weight")]:
             base[name].mul_(factor)
-    if "lm_head.weight" not in base:
-        base["model.norm.weight"].mul_(4 / 50)
     larger = {name: x * LARGER if name.endswith("k_norm.weight") else x for name, x in base.items()}
     return {"base": base, "outliers": with_outliers(base, FACTORS, values_by=8), "larger": larger}
 

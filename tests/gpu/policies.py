@@ -9,6 +9,14 @@ from torch import Tensor
 SHAPES = {
     "tiny": {"hidden": 256, "intermediate": 512, "layers": 2, "heads": 4, "kv_heads": 2, "tied": False},
     "qwen3-0.6b": {"hidden": 1024, "intermediate": 3072, "layers": 28, "heads": 16, "kv_heads": 8, "tied": True},
+    "qwen3-0.6b-untied": {
+        "hidden": 1024,
+        "intermediate": 3072,
+        "layers": 28,
+        "heads": 16,
+        "kv_heads": 8,
+        "tied": False,
+    },
     "qwen3-8b": {"hidden": 4096, "intermediate": 12288, "layers": 36, "heads": 32, "kv_heads": 8, "tied": False},
 }
 HEAD_DIM = 128
