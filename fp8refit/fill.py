@@ -36,6 +36,8 @@ def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig) -> Task:
         block_size=slot.block_size,
         scale_format=required_format(slot, config) if step.op is Op.COPY_SCALES else slot.scale_format,
         round_to_bf16=config.fp32_sources == "round_to_bf16" and not slot.is_optional,
+        select=step.select,
+        is_transposed=step.is_transposed,
     )
 
 
@@ -214,7 +216,7 @@ class _Bucket:
         staged.copy_(box, non_blocking=True)
         self._used += -(-num_bytes // _BUCKET_ALIGNMENT_BYTES) * _BUCKET_ALIGNMENT_BYTES
         self._sources.append(name)
-        self._tasks.append(replace(task, source=staged, offset=(0,) * staged.ndim))
+        self._tasks.append(replace(task, source=staged, offset=(0,) * staged.ndim, select=(), is_transposed=False))
 
     def launch(self, *, check: bool, write: bool) -> None:
         if self._tasks:

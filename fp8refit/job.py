@@ -55,6 +55,7 @@ class Job:
             metadata,
             aliases=inventory.aliases,
             unneeded=self.unneeded,
+            stacked=inventory.stacked,
             problems=problems,
         )
 
@@ -80,7 +81,7 @@ class Arrivals:
         self._names: set[str] = set()
         inventory = job.inventory
         self._builder = (
-            PlanBuilder(inventory.slots, aliases=inventory.aliases, unneeded=job.unneeded)
+            PlanBuilder(inventory.slots, aliases=inventory.aliases, unneeded=job.unneeded, stacked=inventory.stacked)
             if job.stream_steps is None
             else None
         )

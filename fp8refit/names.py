@@ -49,6 +49,24 @@ def attention_name(module: str) -> str:
     return module.removesuffix(".attn")
 
 
+def experts_name(module: str) -> str:
+    """The checkpoint module of an engine's layer of experts: engines put their matrices into a module of their own.
+
+    >>> experts_name("model.layers.0.mlp.experts.routed_experts")
+    'model.layers.0.mlp.experts'
+    """
+    return module.removesuffix(".routed_experts")
+
+
+def other_spellings(name: str) -> tuple[str, ...]:
+    """What newer versions of transformers call a tensor in a state dict, and save under the name it always had.
+
+    >>> other_spellings("model.layers.0.block_sparse_moe.gate.weight")
+    ('model.layers.0.mlp.gate.weight',)
+    """
+    return (name.replace(".block_sparse_moe.", ".mlp."),) if ".block_sparse_moe." in name else ()
+
+
 def kv_scale_names(layer: str, kind: str) -> tuple[str, ...]:
     """The names that checkpoints and trainers give one scale of an attention layer, the first one ours."""
     parts = ("attn", f"{kind}_proj", "qkv_proj")

@@ -11,7 +11,7 @@ from math import prod
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.names import is_adapter_weight, is_kv_scale, is_not_a_weight
-from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, Op, Slot, TensorMeta, dtype_name
+from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, Op, Slot, Stacked, TensorMeta, dtype_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,10 @@ class Step:
     """Shape of the box."""
     dtype: str
     """dtype of the source tensor."""
+    select: tuple[int, ...] = ()
+    """Indexes into the leading dimensions of the source tensor, before `offset`: one expert of a stack."""
+    is_transposed: bool = False
+    """Whether rows and columns of the source tensor change places, before `offset`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +55,7 @@ def compile_plan(
     *,
     aliases: Mapping[str, str] | None = None,
     unneeded: Iterable[str] = (),
+    stacked: Iterable[Stacked] = (),
     problems: Iterable[str] = (),
 ) -> RefitPlan:
     """Plan the refit of `slots` from a source whose tensors are all known.
@@ -60,12 +65,13 @@ def compile_plan(
         sources: Checkpoint name to shape and dtype.
         aliases: Names that share another name's slot.
         unneeded: Names that no slot takes and that may come all the same.
+        stacked: Tensors that may come in the place of those of single experts.
         problems: What was already found wrong with the source (duplicates), to be raised together with the rest.
 
     Raises:
         InvalidSourceError: Names every missing, unexpected or ill-fitting tensor.
     """
-    builder = PlanBuilder(slots, aliases=aliases, unneeded=unneeded, problems=problems)
+    builder = PlanBuilder(slots, aliases=aliases, unneeded=unneeded, stacked=stacked, problems=problems)
     for name, meta in sources.items():
         builder.add(name, meta)
     return builder.finish()
@@ -80,6 +86,7 @@ class PlanBuilder:
         *,
         aliases: Mapping[str, str] | None = None,
         unneeded: Iterable[str] = (),
+        stacked: Iterable[Stacked] = (),
         problems: Iterable[str] = (),
     ) -> None:
         self._slots = slots
@@ -88,6 +95,7 @@ class PlanBuilder:
         for index, slot in enumerate(slots):
             self._by_name.setdefault(slot.name, []).append(index)
         self._unneeded = frozenset(unneeded)
+        self._stacked = {stack.name: stack for stack in stacked}
         self._has_kv_scales = any(slot.is_optional for slot in slots)
         self._problems = list(problems)
         self._ignored: list[str] = []
@@ -104,6 +112,8 @@ class PlanBuilder:
         is_scale = name.endswith(SCALE_SUFFIX)
         weight_name = name.removesuffix(SCALE_SUFFIX)
         canonical = self._aliases.get(weight_name, weight_name)
+        if canonical in self._stacked:
+            return self._add_stack(name, meta, self._stacked[canonical], is_scale=is_scale)
         indexes = self._by_name.get(canonical)
         if indexes is None:
             if (
@@ -126,12 +136,48 @@ class PlanBuilder:
         for index in indexes:
             judge = self._judge_scale if is_scale else self._judge_weight
             verdict = judge(name, meta, index)
+            found = self._scales if is_scale else self._weights
+            if not isinstance(verdict, str) and index in found and found[index].select:
+                verdict = f"came in {found[index].source} too; send it once"
             if isinstance(verdict, str):
                 self._problems.append(f"{name}: {verdict}")
                 return []
-            (self._scales if is_scale else self._weights)[index] = verdict
+            found[index] = verdict
             steps.append(verdict)
         return steps
+
+    def _add_stack(self, name: str, meta: TensorMeta, stack: Stacked, *, is_scale: bool) -> list[Step]:
+        """The steps of a tensor that holds a matrix of every expert."""
+        found = self._scales if is_scale else self._weights
+        steps: dict[int, Step] = {}
+        for part, (expert, first_row) in stack.parts.items():
+            for index in self._by_name[part]:
+                slot = self._slots[index]
+                if index in found:
+                    self._problems.append(f"{name}: holds {part}, which came as {found[index].source}; send it once")
+                    return []
+                verdict = (
+                    _stacked_scale(meta, stack, slot, first_row)
+                    if is_scale
+                    else _stacked_weight(meta, stack, slot, first_row)
+                )
+                if isinstance(verdict, str):
+                    self._problems.append(f"{name}: {verdict}")
+                    return []
+                op, offset, is_transposed = verdict
+                target = slot.scale if is_scale and slot.scale is not None else slot.weight
+                steps[index] = Step(
+                    op=op,
+                    source=name,
+                    slot=index,
+                    offset=offset,
+                    shape=tuple(target.shape),
+                    dtype=dtype_name(meta.dtype),
+                    select=(expert,),
+                    is_transposed=is_transposed,
+                )
+        found.update(steps)
+        return list(steps.values())
 
     def finish(self) -> RefitPlan:
         """Judge completeness and give the plan.
@@ -178,16 +224,9 @@ class PlanBuilder:
             slot = replace(slot, full_shape=(), weight=slot.weight[0])
         if meta.shape != slot.full_shape:
             return f"has shape {list(meta.shape)}, this engine's is {list(slot.full_shape)}"
-        if meta.dtype == FP8_DTYPE:
-            if not slot.is_quantized:
-                return f"is FP8, but this engine holds it as {dtype_name(slot.weight.dtype)}; send it unquantized"
-            op = Op.COPY_CODES
-        elif meta.dtype in SOURCE_DTYPES:
-            op = Op.QUANTIZE if slot.is_quantized else Op.COPY
-        else:
-            return (
-                f"has dtype {dtype_name(meta.dtype)}; send bfloat16, float16, float32, or float8_e4m3fn with its scales"
-            )
+        op = _weight_op(meta, slot)
+        if not isinstance(op, Op):
+            return op
         shape = tuple(slot.weight.shape)
         return Step(op=op, source=name, slot=index, offset=slot.origin, shape=shape, dtype=dtype_name(meta.dtype))
 
@@ -199,14 +238,9 @@ class PlanBuilder:
         expected = tuple(-(-length // size) for length, size in zip(slot.full_shape, block, strict=True))
         if meta.shape != expected:
             return f"has shape {list(meta.shape)}, blocks of {block[0]}x{block[1]} need {list(expected)}"
-        if meta.dtype not in SOURCE_DTYPES:
-            return f"has dtype {dtype_name(meta.dtype)}; send block scales as float32, bfloat16 or float16"
-        if any(start % size for start, size in zip(slot.origin, block, strict=True)):
-            return (
-                f"this rank's slice starts at {list(slot.origin)}, off the {block[0]}x{block[1]} grid of the scales; "
-                "send the tensor unquantized"
-            )
-        offset = tuple(start // size for start, size in zip(slot.origin, block, strict=True))
+        offset = _scale_offset(meta, slot, slot.origin)
+        if isinstance(offset, str):
+            return offset
         shape = tuple(slot.scale.shape)
         return Step(
             op=Op.COPY_SCALES, source=name, slot=index, offset=offset, shape=shape, dtype=dtype_name(meta.dtype)
@@ -214,20 +248,85 @@ class PlanBuilder:
 
     def _incomplete(self) -> Iterable[str]:
         blamed = {problem.split(":", 1)[0] for problem in self._problems}
+        aliases: dict[str, list[str]] = {}
+        for alias, name in self._aliases.items():
+            aliases.setdefault(name, []).append(alias)
+        absent_stacks: dict[str, Stacked] = {}
+        for stack in self._stacked.values():
+            blamed_parts = stack.parts if {stack.name, *aliases.get(stack.name, ())} & blamed else ()
+            blamed.update(blamed_parts)
+            if all(index not in self._weights for part in stack.parts for index in self._by_name[part]):
+                absent_stacks |= dict.fromkeys(stack.parts, stack)
+        yield from dict.fromkeys(self._incomplete_slots(blamed, aliases, absent_stacks))
+
+    def _incomplete_slots(
+        self, blamed: set[str], aliases: Mapping[str, list[str]], absent_stacks: Mapping[str, Stacked]
+    ) -> Iterable[str]:
         for name, indexes in self._by_name.items():
-            weights = [self._weights.get(index) for index in indexes]
-            scale = self._scales.get(indexes[0])
-            if None in weights:
-                if not self._slots[indexes[0]].is_optional and not blamed & {
-                    name,
-                    *(alias for alias, target in self._aliases.items() if target == name),
-                }:
-                    yield f"{name}: missing"
-            elif weights[0] is not None and weights[0].op is Op.COPY_CODES and scale is None:
-                if weights[0].source + SCALE_SUFFIX not in blamed:
-                    yield f"{weights[0].source}: is FP8 without its scales; send {weights[0].source}{SCALE_SUFFIX} too"
-            elif scale is not None and weights[0] is not None and weights[0].op is not Op.COPY_CODES:
-                yield f"{scale.source}: is a scale, but {weights[0].source} is {weights[0].dtype}; leave the scale out"
+            for index in indexes:
+                weight, scale = self._weights.get(index), self._scales.get(index)
+                if weight is None:
+                    if not self._slots[index].is_optional and not blamed & {name, *aliases.get(name, ())}:
+                        stack = absent_stacks.get(name)
+                        yield f"{stack.name}: missing, whole and expert by expert" if stack else f"{name}: missing"
+                elif weight.op is Op.COPY_CODES and scale is None:
+                    if weight.source + SCALE_SUFFIX not in blamed:
+                        yield f"{weight.source}: is FP8 without its scales; send {weight.source}{SCALE_SUFFIX} too"
+                elif scale is not None and weight.op is not Op.COPY_CODES:
+                    yield f"{scale.source}: is a scale, but {weight.source} is {weight.dtype}; leave the scale out"
+
+
+def _weight_op(meta: TensorMeta, slot: Slot) -> Op | str:
+    """What is done with a tensor that may be quantized already, or why nothing can be."""
+    if meta.dtype == FP8_DTYPE:
+        if not slot.is_quantized:
+            return f"is FP8, but this engine holds it as {dtype_name(slot.weight.dtype)}; send it unquantized"
+        return Op.COPY_CODES
+    if meta.dtype in SOURCE_DTYPES:
+        return Op.QUANTIZE if slot.is_quantized else Op.COPY
+    return f"has dtype {dtype_name(meta.dtype)}; send bfloat16, float16, float32, or float8_e4m3fn with its scales"
+
+
+def _scale_offset(meta: TensorMeta, slot: Slot, origin: tuple[int, ...]) -> tuple[int, ...] | str:
+    """Where the scales of a slice start that starts at `origin` in its matrix, or why they cannot be taken apart."""
+    block = slot.block_size
+    if meta.dtype not in SOURCE_DTYPES:
+        return f"has dtype {dtype_name(meta.dtype)}; send block scales as float32, bfloat16 or float16"
+    if any(start % size for start, size in zip(origin, block, strict=True)):
+        return (
+            f"this rank's slice starts at {list(origin)}, off the {block[0]}x{block[1]} grid of the scales; "
+            "send the tensor unquantized"
+        )
+    return tuple(start // size for start, size in zip(origin, block, strict=True))
+
+
+def _stacked_weight(
+    meta: TensorMeta, stack: Stacked, slot: Slot, first_row: int
+) -> tuple[Op, tuple[int, ...], bool] | str:
+    """What is done with the part of a stack that is bound for `slot`: operation, offset, whether it is transposed."""
+    is_transposed = stack.is_transposed_in(meta.shape)
+    if is_transposed is None:
+        return f"has shape {list(meta.shape)}, this engine's is {list(stack.shape)}, or with rows and columns exchanged"
+    op = _weight_op(meta, slot)
+    if not isinstance(op, Op):
+        return op
+    if op is Op.COPY_CODES and is_transposed:
+        return "is FP8 with rows and columns exchanged; send it unquantized, or expert by expert"
+    return op, (first_row + slot.origin[0], slot.origin[1]), is_transposed
+
+
+def _stacked_scale(
+    meta: TensorMeta, stack: Stacked, slot: Slot, first_row: int
+) -> tuple[Op, tuple[int, ...], bool] | str:
+    """The same for the scales of a stack that is FP8 already."""
+    if slot.scale is None:
+        return f"is a scale, but this engine holds {slot.name} as {dtype_name(slot.weight.dtype)}; leave it out"
+    block = slot.block_size
+    expected = (stack.shape[0], *(-(-n // size) for n, size in zip(stack.shape[1:], block, strict=True)))
+    if meta.shape != expected:
+        return f"has shape {list(meta.shape)}, blocks of {block[0]}x{block[1]} need {list(expected)}"
+    offset = _scale_offset(meta, slot, (first_row + slot.origin[0], slot.origin[1]))
+    return offset if isinstance(offset, str) else (Op.COPY_SCALES, offset, False)
 
 
 def _bytes_written(step: Step, slot: Slot) -> int:

@@ -1,6 +1,6 @@
 """Leaf records: what a live engine holds, slot by slot. No torch operation happens here."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeAlias
@@ -93,6 +93,29 @@ class Slot:
     def origin(self) -> tuple[int, ...]:
         """`offset` with one entry a dimension."""
         return self.offset or (0,) * len(self.full_shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stacked:
+    """A checkpoint tensor that holds one matrix, or several fused ones, of every expert of a layer.
+
+    A source may send it in the place of the tensors that `parts` names.
+    """
+
+    name: str
+    """Checkpoint name, for example `model.layers.0.mlp.experts.gate_up_proj`."""
+    shape: tuple[int, int, int]
+    """Experts, rows and columns of the matrix of each."""
+    parts: Mapping[str, tuple[int, int]]
+    """Slots of this rank: the expert, and the first row of its matrix in that of the stack."""
+    is_transposed: bool = False
+    """Whether (experts, columns, rows) is meant where shapes leave both open: models differ in it."""
+
+    def is_transposed_in(self, shape: tuple[int, ...]) -> bool | None:
+        """Whether a tensor of `shape` has rows and columns the other way round; None if it does not fit."""
+        experts, rows, cols = self.shape
+        found = {False: (experts, rows, cols), True: (experts, cols, rows)}
+        return next((way for way in (self.is_transposed, not self.is_transposed) if found[way] == shape), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,6 +261,8 @@ class Inventory:
     """Checkpoint names that share another's slot (tied embeddings): a source may send either or both."""
     unneeded: tuple[str, ...] = ()
     """Checkpoint names that a source may send and no slot takes."""
+    stacked: tuple[Stacked, ...] = ()
+    """Tensors in which a source may send the weights of all experts of a layer at once."""
     padding: tuple[Tensor, ...] = ()
     """Live views that no checkpoint tensor covers; a boot from a checkpoint leaves them zero, and so does a refit."""
     refreshes: tuple[Refresh, ...] = ()
@@ -247,4 +272,5 @@ class Inventory:
     @property
     def names(self) -> frozenset[str]:
         """Every checkpoint name that a source may send to this rank."""
-        return frozenset(slot.name for slot in self.slots).union(self.aliases, self.unneeded)
+        stacked = (stack.name for stack in self.stacked)
+        return frozenset(slot.name for slot in self.slots).union(self.aliases, self.unneeded, stacked)

@@ -27,7 +27,7 @@ class Task:
     source: Tensor
     """The whole source tensor, on the table's device, any strides."""
     offset: tuple[int, ...]
-    """Where the box starts in `source`; the box has the target's shape."""
+    """Where the box starts in `source`, after `select` and `is_transposed`; the box has the target's shape."""
     target: Tensor
     """Live weight, or live scale for `COPY_SCALES`. Its last dimension is contiguous."""
     scale: Tensor | None = None
@@ -36,9 +36,17 @@ class Task:
     scale_format: ScaleFormat = ScaleFormat.FP32
     round_to_bf16: bool = True
     """Whether a float32 source is rounded to BF16 before it is quantized."""
+    select: tuple[int, ...] = ()
+    """Indexes into the leading dimensions of `source`: one expert of a stack."""
+    is_transposed: bool = False
+    """Whether rows and columns of `source` change places."""
 
     def box(self, source: Tensor) -> Tensor:
         """The box of this task in `source`, which has the layout of the task's own source."""
+        for index in self.select:
+            source = source[index]
+        if self.is_transposed:
+            source = source.mT
         for dim, (start, length) in enumerate(zip(self.offset, self.target.shape, strict=True)):
             if (start, length) != (0, source.shape[dim]):
                 source = source.narrow(dim, start, length)

@@ -25,6 +25,31 @@ class Kernel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """What an engine says of one layer of experts."""
+
+    gate: str
+    up: str
+    down: str
+    """Checkpoint modules of one expert: `gate_proj`, or `w1`."""
+    ids: tuple[int, ...]
+    """The checkpoint's expert in each place of this rank."""
+    num_experts: int
+    """Experts in the checkpoint."""
+    hidden_size: int
+    intermediate_size: int
+    """Of the checkpoint's matrices."""
+    ranks: tuple[int, int]
+    """Which of how many equal parts of each expert's intermediate dimension this rank holds."""
+    block_size: tuple[int, int]
+    kernel: Kernel
+    is_up_first: bool = False
+    """Whether up projections lie above gate projections."""
+    is_stack_transposed: bool = False
+    """Whether a stack of this model's has rows and columns exchanged, where its shape leaves it open."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Remedies:
     """What a user sets, in the engine's own words."""
 
@@ -66,6 +91,10 @@ class LayerRules(Protocol):
 
     def block_size_of(self, module: nn.Module) -> tuple[int, int]:
         """Rows and columns of one block, of a module that `kernel_of` says is row-major."""
+        ...
+
+    def experts_of(self, module: nn.Module) -> Experts:
+        """What is known of a module with `w13_weight`."""
         ...
 
     def kept(self, module: nn.Module) -> Collection[str]:

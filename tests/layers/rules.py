@@ -38,6 +38,9 @@ class FakeRules:
     def block_size_of(self, module):
         return (128, 128)
 
+    def experts_of(self, module):
+        return module.experts
+
     def kept(self, module):
         return getattr(module, "kept", ())
 
