@@ -98,14 +98,16 @@ class EngineLayout(BaseModel):
 
     @classmethod
     def merge(cls, ranks: Sequence["EngineLayout"]) -> "EngineLayout":
-        """The layout of an engine of several ranks: every slot once, with the slice that the first of its ranks holds."""
-        slots: dict[str, SlotLayout] = {}
+        """The layout of an engine of several ranks: of every tensor the slices that the first of its ranks holds."""
+        slots: dict[str, list[SlotLayout]] = {}
         for rank in ranks:
+            held: dict[str, list[SlotLayout]] = {}
             for slot in rank.slots:
-                slots.setdefault(slot.name, slot)
+                held.setdefault(slot.name, []).append(slot)
+            slots |= {name: mine for name, mine in held.items() if name not in slots}
         return ranks[0].model_copy(
             update={
-                "slots": tuple(slots.values()),
+                "slots": tuple(slot for held in slots.values() for slot in held),
                 "aliases": {name: slot for rank in ranks for name, slot in rank.aliases.items()},
                 "refusals": tuple(dict.fromkeys(refusal for rank in ranks for refusal in rank.refusals)),
             }

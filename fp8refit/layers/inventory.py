@@ -10,22 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8refit.layers.naming import CheckpointNames, Rename, same_name
 from fp8refit.layers.rules import LayerRules, Why
-from fp8refit.layers.shards import Shard, part_sizes, shards_of, why_not_sharded
-from fp8refit.names import FUSED_MODULES, split_fused
+from fp8refit.layers.shards import Shard, joined, part_sizes, shards_of, why_not_sharded
 from fp8refit.slots import FP8_DTYPE, Inventory, Refusal, Slot, dtype_name, live_tensors
 
 _SOURCE_LIKE = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def read_inventory(model: nn.Module, rules: LayerRules) -> Inventory:
+def read_inventory(model: nn.Module, rules: LayerRules, rename: Rename = same_name) -> Inventory:
     """Everything a refit of `model` writes, and everything it cannot.
 
-    The parts of fused modules are those that `model.packed_modules_mapping` names, else `FUSED_MODULES`.
+    Args:
+        model: The live model.
+        rules: Its engine's ways.
+        rename: What its engine calls otherwise than the checkpoint, beside fused modules.
     """
-    fused = {
-        leaf: tuple(parts) for leaf, parts in getattr(model, "packed_modules_mapping", {}).items()
-    } or FUSED_MODULES
+    names = CheckpointNames(model, rename)
     slots: list[Slot] = []
     refusals: list[Refusal] = []
     padding: list[Tensor] = []
@@ -46,11 +47,11 @@ def read_inventory(model: nn.Module, rules: LayerRules) -> Inventory:
                 del own[name]
         why = rules.why_refused(module)
         if why is None and own:
-            why = _why_refused(rules, prefix, module, own, fused, is_split=is_split)
+            why = _why_refused(rules, prefix, module, own, names, is_split=is_split)
         if why is not None:
             refusals.append(Refusal(module=prefix or type(module).__name__, reason=why[0], remedy=why[1]))
         elif own:
-            slots.extend(_slots_of(rules, prefix, module, own, fused))
+            slots.extend(_slots_of(rules, prefix, module, own, names))
             padding.extend(_padding_of(rules, module, own))
     if not refusals and not any(slot.is_quantized for slot in slots):
         reason, remedy = "holds no block-FP8 weight", rules.remedies.no_block_fp8
@@ -71,16 +72,19 @@ def _own_tensors(rules: LayerRules, module: nn.Module) -> dict[str, Tensor]:
 
 
 def _slots_of(
-    rules: LayerRules, prefix: str, module: nn.Module, own: dict[str, Tensor], fused: dict[str, tuple[str, ...]]
+    rules: LayerRules, prefix: str, module: nn.Module, own: dict[str, Tensor], names: CheckpointNames
 ) -> Iterator[Slot]:
-    parts = split_fused(prefix, fused)
+    parts = names.parts_of(prefix, len(part_sizes(module) or (1,)))
     for name, tensor in own.items():
         if name == "weight_scale_inv":
             continue
-        for part, shard in zip(parts, shards_of(rules, module, tensor), strict=True):
+        shards = shards_of(rules, module, tensor)
+        if len(set(parts)) < len(parts):
+            shards = joined(shards)
+        for part, shard in zip(parts, shards, strict=True):
             is_block_fp8 = name == "weight" and "weight_scale_inv" in own
             yield Slot(
-                name=f"{part}.{name}",
+                name=names.of(f"{part}.{name}")[0],
                 full_shape=shard.full_shape,
                 offset=shard.offset,
                 weight=shard.view(tensor),
@@ -106,7 +110,7 @@ def _why_refused(
     prefix: str,
     module: nn.Module,
     own: dict[str, Tensor],
-    fused: dict[str, tuple[str, ...]],
+    names: CheckpointNames,
     *,
     is_split: bool,
 ) -> Why:
@@ -115,7 +119,7 @@ def _why_refused(
     return (
         _why_not_dense(prefix, module, own)
         or judge_storage(rules, module, own)
-        or _why_not_parts(rules, prefix, module, fused)
+        or _why_not_parts(rules, prefix, module, names)
         or why_not_sharded(rules, module, own, is_split=is_split)
     )
 
@@ -158,9 +162,10 @@ def _why_not_block_fp8(rules: LayerRules, module: nn.Module, own: dict[str, Tens
     return None
 
 
-def _why_not_parts(rules: LayerRules, prefix: str, module: nn.Module, fused: dict[str, tuple[str, ...]]) -> Why:
+def _why_not_parts(rules: LayerRules, prefix: str, module: nn.Module, names: CheckpointNames) -> Why:
     """What is against the matrices that a fused module holds."""
-    parts, sizes = split_fused(prefix, fused), part_sizes(module) or ()
+    sizes = part_sizes(module) or ()
+    parts = names.parts_of(prefix, len(sizes) or 1)
     if len(parts) != max(len(sizes), 1):
         return (
             f"holds {len(sizes) or 'no'} fused matrices, and the model says it is made of {', '.join(parts)}",

@@ -5,7 +5,7 @@ differ from it. What is not known to be cut by one of the rules below is refused
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -91,6 +91,20 @@ def shards_of(rules: LayerRules, layer: Any, tensor: Tensor) -> tuple[Shard, ...
         shards.append(Shard(first_row=first_row, cuts=(rows, *columns)))
         first_row += rows.size
     return tuple(shards)
+
+
+def joined(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
+    """The same rows as boxes of one checkpoint tensor, in which the whole tensors of `shards` lie row after row."""
+    if not all(shard.cuts for shard in shards):
+        return shards
+    num_rows = sum(shard.cuts[0].full for shard in shards)
+    boxes, first_row = [], 0
+    for shard in shards:
+        rows, *columns = shard.cuts
+        cut = Cut(start=first_row + rows.start, size=rows.size, full=num_rows)
+        boxes.append(replace(shard, cuts=(cut, *columns)))
+        first_row += rows.full
+    return tuple(boxes)
 
 
 def part_sizes(layer: Any) -> tuple[int, ...] | None:

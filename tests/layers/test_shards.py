@@ -1,6 +1,7 @@
 """Which slices ranks hold, on layers and rules of no engine's."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from tests.layers.models import (
     SPLITS,
     RMSNorm,
     VocabParallelEmbedding,
+    box,
     check_ranks,
     checkpoint_of,
+    is_what_the_rank_holds,
     model_of,
     model_of_rank,
 )
@@ -263,3 +266,40 @@ def test_on_one_rank_no_rule_is_asked_for_how_a_tensor_is_cut(loader):
 def test_a_norm_whose_loader_may_change_its_values_is_refused_on_one_rank_too(loader):
     refusal = only_refusal(model_of(proj=block_layer(), norm=RMSNorm(torch.ones(64), loader)))
     assert refusal.startswith("norm: loads `weight` by a rule of its own, which may change its values")
+
+
+@pytest.mark.parametrize(("num_ranks", "num_kv_heads", "vocabulary"), SPLITS)
+def test_what_the_checkpoint_holds_fused_is_cut_as_its_parts_are(num_ranks, num_kv_heads, vocabulary):
+    parts = checkpoint_of(num_kv_heads, vocabulary)
+    checkpoint = fused(parts)
+    counts = {name: torch.zeros(tensor.shape, dtype=torch.int8) for name, tensor in checkpoint.items()}
+    for rank in range(num_ranks):
+        model = model_of_rank(FAMILY, parts, rank, num_ranks)
+        model.config = SimpleNamespace(base_model_tp_plan={"layers.*.qkv_proj": "", "layers.*.mlp.gate_up_proj": ""})
+        inventory = read(model)
+        assert inventory.refusals == ()
+        assert {slot.name for slot in inventory.slots} == {n for n in checkpoint if not n.endswith("_scale_inv")}
+        assert [slot.name for slot in inventory.slots if not is_what_the_rank_holds(slot, checkpoint)] == []
+        for slot in inventory.slots:
+            box(counts[slot.name], slot.origin, tuple(slot.weight.shape)).add_(1)
+        plan = compile_plan(inventory.slots, {name: TensorMeta.of(tensor) for name, tensor in checkpoint.items()})
+        assert plan.num_bytes_written == sum(
+            tensor.nbytes for slot in inventory.slots for tensor in (slot.weight, slot.scale) if tensor is not None
+        )
+    for name in ("qkv_proj.weight", "qkv_proj.bias", "gate_up_proj.weight", "gate_up_proj.bias"):
+        num_kv_copies = max(1, num_ranks // num_kv_heads) if name.startswith("qkv") else 1
+        rows = counts[name].flatten(1).amax(1) if counts[name].ndim == 2 else counts[name]
+        num_whole = len(parts["q_proj.bias"]) if name.startswith("qkv") else len(rows)
+        assert (rows[:num_whole] == 1).all()
+        assert (rows[num_whole:] == num_kv_copies).all()
+
+
+def fused(checkpoint: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same checkpoint as Phi-3 writes it: queries, keys and values in one tensor, gate and up in another."""
+    kept = dict(checkpoint)
+    for whole, parts in {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}.items():
+        for leaf in ("weight", "weight_scale_inv", "bias"):
+            tensors = [kept.pop(f"{part}.{leaf}") for part in parts]
+            raw = [tensor.view(torch.uint8) if tensor.dtype is FP8 else tensor for tensor in tensors]
+            kept[f"{whole}.{leaf}"] = torch.cat(raw).view(tensors[0].dtype)
+    return kept
