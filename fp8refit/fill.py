@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8refit.config import RefitConfig
 from fp8refit.kernels import Task, WorkTable, compile_table
-from fp8refit.kernels.table import fits_scale_format, has_layout, source_layout
+from fp8refit.kernels.table import fits_scale_format, have_layouts, source_layout
 from fp8refit.plan import RefitPlan, Step
 from fp8refit.slots import Op, ScaleFormat, Slot
 
@@ -82,15 +82,15 @@ class ResidentFill:
     ) -> None:
         self.plan = plan
         self.config = config
-        self._names = frozenset(tensors)
+        self._num_names = len(tensors)
         elsewhere = {name for name, tensor in tensors.items() if tensor.device != device}
         self._unbound = {name: _meta(tensors[name]) for name in elsewhere.union(plan.ignored)}
         self.steps = [step for step in plan.steps if step.source not in elsewhere]
         self.staged_steps = [step for step in plan.steps if step.source in elsewhere]
         self._sources = [step.source for step in self.steps]
-        self._layouts = [source_layout(tensors[name]) for name in self._sources]
+        self._layouts = {name: source_layout(tensors[name]) for name in dict.fromkeys(self._sources)}
         tasks = [bind(step, slots[step.slot], tensors[step.source], config) for step in self.steps]
-        self.table = compile_table(tasks, device)
+        self.table = compile_table(tasks, device, _places(self._sources))
         strict_scales = [
             index
             for index, task in enumerate(tasks)
@@ -98,7 +98,10 @@ class ResidentFill:
         ]
         self._scale_sources = [self._sources[index] for index in strict_scales]
         self._scale_formats = [tasks[index].scale_format for index in strict_scales]
-        self._scale_table = compile_table([tasks[index] for index in strict_scales], device) if strict_scales else None
+        self._scale_table = None
+        if strict_scales:
+            places = _places(self._scale_sources)
+            self._scale_table = compile_table([tasks[index] for index in strict_scales], device, places)
 
     def rebind(self, tensors: Mapping[str, Tensor], *, is_known: bool = False) -> bool:
         """Point the table at `tensors`; False, and nothing done, if they are not laid out as those compiled for.
@@ -109,19 +112,16 @@ class ResidentFill:
         """
         if not is_known and not self._fits(tensors):
             return False
-        sources = [tensors[name] for name in self._sources]
-        self.table.refresh(sources)
+        self.table.refresh([tensors[name] for name in self._layouts])
         if self._scale_table is not None:
-            self._scale_table.refresh([tensors[name] for name in self._scale_sources])
+            self._scale_table.refresh([tensors[name] for name in dict.fromkeys(self._scale_sources)])
         return True
 
     def _fits(self, tensors: Mapping[str, Tensor]) -> bool:
         return (
-            tensors.keys() == self._names
-            and all(
-                has_layout(tensors[name], layout) for name, layout in zip(self._sources, self._layouts, strict=True)
-            )
-            and all(_meta(tensors[name]) == meta for name, meta in self._unbound.items())
+            len(tensors) == self._num_names
+            and have_layouts(tensors, self._layouts)
+            and all(name in tensors and _meta(tensors[name]) == meta for name, meta in self._unbound.items())
         )
 
     def misfit_scales(self) -> list[str]:
@@ -265,6 +265,12 @@ def _split(task: Task, num_bytes: int) -> Iterator[Task]:
             target=task.target.narrow(0, start, count),
             scale=scale,
         )
+
+
+def _places(sources: Sequence[str]) -> list[int]:
+    """For each step the place of its source among all sources, each counted once, in order."""
+    places = {name: place for place, name in enumerate(dict.fromkeys(sources))}
+    return [places[name] for name in sources]
 
 
 def _meta(tensor: Tensor) -> tuple[torch.Size, torch.dtype, int]:

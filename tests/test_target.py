@@ -475,13 +475,13 @@ def test_a_second_mapping_of_the_same_layout_replays_the_plan(compiled, model):
 @pytest.fixture
 def judged(monkeypatch) -> list[torch.Tensor]:
     """Tensors whose layout was looked at."""
-    seen, has_layout = [], fp8refit.fill.has_layout
+    seen, have_layouts = [], fp8refit.fill.have_layouts
 
-    def look(tensor, layout):
-        seen.append(tensor)
-        return has_layout(tensor, layout)
+    def look(tensors, layouts):
+        seen.extend(tensors[name] for name in layouts if name in tensors)
+        return have_layouts(tensors, layouts)
 
-    monkeypatch.setattr(fp8refit.fill, "has_layout", look)
+    monkeypatch.setattr(fp8refit.fill, "have_layouts", look)
     return seen
 
 

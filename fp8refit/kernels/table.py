@@ -4,7 +4,7 @@
 runs it. On CUDA a table is a matrix of addresses that Triton kernels walk; on the CPU it is the torch reference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol, TypeAlias
@@ -60,7 +60,7 @@ class WorkTable(Protocol):
     """Memory the table itself holds on the device."""
 
     def refresh(self, sources: Sequence[Tensor]) -> None:
-        """Point the tasks at `sources`, one a task, each with the `source_layout` of the task's own source.
+        """Point the tasks at `sources`, each with the `source_layout` of the source of the tasks that read it.
 
         Waits for, and forgets the flags of, a launch whose `bad_tasks` was never asked for.
         """
@@ -79,13 +79,20 @@ class WorkTable(Protocol):
         ...
 
 
-def compile_table(tasks: Sequence[Task], device: torch.device) -> WorkTable:
-    """Compile `tasks`, whose tensors are all on `device`; the caller keeps them alive, the table may hold only addresses."""
+def compile_table(tasks: Sequence[Task], device: torch.device, places: Sequence[int] | None = None) -> WorkTable:
+    """Compile `tasks`, whose tensors are all on `device`; the caller keeps them alive, the table may hold only addresses.
+
+    Args:
+        tasks: What to do.
+        device: Where.
+        places: For each task the place of its source among those that `refresh` will be given: experts of one stack read one
+            source. By default every task has its own.
+    """
     if device.type == "cuda":
         from fp8refit.kernels.triton_table import TritonTable
 
-        return TritonTable(tasks, device)
-    return ReferenceTable(tasks)
+        return TritonTable(tasks, device, places)
+    return ReferenceTable(tasks, places)
 
 
 SourceLayout: TypeAlias = tuple[torch.Size, tuple[int, ...] | None, torch.dtype, int, int]
@@ -97,16 +104,23 @@ def source_layout(source: Tensor) -> SourceLayout:
     return source.shape, stride, source.dtype, source.get_device(), source.data_ptr() % ALIGNMENT_BYTES
 
 
-def has_layout(source: Tensor, layout: SourceLayout) -> bool:
-    """Whether `source_layout(source)` is `layout`; half the time of asking for it."""
-    shape, stride, dtype, device, misalignment = layout
-    return (
-        source.dtype is dtype
-        and source.shape == shape
-        and source.get_device() == device
-        and source.data_ptr() % ALIGNMENT_BYTES == misalignment
-        and (source.is_contiguous() if stride is None else source.stride() == stride)
-    )
+def have_layouts(sources: Mapping[str, Tensor], layouts: Mapping[str, SourceLayout]) -> bool:
+    """Whether every named tensor is there, and its `source_layout` is the one that is given for it.
+
+    Takes 0.4 us a tensor, half the time of asking for the layouts: a model of experts has 18 000 tensors.
+    """
+    for name, (shape, stride, dtype, device, misalignment) in layouts.items():
+        source = sources.get(name)
+        if (
+            source is None
+            or source.dtype is not dtype
+            or source.shape != shape
+            or source.get_device() != device
+            or source.data_ptr() % ALIGNMENT_BYTES != misalignment
+            or not (source.is_contiguous() if stride is None else source.stride() == stride)
+        ):
+            return False
+    return True
 
 
 def is_empty(task: Task) -> bool:
@@ -119,15 +133,16 @@ class ReferenceTable:
 
     num_device_bytes = 0
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[Task], places: Sequence[int] | None = None) -> None:
         self._sources = [task.source for task in tasks]
+        self._places = range(len(tasks)) if places is None else places
         self._tasks = [replace(task, source=torch.empty(0, device="cpu")) for task in tasks]
         self._bad: set[int] = set()
 
     def refresh(self, sources: Sequence[Tensor]) -> None:
         """See `WorkTable`."""
         self.bad_tasks()
-        self._sources = list(sources)
+        self._sources = [sources[place] for place in self._places]
 
     @torch.inference_mode()
     def launch(self, *, check: bool, write: bool = True) -> None:

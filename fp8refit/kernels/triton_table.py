@@ -70,7 +70,7 @@ class _Launch:
 class TritonTable:
     """See `fp8refit.kernels.table.WorkTable`."""
 
-    def __init__(self, tasks: Sequence[Task], device: torch.device) -> None:
+    def __init__(self, tasks: Sequence[Task], device: torch.device, places: Sequence[int] | None = None) -> None:
         rows = [row for index, task in enumerate(tasks) for row in _rows_of(index, task)]
         # One kind after another, and the long launches first: the short ones are then queued while those run.
         rows.sort(key=lambda row: (row[0].op is not Op.QUANTIZE, repr(row[0])))
@@ -81,7 +81,8 @@ class TritonTable:
         self._host_matrix = torch.empty(matrix.shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._host_view = self._host_matrix.numpy()
         self._host_view[:] = matrix
-        self._task_of_row = matrix[:, _FIELDS.index("task")].copy()
+        task_of_row = matrix[:, _FIELDS.index("task")]
+        self._source_of_row = task_of_row.copy() if places is None else np.array(places, dtype=np.int64)[task_of_row]
         self._matrix = torch.empty(matrix.shape, dtype=torch.int64, device=device)
         self._tile_rows = torch.from_numpy(tile_rows).to(device)
         self._status = torch.zeros(max(len(tasks), 1), dtype=torch.int32, device=device)
@@ -98,7 +99,7 @@ class TritonTable:
         """See `WorkTable`."""
         self.bad_tasks()
         addresses = np.fromiter((source.data_ptr() for source in sources), dtype=np.int64, count=len(sources))
-        self._host_view[:, _SOURCE] = addresses[self._task_of_row] + self._byte_offsets
+        self._host_view[:, _SOURCE] = addresses[self._source_of_row] + self._byte_offsets
         self._matrix.copy_(self._host_matrix, non_blocking=True)
 
     @torch.inference_mode()

@@ -8,7 +8,7 @@ import torch
 from fp8refit.kernels.table import ReferenceTable, compile_table, source_layout
 from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.slots import FP8_DTYPE, Op, ScaleFormat
-from tests.kernels.tables import assert_same_as_reference, copy_task, quantize_task
+from tests.kernels.tables import assert_same_as_reference, copy_task, quantize_task, storage_bytes, twin
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TABLES = [TritonTable, lambda tasks, device: ReferenceTable(tasks)]
@@ -202,6 +202,41 @@ def test_refresh_reads_other_sources_of_the_same_layout(make_table, device):
     assert torch.equal(tasks[0].target.view(torch.uint8), expected.target.view(torch.uint8))
     assert torch.equal(tasks[0].scale, expected.scale)
     assert torch.equal(tasks[1].target, others[1].bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_of_a_stack_in_either_orientation(dtype, device):
+    stack = random_values(3, 300, 160).to(dtype).to(device)
+    matrices = [
+        quantize_task(stack[expert], offset=(128, 16), shape=(140, 144)) for expert in range(3)
+    ]  # what single matrices give
+    for is_transposed, source in ((False, stack), (True, stack.mT.contiguous())):
+        tasks = [
+            replace(twin(task), source=source, select=(expert,), is_transposed=is_transposed)
+            for expert, task in enumerate(matrices)
+        ]
+        assert assert_same_as_reference(tasks) == []
+        ReferenceTable(matrices).launch(check=True)
+        for task, expected in zip(tasks, matrices, strict=True):
+            TritonTable([task], device).launch(check=True)
+            assert storage_bytes(task.target) == storage_bytes(expected.target)
+            assert torch.equal(task.scale, expected.scale)
+
+
+@pytest.mark.parametrize("make_table", [TritonTable, lambda tasks, _, places: ReferenceTable(tasks, places)])
+def test_refresh_takes_each_source_once(make_table, device):
+    stack, vector = random_values(2, 40, 32).to(device), random_values(16).to(device)
+    tasks = [
+        copy_task(vector),
+        *(replace(copy_task(stack[expert]), source=stack, select=(expert,)) for expert in (1, 0)),
+    ]
+    table = make_table(tasks, device, [0, 1, 1])
+    others = [-vector, 2 * stack]
+    table.refresh(others)
+    table.launch(check=True)
+    assert table.bad_tasks() == []
+    for task, expected in zip(tasks, (others[0], others[1][1], others[1][0]), strict=True):
+        assert torch.equal(task.target, expected)
 
 
 @pytest.mark.parametrize("make_table", TABLES)
