@@ -17,7 +17,8 @@ def write_checkpoints(shape: str, work: Path) -> None:
     if not file.exists():
         policy = policies.fill_policy(policies.allocate(shape), 1)
         policies.write_config(shape, work / "bf16")
-        save_file({name: tensor.cpu() for name, tensor in policy.items()}, file, metadata={"format": "pt"})
+        tensors = policies.expert_by_expert(policy)
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
     for file in sorted(work.glob("layout-*.json")):
         layout = EngineLayout.model_validate_json(file.read_text())
         folder = fp8_folder(work, layout)

@@ -1,88 +1,186 @@
-"""Policies of a Qwen3 shape, made on the GPU from a seed: random weights with the outlier channels that real ones have."""
+"""Policies of known shapes, made on the GPU from a seed: random weights with the outlier channels that real ones have.
+
+Names are those of a transformers 5 state dict, in which the experts of a layer are stacked; `expert_by_expert` gives the same
+memory under the names of a checkpoint.
+"""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-SHAPES = {
-    "tiny": {"hidden": 256, "intermediate": 512, "layers": 2, "heads": 4, "kv_heads": 2, "tied": False},
-    "qwen3-0.6b": {"hidden": 1024, "intermediate": 3072, "layers": 28, "heads": 16, "kv_heads": 8, "tied": True},
-    "qwen3-0.6b-untied": {
-        "hidden": 1024,
-        "intermediate": 3072,
-        "layers": 28,
-        "heads": 16,
-        "kv_heads": 8,
-        "tied": False,
-    },
-    "qwen3-8b": {"hidden": 4096, "intermediate": 12288, "layers": 36, "heads": 32, "kv_heads": 8, "tied": False},
-}
 HEAD_DIM = 128
 VOCAB_SIZE = 151936
 NUM_OUTLIERS = 6
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU is for trying a script on a tiny shape
 
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCAB_SIZE,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "dtype": "bfloat16",
+}
+_QWEN3_MOE = _QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "intermediate_size": 6144,
+}
+_DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "dtype": "bfloat16",
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+}
+
+
+def _dense(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **others,
+    }
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "tiny": _QWEN3 | _dense(256, 512, 2, 4, 2),
+    "qwen3-0.6b": _QWEN3 | _dense(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
+    "qwen3-0.6b-untied": _QWEN3 | _dense(1024, 3072, 28, 16, 8),
+    "qwen3-8b": _QWEN3 | _dense(4096, 12288, 36, 32, 8),
+    "qwen3-30b-a3b": _QWEN3_MOE | _dense(2048, 6144, 48, 32, 4, num_experts=128, moe_intermediate_size=768),
+    # Experts that four ranks cut at whole blocks.
+    "qwen3-moe-small": _QWEN3_MOE | _dense(2048, 6144, 4, 32, 4, num_experts=32, moe_intermediate_size=1024),
+    "tiny-moe": _QWEN3_MOE | _dense(256, 512, 2, 4, 2, num_experts=8, moe_intermediate_size=256, num_experts_per_tok=2),
+    "deepseek-small": _DEEPSEEK
+    | _dense(2048, 6144, 4, 16, 16, n_routed_experts=32, moe_intermediate_size=1024, first_k_dense_replace=1),
+}
+
 
 def write_config(shape: str, folder: Path) -> None:
     """A `config.json` from which an engine builds the model."""
-    size = SHAPES[shape]
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "dtype": "bfloat16",
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": size["hidden"],
-        "intermediate_size": size["intermediate"],
-        "num_hidden_layers": size["layers"],
-        "num_attention_heads": size["heads"],
-        "num_key_value_heads": size["kv_heads"],
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000,
-        "tie_word_embeddings": size["tied"],
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "config.json").write_text(json.dumps(CONFIGS[shape], indent=1))
 
 
 def tensor_shapes(shape: str) -> dict[str, tuple[int, ...]]:
-    """Checkpoint names and shapes."""
-    size = SHAPES[shape]
-    hidden, intermediate = size["hidden"], size["intermediate"]
+    """Names and shapes of a state dict."""
+    config = CONFIGS[shape]
+    hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB_SIZE, hidden),
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
     }
-    if not size["tied"]:
-        shapes["lm_head.weight"] = (VOCAB_SIZE, hidden)
-    for layer in range(size["layers"]):
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    attention = _latent_attention if "kv_lora_rank" in config else _attention
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        shapes |= {
-            prefix + "self_attn.q_proj.weight": (size["heads"] * HEAD_DIM, hidden),
-            prefix + "self_attn.k_proj.weight": (size["kv_heads"] * HEAD_DIM, hidden),
-            prefix + "self_attn.v_proj.weight": (size["kv_heads"] * HEAD_DIM, hidden),
-            prefix + "self_attn.o_proj.weight": (hidden, size["heads"] * HEAD_DIM),
-            prefix + "self_attn.q_norm.weight": (HEAD_DIM,),
-            prefix + "self_attn.k_norm.weight": (HEAD_DIM,),
-            prefix + "mlp.gate_proj.weight": (intermediate, hidden),
-            prefix + "mlp.up_proj.weight": (intermediate, hidden),
-            prefix + "mlp.down_proj.weight": (hidden, intermediate),
-            prefix + "input_layernorm.weight": (hidden,),
-            prefix + "post_attention_layernorm.weight": (hidden,),
-        }
+        is_sparse = layer >= config.get("first_k_dense_replace", 0 if "num_experts" in config else layer + 1)
+        mlp = _experts(config) if is_sparse else _mlp(hidden, config["intermediate_size"])
+        shapes |= {f"{prefix}self_attn.{name}": size for name, size in attention(config).items()}
+        shapes |= {f"{prefix}mlp.{name}": size for name, size in mlp.items()}
+        shapes |= dict.fromkeys(
+            (f"{prefix}input_layernorm.weight", f"{prefix}post_attention_layernorm.weight"), (hidden,)
+        )
+    return shapes
+
+
+def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads, kv_heads = (config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    return {
+        "q_proj.weight": (heads * HEAD_DIM, hidden),
+        "k_proj.weight": (kv_heads * HEAD_DIM, hidden),
+        "v_proj.weight": (kv_heads * HEAD_DIM, hidden),
+        "o_proj.weight": (hidden, heads * HEAD_DIM),
+        "q_norm.weight": (HEAD_DIM,),
+        "k_norm.weight": (HEAD_DIM,),
+    }
+
+
+def _latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads, q_rank, rank = (
+        config[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
+    )
+    nope, rope, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return {
+        "q_a_proj.weight": (q_rank, hidden),
+        "q_a_layernorm.weight": (q_rank,),
+        "q_b_proj.weight": (heads * (nope + rope), q_rank),
+        "kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (nope + value), rank),
+        "o_proj.weight": (hidden, heads * value),
+    }
+
+
+def _mlp(hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "gate_proj.weight": (intermediate, hidden),
+        "up_proj.weight": (intermediate, hidden),
+        "down_proj.weight": (hidden, intermediate),
+    }
+
+
+def _experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, intermediate = config["hidden_size"], config["moe_intermediate_size"]
+    count = config.get("num_experts") or config["n_routed_experts"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate.weight": (count, hidden),
+        "experts.gate_up_proj": (count, 2 * intermediate, hidden),
+        "experts.down_proj": (count, hidden, intermediate),
+    }
+    if config.get("topk_method") == "noaux_tc":
+        shapes["gate.e_score_correction_bias"] = (count,)
+    if shared := config.get("n_shared_experts"):
+        shapes |= {f"shared_experts.{name}": size for name, size in _mlp(hidden, shared * intermediate).items()}
     return shapes
 
 
 def allocate(shape: str) -> dict[str, Tensor]:
-    """Room for one policy on the GPU."""
-    return {name: torch.empty(size, dtype=torch.bfloat16, device=DEVICE) for name, size in tensor_shapes(shape).items()}
+    """Room for one policy on the GPU. The router's correction is float32, as models keep it."""
+    return {
+        name: torch.empty(size, dtype=torch.float32 if "correction" in name else torch.bfloat16, device=DEVICE)
+        for name, size in tensor_shapes(shape).items()
+    }
 
 
 def fill_policy(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -93,6 +191,21 @@ def fill_policy(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
             tensor.normal_(1.0, 0.05, generator=generator)
             continue
         tensor.normal_(0.0, 0.02, generator=generator)
-        channels = torch.randint(tensor.shape[1], (NUM_OUTLIERS,), generator=generator, device=DEVICE)
-        tensor[:, channels] *= 12
+        channels = torch.randint(tensor.shape[-1], (NUM_OUTLIERS,), generator=generator, device=DEVICE)
+        tensor[..., channels] *= 12
     return tensors
+
+
+def expert_by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Views of the same memory, under the names of a checkpoint."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim < 3:
+            found[name] = tensor
+            continue
+        module, _, part = name.rpartition(".")
+        for expert, matrix in enumerate(tensor):
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            for leaf, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                found[f"{module}.{expert}.{leaf}.weight"] = rows
+    return found
