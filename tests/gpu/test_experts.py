@@ -8,15 +8,14 @@ Each engine runs in processes of its own (`run_experts.py`), those it is compare
 
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.gpu.scripts import run_script
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,31 +65,14 @@ def command_of(*names):
 
 def run(mode, name, case):
     """Run one engine in its own processes and give what it found."""
-    for folder in (RESULTS, WORK):
-        folder.mkdir(parents=True, exist_ok=True)
-    out = WORK / f"{mode}-{name}.json"
-    out.unlink(missing_ok=True)
-    command = [sys.executable, Path(__file__).with_name("run_experts.py"), mode, "--shape", case.shape, "--tp", case.tp]
-    command += ["--name", name, "--work", WORK / name, "--out", out, *case.options]
-    log = RESULTS / f"experts-{mode}-{name}.log"
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            list(map(str, command)),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | dict(case.environment),
-        )
-    try:
-        code = process.wait(TIMEOUT_S)
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
-    assert code == 0, f"{mode} of {name} ended with {code}; see {log}"
-    return json.loads(out.read_text())
+    return run_script(
+        "run_experts.py",
+        [mode, "--shape", case.shape, "--tp", case.tp, "--name", name, "--work", WORK / name, *case.options],
+        out=WORK / f"{mode}-{name}.json",
+        log=RESULTS / f"experts-{mode}-{name}.log",
+        timeout_s=TIMEOUT_S,
+        environment=dict(case.environment),
+    )
 
 
 @pytest.fixture(scope="module", params=RUN)

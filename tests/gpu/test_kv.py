@@ -9,14 +9,13 @@ working folder, if it was found there before. Writes a result for the README.
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.gpu.scripts import run_script
 
 ENGINE = "vllm" if find_spec("vllm") is not None else "sglang"
 
@@ -61,36 +60,11 @@ def take(step, name, mode, shape=SHAPE, environment=None, **options):
         if not out.exists():
             pytest.skip(f"{step} was not asked for")
         return json.loads(out.read_text())
-    out.unlink(missing_ok=True)
-    for folder in (RESULTS, WORK):
-        folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, Path(__file__).with_name("run_kv.py"), mode, "--shape", shape]
-    command += ["--work", WORK / name, "--out", out]
+    arguments = [mode, "--shape", shape, "--work", WORK / name]
     for option, value in options.items():
-        command += [f"--{option}", value]
+        arguments += [f"--{option}", value]
     log = RESULTS / f"kv-{ENGINE}-{name}.log"
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            list(map(str, command)),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | (environment or {}),
-        )
-    try:
-        code = process.wait(TIMEOUT_S)
-    finally:
-        end_group(process)
-    assert code == 0, f"{name} ended with {code}; see {log}"
-    return json.loads(out.read_text())
-
-
-def end_group(process):
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
+    return run_script("run_kv.py", arguments, out=out, log=log, timeout_s=TIMEOUT_S, environment=environment)
 
 
 @pytest.fixture(scope="module")

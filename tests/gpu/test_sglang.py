@@ -10,15 +10,15 @@ the working folder, if it was found there before.
 import json
 import os
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.gpu.scripts import run_script
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,40 +39,18 @@ NUM_WARM_UP = 6
 
 
 def run(mode, shape):
-    """Run one engine, and end every process that it leaves."""
-    out = WORK / f"{mode}.json"
-    out.unlink(missing_ok=True)
-    script = Path(__file__).with_name("run_sglang.py")
-    command = [sys.executable, script, mode, "--shape", shape, "--work", WORK / shape, "--out", out]
-    log = RESULTS / f"sglang-{mode}.log"
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            list(map(str, command)), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        code = process.wait(TIMEOUT_S)
-    finally:
-        end_group(process)
-    assert code == 0, f"{mode} ended with {code}; see {log}"
-    return out
-
-
-def end_group(process):
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
+    """Run one engine and give what it found."""
+    out, log = WORK / f"{mode}.json", RESULTS / f"sglang-{mode}.log"
+    arguments = [mode, "--shape", shape, "--work", WORK / shape]
+    return run_script("run_sglang.py", arguments, out=out, log=log, timeout_s=TIMEOUT_S)
 
 
 def take(mode, shape):
     """What an engine found, now or before."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    WORK.mkdir(parents=True, exist_ok=True)
-    out = WORK / f"{mode}.json"
     if mode in ASKED:
-        out = run(mode, shape)
-    elif not out.exists():
+        return run(mode, shape)
+    out = WORK / f"{mode}.json"
+    if not out.exists():
         pytest.skip(f"{mode} was not asked for")
     return json.loads(out.read_text())
 

@@ -1,0 +1,47 @@
+"""Runs the scripts beside it, each an engine in processes of its own, and gives what they wrote."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def run_script(
+    script: str,
+    arguments: Sequence[object],
+    *,
+    out: Path,
+    log: Path,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> dict:
+    """Run a script until it ends, end every process that it leaves, and give the JSON in `out`.
+
+    Raises:
+        AssertionError: It failed; names its log.
+        subprocess.TimeoutExpired: It took longer than `timeout_s`.
+    """
+    for file in (out, log):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    out.unlink(missing_ok=True)
+    command = [sys.executable, Path(__file__).with_name(script), *arguments, "--out", out]
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            list(map(str, command)),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | dict(environment or {}),
+        )
+    try:
+        code = process.wait(timeout_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert code == 0, f"{script} ended with {code}; see {log}"
+    return json.loads(out.read_text())
