@@ -4,15 +4,31 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 VOCAB_SIZE = 259  # bytes and three specials: no multiple of 64, so that engines pad it
@@ -67,6 +83,49 @@ FAMILIES = {
         MistralForCausalLM,
         {"head_dim": 64, "tie_word_embeddings": False, "sliding_window": None},
     ),
+    # Queries, keys and values in one tensor of the checkpoint, gate and up in another. Between two ranks whole blocks.
+    "phi3": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        {"num_attention_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0},
+    ),
+    "glm4": (
+        Glm4Config,
+        Glm4ForCausalLM,
+        {
+            "head_dim": 128,
+            "num_attention_heads": 2,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "pad_token_id": 0,
+        },
+    ),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"head_dim": 64, "sliding_window": 64, "query_pre_attn_scalar": 64}),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "head_dim": 64,
+            "sliding_window": 64,
+            "query_pre_attn_scalar": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "granite": (
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    # Through vLLM's Transformers backend.
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"tie_word_embeddings": False}),
+    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM, {"tie_word_embeddings": True, "use_bias": True}),
+    "cohere": (CohereConfig, CohereForCausalLM, {"tie_word_embeddings": True, "use_qk_norm": True, "pad_token_id": 0}),
 }
 
 

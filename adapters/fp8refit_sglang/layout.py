@@ -94,6 +94,8 @@ def _why_derived(module: nn.Module) -> Why:
     for name in (*_DERIVED_SCALES, *_SPLIT_WEIGHTS):
         if getattr(module, name, None) is not None:
             return f"keeps copies derived from its weights (`{name}`)", _NOT_YET
+    if hasattr(module, "base_layer"):
+        return "is wrapped for LoRA", "Boot without enable_lora"
     error = getattr(module, "_derived_weight_cache_error", None)
     return ("keeps copies derived from its weights", str(error)) if error is not None else None
 

@@ -9,6 +9,7 @@ from fp8refit.layers import inventory
 from fp8refit.layers.rules import Kernel, Remedies, Why
 from fp8refit.slots import Inventory, ScaleFormat
 from fp8refit_vllm.compat import linear_kernel, wants_powers_of_two
+from fp8refit_vllm.names import VllmNames
 
 ROW_MAJOR_KERNELS = frozenset(
     {
@@ -28,7 +29,7 @@ ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 
 def read_inventory(model: nn.Module) -> Inventory:
     """Everything a refit of `model` writes, and everything it cannot."""
-    return inventory.read_inventory(model, VllmRules())
+    return inventory.read_inventory(model, VllmRules(), VllmNames(model))
 
 
 class VllmRules:

@@ -43,7 +43,7 @@ def read_inventory(model: nn.Module, rules: LayerRules, rename: Rename = same_na
                 else full_name
             )
             if first != full_name:
-                aliases[full_name] = first
+                aliases |= dict.fromkeys(names.of(full_name), names.usual(first))
                 del own[name]
         why = rules.why_refused(module)
         if why is None and own:
@@ -51,11 +51,14 @@ def read_inventory(model: nn.Module, rules: LayerRules, rename: Rename = same_na
         if why is not None:
             refusals.append(Refusal(module=prefix or type(module).__name__, reason=why[0], remedy=why[1]))
         elif own:
-            slots.extend(_slots_of(rules, prefix, module, own, names))
+            for slot, other_names in _slots_of(rules, prefix, module, own, names):
+                slots.append(slot)
+                aliases |= dict.fromkeys(other_names, slot.name)
             padding.extend(_padding_of(rules, module, own))
     if not refusals and not any(slot.is_quantized for slot in slots):
         reason, remedy = "holds no block-FP8 weight", rules.remedies.no_block_fp8
         refusals.append(Refusal(module=type(model).__name__, reason=reason, remedy=remedy))
+    aliases |= _tied_head(model, slots, names, taken={*aliases, *(slot.name for slot in slots)})
     return Inventory(
         slots=tuple(slots),
         live=live_tensors(model),
@@ -63,6 +66,14 @@ def read_inventory(model: nn.Module, rules: LayerRules, rename: Rename = same_na
         padding=tuple(padding),
         refusals=tuple(refusals),
     )
+
+
+def _tied_head(model: nn.Module, slots: list[Slot], names: CheckpointNames, *, taken: set[str]) -> dict[str, str]:
+    """The LM head's names, of a model that is tied and keeps no head of its own."""
+    vocabularies = [slot for slot in slots if hasattr(model.get_submodule(slot.module), "shard_indices")]
+    if len(vocabularies) != 1 or not names.is_tied or "lm_head.weight" in taken:
+        return {}
+    return {"lm_head.weight": vocabularies[0].name}
 
 
 def _own_tensors(rules: LayerRules, module: nn.Module) -> dict[str, Tensor]:
@@ -73,7 +84,8 @@ def _own_tensors(rules: LayerRules, module: nn.Module) -> dict[str, Tensor]:
 
 def _slots_of(
     rules: LayerRules, prefix: str, module: nn.Module, own: dict[str, Tensor], names: CheckpointNames
-) -> Iterator[Slot]:
+) -> Iterator[tuple[Slot, tuple[str, ...]]]:
+    """Slots, and the other checkpoint names of each."""
     parts = names.parts_of(prefix, len(part_sizes(module) or (1,)))
     for name, tensor in own.items():
         if name == "weight_scale_inv":
@@ -83,14 +95,16 @@ def _slots_of(
             shards = joined(shards)
         for part, shard in zip(parts, shards, strict=True):
             is_block_fp8 = name == "weight" and "weight_scale_inv" in own
-            yield Slot(
-                name=names.of(f"{part}.{name}")[0],
+            checkpoint_name, *other_names = names.of(f"{part}.{name}")
+            slot = Slot(
+                name=checkpoint_name,
                 full_shape=shard.full_shape,
                 offset=shard.offset,
                 weight=shard.view(tensor),
                 module=prefix,
                 **(_quantized_fields(rules, module, own["weight_scale_inv"], shard) if is_block_fp8 else {}),
             )
+            yield slot, tuple(other_names)
 
 
 def _quantized_fields(rules: LayerRules, module: nn.Module, scale: Tensor, shard: Shard) -> dict[str, Any]:
@@ -120,6 +134,7 @@ def _why_refused(
         _why_not_dense(prefix, module, own)
         or judge_storage(rules, module, own)
         or _why_not_parts(rules, prefix, module, names)
+        or _why_not_named(prefix, module, own, names)
         or why_not_sharded(rules, module, own, is_split=is_split)
     )
 
@@ -128,8 +143,8 @@ def _why_not_dense(prefix: str, module: nn.Module, own: dict[str, Tensor]) -> Wh
     """What is against the module as a whole."""
     if hasattr(module, "w13_weight"):
         return "is a mixture-of-experts layer", "fp8refit refits dense models so far"
-    if any("base_layer" in part for part in prefix.split(".")) or hasattr(module, "base_layer"):
-        return "is wrapped for LoRA", "Boot without enable_lora"
+    if hasattr(module, "base_layer"):
+        return f"holds {', '.join(f'`{name}`' for name in own)} around a layer, for LoRA", "Boot without enable_lora"
     for name, tensor in own.items():
         if tensor.numel() == 0:
             return f"its kernel took `{name}` away", "Boot with a kernel that keeps weights as loaded"
@@ -175,6 +190,18 @@ def _why_not_parts(rules: LayerRules, prefix: str, module: nn.Module, names: Che
     if any(size % block_n for size in sizes[:-1]):
         return f"its parts {list(sizes)} do not start on blocks of {block_n} rows", "Leave this layer in BF16"
     return None
+
+
+def _why_not_named(prefix: str, module: nn.Module, own: dict[str, Tensor], names: CheckpointNames) -> Why:
+    """What is against the names of a module's tensors in a checkpoint."""
+    parts = names.parts_of(prefix, len(part_sizes(module) or (1,)))
+    nameless = [name for name in own if name != "weight_scale_inv" and not all(names.of(f"{p}.{name}") for p in parts)]
+    if not nameless:
+        return None
+    reason = (
+        f"loads {', '.join(f'`{name}`' for name in nameless)} from names that its model's mapping does not give away"
+    )
+    return reason, "fp8refit does not know what this architecture calls it yet"
 
 
 def _padding_of(rules: LayerRules, module: nn.Module, own: dict[str, Tensor]) -> Iterator[Tensor]:

@@ -32,7 +32,11 @@ class CheckpointNames:
         packed = getattr(model, "packed_modules_mapping", {})
         self._fused = {leaf: tuple(parts) for leaf, parts in packed.items()} or FUSED_MODULES
         self._rename = rename
-        self._fused_in_checkpoint = FUSED_MODULES.keys() & _leaves_of(getattr(model, "config", None))
+        config = getattr(model, "config", None)
+        configs = [config, getattr(config, "text_config", None)]
+        self._fused_in_checkpoint = FUSED_MODULES.keys() & _leaves_of(configs)
+        self.is_tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
+        """Whether the LM head is the embedding."""
 
     def parts_of(self, module: str, num_matrices: int) -> tuple[str, ...]:
         """The modules that the live `module` of `num_matrices` holds, in storage order and by live names of their parents.
@@ -48,14 +52,17 @@ class CheckpointNames:
         """See `Rename`."""
         return self._rename(_without_lora(name))
 
+    def usual(self, name: str) -> str:
+        """The first one; where nobody knows any, the live name."""
+        return next(iter(self.of(name)), name)
+
 
 def _without_lora(name: str) -> str:
     """A live name without the wrappers that LoRA puts around layers."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
-def _leaves_of(config: Any) -> frozenset[str]:
-    """Last names of the modules that a Hugging Face config says how to split."""
-    configs = [config, getattr(config, "text_config", None)]
+def _leaves_of(configs: list[Any]) -> frozenset[str]:
+    """Last names of the modules that Hugging Face configs say how to split."""
     plans = [getattr(config, "base_model_tp_plan", None) or {} for config in configs]
     return frozenset(name.rpartition(".")[2] for plan in plans for name in plan)

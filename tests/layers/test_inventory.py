@@ -86,7 +86,7 @@ def test_what_is_kept_has_no_slot_and_is_watched():
         (BlockLinear(kernel=kernel(is_row_major=False)), "its kernel Plain repacks weights"),
         (BlockLinear(tp_size=2), "is a BlockLinear, split over 2 ranks by a rule of its own"),
         (BlockLinear(w13_weight=None), "mixture-of-experts"),
-        (BlockLinear(base_layer=nn.Module()), "is wrapped for LoRA. Boot without enable_lora"),
+        (BlockLinear(base_layer=nn.Module()), "holds `weight`, `weight_scale_inv` around a layer, for LoRA"),
         (BlockLinear(why_refused=("is odd", "Take another")), "is odd. Take another"),
     ],
 )
@@ -105,10 +105,12 @@ def test_the_rules_may_refuse_a_module_without_parameters_and_the_model_itself()
     assert only_refusal(model) == "Module: is odd. Take another"
 
 
-def test_what_a_lora_wrapper_holds_is_refused():
+def test_a_layer_wrapped_for_lora_keeps_its_name():
     wrapper = nn.Module()
-    wrapper.base_layer = BlockLinear()
-    assert "qkv_proj.base_layer: is wrapped for LoRA" in only_refusal(model_of(qkv_proj=wrapper))
+    wrapper.base_layer = BlockLinear(sizes=(256, 128, 128))
+    inventory = read(model_of(qkv_proj=wrapper))
+    assert inventory.refusals == ()
+    assert [slot.name for slot in inventory.slots] == ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
 
 
 @pytest.mark.parametrize(

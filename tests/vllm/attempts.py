@@ -16,17 +16,17 @@ from subject import AsyncSubject, Subject
 from fp8refit import RefitError, Refitter
 from fp8refit.checkpoint import quantize_checkpoint
 
-UP_PROJ = "model.layers.1.mlp.up_proj.weight"
+DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"
-LAST_ROW = -1
-"""Of `UP_PROJ`: under tensor parallelism the last rank alone holds it."""
+LAST_COLUMN = -1
+"""Of `DOWN_PROJ`: under tensor parallelism the last rank alone holds it."""
 
 
 def bad_policy(family: str) -> dict[str, torch.Tensor]:
     """Policy 2 with a NaN that the last rank alone can see."""
     policy = make_policy(family, 2)
-    policy[UP_PROJ] = policy[UP_PROJ].clone()
-    policy[UP_PROJ][LAST_ROW, 3] = torch.nan
+    policy[DOWN_PROJ] = policy[DOWN_PROJ].clone()
+    policy[DOWN_PROJ][3, LAST_COLUMN] = torch.nan
     return policy
 
 
@@ -90,7 +90,7 @@ def try_bad_names(subject: Subject, family: str, work: Path) -> dict:
     """A missing, an unexpected and a misshapen tensor at once."""
     policy = make_policy(family, 2)
     policy["model.layers.9.mlp.up_proj.weight"] = policy.pop(NORM)
-    policy[UP_PROJ] = policy[UP_PROJ][:128]
+    policy[DOWN_PROJ] = policy[DOWN_PROJ][:128]
     before = subject.state()
     found = {"refit": subject.refused(subject.refit, policy), "dirty": subject.is_dirty}
     return found | {"untouched": subject.state() == before}

@@ -147,9 +147,9 @@ def _expected(name: str, live: dict[str, Tensor], policy: dict[str, Tensor], sca
         return torch.ones((), dtype=torch.float32)
     parent, _, last = module.rpartition(".")
     is_scale = leaf == "weight_scale_inv"
-    parts = [
-        policy[f"{parent}.{part}.{'weight' if is_scale else leaf}".lstrip(".")] for part in FUSED.get(last, (last,))
-    ]
+    source = "weight" if is_scale else leaf
+    fused = () if f"{module}.{source}" in policy else FUSED.get(last, ())
+    parts = [policy[f"{parent}.{part}.{source}".lstrip(".")] for part in fused or (last,)]
     if is_scale or (leaf == "weight" and f"{module}.weight_scale_inv" in live):
         quantized = [quantize_blockwise(part, scale_format=scale_format) for part in parts]
         parts = [scale if is_scale else codes.view(torch.uint8) for codes, scale in quantized]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed
-from attempts import NORM, UP_PROJ, after_failure
+from attempts import DOWN_PROJ, NORM, after_failure
 from engines import make_policy
 from subject import Subject
 
@@ -68,7 +68,7 @@ def try_busy_on_one_rank(subject: Subject, family: str, work: Path) -> dict:
 
 def try_mismatch_in_mid_stream(subject: Subject, family: str, work: Path) -> dict:
     """One rank is given a tensor that is not what was announced, while the other's stream goes on."""
-    source = Gathered(family, torch.distributed.new_group(backend="gloo"), wrong=UP_PROJ if is_last() else None)
+    source = Gathered(family, torch.distributed.new_group(backend="gloo"), wrong=DOWN_PROJ if is_last() else None)
     before = subject.live()
     found = {"refit": subject.refused(subject.refit, source, manifest=source.manifest)}
     found |= {"num_given": source.num_given, "num_announced": len(source.manifest)}

@@ -49,14 +49,14 @@ CASES = {
         fresh_ending="driver killed",
     ),
     "core in process": Case(
-        family="qwen3",
+        family="glm4",
         kernel="fp32",
         ending="replies out of step",
         fresh_ending="worker killed while idle",
         is_core_in_process=True,
     ),
     "external launcher": Case(
-        family="qwen2_wide",
+        family="phi3",
         kernel="fp32",
         ending="first rank killed",
         fresh_ending="last rank gone",

@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
 
-UP_PROJ = "model.layers.1.mlp.up_proj.weight"
+DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"
 ATTEMPTS = ["missing on one rank", "NaN on one rank", "busy on one rank", "mismatch in mid-stream", "gathered"]
 
@@ -57,7 +57,7 @@ def test_a_rank_whose_stream_does_not_fit_goes_through_the_collective_with_the_o
     for driver in drivers:
         found = driver["mismatch in mid-stream"]
         assert found["refit"]["error"] == "InvalidSourceError"
-        assert found["refit"]["named"][0].startswith(f"{UP_PROJ}: came as bfloat16 [1, 256]")
+        assert found["refit"]["named"][0].startswith(f"{DOWN_PROJ}: came as bfloat16 [1, 512]")
         assert found["num_given"] == found["num_announced"]
         assert found["dirty"]
         assert found["generate"]["error"] == "EngineDirtyError"

@@ -135,3 +135,16 @@ def test_an_engine_whose_workers_lack_our_method_is_refused_with_what_to_set(lay
     assert 'worker_extension_cls="fp8refit_vllm.worker.WorkerExtension"' in refusal["message"]
     assert driver["ending"]["state"] == driver["fresh"]
     assert driver["ending"]["traces"] == []
+
+
+def test_ranks_hold_boxes_of_tensors_that_are_fused_in_the_checkpoint(layout_runs):
+    drivers = layout_runs.lived("external launcher").drivers
+    boxes = [
+        [
+            slot["offset"][0]
+            for slot in driver["layout"]["slots"]
+            if slot["name"].endswith("0.self_attn.qkv_proj.weight")
+        ]
+        for driver in drivers
+    ]
+    assert boxes == [[0, 256, 512], [128, 384, 640]]

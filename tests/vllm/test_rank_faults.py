@@ -10,7 +10,7 @@ from tests.vllm.layout_runs import CASES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
 
-UP_PROJ = "model.layers.1.mlp.up_proj.weight"
+DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"
 ATTEMPTS = ["rank fault", "bad values", "strict", "bad names", "interrupt", "two at once", "close"]
 THAT_LEAVE_IT_DIRTY = ["rank fault", "bad values"]
@@ -75,7 +75,7 @@ def test_a_driver_of_one_rank_raises_what_its_own_rank_raised(layout_runs):
 def test_nan_that_one_rank_sees_while_it_writes_is_named_everywhere(drivers):
     for driver in drivers:
         assert driver["bad values"]["refit"]["error"] == "NonFiniteError"
-        assert driver["bad values"]["refit"]["named"] == [UP_PROJ]
+        assert driver["bad values"]["refit"]["named"] == [DOWN_PROJ]
 
 
 @pytest.mark.parametrize("source", ["refit", "files"])
@@ -83,7 +83,7 @@ def test_nan_that_one_rank_sees_while_it_writes_is_named_everywhere(drivers):
 def test_strict_writes_no_rank_if_one_rank_would_see_nan(source, drivers):
     for driver in drivers:
         assert driver["strict"][source]["error"] == "NonFiniteError"
-        assert driver["strict"][source]["named"] == [UP_PROJ]
+        assert driver["strict"][source]["named"] == [DOWN_PROJ]
         assert "Nothing was written" in driver["strict"][source]["message"]
         assert driver["strict"]["untouched"]
         assert not driver["strict"]["dirty"]
@@ -91,12 +91,12 @@ def test_strict_writes_no_rank_if_one_rank_would_see_nan(source, drivers):
 
 @every_layout
 def test_names_that_do_not_fit_are_told_all_at_once_and_nothing_is_written(layout, drivers):
-    rows = 2304 if CASES[layout].family == "qwen3_large" else 512
+    columns = 2304 if CASES[layout].family == "qwen3_large" else 512
     for driver in drivers:
         assert driver["bad names"]["refit"]["error"] == "InvalidSourceError"
         assert sorted(driver["bad names"]["refit"]["named"]) == [
             f"{NORM}: missing",
-            f"{UP_PROJ}: has shape [128, 256], this engine's is [{rows}, 256]",
+            f"{DOWN_PROJ}: has shape [128, {columns}], this engine's is [256, {columns}]",
             "model.layers.9.mlp.up_proj.weight: unexpected, this engine has no such weight; leave it out",
         ]
         assert driver["bad names"]["untouched"]
