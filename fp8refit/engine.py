@@ -118,6 +118,10 @@ class Ranks(Protocol):
         """Describe slots, kernels, formats and refusals of all ranks."""
         ...
 
+    async def fingerprints(self) -> Sequence[str]:
+        """A digest of the weights of each rank, in order of rank."""
+        ...
+
     async def close(self) -> None:
         """Drop what is held beyond the engine itself."""
         ...
@@ -178,6 +182,10 @@ class LocalRanks:
     async def layout(self) -> EngineLayout:
         """See `Ranks`."""
         return self._rank.layout()
+
+    async def fingerprints(self) -> Sequence[str]:
+        """See `Ranks`."""
+        return [self._rank.fingerprint()]
 
     async def close(self) -> None:
         """See `Ranks`."""

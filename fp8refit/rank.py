@@ -144,6 +144,10 @@ class Rank:
         """See `Target.layout`."""
         return self.target.layout()
 
+    def fingerprint(self) -> str:
+        """See `Target.fingerprint`."""
+        return self.target.fingerprint()
+
     def close(self) -> None:
         """See `Target.close`."""
         self.target.close()

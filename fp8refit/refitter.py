@@ -278,6 +278,22 @@ class Refitter:
         """`layout` for an asynchronous engine."""
         return await self._engine.ranks.layout()
 
+    def fingerprints(self) -> list[str]:
+        """A digest of the weights that each rank holds, in order of rank: equal if every byte is, up to chance.
+
+        For comparing replicas, or an engine after a refit with one booted from a checkpoint of the same policy: engines of one
+        kind, version and number of ranks. Reads every weight once, where it lies, at a good part of memory speed.
+
+        Raises:
+            EngineAsleepError: The weights sleep.
+            EngineLostError: A CUDA fault, or a rank that died or does not answer.
+        """
+        return self._run(self.fingerprints_async())
+
+    async def fingerprints_async(self) -> list[str]:
+        """`fingerprints` for an asynchronous engine."""
+        return list(await self._engine.ranks.fingerprints())
+
     def close(self) -> None:
         """Give back what is held beyond the engine: plan, table, and mappings of the trainer's memory in other processes.
 

@@ -172,6 +172,11 @@ class RemoteRanks:
         replies = await self._ask(messages.Describe())
         return EngineLayout.merge([reply.layout for reply in replies if reply.layout is not None])
 
+    async def fingerprints(self) -> list[str]:
+        """See `fp8refit.engine.Ranks`."""
+        replies = await self._ask(messages.Fingerprint())
+        return [reply.fingerprint for reply in sorted(replies, key=lambda reply: reply.rank)]
+
     async def close(self) -> None:
         """See `fp8refit.engine.Ranks`."""
         try:

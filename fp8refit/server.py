@@ -79,6 +79,8 @@ class RankServer:
             return {"kv": rank.calibrate(order.kv, order.config)}
         if isinstance(order, messages.Describe):
             return {"layout": rank.layout()}
+        if isinstance(order, messages.Fingerprint):
+            return {"fingerprint": rank.fingerprint()}
         if isinstance(order, messages.Close):
             self._forget()
             rank.close()

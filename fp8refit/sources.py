@@ -110,7 +110,8 @@ class MappingSource:
 
     def __init__(self, items: NamedTensors) -> None:
         items = list(items)
-        tensors, problems = _read_all(items), {}
+        problems: dict[str, str] = {}
+        tensors = _read_all(items)
         if tensors is None:
             tensors = dict(_readable(items, problems))
         self.tensors = tensors

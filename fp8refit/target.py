@@ -26,6 +26,7 @@ from fp8refit.errors import (
     UnsupportedEngineError,
 )
 from fp8refit.fill import ResidentFill, StreamFill, misfit_scales, required_format, scale_problem
+from fp8refit.fingerprint import fingerprint
 from fp8refit.job import Arrivals, Job, Write, by_source
 from fp8refit.kv_scales import KvScales, Measured, refuse_unfit, report_of
 from fp8refit.layout import EngineLayout
@@ -259,6 +260,19 @@ class Target:
         """Describe slots, kernels, formats and refusals."""
         inventory = self._current_inventory()
         return EngineLayout.of(inventory, engine=self._engine, versions=self._versions, device=str(self._device))
+
+    def fingerprint(self) -> str:
+        """Digest of the weights that are held now; see `fp8refit.fingerprint`.
+
+        Raises:
+            EngineAsleepError: They are not mapped.
+            EngineLostError: A CUDA fault.
+        """
+        inventory = self._current_inventory()
+        if not _are_mapped(inventory):
+            raise EngineAsleepError("the weights sleep: their memory is not mapped; wake them up first")
+        with self._on_device():
+            return fingerprint(inventory)
 
     def close(self) -> None:
         """Drop what is held beyond the engine itself."""

@@ -10,6 +10,7 @@ LAYERS = [
     "_version",
     "errors",
     "slots",
+    "fingerprint",
     "names",
     "layers",
     "config",

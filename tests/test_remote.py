@@ -174,6 +174,18 @@ def test_a_driver_waits_longer_than_the_ranks_for_each_other(cluster):
     assert set(remote.channel.timeouts_s) == {7.0 + GRACE_S, NUM_VOTES * 7.0 + GRACE_S}
 
 
+def test_fingerprints_come_in_order_of_rank():
+    cluster = Cluster()
+    remote = Remote(cluster)
+    remote.refitter.refit(cluster.make_policy(1))
+    first = remote.refitter.fingerprints()
+    assert len(first) == len(cluster.shards) == len(set(first))
+    remote.refitter.refit(cluster.make_policy(2))
+    assert not set(first) & set(remote.refitter.fingerprints())
+    remote.refitter.refit(cluster.make_policy(1))
+    assert remote.refitter.fingerprints() == first
+
+
 def test_the_layout_is_that_of_all_ranks():
     cluster = Cluster("pipeline")
     layout = Remote(cluster).refitter.layout()

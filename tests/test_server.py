@@ -21,6 +21,7 @@ from fp8refit.errors import (
     TransportError,
     UnsupportedEngineError,
 )
+from fp8refit.fingerprint import fingerprint
 from fp8refit.rank import Rank
 from fp8refit.server import RankServer
 from fp8refit.slots import dtype_name
@@ -171,6 +172,13 @@ def test_the_end_of_the_process_is_no_value(server, model):
     model.slots = end
     with pytest.raises(SystemExit):
         server.handle(Request(id="1", order=messages.Describe()).encode())
+
+
+def test_a_fingerprint_is_told(server, model):
+    before = do(server, messages.Fingerprint()).fingerprint
+    assert before == do(server, messages.Fingerprint()).fingerprint == fingerprint(model.read_inventory())
+    model.embed[3, 4] += 1
+    assert do(server, messages.Fingerprint()).fingerprint != before
 
 
 def test_a_layout_is_told(server, model):

@@ -13,7 +13,7 @@ from fp8refit.report import KvReport, RankReport
 from fp8refit.transport.memory import Segment, TensorRef
 from fp8refit.vote import ErrorRecord
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Number of this language; both sides have to speak the same."""
 
 
@@ -133,6 +133,12 @@ class Describe(_Message):
     step: Literal["describe"] = "describe"
 
 
+class Fingerprint(_Message):
+    """Say what the weights are; see `Rank.fingerprint`."""
+
+    step: Literal["fingerprint"] = "fingerprint"
+
+
 class Close(_Message):
     """Drop what is held beyond the engine, mappings among it."""
 
@@ -140,7 +146,18 @@ class Close(_Message):
 
 
 Order: TypeAlias = (
-    Hello | Prepare | Write | Begin | Push | Finish | CheckCalibration | Calibrate | Abandon | Describe | Close
+    Hello
+    | Prepare
+    | Write
+    | Begin
+    | Push
+    | Finish
+    | CheckCalibration
+    | Calibrate
+    | Abandon
+    | Describe
+    | Fingerprint
+    | Close
 )
 
 
@@ -164,4 +181,5 @@ class Reply(_Message):
     package_version: str = ""
     reports: tuple[RankReport, ...] = ()
     layout: EngineLayout | None = None
+    fingerprint: str = ""
     kv: KvReport | None = None

@@ -48,6 +48,7 @@ ORDERS = [
     messages.Calibrate(config=CONFIG, kv=KvOrder(token_ids=((1, 2), (3,)))),
     messages.Abandon(refit="r"),
     messages.Describe(),
+    messages.Fingerprint(),
     messages.Close(),
 ]
 
