@@ -6,6 +6,10 @@ import torch
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -53,7 +57,32 @@ COMMON = {
     "bos_token_id": 256,
     "eos_token_id": 258,
 }
+LATENT = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 2,
+    "moe_layer_freq": 1,
+    "tie_word_embeddings": False,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 256,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+"""Latent attention, with the latents and the rotary embedding that engines know on a CPU, and no experts."""
+
 FAMILIES = {
+    # Queries of low rank, fused with the latents of keys and values, of which 576 rows are no whole number of blocks.
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT | {"q_lora_rank": 128}),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM, LATENT | {"q_lora_rank": None}),
     "llama": (LlamaConfig, LlamaForCausalLM, {"head_dim": 64, "tie_word_embeddings": False}),
     "llama_tied": (LlamaConfig, LlamaForCausalLM, {"head_dim": 64, "tie_word_embeddings": True}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),

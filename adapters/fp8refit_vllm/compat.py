@@ -8,6 +8,7 @@ from inspect import isawaitable
 from threading import Thread
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -96,6 +97,18 @@ def wants_powers_of_two(kernel: object | None) -> bool:
     if flag is None:
         flag = getattr(getattr(kernel, "fallback", None), "use_deep_gemm_e8m0", False)
     return bool(flag)
+
+
+def dequantized(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The weight (N, K) of a linear layer as vLLM itself dequantizes it when it boots.
+
+    What vLLM does depends on its kernels: where DeepGEMM is supported it multiplies by an identity matrix, which loses the
+    sign of zeros and, with scales that are no powers of two, rounds as the kernel does. So the same function is asked.
+    """
+    from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
+
+    weight: Tensor = get_and_maybe_dequant_weights(layer, out_dtype=dtype)  # type: ignore[arg-type]
+    return weight
 
 
 def kv_scale_buffers(module: nn.Module) -> list[Tensor]:

@@ -1,14 +1,16 @@
 """Reads slots off a live vLLM model: what the core's reading of layers needs to know of vLLM's."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from fp8refit.layers import inventory
+from fp8refit.layers.latent import Absorbed, with_absorbed
 from fp8refit.layers.rules import Kernel, Remedies, Why
 from fp8refit.slots import Inventory, ScaleFormat
-from fp8refit_vllm.compat import linear_kernel, wants_powers_of_two
+from fp8refit_vllm.compat import dequantized, linear_kernel, wants_powers_of_two
 from fp8refit_vllm.names import VllmNames
 
 ROW_MAJOR_KERNELS = frozenset(
@@ -26,10 +28,27 @@ ROW_MAJOR_KERNELS = frozenset(
 ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 """An out-of-tree kernel class with this attribute set to True says the same of itself."""
 
+_ABSORBED_KEYS, _ABSORBED_VALUES = "W_UK_T", "W_UV"
+
 
 def read_inventory(model: nn.Module) -> Inventory:
     """Everything a refit of `model` writes, and everything it cannot."""
-    return inventory.read_inventory(model, VllmRules(), VllmNames(model))
+    return with_absorbed(inventory.read_inventory(model, VllmRules(), VllmNames(model)), _absorbed_copies(model))
+
+
+def _absorbed_copies(model: nn.Module) -> Iterator[Absorbed]:
+    """What every layer of latent attention keeps of its `kv_b_proj`."""
+    for name, module in model.named_modules():
+        if hasattr(module, _ABSORBED_KEYS):
+            layer: Any = module
+            yield Absorbed(
+                name=name,
+                owner=layer,
+                keys=_ABSORBED_KEYS,
+                values=_ABSORBED_VALUES,
+                source=layer.kv_b_proj.weight,
+                dequantized=partial(dequantized, layer.kv_b_proj),
+            )
 
 
 class VllmRules:
@@ -51,9 +70,16 @@ class VllmRules:
     )
 
     def why_refused(self, module: nn.Module) -> Why:
-        """Copies that vLLM derived from weights."""
-        if hasattr(module, "W_UK_T"):
-            return "keeps absorbed copies of its latent projections", "fp8refit does not refresh them yet"
+        """Absorbed copies of latent projections in other forms than plain ones."""
+        if hasattr(module, "W_K"):
+            return (
+                "keeps absorbed copies of its latent projections quantized for AITER",
+                "Boot with VLLM_ROCM_USE_AITER_FP4BMM=0 and VLLM_ROCM_USE_AITER_FP8BMM=0",
+            )
+        if getattr(module, "W_UK_T_dcp_qrep", None) is not None:
+            return "keeps the absorbed keys of other ranks too", "Boot with dcp_q_replicate=False"
+        if getattr(module, "is_amx_bmm_enabled", False):
+            return "packs its latent projections for Intel AMX", 'Boot with attention_backend="CPU_MLA"'
         return None
 
     def is_linear(self, module: nn.Module) -> bool:
@@ -82,5 +108,5 @@ class VllmRules:
         return int(block_n), int(block_k)
 
     def kept(self, module: nn.Module) -> Collection[str]:
-        """None: vLLM's KV scales are buffers once a model is loaded."""
-        return ()
+        """Absorbed copies; vLLM's KV scales are buffers once a model is loaded."""
+        return (_ABSORBED_KEYS, _ABSORBED_VALUES) if hasattr(module, _ABSORBED_KEYS) else ()

@@ -33,7 +33,7 @@ def read_inventory(model: nn.Module, rules: LayerRules, rename: Rename = same_na
     names_by_storage: dict[tuple[int, torch.Size], str] = {}
     aliases: dict[str, str] = {}
     is_split = any(rules.ranks_of(module)[1] != 1 for module in model.modules())
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in _named_modules(model):
         own = _own_tensors(rules, module)
         for name, tensor in list(own.items()):
             full_name = f"{prefix}.{name}"
@@ -74,6 +74,18 @@ def _tied_head(model: nn.Module, slots: list[Slot], names: CheckpointNames, *, t
     if len(vocabularies) != 1 or not names.is_tied or "lm_head.weight" in taken:
         return {}
     return {"lm_head.weight": vocabularies[0].name}
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module, and a vocabulary that is tied under each of its names.
+
+    Other layers are known under one name: attention holds those that it calls once more, under names of no checkpoint.
+    """
+    seen: set[nn.Module] = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if module not in seen or hasattr(module, "shard_indices") or isinstance(module, nn.Embedding):
+            yield prefix, module
+        seen.add(module)
 
 
 def _own_tensors(rules: LayerRules, module: nn.Module) -> dict[str, Tensor]:

@@ -65,4 +65,4 @@ def _without_lora(name: str) -> str:
 def _leaves_of(configs: list[Any]) -> frozenset[str]:
     """Last names of the modules that Hugging Face configs say how to split."""
     plans = [getattr(config, "base_model_tp_plan", None) or {} for config in configs]
-    return frozenset(name.rpartition(".")[2] for plan in plans for name in plan)
+    return frozenset(name.rpartition(".")[2] for plan in plans for name in plan if ".experts." not in name)

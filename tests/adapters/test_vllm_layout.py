@@ -112,7 +112,12 @@ def test_a_kernel_may_say_of_itself_that_it_reads_checkpoints_layout():
         (BlockLinear(kernel=MarlinFP8ScaledMMLinearKernel()), "MarlinFP8ScaledMMLinearKernel repacks weights"),
         (BlockLinear(tp_size=2), "is a BlockLinear, split over 2 ranks by a rule of its own"),
         (BlockLinear(w13_weight=None), "mixture-of-experts"),
-        (BlockLinear(W_UK_T=torch.zeros(1)), "absorbed copies"),
+        (BlockLinear(W_K=torch.zeros(1)), "quantized for AITER"),
+        (
+            BlockLinear(W_UK_T_dcp_qrep=torch.zeros(1)),
+            "absorbed keys of other ranks too. Boot with dcp_q_replicate=False",
+        ),
+        (BlockLinear(is_amx_bmm_enabled=True), "packs its latent projections for Intel AMX"),
     ],
 )
 def test_what_cannot_be_refitted_is_refused_by_name(module, reason):
@@ -121,10 +126,26 @@ def test_what_cannot_be_refitted_is_refused_by_name(module, reason):
     assert reason in refusal
 
 
-def test_absorbed_copies_are_seen_on_a_module_without_parameters():
+def test_absorbed_copies_are_refreshed_and_are_no_weights():
     attention = nn.Module()
-    attention.W_UK_T = torch.zeros(1)
-    assert "absorbed copies" in only_refusal(model_of(attention=attention, proj=BlockLinear()))
+    attention.kv_b_proj = BlockLinear(sizes=(512,))
+    attention.W_UK_T = nn.Parameter(torch.zeros(2, 128, 256, dtype=torch.bfloat16), requires_grad=False)
+    attention.W_UV = nn.Parameter(torch.zeros(2, 256, 128, dtype=torch.bfloat16), requires_grad=False)
+    attention.W_UK_T_dcp_qrep, attention.is_amx_bmm_enabled = None, False
+    inventory = read_inventory(model_of(attn=attention))
+    assert inventory.refusals == ()
+    assert [slot.name for slot in inventory.slots] == ["attn.kv_b_proj.weight"]
+    assert [refresh.name for refresh in inventory.refreshes] == ["attn: absorbed copies"]
+    assert {"attn.W_UK_T", "attn.W_UV"} <= {live.name for live in inventory.live}
+
+
+def test_absorbed_copies_that_are_views_of_their_projection_are_not_refreshed():
+    attention = nn.Module()
+    attention.kv_b_proj = nn.Linear(256, 512, bias=False)
+    heads = attention.kv_b_proj.weight.data.unflatten(0, (2, 256))
+    attention.W_UK_T = nn.Parameter(heads[:, :128], requires_grad=False)
+    attention.W_UV = nn.Parameter(heads[:, 128:].transpose(1, 2), requires_grad=False)
+    assert read_inventory(model_of(attn=attention, proj=BlockLinear())).refreshes == ()
 
 
 def test_remedies_are_in_vllm_s_words():

@@ -68,6 +68,14 @@ def test_a_tied_weight_is_an_alias_and_a_bias_beside_it_a_slot():
     assert [slot.name for slot in inventory.slots] == ["embed.weight", "head.bias", "proj.weight"]
 
 
+def test_a_layer_that_another_holds_too_has_one_name():
+    layer, attention = BlockLinear(), nn.Module()
+    attention.o_proj = layer
+    inventory = read(model_of(o_proj=layer, attn=attention))
+    assert [slot.name for slot in inventory.slots] == ["o_proj.weight"]
+    assert inventory.aliases == {}
+
+
 def test_what_is_kept_has_no_slot_and_is_watched():
     attention = nn.Module()
     attention.k_scale = nn.Parameter(torch.tensor(0.5))

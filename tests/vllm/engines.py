@@ -11,10 +11,16 @@ import torch
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 
-from fp8refit import RefitError, quantize_blockwise
+from fp8refit import RefitError, dequantize_blockwise, quantize_blockwise
 from tests.tiny_models import FP8_CONFIG, VOCAB_SIZE, make_model
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+ABSORBED = {"W_UK_T": lambda heads: heads[:, :128], "W_UV": lambda heads: heads[:, 128:].transpose(1, 2)}
+"""Of a latent projection (N, P + V, L): keys (N, P, L) and values (N, L, V)."""
 KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 PROMPTS = [[(31 * i + 7 * j) % 256 for j in range(length)] for i, length in enumerate((24, 40, 200))]
 """The last is longer than one block of the prefix cache, which is 128 tokens on a CPU."""
@@ -129,7 +135,7 @@ def num_padding_bytes_set(llm: LLM) -> int:
 def scribble(llm: LLM) -> None:
     """Overwrite every weight and scale, in place."""
     for parameter in model_of(llm).parameters():
-        _raw_view(parameter).fill_(0x55)
+        parameter.detach().untyped_storage().fill_(0x55)  # absorbed copies are not contiguous
 
 
 def wrong_tensors(llm: LLM, policy: dict[str, Tensor], scale_format: str) -> list[str]:
@@ -145,6 +151,10 @@ def _expected(name: str, live: dict[str, Tensor], policy: dict[str, Tensor], sca
     module, _, leaf = name.rpartition(".")
     if leaf in KV_SCALES:
         return torch.ones((), dtype=torch.float32)
+    module = module.replace(".mla_attn", "")
+    if leaf in ABSORBED:
+        quantized = quantize_blockwise(policy[f"{module}.kv_b_proj.weight"], scale_format=scale_format)
+        return ABSORBED[leaf](dequantize_blockwise(*quantized, dtype=torch.bfloat16).unflatten(0, (-1, 256)))
     parent, _, last = module.rpartition(".")
     is_scale = leaf == "weight_scale_inv"
     source = "weight" if is_scale else leaf

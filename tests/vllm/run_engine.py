@@ -27,6 +27,7 @@ from engines import (
     wrong_tensors,
 )
 from kv_cache import run_kv_cache
+from latent import run_fresh_latent, run_latent
 from layouts import run_fresh_layout, run_layout
 from live_engine import run_live
 
@@ -162,6 +163,8 @@ SCENARIOS = {
     "kv cache": run_kv_cache,
     "cross engine": run_cross_engine,
     "refusals": run_refusals,
+    "latent": run_latent,
+    "fresh latent": run_fresh_latent,
     "layout": run_layout,
     "fresh layout": run_fresh_layout,
     "conformance": run_conformance,
