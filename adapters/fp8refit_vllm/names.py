@@ -47,43 +47,39 @@ class VllmNames:
 
 
 def _origins(mapper: Any, name: str) -> Iterator[str]:
-    """The names that `mapper` maps to `name`."""
+    """The names that `mapper` maps to `name`, those that more of its rules have changed first."""
     names = [name]
-    for turned_around in (_before_suffix, _before_prefix, _before_substr, _before_regex):
-        names = [origin for mapped in names for origin in turned_around(mapper, mapped)]
+    for rules, turned_around in (
+        (mapper.orig_to_new_suffix, _before_suffix),
+        (mapper.orig_to_new_prefix, _before_prefix),
+        (mapper.orig_to_new_substr, _before_substr),
+        (mapper.orig_to_new_regex, _before_regex),
+    ):
+        for old, new in reversed(rules.items()):
+            if new is not None:
+                origins = [origin for mapped in names if (origin := turned_around(old, new, mapped)) is not None]
+                names = names + origins if turned_around is _before_regex else origins + names
     for origin in dict.fromkeys(names):
         if mapper._map_name(origin) == name:
             yield origin
 
 
-def _before_suffix(mapper: Any, name: str) -> Iterator[str]:
-    for old, new in mapper.orig_to_new_suffix.items():
-        if new is not None and name.endswith(new):
-            yield name.removesuffix(new) + old
-    yield name
+def _before_suffix(old: str, new: str, name: str) -> str | None:
+    return name.removesuffix(new) + old if name.endswith(new) else None
 
 
-def _before_prefix(mapper: Any, name: str) -> Iterator[str]:
-    for old, new in mapper.orig_to_new_prefix.items():
-        if new is not None and name.startswith(new):
-            yield old + name.removeprefix(new)
-    yield name
+def _before_prefix(old: str, new: str, name: str) -> str | None:
+    return old + name.removeprefix(new) if name.startswith(new) else None
 
 
-def _before_substr(mapper: Any, name: str) -> Iterator[str]:
-    for old, new in mapper.orig_to_new_substr.items():
-        if new and new in name:
-            yield name.replace(new, old, 1)
-    yield name
+def _before_substr(old: str, new: str, name: str) -> str | None:
+    return name.replace(new, old, 1) if new and new in name else None
 
 
-def _before_regex(mapper: Any, name: str) -> Iterator[str]:
+def _before_regex(old: re.Pattern[str], new: str, name: str) -> str | None:
     r"""Of rules that put one text in the place of another before the rest: `^transformer\.(.+)` to `model.\1`."""
-    yield name
-    for pattern, template in mapper.orig_to_new_regex.items():
-        old, new = _text_before_groups(pattern.pattern, "("), _text_before_groups(template or "", r"\1")
-        if old is not None and new is not None and name.startswith(new):
-            yield old + name.removeprefix(new)
+    text, mapped = _text_before_groups(old.pattern, "("), _text_before_groups(new, r"\1")
+    return None if text is None or mapped is None else _before_prefix(text, mapped, name)
 
 
 def _text_before_groups(expression: str, first: str) -> str | None:

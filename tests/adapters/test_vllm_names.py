@@ -68,6 +68,11 @@ def test_a_model_without_a_mapping_calls_tensors_as_its_checkpoint_does():
             "language_model.model.layers.0.mlp.up_proj.weight",
             ("model.language_model.layers.0.mlp.up_proj.weight", "language_model.model.layers.0.mlp.up_proj.weight"),
         ),
+        (
+            {"orig_to_new_prefix": {"model.text.": "text.model.", "text.model": "text"}},
+            "text.norm.weight",
+            ("model.text.norm.weight", "text.model.norm.weight", "text.norm.weight"),
+        ),
         ({"orig_to_new_prefix": {"": "model."}}, "model.norm.weight", ("norm.weight",)),
         ({"orig_to_new_prefix": {"model.": ""}}, "norm.weight", ("model.norm.weight", "norm.weight")),
         ({"orig_to_new_substr": {".attention.": ".self_attn."}}, "a.self_attn.b", ("a.attention.b", "a.self_attn.b")),
@@ -75,7 +80,7 @@ def test_a_model_without_a_mapping_calls_tensors_as_its_checkpoint_does():
         (
             {"orig_to_new_prefix": {"old.": "new."}, "orig_to_new_substr": {".ff.": ".mlp."}},
             "new.0.mlp.up.weight",
-            ("old.0.ff.up.weight", "old.0.mlp.up.weight", "new.0.ff.up.weight", "new.0.mlp.up.weight"),
+            ("old.0.ff.up.weight", "new.0.ff.up.weight", "old.0.mlp.up.weight", "new.0.mlp.up.weight"),
         ),
         (
             {"orig_to_new_regex": {re.compile(r"^transformer\.(.+)"): r"model.\1"}},

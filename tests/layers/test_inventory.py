@@ -188,3 +188,34 @@ def test_another_quantization_is_refused(dtype):
 def test_a_model_without_block_fp8_is_refused():
     refusal = only_refusal(model_of(proj=nn.Linear(128, 128)))
     assert refusal == f"Module: holds no block-FP8 weight. {FakeRules.remedies.no_block_fp8}"
+
+
+def test_experts_in_mxfp4_are_refused_by_name():
+    experts = nn.Module()
+    for name, shape in {"w13_weight": (2, 256, 64), "w13_weight_scale": (2, 256, 4), "w2_weight": (2, 128, 64)}.items():
+        setattr(experts, name, nn.Parameter(torch.zeros(shape, dtype=torch.uint8), requires_grad=False))
+    experts.w13_bias = nn.Parameter(torch.zeros(2, 256))
+    assert only_refusal(model_of(proj=BlockLinear(), experts=experts)).startswith("experts: ")
+
+
+def test_a_matrix_in_mxfp4_is_refused_by_name():
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(128, 64, dtype=torch.uint8), requires_grad=False)
+    layer.weight_scale = nn.Parameter(torch.zeros(128, 4, dtype=torch.uint8), requires_grad=False)
+    refusal = only_refusal(model_of(proj=BlockLinear(), layer=layer))
+    assert "layer: holds weight (uint8), weight_scale (uint8)" in refusal
+    assert "not block FP8" in refusal
+
+
+def test_a_mamba_mixer_is_refused_by_what_it_makes_of_its_checkpoint():
+    def composed_loader(): ...
+
+    mixer = nn.Module()
+    mixer.in_proj = BlockLinear(sizes=(256, 256, 128))
+    mixer.A = nn.Parameter(torch.ones(4))
+    mixer.A.weight_loader = composed_loader
+    refusals = {refusal.module: refusal.reason for refusal in read(model_of(mixer=mixer)).refusals}
+    assert refusals == {
+        "mixer": "loads `A` by a rule of its own, which may change its values",
+        "mixer.in_proj": "holds 3 fused matrices, and the model says it is made of mixer.in_proj",
+    }

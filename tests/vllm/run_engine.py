@@ -30,6 +30,7 @@ from kv_cache import run_kv_cache
 from latent import run_fresh_latent, run_latent
 from layouts import run_fresh_layout, run_layout
 from live_engine import run_live
+from lora import run_fresh_lora, run_lora
 
 from fp8refit import Refitter
 from tests import cross_engine
@@ -63,7 +64,10 @@ def refit_dummy(family: str, kernel: str, work: Path) -> dict:
         saved = {name: policy[name] for name in policy if name not in report.ignored}
         refitter.refit(saved)
         found["live_without_ignored"] = live_bytes(llm)
-        return found
+        others = {name: alias for alias, name in refitter.layout().aliases.items() if alias not in report.ignored}
+        scribble(llm)
+        refitter.refit({others.get(name, name): tensor for name, tensor in saved.items()})
+        return found | {"renamed": len(others.keys() & saved.keys()), "live_renamed": live_bytes(llm)}
 
 
 def run_fresh(cases: list, work: str) -> dict:
@@ -158,6 +162,8 @@ def save_moe(folder: Path) -> None:
 SCENARIOS = {
     "refit": run_refit,
     "fresh": run_fresh,
+    "lora": run_lora,
+    "fresh lora": run_fresh_lora,
     "online": run_online,
     "live": run_live,
     "kv cache": run_kv_cache,
