@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +23,7 @@ from fp8refit._version import __version__
 from fp8refit.engine import find_adapters, name_adapters
 from fp8refit.errors import CheckpointError, RefitError, UnsupportedEngineError
 from fp8refit.layout import EngineLayout, SlotLayout
+from fp8refit.names import in_one, without_numbers
 from fp8refit.refitter import Refitter
 from fp8refit.slots import ScaleFormat
 
@@ -130,6 +131,100 @@ def quantize(
         _show_fields(report, title=str(dst))
 
 
+bench = typer.Typer(no_args_is_help=True, help="Measure refits on this machine, on models of random weights.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("refit")
+def bench_refit(
+    engine: Annotated[str, typer.Option(help="vllm, sglang, transformers, or another installed adapter's.")],
+    model: Annotated[str, typer.Option(help="A named shape (see `bench shapes`), or a folder with a config.json.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each way.")] = 7,
+    warm_up: Annotated[int, typer.Option(min=0, help="Refits before that, after the first.")] = 2,
+    strategies: Annotated[
+        str | None, typer.Option(help="Which of the engine's own ways to time too, with commas; none for none.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    plot: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for pictures.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time refits of a live engine, phase by phase, beside the engine's own ways to take new weights."""
+    from fp8refit.bench import RefitBenchConfig, run_refit_bench
+    from fp8refit.bench.plots import plot_refits
+    from fp8refit.bench.tables import refit_tables
+
+    names = None if strategies is None else tuple(name.strip() for name in strategies.split(",") if name != "none")
+    config = RefitBenchConfig(
+        engine=engine, model=model, tp=tp, rounds=rounds, warm_up=warm_up, strategies=names, seed=seed
+    )
+    with _standard_output_to_error(), _step_progress() as on_progress:
+        result = run_refit_bench(config, on_progress=on_progress)
+    if plot is not None:
+        plot_refits([result], plot)
+    if as_json:
+        _write_json(result)
+    else:
+        Console().print(refit_tables(result))
+    if not result.is_repeatable:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@bench.command("kernel")
+def bench_kernel(
+    shapes: Annotated[str | None, typer.Option(help="Matrices, as 4096x4096,1536x2048.")] = None,
+    dtypes: Annotated[str, typer.Option(help="Of the weights, with commas.")] = "bfloat16,float32",
+    repeats: Annotated[int, typer.Option(min=3, help="Timed launches of each case.")] = 21,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for the torch reference.")] = "cuda",
+    as_json: AsJson = False,
+) -> None:
+    """Time the quantizer alone, by shape, dtype and format of the scales, against the copy rate."""
+    from fp8refit.bench import KernelBenchConfig, run_kernel_bench
+    from fp8refit.bench.kernel import DEFAULT_SHAPES
+    from fp8refit.bench.tables import kernel_table
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedEngineError("there is no CUDA device; --device cpu times the torch reference")
+    config = KernelBenchConfig(
+        shapes=DEFAULT_SHAPES if shapes is None else _read_shapes(shapes),
+        dtypes=tuple(dtypes.split(",")),
+        repeats=repeats,
+        min_bytes=1 << 30 if device == "cuda" else 1 << 22,
+    )
+    with _step_progress() as on_progress:
+        result = run_kernel_bench(config, device=torch.device(device), on_progress=on_progress)
+    if as_json:
+        _write_json(result)
+    else:
+        Console().print(kernel_table(result))
+
+
+@bench.command("shapes")
+def bench_shapes() -> None:
+    """List the models that are known by name."""
+    from fp8refit.bench import SHAPES
+
+    table = Table("name", "architecture", "layers", "hidden", "experts")
+    for name, config in SHAPES.items():
+        experts = config.get("num_experts") or config.get("n_routed_experts") or ""
+        layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+        table.add_row(name, config["architectures"][0], str(layers), str(hidden), str(experts))
+    Console().print(table)
+
+
+def _read_shapes(text: str) -> tuple[tuple[int, int], ...]:
+    """Matrices, out of `4096x4096,1536x2048`.
+
+    Raises:
+        typer.BadParameter: It is no such list.
+    """
+    try:
+        pairs = [tuple(map(int, item.split("x"))) for item in text.split(",")]
+        return tuple((rows, cols) for rows, cols in pairs)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no list of matrices, such as 4096x4096,1536x2048") from error
+
+
 def _write_json(model: BaseModel) -> None:
     typer.echo(model.model_dump_json())
 
@@ -194,8 +289,7 @@ def _show_layout(layout: EngineLayout) -> None:
     console.print(f"[bold]{layout.engine}[/bold] on {layout.device} ({versions})", highlight=False)
     console.print(_kinds_table(layout.slots))
     console.print(_slots_table(layout.slots))
-    for alias, name in layout.aliases.items():
-        console.print(f"{alias} shares the slot of {name}", highlight=False)
+    _show_aliases(console, layout.aliases)
     if layout.kv is not None:
         counts = Counter(kind for kinds in layout.kv.scales.values() for kind in kinds)
         scales = ", ".join(f"{count} of {kind}" for kind, count in counts.items()) or "none"
@@ -224,11 +318,25 @@ def _kinds_table(slots: Iterable[SlotLayout]) -> Table:
 
 
 def _slots_table(slots: Iterable[SlotLayout]) -> Table:
+    """A row for each tensor, and one for those that differ in the numbers of their layers and experts alone."""
     table = Table("name", "held here", "of", "format", "kernel", title="slots")
+    rows: dict[tuple[str, ...], list[str]] = {}
     for slot in slots:
         place = f"{list(slot.shape)} at {list(slot.offset)}" if any(slot.offset) else str(list(slot.shape))
-        table.add_row(slot.name, place, str(list(slot.full_shape)), _format_of(slot), slot.kernel)
+        row = (without_numbers(slot.name), place, str(list(slot.full_shape)), _format_of(slot), slot.kernel)
+        rows.setdefault(row, []).append(slot.name)
+    for (_, *cells), names in rows.items():
+        table.add_row(in_one(names), *cells)
     return table
+
+
+def _show_aliases(console: Console, aliases: Mapping[str, str]) -> None:
+    alike: dict[tuple[str, str], list[str]] = {}
+    for alias, name in aliases.items():
+        alike.setdefault((without_numbers(alias), without_numbers(name)), []).append(alias)
+    for names in alike.values():
+        slots = in_one(aliases[alias] for alias in names)
+        console.print(f"{in_one(names)} shares the slot of {slots}", markup=False, highlight=False)
 
 
 def _format_of(slot: SlotLayout) -> str:
@@ -269,6 +377,15 @@ def _byte_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task(label, total=None, visible=False)
         yield lambda done, total: progress.update(bar, completed=done, total=total, visible=True)
+
+
+@contextlib.contextmanager
+def _step_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on standard error, moved by (what is done, steps done, steps in all)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("begin", total=1)
+        yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)
 
 
 def _show_fields(report: BaseModel, *, title: str) -> None:

@@ -1,6 +1,7 @@
 """Checkpoint names: the wrappers trainers put around them, and the parts of fused engine modules. Strings only."""
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
@@ -65,6 +66,35 @@ def other_spellings(name: str) -> tuple[str, ...]:
     ('model.layers.0.mlp.gate.weight',)
     """
     return (name.replace(".block_sparse_moe.", ".mlp."),) if ".block_sparse_moe." in name else ()
+
+
+def without_numbers(name: str) -> str:
+    """What names of the same tensor in other layers and experts have in common.
+
+    >>> without_numbers("model.layers.3.mlp.experts.12.up_proj.weight")
+    'model.layers.*.mlp.experts.*.up_proj.weight'
+    """
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def in_one(names: Iterable[str]) -> str:
+    """Names that differ in numbers alone, as one.
+
+    >>> in_one(["layers.0.up_proj", "layers.1.up_proj", "layers.2.up_proj", "layers.5.up_proj"])
+    'layers.{0..2,5}.up_proj'
+    """
+    columns = (set(parts) for parts in zip(*(name.split(".") for name in names), strict=True))
+    return ".".join(next(iter(found)) if len(found) == 1 else _ranges(map(int, found)) for found in columns)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return "{" + ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) + "}"
 
 
 def kv_scale_names(layer: str, kind: str) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ LAYERS = [
     "engine",
     "refitter",
     "checkpoint",
+    "bench",
     "testing",
     "demo",
     "cli",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8refit.bench.engine import BenchEngine
 from fp8refit.config import RefitConfig
 from fp8refit.engine import LocalRanks
 from fp8refit.errors import EngineDirtyError, UnsupportedEngineError
@@ -89,6 +90,13 @@ class TransformersEngine:
             with Refitter(engine) as refitter:
                 refitter.refit(folder)
         return engine
+
+    @classmethod
+    def boot_for_bench(cls, model: Path, *, tp: int) -> BenchEngine:
+        """See `fp8refit.bench.engine.open_bench_engine`."""
+        from fp8refit_transformers import bench
+
+        return bench.boot(model, tp=tp)
 
     async def check_ready(self) -> None:
         """See `fp8refit.engine.Engine`: requests are calls, and the caller of `refit` makes none meanwhile."""

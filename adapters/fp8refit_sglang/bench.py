@@ -1,0 +1,116 @@
+"""SGLang in the benchmark, and its own way to take new weights."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8refit.bench.eager import eager_checkpoint
+from fp8refit.bench.engine import Strategy
+from fp8refit.errors import UnsupportedEngineError
+from fp8refit.layout import EngineLayout
+from fp8refit.refitter import Refitter
+from fp8refit_sglang.engine import BLOCK_FP8
+
+_BUCKETS_BYTES = {"512 MiB": 512 << 20, "2 GiB": 2 << 30}
+"""What RL frameworks take, and more."""
+
+
+class SglangBench:
+    """See `fp8refit.bench.engine.BenchEngine`. The schedulers are in other processes.
+
+    Args:
+        model: Folder with a `config.json`.
+        tp: Tensor-parallel ranks.
+    """
+
+    def __init__(self, model: Path, *, tp: int) -> None:
+        import sglang
+
+        self.settings: dict[str, object] = {
+            "load_format": "dummy",
+            "json_model_override_args": json.dumps(BLOCK_FP8),
+            "tp_size": tp,
+            "skip_tokenizer_init": True,
+            "context_length": 2048,
+            "max_running_requests": 8,
+            "max_total_tokens": 16384,
+            "disable_cuda_graph": True,
+        }
+        if not torch.cuda.is_available():
+            self.settings |= {"device": "cpu", "dtype": "bfloat16", "max_total_tokens": 2048}
+        self.candidate = sglang.Engine(model_path=str(model), **self.settings)
+        self._layout: EngineLayout = Refitter(self.candidate).layout()
+        self.strategies: Sequence[Strategy] = tuple(
+            Strategy(
+                name=f"update_weights_from_tensor, {label} buckets",
+                summary=f"quantize each weight in eager PyTorch, flatten them into buckets of {label}, hand each over by its "
+                "CUDA IPC handle (`load_format='flattened_bucket'`), and flush",
+                update=lambda policy, num_bytes=num_bytes: self._update(policy, num_bytes),
+            )
+            for label, num_bytes in _BUCKETS_BYTES.items()
+        )
+        if torch.cuda.is_available():
+            from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+            monkey_patch_torch_reductions()
+
+    def close(self) -> None:
+        """See `fp8refit.bench.engine.BenchEngine`."""
+        self.candidate.shutdown()
+
+    def _update(self, policy: Mapping[str, Tensor], bucket_bytes: int) -> None:
+        has_sessions = hasattr(self.candidate, "begin_weight_update")  # 0.5.17 has none
+        if has_sessions:
+            _check(self.candidate.begin_weight_update())
+        for bucket in _buckets(eager_checkpoint(self._layout, policy), bucket_bytes):
+            self._send(bucket)
+        if has_sessions:
+            _check(self.candidate.end_weight_update())
+        _check(self.candidate.flush_cache())
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
+
+    def _send(self, bucket: list[tuple[str, Tensor]]) -> None:
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        flat = FlattenedTensorBucket(named_tensors=bucket)
+        payload = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+        serialized = [MultiprocessingSerializer.serialize(payload) for _ in range(int(str(self.settings["tp_size"])))]
+        _check(self.candidate.update_weights_from_tensor(serialized, load_format="flattened_bucket", flush_cache=False))
+
+
+def _check(answer: Any) -> None:
+    """SGLang answers (success, message), or an object with both, or nothing."""
+    success = answer[0] if isinstance(answer, tuple) else getattr(answer, "success", True)
+    if not success:
+        raise AssertionError(f"SGLang refused an update in a benchmark: {answer}")
+
+
+def _buckets(named: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Tensors in order, a new bucket before one would be larger; a larger tensor is a bucket of its own."""
+    bucket: list[tuple[str, Tensor]] = []
+    num_bytes = 0
+    for name, tensor in named:
+        if bucket and num_bytes + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append((name, tensor))
+        num_bytes += tensor.nbytes
+    yield bucket
+
+
+def boot(model: Path, *, tp: int) -> SglangBench:
+    """An engine of random weights.
+
+    Raises:
+        UnsupportedEngineError: SGLang is not installed.
+    """
+    try:
+        return SglangBench(model, tp=tp)
+    except ImportError as error:
+        raise UnsupportedEngineError(f"SGLang is not installed ({error}); pip install 'fp8refit[sglang]'") from error

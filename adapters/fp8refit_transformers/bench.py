@@ -1,0 +1,63 @@
+"""The embedded engine in the benchmark."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fp8refit.bench.eager import eager_quantize
+from fp8refit.bench.engine import Strategy
+from fp8refit.slots import ScaleFormat
+from fp8refit_transformers.linear import BlockFp8Linear
+
+
+class TransformersBench:
+    """See `fp8refit.bench.engine.BenchEngine`.
+
+    Args:
+        model: A model that `to_block_fp8` converted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.candidate = model.to(device)
+        self.settings: dict[str, object] = {"class": type(model).__name__, "device": device}
+        self.strategies: Sequence[Strategy] = (
+            Strategy(
+                name="eager",
+                summary="quantize each weight in eager PyTorch, then copy codes and scales into the layers",
+                update=self._quantize_and_copy,
+            ),
+        )
+
+    def close(self) -> None:
+        """See `fp8refit.bench.engine.BenchEngine`."""
+        del self.candidate
+
+    @torch.inference_mode()
+    def _quantize_and_copy(self, policy: Mapping[str, Tensor]) -> None:
+        layers = dict(self.candidate.named_modules())
+        own = dict(self.candidate.named_parameters())
+        for name, weight in policy.items():
+            layer = layers.get(name.removesuffix(".weight"))
+            if not name.endswith(".weight") or not isinstance(layer, BlockFp8Linear):
+                own[name].copy_(weight)
+                continue
+            codes, scale = eager_quantize(weight, layer.block_size, ScaleFormat(layer.scale_format))
+            layer.weight.view(torch.uint8).copy_(codes.view(torch.uint8))
+            layer.weight_scale_inv.copy_(scale)
+
+
+def boot(model: Path, *, tp: int) -> TransformersBench:
+    """A model of random weights.
+
+    Raises:
+        UnsupportedEngineError: More than one rank was asked for, or `model` is no model folder.
+    """
+    from fp8refit.errors import UnsupportedEngineError
+    from fp8refit_transformers.engine import TransformersEngine
+
+    if tp != 1:
+        raise UnsupportedEngineError(f"transformers runs on one rank, not on {tp}; leave out --tp")
+    return TransformersBench(TransformersEngine.boot(str(model)))

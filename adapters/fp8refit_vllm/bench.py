@@ -1,0 +1,153 @@
+"""vLLM in the benchmark, and its own ways to take new weights."""
+
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8refit.bench.eager import eager_checkpoint, eager_quantize
+from fp8refit.bench.engine import Strategy
+from fp8refit.errors import UnsupportedEngineError
+from fp8refit.layout import EngineLayout
+from fp8refit.slots import Inventory
+from fp8refit_vllm.compat import in_process_executor
+from fp8refit_vllm.layout import read_inventory
+
+BLOCK_FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+_KV_BYTES = 4 << 30
+"""Room for activations and a small KV cache: a refit does not depend on its size."""
+
+
+class VllmBench:
+    """See `fp8refit.bench.engine.BenchEngine`.
+
+    Args:
+        model: Folder with a `config.json`.
+        tp: Tensor-parallel ranks. One rank is in this process, several are in others, and then without vLLM's own ways: its
+            `reload_weights` takes an iterator only in the process of its worker.
+    """
+
+    def __init__(self, model: Path, *, tp: int) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if tp == 1 else "1"
+        from vllm import LLM
+
+        self.settings: dict[str, object] = {
+            "load_format": "dummy",
+            "hf_overrides": {"quantization_config": BLOCK_FP8},
+            "tensor_parallel_size": tp,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "max_model_len": 2048,
+            "max_num_seqs": 8,
+        }
+        if torch.cuda.is_available():
+            total_bytes = torch.cuda.get_device_properties(0).total_memory
+            share = (_num_fp8_bytes(model) / tp + _KV_BYTES) / total_bytes
+            self.settings["gpu_memory_utilization"] = round(min(share, 0.9), 3)
+        self.candidate = LLM(model=str(model), **self.settings)
+        executor = in_process_executor(self.candidate.llm_engine)
+        self._strategies: tuple[Strategy, ...] = ()
+        if executor is not None:
+            network = executor.driver_worker.worker.model_runner.get_model()
+            self._inventory = read_inventory(network)
+            self._names = {parameter.data_ptr(): name for name, parameter in network.named_parameters()}
+            self._strategies = (
+                Strategy(
+                    name="reload_weights",
+                    summary="quantize each weight in eager PyTorch into a checkpoint's tensors, which vLLM's `reload_weights` "
+                    "loads, fuses and processes as at boot",
+                    update=self._reload_checkpoint,
+                ),
+                Strategy(
+                    name="reload_weights, kernel format",
+                    summary="quantize each weight in eager PyTorch into tensors as the kernels hold them, which vLLM's "
+                    "`reload_weights(is_checkpoint_format=False)` copies",
+                    update=self._reload_kernels,
+                ),
+            )
+
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        """See `fp8refit.bench.engine.BenchEngine`."""
+        return self._strategies
+
+    def close(self) -> None:
+        """See `fp8refit.bench.engine.BenchEngine`."""
+        self.candidate.llm_engine.engine_core.shutdown()
+        self._inventory = Inventory(slots=())
+        del self.candidate
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _reload_checkpoint(self, policy: Mapping[str, Tensor]) -> None:
+        layout = EngineLayout.of(self._inventory, engine="vllm", versions={}, device="")
+        self._reload(eager_checkpoint(layout, policy))
+
+    def _reload_kernels(self, policy: Mapping[str, Tensor]) -> None:
+        self._reload(self._kernel_tensors(policy), is_checkpoint_format=False)
+
+    def _kernel_tensors(self, policy: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter anew, module by module: parts of fused ones are quantized apart, into their places."""
+        modules: dict[str, list[Any]] = {}
+        for slot in self._inventory.slots:
+            modules.setdefault(slot.module, []).append(slot)
+        for slots in modules.values():
+            made: dict[int, Tensor] = {}
+            for slot in slots:
+                source = policy[slot.name]
+                if slot.scale is None:
+                    _place(made, slot.weight).copy_(source)
+                    continue
+                codes, scale = eager_quantize(source, slot.block_size, slot.scale_format)
+                _place(made, slot.weight).view(torch.uint8).copy_(codes.view(torch.uint8))
+                _place(made, slot.scale).copy_(scale)
+            for address, tensor in made.items():
+                yield self._names[address], tensor
+
+    def _reload(self, tensors: Iterator[tuple[str, Tensor]], **options: Any) -> None:
+        self.candidate.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors, **options})
+        if not self.candidate.reset_prefix_cache():
+            raise AssertionError("vLLM kept its prefix cache; no request runs in a benchmark")
+
+
+def _place(made: dict[int, Tensor], live: Tensor) -> Tensor:
+    """The view that `live` is of its parameter, of a new tensor like that parameter."""
+    parameter = live._base if live._base is not None else live
+    while parameter._base is not None:
+        parameter = parameter._base
+    if parameter.data_ptr() not in made:
+        made[parameter.data_ptr()] = torch.zeros_like(parameter)
+    offset = live.storage_offset() - parameter.storage_offset()
+    return made[parameter.data_ptr()].as_strided(live.shape, live.stride(), offset)
+
+
+def _num_fp8_bytes(model: Path) -> int:
+    """About as many bytes as the weights take."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    embeddings = sum(p.numel() for name, p in network.named_parameters() if "embed" in name or "lm_head" in name)
+    return int(sum(p.numel() for p in network.parameters()) * 1.02) + embeddings
+
+
+def boot(model: Path, *, tp: int) -> VllmBench:
+    """An engine of random weights.
+
+    Raises:
+        UnsupportedEngineError: vLLM is not installed.
+    """
+    try:
+        return VllmBench(model, tp=tp)
+    except ImportError as error:
+        raise UnsupportedEngineError(f"vLLM is not installed ({error}); pip install 'fp8refit[vllm]'") from error

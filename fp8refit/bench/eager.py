@@ -1,0 +1,48 @@
+"""The recipe of RL frameworks, to be measured against: block quantization in eager PyTorch, one tensor after another."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8refit.layout import EngineLayout, SlotLayout
+from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat
+
+
+def eager_quantize(weight: Tensor, block_size: tuple[int, int], scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix as frameworks do it: a dozen operations over all of it, through float32.
+
+    The scale is that of `fp8refit.quantize_blockwise`, and so are the codes, but for the order of two roundings.
+
+    Args:
+        weight: (N, K), BF16.
+        block_size: Rows and columns of one block.
+        scale_format: Of the scales.
+
+    Returns:
+        Codes (N, K) float8_e4m3fn and scales (ceil(N / block_n), ceil(K / block_k)) float32.
+    """
+    (rows, cols), (block_n, block_k) = weight.shape, block_size
+    padded = pad(weight, (0, -cols % block_k, 0, -rows % block_n)).float()
+    blocks = padded.view(padded.shape[0] // block_n, block_n, padded.shape[1] // block_k, block_k)
+    amax = blocks.abs().amax(dim=(1, 3))
+    if scale_format is ScaleFormat.UE8M0:
+        scale = torch.exp2(torch.ceil(torch.log2(amax.clamp(min=1e-4) / 464)))
+    else:
+        scale = amax.clamp(min=1e-10) / 448
+    codes = (blocks * (1 / scale)[:, None, :, None]).clamp(-448, 448).to(FP8_DTYPE)
+    return codes.view(padded.shape)[:rows, :cols].contiguous(), scale
+
+
+def eager_checkpoint(layout: EngineLayout, policy: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a block-FP8 checkpoint, each made when it is asked for."""
+    slots: dict[str, SlotLayout] = {slot.name: slot for slot in layout.slots}
+    for name, weight in policy.items():
+        slot = slots[name]
+        if slot.scale_format is None or slot.block_size is None:
+            yield name, weight
+            continue
+        codes, scale = eager_quantize(weight, slot.block_size, slot.scale_format)
+        yield name, codes
+        yield name + SCALE_SUFFIX, scale

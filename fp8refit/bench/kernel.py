@@ -1,0 +1,131 @@
+"""The quantizer alone: one matrix, by shape, dtype and format of the scales."""
+
+import platform
+from collections.abc import Callable
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from fp8refit._version import __version__
+from fp8refit.bench.clock import Percentiles, copy_gb_per_s, device_seconds
+from fp8refit.kernels import Task, compile_table
+from fp8refit.slots import FP8_DTYPE, Op, ScaleFormat, dtype_name
+
+DEFAULT_SHAPES = ((4096, 4096), (12288, 4096), (4096, 12288), (1536, 2048), (28672, 8192))
+_DTYPES = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+_BLOCK = 128
+
+
+class KernelBenchConfig(BaseModel):
+    """What is measured."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shapes: tuple[tuple[int, int], ...] = DEFAULT_SHAPES
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    scale_formats: tuple[ScaleFormat, ...] = tuple(ScaleFormat)
+    repeats: int = Field(default=21, ge=3)
+    min_bytes: int = Field(default=1 << 30, ge=1)
+    """Matrices of one shape are repeated until a launch moves that much: a single small one would lie in a cache."""
+
+
+class KernelTiming(BaseModel):
+    """One shape, dtype and format."""
+
+    model_config = ConfigDict(frozen=True)
+
+    shape: tuple[int, int]
+    dtype: str
+    scale_format: ScaleFormat
+    num_matrices: int
+    """That one launch quantized."""
+    num_bytes: int
+    """Read and written by it."""
+    device_us: Percentiles
+    gb_per_s: float
+    fraction_of_copy: float
+
+
+class KernelBenchResult(BaseModel):
+    """The quantizer beside the copy roofline."""
+
+    model_config = ConfigDict(frozen=True)
+
+    config: KernelBenchConfig
+    gpu: str
+    versions: dict[str, str]
+    copy_gb_per_s: float
+    timings: tuple[KernelTiming, ...]
+
+
+def run_kernel_bench(
+    config: KernelBenchConfig, *, device: torch.device, on_progress: Callable[[str, int, int], None] = lambda *_: None
+) -> KernelBenchResult:
+    """Time launches of the quantizer on `device`.
+
+    Raises:
+        ValueError: A dtype is none that can be quantized.
+    """
+    unknown = [name for name in config.dtypes if name not in _DTYPES]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: no dtype that can be quantized; there are {', '.join(_DTYPES)}")
+    cases = [
+        (shape, dtype, form) for shape in config.shapes for dtype in config.dtypes for form in config.scale_formats
+    ]
+    copy_rate = copy_gb_per_s(device)
+    timings = []
+    for index, (shape, dtype, scale_format) in enumerate(cases):
+        on_progress(f"{shape[0]}x{shape[1]} {dtype} {scale_format}", index, len(cases))
+        timings.append(_time(shape, dtype, scale_format, config, device, copy_rate))
+    on_progress("done", len(cases), len(cases))
+    return KernelBenchResult(
+        config=config,
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
+        versions={"fp8refit": __version__, "torch": torch.__version__},
+        copy_gb_per_s=copy_rate,
+        timings=tuple(timings),
+    )
+
+
+def _time(
+    shape: tuple[int, int],
+    dtype: str,
+    scale_format: ScaleFormat,
+    config: KernelBenchConfig,
+    device: torch.device,
+    copy_rate: float,
+) -> KernelTiming:
+    rows, cols = shape
+    grid = (-(-rows // _BLOCK), -(-cols // _BLOCK))
+    bytes_each = rows * cols * (_DTYPES[dtype].itemsize + 1) + 4 * grid[0] * grid[1]
+    num_matrices = -(-config.min_bytes // bytes_each)
+    tasks = [
+        Task(
+            op=Op.QUANTIZE,
+            source=torch.empty(shape, dtype=_DTYPES[dtype], device=device).normal_(0, 0.02),
+            offset=(0, 0),
+            target=torch.empty(shape, dtype=FP8_DTYPE, device=device),
+            scale=torch.empty(grid, dtype=torch.float32, device=device),
+            block_size=(_BLOCK, _BLOCK),
+            scale_format=scale_format,
+            round_to_bf16=False,
+        )
+        for _ in range(num_matrices)
+    ]
+    table = compile_table(tasks, device)
+    for _ in range(3):
+        table.launch(check=True)
+    times_us = [1e6 * device_seconds(lambda: table.launch(check=True), device) for _ in range(config.repeats)]
+    timing = Percentiles.of(times_us)
+    num_bytes = bytes_each * num_matrices
+    gb_per_s = num_bytes / timing.median / 1e3
+    return KernelTiming(
+        shape=shape,
+        dtype=dtype,
+        scale_format=scale_format,
+        num_matrices=num_matrices,
+        num_bytes=num_bytes,
+        device_us=timing,
+        gb_per_s=gb_per_s,
+        fraction_of_copy=gb_per_s / copy_rate,
+    )

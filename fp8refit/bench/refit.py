@@ -1,0 +1,298 @@
+"""Refits of one live engine, timed beside the other ways to give it new weights, round by round on the same tensors."""
+
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from fp8refit._version import __version__
+from fp8refit.bench import policies
+from fp8refit.bench.clock import PeakMemory, Percentiles, copy_gb_per_s, wait
+from fp8refit.bench.engine import BenchEngine, Strategy, open_bench_engine
+from fp8refit.bench.shapes import SHAPES, write_config
+from fp8refit.errors import UnsupportedEngineError
+from fp8refit.refitter import Refitter
+from fp8refit.report import RefitReport
+
+OURS = "fp8refit"
+
+
+class RefitBenchConfig(BaseModel):
+    """What is measured."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: str
+    """Name of an installed adapter: vllm, sglang, transformers."""
+    model: str
+    """One of `SHAPES`, or a folder with a `config.json`."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks."""
+    rounds: int = Field(default=7, ge=1)
+    """Of the timed refits, and of each other strategy."""
+    warm_up: int = Field(default=2, ge=0)
+    """Refits after the first that are not timed."""
+    strategies: tuple[str, ...] | None = None
+    """Which of the engine's own to time too; None for all, empty for none."""
+    seed: int = 0
+
+
+class StrategyResult(BaseModel):
+    """One way to give the engine new weights."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    summary: str
+    wall_ms: Percentiles
+    """From call to return, flush of caches included, the engine ready to serve."""
+    peak_extra_bytes: int
+    """GPU memory beyond what was held before, in the process of the trainer; ranks in it are counted too."""
+    is_repeatable: bool
+    """Whether every run to the same policy ended with the same bytes on every rank."""
+    equals_ours: bool
+    """Whether those bytes are the ones that fp8refit writes."""
+
+
+class RefitBenchResult(BaseModel):
+    """Where the time of a refit goes, and what else there is."""
+
+    model_config = ConfigDict(frozen=True)
+
+    config: RefitBenchConfig
+    command: str
+    gpu: str
+    versions: dict[str, str]
+    settings: dict[str, str]
+    """What the engine was booted with."""
+    kernels: dict[str, int]
+    """Slots by the engine's kernel and the format of their scales."""
+    num_tensors: int
+    bytes_read: int
+    bytes_written: int
+    first_ms: float
+    """The first refit, plan and kernels compiled."""
+    wall_ms: Percentiles
+    phases_ms: dict[str, Percentiles]
+    plan_fill_verify_ms: Percentiles
+    fill_device_ms: Percentiles | None
+    """On the device's own clock, of the slowest rank; None on a CPU."""
+    host_ms: Percentiles
+    """What is not the fill on the device."""
+    peak_extra_bytes: int
+    copy_gb_per_s: float
+    """The copy roofline, measured in this process between the rounds."""
+    fill_over_copy: float
+    """Time of the fill over that of copying as many bytes: of the rank that takes longest."""
+    is_repeatable: bool
+    others: tuple[StrategyResult, ...]
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes read and written over the time of the fill, of all ranks."""
+        fill_ms = self.fill_device_ms or self.phases_ms["fill"]
+        return (self.bytes_read + self.bytes_written) / fill_ms.median / 1e6
+
+
+Progress = Callable[[str, int, int], None]
+"""Takes what is being done, and the steps done and in all."""
+
+
+def run_refit_bench(config: RefitBenchConfig, *, on_progress: Progress = lambda *_: None) -> RefitBenchResult:
+    """Boot an engine with random weights and time refits of it.
+
+    Every round times each strategy once, in the same order, on the same tensors, which are another policy than in the round
+    before; after each run the bytes of every rank are held against those of other runs to the same policy.
+
+    Raises:
+        UnsupportedEngineError: No such engine, shape, folder or strategy, or the engine cannot be refitted.
+    """
+    with tempfile.TemporaryDirectory(prefix="fp8refit-bench-") as scratch:
+        on_progress("boot", 0, 1)
+        engine = open_bench_engine(config.engine, _folder_of(config.model, Path(scratch)), tp=config.tp)
+        try:
+            return _Bench(config, engine, on_progress).run()
+        finally:
+            engine.close()
+
+
+def _folder_of(model: str, scratch: Path) -> Path:
+    if model in SHAPES:
+        write_config(model, scratch / "model")
+        return scratch / "model"
+    folder = Path(model)
+    if not (folder / "config.json").is_file():
+        raise UnsupportedEngineError(
+            f"{model} is neither a folder with a config.json nor one of the shapes {', '.join(SHAPES)}"
+        )
+    return folder
+
+
+class _Bench:
+    """One run."""
+
+    def __init__(self, config: RefitBenchConfig, engine: BenchEngine, on_progress: Progress) -> None:
+        self._config, self._engine, self._on_progress = config, engine, on_progress
+        self._others = _chosen(engine.strategies, config.strategies)
+        self._refitter = Refitter(engine.candidate)
+        self._layout = self._refitter.layout()
+        has_gpu = torch.cuda.is_available() and self._layout.device.startswith("cuda")
+        self._device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+        self._expected: dict[int, list[str]] = {}
+        """Fingerprints of policies that fp8refit wrote."""
+
+    def run(self) -> RefitBenchResult:
+        config = self._config
+        self._on_progress("make a policy", 0, 1)
+        policy = policies.allocate(self._layout, self._device)
+        first_ms = self._time_ours(policies.fill(policy, config.seed))[0]
+        for _ in range(config.warm_up):
+            self._time_ours(policy)
+        is_repeatable = True
+        ours: list[tuple[float, RefitReport, int]] = []
+        others: dict[str, list[_Run]] = {strategy.name: [] for strategy in self._others}
+        copy_rates = []
+        num_steps, done = config.rounds * (1 + len(self._others)), 0
+        for round_ in range(config.rounds):
+            seed = config.seed + 1 + round_ % 2
+            policies.fill(policy, seed)
+            copy_rates.append(copy_gb_per_s(self._device))
+            for strategy in self._others:
+                self._on_progress(strategy.name, done, num_steps)
+                others[strategy.name].append(self._time_other(strategy, policy, seed))
+                done += 1
+            # What the others replaced is read again here; and the engine holds another policy than the one that is timed.
+            self._refitter.refit(policies.fill(policy, seed + 2))
+            policies.fill(policy, seed)
+            self._on_progress(OURS, done, num_steps)
+            ours.append(self._time_ours(policy))
+            done += 1
+            found = self._refitter.fingerprints()
+            is_repeatable &= self._expected.setdefault(seed, found) == found
+        self._on_progress("done", num_steps, num_steps)
+        return self._result(first_ms, ours, others, copy_rates, is_repeatable=is_repeatable)
+
+    def _time_ours(self, policy: Mapping[str, Tensor]) -> tuple[float, RefitReport, int]:
+        """Milliseconds from call to return, the report, and the memory that it took."""
+        wait(self._device)
+        with PeakMemory(self._device) as memory:
+            start_s = time.perf_counter()
+            report = self._refitter.refit(dict(policy))
+            wall_ms = 1e3 * (time.perf_counter() - start_s)
+        return wall_ms, report, max(memory.extra_bytes, report.extra_bytes)
+
+    def _time_other(self, strategy: Strategy, policy: Mapping[str, Tensor], seed: int) -> "_Run":
+        strategy.prepare(policy)
+        wait(self._device)
+        with PeakMemory(self._device) as memory:
+            start_s = time.perf_counter()
+            strategy.update(policy)
+            wall_ms = 1e3 * (time.perf_counter() - start_s)
+        return _Run(
+            seed=seed,
+            wall_ms=wall_ms,
+            extra_bytes=memory.extra_bytes,
+            fingerprints=tuple(self._refitter.fingerprints()),
+        )
+
+    def _result(
+        self,
+        first_ms: float,
+        ours: Sequence[tuple[float, RefitReport, int]],
+        others: Mapping[str, Sequence["_Run"]],
+        copy_rates: Sequence[float],
+        *,
+        is_repeatable: bool,
+    ) -> RefitBenchResult:
+        reports = [report for _, report, _ in ours]
+        last, copy_rate = reports[-1], statistics.median(copy_rates)
+        phases = {
+            name: Percentiles.of([1e3 * report.phases_s.get(name, 0.0) for report in reports]) for name in last.phases_s
+        }
+        device_ms = [1e3 * report.fill_device_s for report in reports if report.fill_device_s is not None]
+        fill_ms = Percentiles.of(device_ms) if device_ms else None
+        host_ms = [wall - 1e3 * (report.fill_device_s or 0.0) for wall, report, _ in ours]
+        num_bytes = max(rank.bytes_read + rank.bytes_written for rank in last.ranks)
+        fill_s = (fill_ms or phases["fill"]).median / 1e3
+        return RefitBenchResult(
+            config=self._config,
+            command=self.command,
+            gpu=torch.cuda.get_device_name() if self._device.type == "cuda" else platform.processor() or "CPU",
+            versions={"fp8refit": __version__, "torch": torch.__version__, **self._layout.versions},
+            settings={name: str(value) for name, value in self._engine.settings.items()},
+            kernels=self._kernels(),
+            num_tensors=last.num_tensors,
+            bytes_read=last.bytes_read,
+            bytes_written=last.bytes_written,
+            first_ms=first_ms,
+            wall_ms=Percentiles.of([wall for wall, _, _ in ours]),
+            phases_ms=phases,
+            plan_fill_verify_ms=Percentiles.of(
+                [1e3 * sum(report.phases_s[name] for name in ("plan", "fill", "verify")) for report in reports]
+            ),
+            fill_device_ms=fill_ms,
+            host_ms=Percentiles.of(host_ms),
+            peak_extra_bytes=max(extra_bytes for _, _, extra_bytes in ours),
+            copy_gb_per_s=copy_rate,
+            fill_over_copy=fill_s * copy_rate * 1e9 / num_bytes,
+            is_repeatable=is_repeatable,
+            others=tuple(self._other_result(strategy, others[strategy.name]) for strategy in self._others),
+        )
+
+    @property
+    def command(self) -> str:
+        """What measures it again."""
+        config = self._config
+        parts = ["fp8refit bench refit", f"--engine {config.engine}", f"--model {config.model}", f"--tp {config.tp}"]
+        parts += [f"--rounds {config.rounds}", f"--warm-up {config.warm_up}", f"--seed {config.seed}"]
+        if config.strategies is not None:
+            parts.append(f"--strategies {','.join(config.strategies) or 'none'!r}")
+        return " ".join(parts)
+
+    def _kernels(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for slot in self._layout.slots:
+            kind = f"{slot.kernel} {slot.scale_format}" if slot.scale_format is not None else slot.dtype
+            counts[kind] = counts.get(kind, 0) + 1
+        return counts
+
+    def _other_result(self, strategy: Strategy, runs: Sequence["_Run"]) -> StrategyResult:
+        first = {run.seed: run.fingerprints for run in reversed(runs)}
+        return StrategyResult(
+            name=strategy.name,
+            summary=strategy.summary,
+            wall_ms=Percentiles.of([run.wall_ms for run in runs]),
+            peak_extra_bytes=max(run.extra_bytes for run in runs),
+            is_repeatable=all(run.fingerprints == first[run.seed] for run in runs),
+            equals_ours=all(list(run.fingerprints) == self._expected[run.seed] for run in runs),
+        )
+
+
+class _Run(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    seed: int
+    wall_ms: float
+    extra_bytes: int
+    fingerprints: tuple[str, ...]
+
+
+def _chosen(strategies: Sequence[Strategy], names: Sequence[str] | None) -> list[Strategy]:
+    """Those that were asked for.
+
+    Raises:
+        UnsupportedEngineError: One is not there.
+    """
+    known = {strategy.name: strategy for strategy in strategies}
+    absent = [name for name in names or () if name not in known]
+    if absent:
+        raise UnsupportedEngineError(
+            f"this engine has no strategy {', '.join(absent)}; it has {', '.join(known) or 'none'}"
+        )
+    return [known[name] for name in (known if names is None else names)]

@@ -1,0 +1,114 @@
+"""Models by name: the configs that engines build them from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_COMMON: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+_QWEN3 = _COMMON | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+_QWEN3_MOE = _QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+}
+_LLAMA = _COMMON | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000,
+    "mlp_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+_DEEPSEEK_V3 = _COMMON | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
+    "n_shared_experts": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def _size(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **others,
+    }
+
+
+def _experts(count: int, intermediate: int) -> dict[str, Any]:
+    return {"num_experts": count, "moe_intermediate_size": intermediate}
+
+
+def _routed(count: int, intermediate: int, per_token: int, groups: int, top_groups: int) -> dict[str, Any]:
+    return {
+        "n_routed_experts": count,
+        "moe_intermediate_size": intermediate,
+        "num_experts_per_tok": per_token,
+        "n_group": groups,
+        "topk_group": top_groups,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _QWEN3 | _size(256, 512, 2, 4, 2, vocab_size=1024),
+    "tiny-moe": _QWEN3_MOE | _size(256, 512, 2, 4, 2, vocab_size=1024, num_experts_per_tok=2) | _experts(8, 256),
+    "qwen3-0.6b": _QWEN3 | _size(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
+    "qwen3-4b": _QWEN3 | _size(2560, 9728, 36, 32, 8, tie_word_embeddings=True),
+    "qwen3-8b": _QWEN3 | _size(4096, 12288, 36, 32, 8),
+    "qwen3-30b-a3b": _QWEN3_MOE | _size(2048, 6144, 48, 32, 4) | _experts(128, 768),
+    "llama-3.1-8b": _LLAMA | _size(4096, 14336, 32, 32, 8),
+    "llama-3.1-70b-8layers": _LLAMA | _size(8192, 28672, 8, 64, 8),
+    "deepseek-v3-4layers": _DEEPSEEK_V3
+    | _size(7168, 18432, 4, 128, 128, first_k_dense_replace=3)
+    | _routed(256, 2048, 8, 8, 4),
+    # For tests of engines: an LM head of its own, experts that four ranks cut at whole blocks, latent attention.
+    "qwen3-0.6b-untied": _QWEN3 | _size(1024, 3072, 28, 16, 8),
+    "qwen3-moe-small": _QWEN3_MOE | _size(2048, 6144, 4, 32, 4) | _experts(32, 1024),
+    "deepseek-small": _DEEPSEEK_V3 | _size(2048, 6144, 4, 16, 16, first_k_dense_replace=1) | _routed(32, 1024, 4, 4, 2),
+}
+"""Published configs of whole models, and of a few layers of those that fit no single GPU."""
+
+
+def write_config(shape: str, folder: Path) -> None:
+    """Write the `config.json` of a named shape into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))

@@ -1,0 +1,76 @@
+"""Benchmark results as tables for people."""
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from fp8refit.bench.clock import Percentiles
+from fp8refit.bench.kernel import KernelBenchResult
+from fp8refit.bench.refit import OURS, RefitBenchResult
+
+
+def refit_tables(result: RefitBenchResult) -> Group:
+    """Phases of a refit, and the ways to give an engine new weights beside each other."""
+    return Group(
+        Text(_title(result)), _phases_table(result), _comparison_table(result), Text(f"again: {result.command}")
+    )
+
+
+def _title(result: RefitBenchResult) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    gigabytes = f"{result.bytes_read / 1e9:.2f} GB read, {result.bytes_written / 1e9:.2f} GB written"
+    return (
+        f"{result.config.engine}, {result.config.model}, {result.config.tp} rank(s) on {result.gpu} ({versions}): "
+        f"{result.num_tensors} tensors, {gigabytes}, copy {result.copy_gb_per_s:.0f} GB/s"
+    )
+
+
+def _phases_table(result: RefitBenchResult) -> Table:
+    table = Table("phase", title="one refit, ms")
+    for column in ("median", "p90", "min", "max"):
+        table.add_column(column, justify="right")
+    for name, timing in result.phases_ms.items():
+        table.add_row(name, *_cells(timing))
+    table.add_section()
+    table.add_row("plan + fill + verify", *_cells(result.plan_fill_verify_ms))
+    table.add_row("call to return", *_cells(result.wall_ms))
+    if result.fill_device_ms is not None:
+        table.add_row(f"fill on the device, {result.fill_over_copy:.2f} x copy", *_cells(result.fill_device_ms))
+        table.add_row("all but that", *_cells(result.host_ms))
+    table.add_row("first refit", f"{result.first_ms:.2f}")
+    return table
+
+
+def _cells(timing: Percentiles) -> Iterator[str]:
+    yield from (f"{value:.2f}" for value in (timing.median, timing.p90, timing.min, timing.max))
+
+
+def _comparison_table(result: RefitBenchResult) -> Table:
+    table = Table("", title="from BF16 weights to an engine that serves them")
+    for column in ("ms", "against fp8refit", "extra MiB"):
+        table.add_column(column, justify="right")
+    table.add_column("bytes")
+    ours_ms = result.wall_ms.median
+    same = "the same every time" if result.is_repeatable else "NOT the same every time"
+    table.add_row(OURS, f"{ours_ms:.1f}", "", f"{result.peak_extra_bytes / 2**20:.0f}", same)
+    for other in result.others:
+        ratio = f"{other.wall_ms.median / ours_ms:.1f} x"
+        same = "fp8refit's" if other.equals_ours else "its own" if other.is_repeatable else "NOT the same every time"
+        extra = f"{other.peak_extra_bytes / 2**20:.0f}"
+        table.add_row(other.name, f"{other.wall_ms.median:.1f}", ratio, extra, same)
+    return table
+
+
+def kernel_table(result: KernelBenchResult) -> Table:
+    """GB/s and the fraction of copy, case by case."""
+    title = f"quantizer on {result.gpu}, copy {result.copy_gb_per_s:.0f} GB/s"
+    table = Table("matrix", "dtype", "scales", title=title)
+    for column in ("us", "GB/s", "of copy"):
+        table.add_column(column, justify="right")
+    for timing in result.timings:
+        matrix = f"{timing.num_matrices} of {timing.shape[0]} x {timing.shape[1]}"
+        measured = (f"{timing.device_us.median:.1f}", f"{timing.gb_per_s:.0f}", f"{timing.fraction_of_copy:.1%}")
+        table.add_row(matrix, timing.dtype, timing.scale_format, *measured)
+    return table

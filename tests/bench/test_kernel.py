@@ -1,0 +1,51 @@
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fp8refit.bench import KernelBenchConfig, run_kernel_bench
+from fp8refit.cli import app
+
+CPU = torch.device("cpu")
+
+
+def test_every_case_is_timed_beside_the_copy_rate():
+    config = KernelBenchConfig(shapes=((256, 384), (130, 100)), repeats=3, min_bytes=1 << 18)
+    steps = []
+    result = run_kernel_bench(config, device=CPU, on_progress=lambda *step: steps.append(step))
+    assert len(result.timings) == 2 * 2 * 2 == len(steps) - 1
+    first = result.timings[0]
+    assert (first.shape, first.dtype, str(first.scale_format)) == ((256, 384), "bfloat16", "fp32")
+    assert first.num_matrices == 1 and first.num_bytes == 256 * 384 * 3 + 4 * 2 * 3
+    assert first.gb_per_s == pytest.approx(first.num_bytes / first.device_us.median / 1e3)
+    assert first.fraction_of_copy == pytest.approx(first.gb_per_s / result.copy_gb_per_s)
+    assert result.timings[4].num_matrices == 7
+
+
+def test_the_command_line_times_the_reference_on_a_cpu():
+    arguments = ["bench", "kernel", "--device", "cpu", "--shapes", "128x128", "--dtypes", "bfloat16", "--repeats", "3"]
+    ran = CliRunner().invoke(app, [*arguments, "--json"])
+    assert ran.exit_code == 0, ran.output
+    assert [timing["shape"] for timing in json.loads(ran.stdout)["timings"]] == [[128, 128]] * 2
+    assert "of copy" in CliRunner().invoke(app, arguments).stdout
+
+
+@pytest.mark.parametrize("shapes", ["128", "128x", "axb"])
+def test_matrices_that_are_none_are_refused(shapes):
+    ran = CliRunner().invoke(app, ["bench", "kernel", "--device", "cpu", "--shapes", shapes])
+    assert ran.exit_code == 2
+    assert "no list of matrices" in ran.output
+
+
+def test_a_dtype_that_cannot_be_quantized_is_refused():
+    with pytest.raises(ValueError, match="int8: no dtype that can be quantized"):
+        run_kernel_bench(KernelBenchConfig(dtypes=("int8",)), device=CPU)
+
+
+def test_a_gpu_is_asked_for_where_there_is_none():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    ran = CliRunner().invoke(app, ["bench", "kernel"])
+    assert ran.exit_code == 2
+    assert "--device cpu" in ran.output
