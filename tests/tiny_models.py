@@ -16,12 +16,16 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -29,8 +33,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
@@ -79,6 +87,14 @@ LATENT = {
 }
 """Latent attention, with the latents and the rotary embedding that engines know on a CPU, and no experts."""
 
+EXPERTS = {
+    "head_dim": 128,
+    "num_attention_heads": 2,
+    "tie_word_embeddings": False,
+    "num_experts_per_tok": 2,
+}
+"""Experts whose rows two ranks cut at whole blocks, or share out; two heads, likewise."""
+
 FAMILIES = {
     # Queries of low rank, fused with the latents of keys and values, of which 576 rows are no whole number of blocks.
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT | {"q_lora_rank": 128}),
@@ -107,6 +123,42 @@ FAMILIES = {
         {"head_dim": 128, "tie_word_embeddings": False, "num_hidden_layers": 4},
     ),
     "qwen3_tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 128, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        EXPERTS | {"num_experts": 4, "moe_intermediate_size": 256},
+    ),
+    # Saved under names of its own: `block_sparse_moe.experts.0.w1`.
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        EXPERTS | {"num_local_experts": 4, "intermediate_size": 256},
+    ),
+    # A shared expert behind a gate of its own, biases, a dense layer before the others, and no square stack.
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        EXPERTS
+        | {
+            "num_experts": 4,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 256,
+            "mlp_only_layers": [0],
+        },
+    ),
+    # A shared expert, a router in float32, and what corrects its choices.
+    "glm4_moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        EXPERTS
+        | {
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 256,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+        },
+    ),
     "mistral": (
         MistralConfig,
         MistralForCausalLM,
@@ -165,13 +217,18 @@ def make_model(family: str, seed: int) -> PreTrainedModel:
     model = model_class(config_class(**COMMON | extra)).to(torch.bfloat16)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 2:
+            if weight.ndim >= 2:
                 weight *= 4
-                weight[:, torch.randint(weight.shape[1], (2,))] *= 20  # outlier channels
+                weight[..., torch.randint(weight.shape[-1], (2,))] *= 20  # outlier channels
+                if weight.ndim == 3:
+                    weight[-1, :128] = 0  # blocks without a value, as experts have that no token went to
             elif name.endswith("bias"):
                 weight.normal_(std=0.5)
             else:
                 weight.copy_(1 + 0.1 * torch.randn_like(weight))
+        for module in model.modules():
+            if hasattr(module, "e_score_correction_bias"):
+                module.e_score_correction_bias = 0.1 * torch.randn(module.e_score_correction_bias.shape)  # float32
     return model.eval()
 
 

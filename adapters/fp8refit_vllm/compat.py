@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fp8refit.layers.rules import Why
+from fp8refit.slots import ScaleFormat
+
+_LEAST_FLASHINFER_SCALE = 1e-10
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
@@ -109,6 +113,51 @@ def dequantized(layer: nn.Module, dtype: torch.dtype) -> Tensor:
 
     weight: Tensor = get_and_maybe_dequant_weights(layer, out_dtype=dtype)  # type: ignore[arg-type]
     return weight
+
+
+def experts_backend(module: nn.Module) -> str:
+    """The name of the product over a layer of experts."""
+    method = getattr(module, "quant_method", None)
+    return str(getattr(getattr(method, "fp8_backend", None), "name", type(method).__name__))
+
+
+def deep_gemm_scale_format() -> ScaleFormat:
+    """What DeepGEMM's experts are rounded to when an engine boots."""
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+    return ScaleFormat.UE8M0 if is_deep_gemm_e8m0_used() else ScaleFormat.FP32
+
+
+def experts_by_place(places: Tensor) -> tuple[int, ...]:
+    """The expert in each place of this rank, from vLLM's map of experts to places (-1: not on this rank)."""
+    held = [(place, expert) for expert, place in enumerate(places.tolist()) if place >= 0]
+    return tuple(expert for _, expert in sorted(held))
+
+
+def why_experts_move(module: Any) -> Why:
+    """What is against taking it that a layer's experts stay in the places that they were loaded into."""
+    config = module.moe_config
+    if config.moe_parallel_config.enable_eplb:
+        return "its experts move between ranks (EPLB)", "Boot without enable_eplb"
+    if config.num_experts != config.num_logical_experts:
+        reason = f"holds {config.num_experts} experts for {config.num_logical_experts} of the checkpoint"
+        return reason, "Boot without redundant experts, and with shared experts apart"
+    return None
+
+
+def sync_experts(module: Any) -> None:
+    """Bring up to date what vLLM's product reads of a layer of experts, after its parameters were written.
+
+    Reads scales through an object that vLLM's own reload leaves pointing at other tensors. FlashInfer's boot keeps scales from
+    being smaller than 1e-10.
+    """
+    if experts_backend(module) == "FLASHINFER_CUTLASS":
+        for scale in (module.w13_weight_scale_inv, module.w2_weight_scale_inv):
+            scale.data.clamp_(min=_LEAST_FLASHINFER_SCALE)
+    config = module.quant_method.moe_quant_config
+    for scale, live in ((config.w1_scale, module.w13_weight_scale_inv), (config.w2_scale, module.w2_weight_scale_inv)):
+        if scale is not None and scale.data_ptr() != live.data_ptr():
+            scale.copy_(live)
 
 
 def kv_scale_buffers(module: nn.Module) -> list[Tensor]:

@@ -7,10 +7,19 @@ from typing import Any
 from torch import nn
 
 from fp8refit.layers import inventory
+from fp8refit.layers.experts import is_experts
 from fp8refit.layers.latent import Absorbed, with_absorbed
-from fp8refit.layers.rules import Kernel, Remedies, Why
+from fp8refit.layers.rules import Experts, Kernel, Remedies, Why
 from fp8refit.slots import Inventory, ScaleFormat
-from fp8refit_vllm.compat import dequantized, linear_kernel, wants_powers_of_two
+from fp8refit_vllm.compat import (
+    deep_gemm_scale_format,
+    dequantized,
+    experts_backend,
+    experts_by_place,
+    linear_kernel,
+    wants_powers_of_two,
+    why_experts_move,
+)
 from fp8refit_vllm.names import VllmNames
 
 ROW_MAJOR_KERNELS = frozenset(
@@ -24,6 +33,15 @@ ROW_MAJOR_KERNELS = frozenset(
     }
 )
 """vLLM's kernels that read block-FP8 weights as a checkpoint stores them."""
+
+EXPERTS_BACKENDS: dict[str, ScaleFormat | None] = {
+    "TRITON": ScaleFormat.FP32,
+    "BATCHED_TRITON": ScaleFormat.FP32,
+    "FLASHINFER_CUTLASS": ScaleFormat.FP32,
+    "DEEPGEMM": None,
+    "BATCHED_DEEPGEMM": None,
+}
+"""vLLM's products over experts that read them as `fp8refit.layers.experts` writes them. None: DeepGEMM's own scales."""
 
 ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 """An out-of-tree kernel class with this attribute set to True says the same of itself."""
@@ -80,7 +98,7 @@ class VllmRules:
             return "keeps the absorbed keys of other ranks too", "Boot with dcp_q_replicate=False"
         if getattr(module, "is_amx_bmm_enabled", False):
             return "packs its latent projections for Intel AMX", 'Boot with attention_backend="CPU_MLA"'
-        return None
+        return why_experts_move(module) if is_experts(module) else None
 
     def is_linear(self, module: nn.Module) -> bool:
         """Every linear layer says what it is made of."""
@@ -106,6 +124,33 @@ class VllmRules:
         layer: Any = module
         block_n, block_k = layer.weight_block_size
         return int(block_n), int(block_k)
+
+    def experts_of(self, prefix: str, module: nn.Module) -> Experts:
+        """By the layer's own configuration, and the map from experts to places if experts are split over ranks."""
+        layer: Any = module
+        config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
+        places = module._buffers.get("_expert_map")
+        backend = experts_backend(module)
+        block_n, block_k = layer.weight_block_size
+        return Experts(
+            gate=layer.ckpt_gate_proj_name,
+            up=layer.ckpt_up_proj_name,
+            down=layer.ckpt_down_proj_name,
+            ids=experts_by_place(places) if places is not None else tuple(range(layer.w13_weight.shape[0])),
+            num_experts=config.num_logical_experts,
+            hidden_size=config.hidden_dim_unpadded or config.hidden_dim,
+            intermediate_size=config.intermediate_size,
+            ranks=(parallel.tp_rank, parallel.tp_size),
+            block_size=(int(block_n), int(block_k)),
+            kernel=Kernel(
+                name=backend,
+                is_row_major=backend in EXPERTS_BACKENDS,
+                scale_format=EXPERTS_BACKENDS.get(backend) or deep_gemm_scale_format(),
+                remedy='Boot with moe_backend="triton"',
+            ),
+            is_up_first=backend == "FLASHINFER_CUTLASS",
+            is_stack_transposed=getattr(layer, "is_fused_checkpoint_transposed", False),
+        )
 
     def kept(self, module: nn.Module) -> Collection[str]:
         """Absorbed copies; vLLM's KV scales are buffers once a model is loaded."""

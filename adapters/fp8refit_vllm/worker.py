@@ -6,19 +6,21 @@ the same under another name.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from fp8refit.errors import UnsupportedEngineError
+from fp8refit.layers.experts import is_experts
 from fp8refit.rank import Rank
 from fp8refit.server import RankServer
 from fp8refit.slots import Inventory, KvCache, Refresh, Refusal
 from fp8refit.target import Target
 from fp8refit.transport.group import ProcessGroupExchange
 from fp8refit.vote import Group
-from fp8refit_vllm.compat import draft_method, engine_process_group, has_dummy_weights, reset_kv_scales
+from fp8refit_vllm.compat import draft_method, engine_process_group, has_dummy_weights, reset_kv_scales, sync_experts
 from fp8refit_vllm.kv_cache import read_kv_cache
 from fp8refit_vllm.layout import read_inventory
 
@@ -110,6 +112,9 @@ class LiveModel:
                 remedy="Boot without speculative_config",
             )
             inventory = replace(inventory, refusals=(*inventory.refusals, draft))
+        experts = [(name, module) for name, module in self.network.named_modules() if is_experts(module)]
+        syncs = (Refresh(name=f"{name} scales", run=partial(sync_experts, module)) for name, module in experts)
+        inventory = replace(inventory, refreshes=(*inventory.refreshes, *syncs))
         if self._has_dummy_scales:
             refresh = Refresh(name="KV scales of a dummy boot", run=self._reset_dummy_scales)
             inventory = replace(inventory, refreshes=(*inventory.refreshes, refresh))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fp8refit.layers.rules import Experts, LayerRules, Why
-from fp8refit.names import experts_name
 from fp8refit.slots import FP8_DTYPE, Slot, Stacked, dtype_name
 
 _TENSORS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
@@ -23,9 +22,9 @@ def is_experts(module: Any) -> bool:
     return "w13_weight" in module._parameters
 
 
-def slots_of_experts(rules: LayerRules, prefix: str, module: Any) -> Iterator[Slot]:
-    """Three slots for each expert that this rank holds."""
-    experts = rules.experts_of(module)
+def slots_of_experts(rules: LayerRules, prefix: str, module: Any, *, name: str) -> Iterator[Slot]:
+    """Three slots for each expert that this rank holds of the checkpoint's module `name`."""
+    experts = rules.experts_of(prefix, module)
     w13, w13_scale, w2, w2_scale = (module._parameters[name].data for name in _TENSORS)
     size, rank = w2.shape[2], experts.ranks[0]
     num_blocks = w13_scale.shape[1] // 2
@@ -36,25 +35,32 @@ def slots_of_experts(rules: LayerRules, prefix: str, module: Any) -> Iterator[Sl
         "module": prefix,
         "kernel": experts.kernel.name,
     }
-    columns = {"full_shape": full, "offset": (rank * size, 0) if rank else ()}
-    rows = {"full_shape": full[::-1], "offset": (0, rank * size) if rank else ()}
+    columns: dict[str, Any] = {"full_shape": full, "offset": (rank * size, 0) if rank else ()}
+    rows: dict[str, Any] = {"full_shape": full[::-1], "offset": (0, rank * size) if rank else ()}
     upper, lower = (experts.up, experts.gate) if experts.is_up_first else (experts.gate, experts.up)
-    for place, expert in enumerate(experts.ids):
-        name = f"{experts_name(prefix)}.{expert}"
+    for place, expert in enumerate(_names_of(experts, name)):
         for half, part in enumerate((upper, lower)):
             yield Slot(
-                name=f"{name}.{part}.weight",
+                name=f"{expert}.{part}.weight",
                 weight=w13[place].narrow(0, half * size, size),
                 scale=w13_scale[place].narrow(0, half * num_blocks, num_blocks),
                 **columns,
                 **common,
             )
-        yield Slot(name=f"{name}.{experts.down}.weight", weight=w2[place], scale=w2_scale[place], **rows, **common)
+        yield Slot(name=f"{expert}.{experts.down}.weight", weight=w2[place], scale=w2_scale[place], **rows, **common)
 
 
-def stacks_of_experts(rules: LayerRules, prefix: str, module: Any) -> tuple[Stacked, Stacked]:
-    """The two tensors in which a source may send all experts of the layer."""
-    experts, name = rules.experts_of(module), experts_name(prefix)
+def _names_of(experts: Experts, name: str) -> Iterator[str]:
+    """The checkpoint module of the expert in each place."""
+    for expert in experts.ids:
+        yield f"{name}.{expert}"
+    if experts.shared is not None:
+        yield f"{name.rpartition('.')[0]}.{experts.shared}"
+
+
+def stacks_of_experts(rules: LayerRules, prefix: str, module: Any, *, name: str) -> tuple[Stacked, Stacked]:
+    """The two tensors in which a source may send all experts of the checkpoint's module `name`."""
+    experts = rules.experts_of(prefix, module)
     size, hidden_size = experts.intermediate_size, experts.hidden_size
     first_rows = {experts.gate: 0, experts.up: size}
     gate_up = {f"{name}.{e}.{part}.weight": (e, row) for e in experts.ids for part, row in first_rows.items()}
@@ -76,8 +82,10 @@ def stacks_of_experts(rules: LayerRules, prefix: str, module: Any) -> tuple[Stac
     )
 
 
-def why_not_experts(rules: LayerRules, module: Any, own: dict[str, Tensor]) -> Why:
+def why_not_experts(rules: LayerRules, prefix: str, module: Any, own: dict[str, Tensor]) -> Why:
     """What is against writing a layer of experts in place."""
+    if "base_layer" in prefix.split("."):
+        return "is wrapped for LoRA", "Boot without enable_lora"
     others = [name for name in own if name not in _TENSORS]
     if others:
         return (
@@ -87,7 +95,7 @@ def why_not_experts(rules: LayerRules, module: Any, own: dict[str, Tensor]) -> W
     if not set(_TENSORS) <= own.keys() or own["w13_weight"].dtype is not FP8_DTYPE:
         held = ", ".join(f"{name} ({dtype_name(tensor.dtype)})" for name, tensor in own.items())
         return f"its experts are not block FP8: {held}", rules.remedies.other_quantization
-    experts = rules.experts_of(module)
+    experts = rules.experts_of(prefix, module)
     if not experts.kernel.is_row_major:
         reason = f"its kernel {experts.kernel.name} repacks experts, or is not known to leave them as loaded"
         return reason, experts.kernel.remedy
@@ -101,7 +109,8 @@ def _why_not_shaped(rules: LayerRules, experts: Experts, own: dict[str, Tensor])
     if left_over:
         reason = f"{experts.intermediate_size} rows of an expert are no even split over {num_ranks} ranks"
         return reason, rules.remedies.one_rank
-    count, hidden_size, (block_n, block_k) = len(experts.ids), experts.hidden_size, experts.block_size
+    count = len(experts.ids) + (experts.shared is not None)
+    hidden_size, (block_n, block_k) = experts.hidden_size, experts.block_size
     expected = {
         "w13_weight": (count, 2 * size, hidden_size),
         "w2_weight": (count, hidden_size, size),

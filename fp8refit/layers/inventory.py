@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8refit.layers.experts import is_experts, slots_of_experts, stacks_of_experts, why_not_experts
 from fp8refit.layers.naming import CheckpointNames, Rename, same_name
 from fp8refit.layers.rules import LayerRules, Why
 from fp8refit.layers.shards import Shard, joined, part_sizes, shards_of, why_not_sharded
-from fp8refit.slots import FP8_DTYPE, Inventory, Refusal, Slot, dtype_name, live_tensors
+from fp8refit.names import experts_name, other_spellings
+from fp8refit.slots import FP8_DTYPE, Inventory, Refusal, Slot, Stacked, dtype_name, live_tensors
 
 _SOURCE_LIKE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,6 +31,7 @@ def read_inventory(model: nn.Module, rules: LayerRules, rename: Rename = same_na
     names = CheckpointNames(model, rename)
     slots: list[Slot] = []
     refusals: list[Refusal] = []
+    stacked: list[Stacked] = []
     padding: list[Tensor] = []
     names_by_storage: dict[tuple[int, torch.Size], str] = {}
     aliases: dict[str, str] = {}
@@ -50,6 +53,10 @@ def read_inventory(model: nn.Module, rules: LayerRules, rename: Rename = same_na
             why = _why_refused(rules, prefix, module, own, names, is_split=is_split)
         if why is not None:
             refusals.append(Refusal(module=prefix or type(module).__name__, reason=why[0], remedy=why[1]))
+        elif is_experts(module):
+            experts = names.usual(experts_name(prefix))
+            slots.extend(slots_of_experts(rules, prefix, module, name=experts))
+            stacked.extend(stacks_of_experts(rules, prefix, module, name=experts))
         elif own:
             for slot, other_names in _slots_of(rules, prefix, module, own, names):
                 slots.append(slot)
@@ -58,11 +65,14 @@ def read_inventory(model: nn.Module, rules: LayerRules, rename: Rename = same_na
     if not refusals and not any(slot.is_quantized for slot in slots):
         reason, remedy = "holds no block-FP8 weight", rules.remedies.no_block_fp8
         refusals.append(Refusal(module=type(model).__name__, reason=reason, remedy=remedy))
+    plain = (slot.name for slot in slots if "experts." not in slot.name)
+    aliases |= {alias: name for name in (*plain, *(stack.name for stack in stacked)) for alias in other_spellings(name)}
     aliases |= _tied_head(model, slots, names, taken={*aliases, *(slot.name for slot in slots)})
     return Inventory(
         slots=tuple(slots),
         live=live_tensors(model),
         aliases=aliases,
+        stacked=tuple(stacked),
         padding=tuple(padding),
         refusals=tuple(refusals),
     )
@@ -141,9 +151,11 @@ def _why_refused(
     is_split: bool,
 ) -> Why:
     """Why `module` cannot be written in place, or None."""
+    if is_experts(module):
+        return _why_not_as_loaded(prefix, module, own) or why_not_experts(rules, prefix, module, own)
     judge_storage = _why_not_block_fp8 if "weight_scale_inv" in own else _why_not_plain
     return (
-        _why_not_dense(prefix, module, own)
+        _why_not_as_loaded(prefix, module, own)
         or judge_storage(rules, module, own)
         or _why_not_parts(rules, prefix, module, names)
         or _why_not_named(prefix, module, own, names)
@@ -151,10 +163,8 @@ def _why_refused(
     )
 
 
-def _why_not_dense(prefix: str, module: nn.Module, own: dict[str, Tensor]) -> Why:
+def _why_not_as_loaded(prefix: str, module: nn.Module, own: dict[str, Tensor]) -> Why:
     """What is against the module as a whole."""
-    if hasattr(module, "w13_weight"):
-        return "is a mixture-of-experts layer", "fp8refit refits dense models so far"
     if hasattr(module, "base_layer"):
         return f"holds {', '.join(f'`{name}`' for name in own)} around a layer, for LoRA", "Boot without enable_lora"
     for name, tensor in own.items():

@@ -43,6 +43,8 @@ class Experts:
     """Which of how many equal parts of each expert's intermediate dimension this rank holds."""
     block_size: tuple[int, int]
     kernel: Kernel
+    shared: str | None = None
+    """Checkpoint module, beside that of the experts, of one that every token takes and that lies in the place after `ids`."""
     is_up_first: bool = False
     """Whether up projections lie above gate projections."""
     is_stack_transposed: bool = False
@@ -93,8 +95,8 @@ class LayerRules(Protocol):
         """Rows and columns of one block, of a module that `kernel_of` says is row-major."""
         ...
 
-    def experts_of(self, module: nn.Module) -> Experts:
-        """What is known of a module with `w13_weight`."""
+    def experts_of(self, prefix: str, module: nn.Module) -> Experts:
+        """What is known of a module with `w13_weight`, whose name is `prefix`."""
         ...
 
     def kept(self, module: nn.Module) -> Collection[str]:

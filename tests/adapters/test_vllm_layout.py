@@ -111,7 +111,6 @@ def test_a_kernel_may_say_of_itself_that_it_reads_checkpoints_layout():
     [
         (BlockLinear(kernel=MarlinFP8ScaledMMLinearKernel()), "MarlinFP8ScaledMMLinearKernel repacks weights"),
         (BlockLinear(tp_size=2), "is a BlockLinear, split over 2 ranks by a rule of its own"),
-        (BlockLinear(w13_weight=None), "mixture-of-experts"),
         (BlockLinear(W_K=torch.zeros(1)), "quantized for AITER"),
         (
             BlockLinear(W_UK_T_dcp_qrep=torch.zeros(1)),

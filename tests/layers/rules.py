@@ -38,7 +38,7 @@ class FakeRules:
     def block_size_of(self, module):
         return (128, 128)
 
-    def experts_of(self, module):
+    def experts_of(self, prefix, module):
         return module.experts
 
     def kept(self, module):

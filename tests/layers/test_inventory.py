@@ -93,7 +93,6 @@ def test_what_is_kept_has_no_slot_and_is_watched():
     [
         (BlockLinear(kernel=kernel(is_row_major=False)), "its kernel Plain repacks weights"),
         (BlockLinear(tp_size=2), "is a BlockLinear, split over 2 ranks by a rule of its own"),
-        (BlockLinear(w13_weight=None), "mixture-of-experts"),
         (BlockLinear(base_layer=nn.Module()), "holds `weight`, `weight_scale_inv` around a layer, for LoRA"),
         (BlockLinear(why_refused=("is odd", "Take another")), "is odd. Take another"),
     ],

@@ -4,6 +4,7 @@ vLLM's own method, loaders and post-processing run unmodified; only the product 
 through vLLM's real power-of-two requantization when the engine boots, as DeepGEMM layers do on Hopper.
 """
 
+import cpu_experts
 import torch
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
@@ -53,7 +54,12 @@ class RepackingBlockKernel(ReferenceBlockKernel):
     reads_row_major_block_fp8 = False
 
 
-KERNELS = {"fp32": ReferenceBlockKernel, "ue8m0": PowerOfTwoBlockKernel, "repacking": RepackingBlockKernel}
+KERNELS = {
+    "fp32": ReferenceBlockKernel,
+    "ue8m0": PowerOfTwoBlockKernel,
+    "up first": ReferenceBlockKernel,  # differs in experts only
+    "repacking": RepackingBlockKernel,
+}
 
 
 def _product(x, weight):
@@ -63,6 +69,7 @@ def _product(x, weight):
 
 def register(kind: str) -> None:
     """Make `kind` the kernel of every block-FP8 layer in this process."""
+    cpu_experts.register(kind)
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, KERNELS[kind])
 
     def linear_of_any_batch(x, weight, bias=None):

@@ -21,6 +21,9 @@ FUSED = {
 }
 ABSORBED = {"W_UK_T": lambda heads: heads[:, :128], "W_UV": lambda heads: heads[:, 128:].transpose(1, 2)}
 """Of a latent projection (N, P + V, L): keys (N, P, L) and values (N, L, V)."""
+ROUTERS = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("mlp.gate", "block_sparse_moe.gate")]
+"""Which experts a token goes to; no checkpoint quantizes it."""
+CONFIG = FP8_CONFIG | {"modules_to_not_convert": [*FP8_CONFIG["modules_to_not_convert"], *ROUTERS]}
 KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 PROMPTS = [[(31 * i + 7 * j) % 256 for j in range(length)] for i, length in enumerate((24, 40, 200))]
 """The last is longer than one block of the prefix cache, which is 128 tokens on a CPU."""
@@ -52,7 +55,7 @@ def booted(model: Path, kernel: str, **options) -> Iterator[LLM]:
 
 def booted_dummy(model: Path, kernel: str, **options):
     """A block-FP8 engine of `model`'s shape, with noise for weights."""
-    return booted(model, kernel, load_format="dummy", hf_overrides={"quantization_config": FP8_CONFIG}, **options)
+    return booted(model, kernel, load_format="dummy", hf_overrides={"quantization_config": CONFIG}, **options)
 
 
 def generate(llm: LLM) -> dict:

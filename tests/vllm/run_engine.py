@@ -26,6 +26,7 @@ from engines import (
     state,
     wrong_tensors,
 )
+from experts import run_expert_ranks, run_experts, run_fresh_experts
 from kv_cache import run_kv_cache
 from latent import run_fresh_latent, run_latent
 from layouts import run_fresh_layout, run_layout
@@ -162,6 +163,9 @@ def save_moe(folder: Path) -> None:
 SCENARIOS = {
     "refit": run_refit,
     "fresh": run_fresh,
+    "experts": run_experts,
+    "fresh experts": run_fresh_experts,
+    "expert ranks": run_expert_ranks,
     "lora": run_lora,
     "fresh lora": run_fresh_lora,
     "online": run_online,

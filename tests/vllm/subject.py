@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engines import PROMPTS, SAMPLING, refused, said, settings
+from engines import CONFIG, PROMPTS, SAMPLING, refused, said, settings
 from vllm import LLM
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from fp8refit import KvReport, RefitReport, Refitter
-from tests.tiny_models import FP8_CONFIG
 
 LAYOUTS = {
     "multi-process": {},
@@ -26,7 +25,7 @@ LAYOUTS = {
     "external launcher": {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "seed": 0},
     "asynchronous": {"kv_cache_dtype": "fp8"},
 }
-NOISE = {"load_format": "dummy", "hf_overrides": {"quantization_config": FP8_CONFIG}}
+NOISE = {"load_format": "dummy", "hf_overrides": {"quantization_config": CONFIG}}
 """Options that give an engine of a BF16 model's shape block-FP8 noise for weights."""
 
 

@@ -1,0 +1,78 @@
+"""A block-FP8 product over experts for vLLM on a CPU without AMX, which vLLM itself has none for.
+
+vLLM's own method, loaders and post-processing run unmodified, those of the GPU backend that a kernel of `cpu_kernel.py` stands
+for; only the product is torch's. Where a backend asks DeepGEMM for a layout, it keeps the one it has, as on Hopper.
+"""
+
+import torch
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
+from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
+from vllm.model_executor.layers.quantization.utils import fp8_utils
+from vllm.utils import deep_gemm
+
+
+class ReferenceExperts(CPUExpertsFp8):
+    """Multiplies by dequantized experts, gate above up; leaves storage as it was loaded."""
+
+    is_up_first = False
+    last_bytes: tuple = ()
+
+    @staticmethod
+    def _supports_current_device():
+        return True
+
+    @staticmethod
+    def _supports_routing_method(routing_method, weight_key, activation_key):
+        return True
+
+    def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, expert_map, **others):
+        assert not others["apply_router_weight_on_input"]
+        w13_E2IH, w2_EHI = self._dequantized(w1, w2)
+        x_NH, out_NH = hidden_states.double(), torch.zeros(hidden_states.shape, dtype=torch.float64)
+        for expert in topk_ids.unique().tolist():
+            place = expert if expert_map is None else int(expert_map[expert])
+            if place < 0:
+                continue  # another rank's
+            tokens, choice = torch.where(topk_ids == expert)
+            gate, up = (x_NH[tokens] @ w13_E2IH[place].t()).chunk(2, 1)
+            if self.is_up_first:
+                gate, up = up, gate
+            y = (torch.nn.functional.silu(gate) * up) @ w2_EHI[place].t()
+            out_NH.index_add_(0, tokens, y * topk_weights[tokens, choice].double()[:, None])
+        output.copy_(out_NH)
+
+    def _dequantized(self, *codes):
+        """Made again only if a byte has changed: most of a tiny engine's time would go into it."""
+        held = (*(c.view(torch.uint8) for c in codes), self.w1_scale, self.w2_scale)
+        if len(self.last_bytes) != 4 or not all(map(torch.equal, held, self.last_bytes)):
+            self.last_bytes = tuple(tensor.clone() for tensor in held)
+            self.last_weights = [_dequantize(c, s) for c, s in zip(codes, held[2:], strict=True)]
+        return self.last_weights
+
+
+class UpFirstExperts(ReferenceExperts):
+    """Stands for FlashInfer's product, which wants up above gate."""
+
+    is_up_first = True
+
+
+def _dequantize(codes, scale):
+    rows, columns = codes.shape[1:]
+    scale_of_each = scale.repeat_interleave(128, 1)[:, :rows].repeat_interleave(128, 2)[:, :, :columns]
+    return (codes.float() * scale_of_each).double()
+
+
+EXPERTS = {
+    "fp32": (oracle.Fp8MoeBackend.TRITON, ReferenceExperts),
+    "ue8m0": (oracle.Fp8MoeBackend.DEEPGEMM, ReferenceExperts),
+    "up first": (oracle.Fp8MoeBackend.FLASHINFER_CUTLASS, UpFirstExperts),
+    "repacking": (oracle.Fp8MoeBackend.HPC, ReferenceExperts),
+}
+
+
+def register(kind: str) -> None:
+    """Make the product of `kind` that of every layer of experts in this process."""
+    chosen, experts = EXPERTS[kind]
+    oracle.backend_to_kernel_cls = lambda backend: [experts] if backend is chosen else []
+    fp8_utils.is_deep_gemm_e8m0_used = deep_gemm.is_deep_gemm_e8m0_used = lambda: kind == "ue8m0"
+    fp8_utils.deepgemm_post_process_weight_scale_block = lambda *, ws, **layout: ws

@@ -1,0 +1,148 @@
+"""Real engines of mixtures of experts: a policy in every form that trainers send, vLLM's own reload, two ranks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from engines import booted, booted_dummy, generate, live_bytes, make_policy, model_of, scribble
+from subject import NOISE, booted_as
+from torch import Tensor, nn
+
+from fp8refit import Refitter, quantize_blockwise
+from fp8refit.checkpoint import quantize_checkpoint
+
+STACKS = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+def run_experts(cases: list, work: str) -> dict:
+    """Dummy engines, each moved to policy 1, to policy 2, and to policy 2 again in other forms, over rubbish each time."""
+    return {f"{family}-{kernel}": refit_experts(family, kernel, Path(work)) for family, kernel in cases}
+
+
+def refit_experts(family: str, kernel: str, work: Path) -> dict:
+    policy, bf16, fp8 = make_policy(family, 2), work / f"{family}-bf16", work / f"{family}-{kernel}"
+    with booted_dummy(bf16, kernel) as llm:
+        refitter = Refitter(llm, bucket_bytes=1 << 20)
+        refitter.refit(make_policy(family, 1))
+        found: dict[str, Any] = {"before": generate(llm)}
+        refitter.refit(policy)
+        found |= {"live": live_bytes(llm), "wrong": wrong_experts(llm, policy, kernel), "generated": generate(llm)}
+        layout = refitter.layout()
+        quantize_checkpoint(bf16, fp8, like=layout)
+        found |= {"layout": layout.model_dump(mode="json"), "sources": {}}
+        for kind, source in sources_of(policy, bf16, fp8, "ue8m0" if kernel == "ue8m0" else "fp32"):
+            scribble(llm)
+            refitter.refit(source)
+            found["sources"][kind] = live_bytes(llm)
+        found["bfloat16_corrections"] = is_correction_of_choices_taken(llm, refitter, policy)
+        return found
+
+
+def is_correction_of_choices_taken(llm, refitter: Refitter, policy: dict[str, Tensor]) -> bool:
+    """Whether what corrects a router's choices, which is float32, takes the values of a state dict that is BF16 all over."""
+    sent = {name: tensor.to(torch.bfloat16) for name, tensor in policy.items()}
+    refitter.refit(sent)
+    held = dict(model_of(llm).named_parameters())
+    return all(
+        torch.equal(held[name], values.float())
+        for name, values in sent.items()
+        if name.endswith("e_score_correction_bias")
+    )
+
+
+def sources_of(policy: dict[str, Tensor], bf16: Path, fp8: Path, scale_format: str) -> Iterator[tuple[str, Any]]:
+    """`policy`, a state dict with stacks, in every form that experts come in."""
+    stacks = {name: tensor for name, tensor in policy.items() if name.endswith(STACKS)}
+    rest = {name: tensor for name, tensor in policy.items() if name not in stacks}
+    assert stacks
+    yield "expert by expert, files", bf16
+    yield "expert by expert, FP8 files", fp8
+    turned = {name: stack.mT.contiguous() if is_not_square(stack) else stack for name, stack in stacks.items()}
+    yield "rows and columns exchanged", rest | turned
+    yield (
+        "rows and columns exchanged, strided",
+        rest | {name: stack.mT.contiguous().mT for name, stack in stacks.items()},
+    )
+    yield "one-shot iterator", iter(policy.items())
+    yield "float32", {name: tensor.float() for name, tensor in policy.items()}
+    quantized = {name: [quantize_blockwise(one, scale_format=scale_format) for one in stacks[name]] for name in stacks}
+    codes = {name: torch.stack([codes for codes, _ in found]) for name, found in quantized.items()}
+    scales = {f"{name}_scale_inv": torch.stack([scale for _, scale in found]) for name, found in quantized.items()}
+    yield "FP8 stacks", rest | codes | scales
+
+
+def is_not_square(stack: Tensor) -> bool:
+    """Whether its shape says which way round it is."""
+    return stack.shape[1] != stack.shape[2]
+
+
+def wrong_experts(llm, policy: dict[str, Tensor], kernel: str) -> list[str]:
+    """Live tensors of experts whose bytes are not what `policy` makes of them; looks at neither slots nor plan."""
+    wrong = []
+    for prefix, experts in expert_layers(llm):
+        name = prefix.removesuffix(".routed_experts").replace(".block_sparse_moe.", ".mlp.")
+        for leaf, stack in (("w13", policy[f"{name}.gate_up_proj"]), ("w2", policy[f"{name}.down_proj"])):
+            codes, scales = getattr(experts, f"{leaf}_weight"), getattr(experts, f"{leaf}_weight_scale_inv")
+            for place, matrix in enumerate(stack):
+                halves = matrix.chunk(2) if leaf == "w13" else (matrix,)
+                matrix = torch.cat(halves[::-1] if kernel == "up first" else halves)
+                expected = quantize_blockwise(matrix, scale_format="ue8m0" if kernel == "ue8m0" else "fp32")
+                least = 1e-10 if kernel == "up first" else 0  # of FlashInfer's boot
+                same = torch.equal(codes[place].view(torch.uint8), expected[0].view(torch.uint8))
+                if not (same and torch.equal(scales[place], expected[1].clamp(min=least))):
+                    wrong.append(f"{prefix}.{leaf}[{place}]")
+    return wrong
+
+
+def expert_layers(llm) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model_of(llm).named_modules() if hasattr(module, "w13_weight")]
+
+
+def run_fresh_experts(cases: list, reloaded: list, work: str) -> dict:
+    """Engines that load the block-FP8 checkpoints of policy 2, and some of which then reload them over policy 1."""
+    found: dict[str, Any] = {}
+    for family, kernel in cases:
+        with booted(Path(work) / f"{family}-{kernel}", kernel) as llm:
+            name = f"{family}-{kernel}"
+            found[name] = {"generated": generate(llm), "live": live_bytes(llm)}
+            if [family, kernel] in reloaded:
+                found[name] |= reload(llm, make_policy(family, 1))
+    return found
+
+
+def reload(llm, policy: dict[str, Tensor]) -> dict:
+    """A refit, vLLM's own reload from disk, and the refit again: after the reload, vLLM's product reads other scales."""
+    refitter = Refitter(llm)
+    refitter.refit(policy)
+    found: dict[str, Any] = {"refitted": generate(llm), "orphans": [count_orphans(llm)]}
+    llm.collective_rpc("reload_weights")
+    assert llm.reset_prefix_cache()
+    found |= {"reloaded": live_bytes(llm), "reloaded_generated": generate(llm)}
+    refitter.refit(policy)
+    found["refitted_again"] = generate(llm)
+    found["orphans"].append(count_orphans(llm))
+    return found
+
+
+def count_orphans(llm) -> int:
+    """Scales that vLLM's product over experts reads, and that are no parameters of the model."""
+    return sum(
+        read.data_ptr() != held.data_ptr()
+        for _, experts in expert_layers(llm)
+        for read, held in (
+            (experts.quant_method.moe_quant_config.w1_scale, experts.w13_weight_scale_inv),
+            (experts.quant_method.moe_quant_config.w2_scale, experts.w2_weight_scale_inv),
+        )
+    )
+
+
+def run_expert_ranks(layout: str, family: str, model: str, options: dict[str, Any], is_refitted: bool) -> dict:
+    """One engine of two ranks: of noise and refitted twice, or of a checkpoint."""
+    with booted_as(layout, Path(model), "fp32", **options, **(NOISE if is_refitted else {})) as subject:
+        found: dict[str, Any] = {}
+        if is_refitted:
+            for seed in (1, 2):
+                subject.refit(make_policy(family, seed))
+            found["num_slots"] = sum(".experts." in slot.name for slot in subject.layout().slots)
+        return found | subject.state()
