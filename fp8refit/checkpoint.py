@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -31,6 +31,7 @@ DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
 
 _LINEAR = re.compile(r"_proj(?:_with_mqa)?\.weight$|\.experts\..+\.weight$")
+_STACK = re.compile(r"\.experts\.[a-z]\w*$")
 _LM_HEAD = re.compile(r"(?:^|\.)lm_head\.weight$")
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embed\w*|\w*embeddings?|wte|wpe)\.weight$")
 _FP32_SUFFIXES = ("e_score_correction_bias",)
@@ -124,7 +125,7 @@ def quantize_checkpoint(
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise CheckpointError(f"{dst}: exists and is not an empty folder; remove it or name another")
     source = SafetensorsSource(src)
-    metadata = _select(source, config)
+    metadata = _select(source, config, kept={slot.name for slot in like.slots} if like is not None else set())
     if like is None:
         outputs = [_output_by_name(name, meta, scale_format, block_size) for name, meta in metadata.items()]
     else:
@@ -172,13 +173,23 @@ def _read_config(src: Path) -> dict[str, Any]:
     return config
 
 
-def _select(source: SafetensorsSource, config: Mapping[str, Any]) -> dict[str, TensorMeta]:
-    """The tensors to write, in the order of the source."""
+def _select(source: SafetensorsSource, config: Mapping[str, Any], *, kept: Collection[str]) -> dict[str, TensorMeta]:
+    """The tensors to write, in the order of the source.
+
+    Raises:
+        CheckpointError: Names all that cannot be: experts of a layer in one tensor too, where no engine keeps it as it is.
+    """
     problems = list(source.problems)
     problems += [
         f"{name}: is FP8 already; pass the BF16 checkpoint it came from"
         for name, meta in source.metadata.items()
         if meta.dtype == FP8_DTYPE or name.endswith(SCALE_SUFFIX)
+    ]
+    problems += [
+        f"{name}: holds all experts of a layer in one tensor, as a state dict does, and engines boot block FP8 from one an "
+        "expert; write the model with save_pretrained()"
+        for name, meta in source.metadata.items()
+        if len(meta.shape) == 3 and _STACK.search(name) and name not in kept
     ]
     if problems:
         raise CheckpointError("this checkpoint cannot be quantized:", problems)

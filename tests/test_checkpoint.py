@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8refit import InvalidSourceError, NonFiniteError, quantize_blockwise
 from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.errors import CheckpointError
-from fp8refit.layout import EngineLayout
+from fp8refit.layout import EngineLayout, SlotLayout
 from fp8refit.slots import FP8_DTYPE, ScaleFormat
 from fp8refit.sources import as_source
 from tests.fakes import FakeModel, live_bytes, make_policy, make_target, refit_target
@@ -345,6 +345,30 @@ def test_fp8_tensors_are_refused_even_without_a_config_that_says_so(tmp_path, ds
     weights = make_weights() | {Q_PROJ: torch.zeros(256, 192, dtype=FP8_DTYPE), Q_PROJ + "_scale_inv": torch.ones(2, 2)}
     error = refuse(tmp_path, CheckpointError, "FP8 already", write_checkpoint(tmp_path / "src", weights), dst)
     assert sorted(problem.split(":")[0] for problem in error.problems) == [Q_PROJ, Q_PROJ + "_scale_inv"]
+
+
+def test_experts_in_one_tensor_are_refused_but_by_a_layout_that_keeps_them(tmp_path, dst):
+    stack = f"{LAYER}.mlp.experts.gate_up_proj"
+    weights = make_weights(extra=False) | {stack: torch.ones(2, 4, 4)}
+    src = write_checkpoint(tmp_path / "src", weights)
+    with pytest.raises(CheckpointError, match="save_pretrained") as caught:
+        quantize_checkpoint(src, dst)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [stack]
+    assert not dst.exists()
+    layout = fake_layout()
+    kept = SlotLayout(
+        name=stack,
+        module="experts",
+        full_shape=(2, 4, 4),
+        shape=(2, 4, 4),
+        offset=(0, 0, 0),
+        dtype="float32",
+        scale_format=None,
+        block_size=None,
+        kernel="",
+    )
+    quantize_checkpoint(src, dst, like=layout.model_copy(update={"slots": (*layout.slots, kept)}))
+    assert torch.equal(read_shards(dst)[stack], weights[stack])
 
 
 def test_a_checkpoint_without_linear_weights_is_refused(tmp_path, dst):

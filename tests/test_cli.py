@@ -128,6 +128,36 @@ def test_inspect_shows_kinds_slots_and_aliases(checkpoint):
     assert "lm_head.weight shares the slot of model.embed_tokens.weight" in rows
 
 
+def test_inspect_shows_a_row_for_each_tensor_of_all_layers_and_experts(monkeypatch, capsys):
+    def slot(name, rows):
+        return SlotLayout(
+            name=name,
+            module="m",
+            full_shape=(rows, 128),
+            shape=(rows, 128),
+            offset=(0, 0),
+            dtype="bfloat16",
+            scale_format=None,
+            block_size=None,
+            kernel="",
+        )
+
+    layers = [f"model.layers.{index}" for index in range(48)]
+    slots = [
+        slot(f"{layer}.mlp.experts.{e}.{part}.weight", 768) for layer in layers for e in range(128) for part in "abc"
+    ]
+    slots += [slot(f"{layer}.mlp.gate.weight", 128 if index else 64) for index, layer in enumerate(layers)]
+    aliases = {f"{layer}.moe.gate.weight": f"{layer}.mlp.gate.weight" for layer in layers}
+    layout = EngineLayout(engine="fake", versions={}, device="cpu", slots=slots, aliases=aliases, refusals=())
+    monkeypatch.setenv("COLUMNS", "160")
+    cli._show_layout(layout)
+    shown = capsys.readouterr().out
+    assert shown.count(".mlp.") == 3 + 2 + 1
+    assert "model.layers.{0..47}.mlp.experts.{0..127}.b.weight" in shown
+    assert "model.layers.{1..47}.mlp.gate.weight" in shown
+    assert "model.layers.{0..47}.moe.gate.weight shares the slot of model.layers.{0..47}.mlp.gate.weight" in shown
+
+
 def test_inspect_shows_slices_and_refusals(monkeypatch, capsys):
     slot = SlotLayout(
         name="a.weight",

@@ -1,6 +1,6 @@
 import pytest
 
-from fp8refit.names import FUSED_MODULES, is_not_a_weight, split_fused, strip_wrappers
+from fp8refit.names import FUSED_MODULES, in_one, is_not_a_weight, split_fused, strip_wrappers, without_numbers
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,11 @@ def test_split_fused():
     )
     assert split_fused("gate_up_proj", FUSED_MODULES) == ("gate_proj", "up_proj")
     assert split_fused("model.layers.0.mlp.down_proj", FUSED_MODULES) == ("model.layers.0.mlp.down_proj",)
+
+
+def test_names_of_layers_and_experts_are_written_as_one():
+    names = [f"model.layers.{layer}.mlp.experts.{e}.w1.weight" for layer in (1, 2, 3, 7) for e in range(128)]
+    assert {without_numbers(name) for name in names} == {"model.layers.*.mlp.experts.*.w1.weight"}
+    assert in_one(names) == "model.layers.{1..3,7}.mlp.experts.{0..127}.w1.weight"
+    assert in_one(names[:1]) == names[0]
+    assert in_one(["layers.10.a", "layers.9.a"]) == "layers.{9..10}.a"
