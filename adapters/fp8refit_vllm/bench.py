@@ -115,7 +115,8 @@ class VllmBench:
                 yield self._names[address], tensor
 
     def _reload(self, tensors: Iterator[tuple[str, Tensor]], **options: Any) -> None:
-        self.candidate.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors, **options})
+        with torch.no_grad():
+            self.candidate.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors, **options})
         if not self.candidate.reset_prefix_cache():
             raise AssertionError("vLLM kept its prefix cache; no request runs in a benchmark")
 
