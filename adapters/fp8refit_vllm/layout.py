@@ -145,7 +145,7 @@ class VllmRules:
             kernel=Kernel(
                 name=backend,
                 is_row_major=backend in EXPERTS_BACKENDS,
-                scale_format=EXPERTS_BACKENDS.get(backend) or deep_gemm_scale_format(),
+                scale_format=EXPERTS_BACKENDS.get(backend, ScaleFormat.FP32) or deep_gemm_scale_format(),
                 remedy='Boot with moe_backend="triton"',
             ),
             is_up_first=backend == "FLASHINFER_CUTLASS",

@@ -10,7 +10,7 @@ def refusals(run_engine, tmp_path_factory):
     return run_engine("refusals", work=tmp_path_factory.mktemp("refusals"))
 
 
-@pytest.mark.parametrize("kind", ["repacking kernel", "bfloat16", "mixture of experts"])
+@pytest.mark.parametrize("kind", ["repacking kernel", "bfloat16", "repacked experts"])
 def test_a_refused_engine_is_left_as_it_was(kind, refusals):
     assert refusals[kind]["refit"]["error"] == "UnsupportedEngineError"
     assert refusals[kind]["untouched"]
@@ -35,6 +35,11 @@ def test_an_unquantized_engine_is_told_how_to_boot(refusals):
     assert 'quantization="fp8_per_block"' in reason
 
 
-def test_a_mixture_of_experts_is_named(refusals):
-    (reason,) = refusals["mixture of experts"]["refusals"]
-    assert reason.startswith("model.layers.0.mlp.experts.routed_experts: is a mixture-of-experts layer")
+def test_layers_of_experts_that_a_kernel_repacks_are_named_with_the_setting_that_helps(refusals):
+    experts = [reason for reason in refusals["repacked experts"]["refusals"] if ".experts." in reason]
+    assert [reason.split(":")[0] for reason in experts] == [
+        f"model.layers.{layer}.mlp.experts.routed_experts" for layer in range(2)
+    ]
+    for reason in experts:
+        assert "its kernel HPC repacks experts" in reason
+        assert 'Boot with moe_backend="triton"' in reason
