@@ -1,0 +1,125 @@
+"""What the vLLM adapter says of layers of experts, on modules that show what vLLM's show: no vLLM here."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fp8refit_vllm.compat import sync_experts
+from fp8refit_vllm.layout import VllmRules, read_inventory
+from torch import nn
+
+from fp8refit.layers.rules import Experts
+from fp8refit.slots import Inventory, ScaleFormat
+
+SIZE, HIDDEN = 256, 128
+SCALES = ("w13_weight_scale_inv", "w2_weight_scale_inv")
+
+
+class RoutedExperts(nn.Module):
+    """What vLLM's module of that name shows. `places` maps experts to places of this rank; -1 is another rank's."""
+
+    def __init__(self, *, count=4, places=None, backend="TRITON", ranks=(0, 1), eplb=False, physical=4):
+        super().__init__()
+        size = SIZE // ranks[1]
+        shapes = {"w13_weight": (count, 2 * size, HIDDEN), "w2_weight": (count, HIDDEN, size)}
+        for name, shape in shapes.items():
+            codes = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+            scale = torch.ones(count, shape[1] // 128, shape[2] // 128)
+            self.register_parameter(name, nn.Parameter(codes, requires_grad=False))
+            self.register_parameter(f"{name}_scale_inv", nn.Parameter(scale, requires_grad=False))
+        self.register_buffer("_expert_map", torch.tensor(places, dtype=torch.int32) if places else None)
+        self.ckpt_gate_proj_name, self.ckpt_up_proj_name, self.ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
+        self.weight_block_size = [128, 128]
+        self.moe_config = SimpleNamespace(
+            num_experts=physical,
+            num_logical_experts=4,
+            hidden_dim=HIDDEN,
+            hidden_dim_unpadded=HIDDEN,
+            intermediate_size=SIZE,
+            moe_parallel_config=SimpleNamespace(tp_rank=ranks[0], tp_size=ranks[1], enable_eplb=eplb),
+        )
+        config = SimpleNamespace(w1_scale=self.w13_weight_scale_inv, w2_scale=self.w2_weight_scale_inv)
+        self.quant_method = SimpleNamespace(fp8_backend=SimpleNamespace(name=backend), moe_quant_config=config)
+
+
+def said(layer: RoutedExperts) -> Experts:
+    return VllmRules().experts_of("model.layers.0.mlp.experts.routed_experts", layer)
+
+
+def read(layer: nn.Module) -> Inventory:
+    model = nn.Module()
+    model.experts = nn.Module()
+    model.experts.routed_experts = layer
+    return read_inventory(model)
+
+
+@pytest.mark.parametrize(
+    ("places", "ids"),
+    [(None, (0, 1, 2, 3)), ([-1, -1, 0, 1], (2, 3)), ([0, -1, 1, -1], (0, 2)), ([1, -1, -1, 0], (3, 0))],
+    ids=["all", "the later half", "every other one", "out of order"],
+)
+def test_a_rank_holds_the_experts_that_the_map_gives_it(places, ids):
+    count = len(ids)
+    assert said(RoutedExperts(count=count, places=places)).ids == ids
+    names = [slot.name for slot in read(RoutedExperts(count=count, places=places)).slots]
+    assert names == [f"experts.{e}.{part}_proj.weight" for e in ids for part in ("gate", "up", "down")]
+
+
+def test_a_rank_holds_a_part_of_every_expert():
+    inventory = read(RoutedExperts(ranks=(1, 2)))
+    assert inventory.refusals == ()
+    gate, up, down = inventory.slots[:3]
+    assert (gate.offset, up.offset, down.offset) == ((128, 0), (128, 0), (0, 128))
+    assert (gate.full_shape, down.full_shape) == ((SIZE, HIDDEN), (HIDDEN, SIZE))
+
+
+@pytest.mark.parametrize("backend", ["TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS"])
+def test_these_backends_take_any_scale(backend):
+    experts = said(RoutedExperts(backend=backend))
+    assert experts.kernel.is_row_major
+    assert experts.kernel.scale_format is ScaleFormat.FP32
+    assert experts.is_up_first is (backend == "FLASHINFER_CUTLASS")
+
+
+@pytest.mark.parametrize("backend", ["MARLIN", "FLASHINFER_TRTLLM", "CPU", "HUMMING", "NONE"])
+def test_a_backend_that_may_repack_is_refused_with_one_that_does_not(backend):
+    (refusal,) = read(RoutedExperts(backend=backend)).refusals
+    assert str(refusal).startswith(f"experts.routed_experts: its kernel {backend} repacks experts")
+    assert refusal.remedy == 'Boot with moe_backend="triton"'
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (RoutedExperts(eplb=True), "its experts move between ranks (EPLB). Boot without enable_eplb"),
+        (RoutedExperts(physical=6), "holds 6 experts for 4 of the checkpoint. Boot without redundant experts"),
+    ],
+)
+def test_experts_that_are_not_where_they_were_loaded_are_refused(layer, reason):
+    (refusal,) = read(layer).refusals
+    assert reason in str(refusal)
+
+
+def test_scales_that_the_product_reads_elsewhere_are_written_there_too():
+    layer = RoutedExperts()
+    config = layer.quant_method.moe_quant_config
+    config.w1_scale = orphan = torch.zeros(layer.w13_weight_scale_inv.shape)
+    layer.w13_weight_scale_inv.fill_(3)
+    layer.w2_weight_scale_inv.fill_(5)
+    sync_experts(layer)
+    assert config.w1_scale is orphan
+    assert (orphan == 3).all()
+    assert config.w2_scale is layer.w2_weight_scale_inv
+
+
+@pytest.mark.parametrize(("backend", "least"), [("FLASHINFER_CUTLASS", 1e-10), ("TRITON", 1e-12)])
+def test_flashinfers_scales_are_no_smaller_than_its_boot_leaves_them(backend, least):
+    layer = RoutedExperts(backend=backend)
+    for name in SCALES:
+        getattr(layer, name).fill_(1e-12)
+        getattr(layer, name)[0, 0, 0] = 2.0
+    sync_experts(layer)
+    for name in SCALES:
+        scale = getattr(layer, name)
+        assert scale.flatten()[0] == 2.0
+        assert (scale.flatten()[1:] == torch.tensor(least)).all()
