@@ -3,7 +3,7 @@ import torch
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.plan import PlanBuilder, compile_plan
-from fp8refit.slots import FP8_DTYPE, Op, Slot, TensorMeta
+from fp8refit.slots import FP8_DTYPE, Op, Slot, Stacked, TensorMeta
 from tests.fakes import HIDDEN, FakeModel
 
 EMBED = "model.embed_tokens.weight"
@@ -237,3 +237,157 @@ def test_the_shape_of_what_is_ignored_counts_for_the_source(slots, sources):
     name = "model.rotary_emb.inv_freq"
     digests = {compile_plan(slots, {**sources, name: meta(size)}).source_digest for size in (4, 5)}
     assert len(digests) == 2
+
+
+# All experts of a layer in one tensor.
+
+GATE_UP, DOWN_STACK = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+STACK_META = {GATE_UP: meta(4, 1024, 384), DOWN_STACK: meta(4, 384, 512)}
+FP8_STACKS = {name: meta(*stack.shape, dtype=FP8_DTYPE) for name, stack in STACK_META.items()} | {
+    f"{GATE_UP}_scale_inv": meta(4, 8, 3, dtype=torch.float32),
+    f"{DOWN_STACK}_scale_inv": meta(4, 3, 4, dtype=torch.float32),
+}
+HELD = (3, 1)
+"""Experts of the rank, which holds the upper half of gate and up of each, and the right half of down."""
+
+
+def part(expert: int, name: str) -> str:
+    return f"mlp.experts.{expert}.{name}_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def experts() -> tuple[Slot, ...]:
+    def slot(name: str, full: tuple[int, int], offset: tuple[int, int], shape: tuple[int, int]) -> Slot:
+        codes, scale = torch.zeros(shape, dtype=FP8_DTYPE), torch.ones(shape[0] // 128, shape[1] // 128)
+        return Slot(name=name, full_shape=full, offset=offset, weight=codes, scale=scale)
+
+    return tuple(
+        slot(part(e, name), (384, 512), (0, 256), (384, 256))
+        if name == "down"
+        else slot(part(e, name), (512, 384), (256, 0), (256, 384))
+        for e in HELD
+        for name in ("gate", "up", "down")
+    )
+
+
+@pytest.fixture(scope="module")
+def stacked() -> tuple[Stacked, ...]:
+    gate_up = {part(e, name): (e, row) for e in HELD for name, row in (("gate", 0), ("up", 512))}
+    return (
+        Stacked(name=GATE_UP, shape=(4, 1024, 384), parts=gate_up),
+        Stacked(name=DOWN_STACK, shape=(4, 384, 512), parts={part(e, "down"): (e, 0) for e in HELD}),
+    )
+
+
+def test_a_step_takes_its_expert_out_of_a_stack(experts, stacked):
+    plan = compile_plan(experts, STACK_META, stacked=stacked)
+    assert [(step.source, step.select, step.offset, step.shape) for step in plan.steps] == [
+        (source, (expert,), offset, shape)
+        for expert in HELD
+        for source, offset, shape in (
+            (GATE_UP, (256, 0), (256, 384)),
+            (GATE_UP, (768, 0), (256, 384)),
+            (DOWN_STACK, (0, 256), (384, 256)),
+        )
+    ]
+    assert {(step.op, step.is_transposed) for step in plan.steps} == {(Op.QUANTIZE, False)}
+    assert plan.num_bytes_read == 2 * sum(slot.weight.numel() for slot in experts)
+
+
+def test_a_stack_may_have_rows_and_columns_exchanged(experts, stacked):
+    turned = {GATE_UP: meta(4, 384, 1024), DOWN_STACK: meta(4, 512, 384)}
+    plan, usual = (compile_plan(experts, found, stacked=stacked) for found in (turned, STACK_META))
+    assert {step.is_transposed for step in plan.steps} == {True}
+    assert [(step.offset, step.shape) for step in plan.steps] == [(step.offset, step.shape) for step in usual.steps]
+    assert plan.digest != usual.digest
+
+
+def test_a_model_says_which_way_round_a_square_stack_is():
+    shape = (2, 128, 128)
+    stacks = [Stacked(name="a", shape=shape, parts={}, is_transposed=turned) for turned in (False, True)]
+    assert [stack.is_transposed_in(shape) for stack in stacks] == [False, True]
+
+
+def test_a_stack_of_codes_comes_with_a_stack_of_scales(experts, stacked):
+    plan = compile_plan(experts, FP8_STACKS, stacked=stacked)
+    assert [(step.op, step.select, step.offset) for step in plan.steps] == [
+        (op, (expert,), offset)
+        for expert in HELD
+        for offsets in (((256, 0), (2, 0)), ((768, 0), (6, 0)), ((0, 256), (0, 2)))
+        for op, offset in zip((Op.COPY_CODES, Op.COPY_SCALES), offsets, strict=True)
+    ]
+
+
+def test_one_stack_and_the_rest_expert_by_expert(experts, stacked):
+    sources = {GATE_UP: STACK_META[GATE_UP], **{part(e, "down"): meta(384, 512) for e in HELD}}
+    plan = compile_plan(experts, sources, stacked=stacked)
+    assert len(plan.steps) == len(experts)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        (
+            {GATE_UP: meta(3, 1024, 384)},
+            f"{GATE_UP}: has shape [3, 1024, 384], this engine's is [4, 1024, 384], or with rows and columns exchanged",
+        ),
+        ({GATE_UP: meta(4, 512, 384)}, f"{GATE_UP}: has shape [4, 512, 384], this engine's is"),
+        ({GATE_UP: meta(4096, 384)}, f"{GATE_UP}: has shape [4096, 384], this engine's is"),
+        ({GATE_UP: meta(4, 1024, 384, dtype=torch.int8)}, f"{GATE_UP}: has dtype int8; send bfloat16"),
+        ({GATE_UP: None}, f"{GATE_UP}: missing, whole and expert by expert"),
+        ({part(1, "up"): meta(512, 384)}, f"{part(1, 'up')}: came in {GATE_UP} too; send it once"),
+        ({f"{GATE_UP}_scale_inv": meta(4, 8, 3)}, f"{GATE_UP}_scale_inv: is a scale, but {GATE_UP} is bfloat16"),
+        ({part(2, "up"): meta(512, 384)}, f"{part(2, 'up')}: unexpected"),
+    ],
+    ids=["experts", "rows", "two dimensions", "dtype", "missing", "an expert too", "a scale too", "another rank's"],
+)
+def test_a_bad_stack_is_named_once(changed, problem, experts, stacked):
+    sources = {name: meta for name, meta in (STACK_META | changed).items() if meta is not None}
+    (found,) = problems_of(experts, sources, stacked=stacked)
+    assert found.startswith(problem)
+
+
+def test_a_stack_after_one_of_its_experts_is_named(experts, stacked):
+    (found,) = problems_of(experts, {part(1, "up"): meta(512, 384), **STACK_META}, stacked=stacked)
+    assert found == f"{GATE_UP}: holds {part(1, 'up')}, which came as {part(1, 'up')}; send it once"
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        (
+            {GATE_UP: meta(4, 384, 1024, dtype=FP8_DTYPE)},
+            f"{GATE_UP}: is FP8 with rows and columns exchanged; send it unquantized, or expert by expert",
+        ),
+        ({f"{GATE_UP}_scale_inv": None}, f"{GATE_UP}: is FP8 without its scales; send {GATE_UP}_scale_inv too"),
+        (
+            {f"{GATE_UP}_scale_inv": meta(4, 3, 8, dtype=torch.float32)},
+            f"{GATE_UP}_scale_inv: has shape [4, 3, 8], blocks of 128x128 need [4, 8, 3]",
+        ),
+        (
+            {f"{GATE_UP}_scale_inv": meta(4, 8, 3, dtype=torch.uint8)},
+            f"{GATE_UP}_scale_inv: has dtype uint8; send block scales as",
+        ),
+    ],
+    ids=["transposed", "no scales", "another grid", "scales of another type"],
+)
+def test_a_bad_stack_of_codes_is_named_once(changed, problem, experts, stacked):
+    sources = {name: meta for name, meta in (FP8_STACKS | changed).items() if meta is not None}
+    (found,) = problems_of(experts, sources, stacked=stacked)
+    assert found.startswith(problem)
+
+
+def test_experts_that_are_missing_one_by_one_are_named_one_by_one(experts, stacked):
+    sources = {slot.name: meta(*slot.full_shape) for slot in experts}
+    del sources[part(1, "up")], sources[part(3, "down")]
+    assert sorted(problems_of(experts, sources, stacked=stacked)) == [
+        f"{part(1, 'up')}: missing",
+        f"{part(3, 'down')}: missing",
+    ]
+
+
+def test_a_stack_may_come_under_another_name(experts, stacked):
+    other = {f"moe.{name}": meta for name, meta in STACK_META.items()}
+    plan = compile_plan(experts, other, stacked=stacked, aliases={f"moe.{name}": name for name in STACK_META})
+    assert {step.source for step in plan.steps} == set(other)
+    assert plan.ignored == ()
