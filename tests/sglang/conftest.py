@@ -24,7 +24,7 @@ TIMEOUT_S = 150
 """For one scenario; booting an engine takes ten seconds of it."""
 FRESH = [("qwen3", 1), ("qwen2_wide", 2)]
 """Family and number of ranks of the engines that load a checkpoint, and of those that are refitted to the same policy."""
-REFITTED = ["mistral"]
+REFITTED = ["mistral", "phi3", "glm4"]
 """Families of engines that load a checkpoint and are then refitted themselves."""
 
 

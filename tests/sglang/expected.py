@@ -35,7 +35,9 @@ def _expected(name: str, policy: Mapping[str, Tensor], shapes: Mapping[str, list
     module, _, leaf = name.rpartition(".")
     parent, _, last = module.rpartition(".")
     is_scale = leaf == "weight_scale_inv"
-    sources = [f"{parent}.{part}.{'weight' if is_scale else leaf}".lstrip(".") for part in FUSED.get(last, (last,))]
+    source = "weight" if is_scale else leaf
+    fused = () if f"{module}.{source}" in policy else FUSED.get(last, ())
+    sources = [f"{parent}.{part}.{source}".lstrip(".") for part in fused or (last,)]
     if not set(sources) <= set(policy):
         return None
     parts = [policy[source] for source in sources]

@@ -126,7 +126,7 @@ def test_a_refit_leaves_the_same_weights_and_scales_as_in_other_engines(refits):
 
 @pytest.mark.parametrize("family", REFITTED)
 def test_an_engine_booted_from_a_checkpoint_is_refitted_to_what_the_public_quantizer_gives(family, fresh):
-    """Although SGLang itself does not load the scales of this family."""
+    """Mistral's scales SGLang itself does not load, and Phi-3 and GLM-4 are fused in the checkpoint."""
     found = fresh[f"{family}-1"]
     assert found["is_first"] == [True]
     assert len(found["live"][0]) > 20
