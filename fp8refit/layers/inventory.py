@@ -167,6 +167,8 @@ def _why_not_as_loaded(prefix: str, module: nn.Module, own: dict[str, Tensor]) -
     """What is against the module as a whole."""
     if hasattr(module, "base_layer"):
         return f"holds {', '.join(f'`{name}`' for name in own)} around a layer, for LoRA", "Boot without enable_lora"
+    if is_experts(module) and "base_layer" in prefix.split("."):
+        return "is a layer of experts that LoRA wraps, of which nobody has seen a refit", "Boot without enable_lora"
     for name, tensor in own.items():
         if tensor.numel() == 0:
             return f"its kernel took `{name}` away", "Boot with a kernel that keeps weights as loaded"

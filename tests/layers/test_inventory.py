@@ -189,6 +189,16 @@ def test_a_model_without_block_fp8_is_refused():
     assert refusal == f"Module: holds no block-FP8 weight. {FakeRules.remedies.no_block_fp8}"
 
 
+def test_experts_wrapped_for_lora_are_refused_by_name():
+    experts = nn.Module()
+    experts.w13_weight = nn.Parameter(torch.zeros(2, 256, 128, dtype=FP8), requires_grad=False)
+    wrapper = nn.Module()
+    wrapper.base_layer = nn.Module()
+    wrapper.base_layer.routed_experts = experts
+    refusal = only_refusal(model_of(proj=BlockLinear(), experts=wrapper))
+    assert refusal.startswith("experts.base_layer.routed_experts: is a layer of experts that LoRA wraps")
+
+
 def test_experts_in_mxfp4_are_refused_by_name():
     experts = nn.Module()
     for name, shape in {"w13_weight": (2, 256, 64), "w13_weight_scale": (2, 256, 4), "w2_weight": (2, 128, 64)}.items():
