@@ -17,7 +17,16 @@ STACKS = (".experts.gate_up_proj", ".experts.down_proj")
 
 def run_experts(cases: list, work: str) -> dict:
     """Dummy engines, each moved to policy 1, to policy 2, and to policy 2 again in other forms, over rubbish each time."""
-    return {f"{family}-{kernel}": refit_experts(family, kernel, Path(work)) for family, kernel in cases}
+    found = {f"{family}-{kernel}": refit_experts(family, kernel, Path(work)) for family, kernel in cases}
+    return found | {"online": refit_online(*cases[0], Path(work))}
+
+
+def refit_online(family: str, kernel: str, work: Path) -> dict:
+    """An engine that quantizes experts as it loads them, from BF16."""
+    with booted(work / f"{family}-bf16", kernel, quantization="fp8_per_block") as llm:
+        refitter, policy = Refitter(llm), make_policy(family, 1)
+        refitter.refit(policy)
+        return {"wrong": wrong_experts(llm, policy, kernel), "num_layers": len(expert_layers(llm))}
 
 
 def refit_experts(family: str, kernel: str, work: Path) -> dict:
@@ -144,5 +153,8 @@ def run_expert_ranks(layout: str, family: str, model: str, options: dict[str, An
         if is_refitted:
             for seed in (1, 2):
                 subject.refit(make_policy(family, seed))
+            found["live_from_stacks"] = subject.live()
+            subject.look("scribble")
+            subject.refit(Path(model))  # expert by expert
             found["num_slots"] = sum(".experts." in slot.name for slot in subject.layout().slots)
         return found | subject.state()

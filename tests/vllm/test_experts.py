@@ -66,6 +66,10 @@ def test_every_expert_is_that_of_the_policy(name, refitted):
     assert refitted[name]["wrong"] == []
 
 
+def test_experts_that_an_engine_quantized_as_it_loaded_them_are_refitted(refitted):
+    assert refitted["online"] == {"wrong": [], "num_layers": 2}
+
+
 @every_case
 def test_tokens_and_log_probabilities_equal_those_of_a_fresh_engine(name, refitted, fresh):
     assert refitted[name]["generated"] == fresh[name]["generated"]
@@ -129,6 +133,7 @@ def test_every_byte_of_every_rank_equals_that_of_a_fresh_engine(split, ranks):
     first, last = live_of(refitted[split])
     assert first != last
     assert [first, last] == live_of(fresh[split])
+    assert [first, last] == refitted[split].ranks(lambda driver: driver["live_from_stacks"])
 
 
 @every_split
@@ -140,6 +145,7 @@ def test_ranks_say_what_those_of_a_fresh_engine_say(split, ranks):
 def test_ranks_in_processes_of_their_own_are_given_their_parts_of_stacks(ranks):
     refitted, _, apart = ranks
     assert live_of(apart) == live_of(refitted["expert parallel"])
+    assert live_of(apart) == apart.ranks(lambda driver: driver["live_from_stacks"])
 
 
 def test_a_rank_has_slots_for_its_own_experts(ranks):
