@@ -192,6 +192,8 @@ def why_not_refitted(arguments: Any) -> str | None:
         return "it reads KV of the old policy back from storage; leave out hicache_storage_backend"
     if value("enable_lmcache") or value("enable_flexkv"):
         return "it keeps KV of the old policy outside its radix cache; leave out enable_lmcache and enable_flexkv"
+    if value("enable_eplb") or value("elastic_ep_backend"):
+        return "it moves experts between places while it runs; leave out enable_eplb and elastic_ep_backend"
     if value("weight_cache_mode", "off") not in (None, "off"):
         return 'its weights are shared with other engines; set weight_cache_mode="off"'
     return None
@@ -260,6 +262,15 @@ class Scheduler:
     def has_open_session(self) -> bool:
         """Whether somebody began an update of weights and has not ended it."""
         return getattr(self._scheduler.weight_updater, "_session", None) is not None
+
+    @property
+    def places_of_experts(self) -> list[list[int]] | None:
+        """For each layer, the checkpoint's expert in each place of all ranks; None if SGLang keeps no map of them."""
+        from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+        metadata = get_global_expert_location_metadata()
+        places: list[list[int]] | None = metadata.physical_to_logical_map_cpu.tolist() if metadata is not None else None
+        return places
 
     @property
     def cache_dtype(self) -> str:

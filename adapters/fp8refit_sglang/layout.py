@@ -6,14 +6,17 @@ They are listed as live, so one that was replaced is noticed.
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fp8refit.layers import inventory
-from fp8refit.layers.rules import Kernel, Remedies, Why
+from fp8refit.layers.experts import is_experts
+from fp8refit.layers.rules import Experts, Kernel, Remedies, Why
 from fp8refit.slots import Inventory, ScaleFormat
+from fp8refit_sglang.experts import ModelExperts, Places, refreshes_of_routers
 
 ROW_MAJOR_KERNELS = frozenset(
     {
@@ -26,19 +29,34 @@ ROW_MAJOR_KERNELS = frozenset(
 """SGLang's products that read block-FP8 weights as a checkpoint stores them, on the GPUs where scales stay float32."""
 
 _DERIVED_SCALES = ("weight_scale_inv_deepgemm", "weight_scale_inv_shuffled", "weight_scale_inv_swizzled")
+_COPIED_NORMS = (
+    *("_hpc_q_norm_w_fp32", "_hpc_k_norm_w_fp32", "_post_expert_norm_weight"),
+    *("_input_layernorm_weight_bf16", "_post_attention_layernorm_weight_bf16"),
+)
 _SPLIT_WEIGHTS = ("_hc_attn_bf16_parts", "_hc_attn_tf32_parts", "_hc_ffn_bf16_parts", "_hc_ffn_tf32_parts")
 _KV_SCALES = ("k_scale", "v_scale")
 _NOT_YET = "fp8refit does not refresh them yet"
 _ANOTHER_KERNEL = 'Boot with fp8_gemm_runner_backend="triton", "deep_gemm" or "cutlass"'
 
 
-def read_inventory(model: nn.Module) -> Inventory:
-    """Everything a refit of `model` writes, and everything it cannot."""
-    return inventory.read_inventory(model, SglangRules())
+def read_inventory(model: nn.Module, places: Places | None = None) -> Inventory:
+    """Everything a refit of `model` writes, and everything it cannot.
+
+    Args:
+        model: The live model.
+        places: Where its experts lie; None if they lie in the checkpoint's order.
+    """
+    found = inventory.read_inventory(model, SglangRules(model, places))
+    return replace(found, refreshes=(*found.refreshes, *refreshes_of_routers(model)))
 
 
 class SglangRules:
-    """SGLang's ways (seen with 0.5.15, 0.5.17 and 0.5.23)."""
+    """SGLang's ways (seen with 0.5.15, 0.5.17 and 0.5.23).
+
+    Args:
+        model: The live model.
+        places: Where its experts lie.
+    """
 
     remedies = Remedies(
         no_block_fp8="Boot from a block-FP8 checkpoint (fp8refit quantize)",
@@ -48,9 +66,13 @@ class SglangRules:
     whole_layers: frozenset[str] = frozenset()
     copying_loaders = frozenset({"default_weight_loader", "sharded_weight_loader.<locals>.loader"})
 
+    def __init__(self, model: nn.Module, places: Places | None = None) -> None:
+        self._experts = ModelExperts(model, places)
+
     def why_refused(self, module: nn.Module) -> Why:
-        """Tensors that SGLang derived from weights, and layouts that it packed them into."""
-        return _why_derived(module) or _why_packed(module) or _why_split_apart(module)
+        """Tensors that SGLang derived from weights, layouts that it packed them into, and experts of unknown places."""
+        why = _why_derived(module) or _why_packed(module) or _why_split_apart(module)
+        return why or (self._experts.why_refused(module) if is_experts(module) else None)
 
     def is_linear(self, module: nn.Module) -> bool:
         """Row-parallel and replicated layers do not say `output_partition_sizes`."""
@@ -80,6 +102,10 @@ class SglangRules:
         block_n, block_k = getattr(method, "weight_block_size", None) or method.quant_config.weight_block_size
         return int(block_n), int(block_k)
 
+    def experts_of(self, prefix: str, module: nn.Module) -> Experts:
+        """By the layer's own numbers, and by what the model says of all of its layers."""
+        return self._experts.read(module, self.block_size_of(module))
+
     def kept(self, module: nn.Module) -> Collection[str]:
         """The KV scales of an attention layer, which keeps a copy of each as a Python number."""
         return _KV_SCALES if hasattr(module, "k_scale_float") else ()
@@ -91,7 +117,7 @@ def _why_derived(module: nn.Module) -> Why:
         return "keeps absorbed copies of its latent projections", _NOT_YET
     if getattr(module, "_block_fp8_bf16_weight", None) is not None:
         return "keeps a BF16 copy of its weight", "Boot with SGLANG_OPT_HOPPER_BLOCK_FP8_BF16=0"
-    for name in (*_DERIVED_SCALES, *_SPLIT_WEIGHTS):
+    for name in (*_DERIVED_SCALES, *_COPIED_NORMS, *_SPLIT_WEIGHTS):
         if getattr(module, name, None) is not None:
             return f"keeps copies derived from its weights (`{name}`)", _NOT_YET
     if hasattr(module, "base_layer"):

@@ -125,7 +125,7 @@ class LiveModel:
 
     def read_inventory(self) -> Inventory:
         """Slots of the model, refusals and refreshes of the engine around it."""
-        inventory = read_inventory(self.network)
+        inventory = read_inventory(self.network, self._scheduler.places_of_experts)
         refusals = list(inventory.refusals)
         if self._scheduler.has_draft_model:
             reason = "drafts tokens with weights of its own, which a refit would leave behind"

@@ -175,6 +175,8 @@ def install(monkeypatch) -> None:
         "sglang.srt.layers": {},
         "sglang.srt.layers.quantization": {},
         "sglang.srt.layers.quantization.kv_cache": {"BaseKVCacheMethod": BaseKVCacheMethod},
+        "sglang.srt.eplb": {},
+        "sglang.srt.eplb.expert_location": {"get_global_expert_location_metadata": lambda: None},
         "fastapi": {"HTTPException": HTTPException},
     }
     for name, members in contents.items():
@@ -186,7 +188,7 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(Graphs, "backends", {"decode": "full", "prefill": "tc_piecewise"})
     monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [EntryPoint()])
     monkeypatch.setattr("fp8refit_sglang.worker.ProcessGroupExchange", lambda group: group)
-    monkeypatch.setattr("fp8refit_sglang.worker.read_inventory", lambda network: network.read_inventory())
+    monkeypatch.setattr("fp8refit_sglang.worker.read_inventory", lambda network, _: network.read_inventory())
     plugin.register()
     HookRegistry.apply_hooks()
 

@@ -489,6 +489,8 @@ def test_a_scheduler_that_does_not_know_us_is_told_with_what_sglang_says(solo, m
         ({"disaggregation_mode": "prefill"}, "leave out disaggregation_mode"),
         ({"hicache_storage_backend": "file"}, "leave out hicache_storage_backend"),
         ({"weight_cache_mode": "client"}, 'weight_cache_mode="off"'),
+        ({"enable_eplb": True}, "leave out enable_eplb"),
+        ({"elastic_ep_backend": "mooncake"}, "leave out enable_eplb and elastic_ep_backend"),
     ],
     ids=str,
 )
@@ -506,6 +508,8 @@ def test_arguments_at_their_defaults_are_taken(make_engine):
         tokenizer_worker_num=1,
         disaggregation_mode="null",
         hicache_storage_backend=None,
+        enable_eplb=False,
+        elastic_ep_backend=None,
         weight_cache_mode="off",
     )
     assert Refitter(engine).version == 0

@@ -209,7 +209,6 @@ def marlin_method() -> Fp8LinearMethod:
         ),
         (block_layer(_derived_weight_cache_error="Restart without it"), "derived from its weights. Restart without it"),
         (block_layer(use_intel_amx_backend=True), "packed for Intel AMX"),
-        (block_layer(w13_weight=None), "mixture-of-experts"),
         (block_layer(kv_tp_group=object()), "cuts keys and values over other ranks than queries"),
     ],
 )
@@ -223,6 +222,8 @@ def test_what_cannot_be_refitted_is_refused_by_name(module, reason):
     ("name", "value", "reason"),
     [
         ("w_kc", None, "absorbed copies of its latent projections"),
+        ("_hpc_q_norm_w_fp32", torch.zeros(1), "derived from its weights (`_hpc_q_norm_w_fp32`)"),
+        ("_input_layernorm_weight_bf16", torch.zeros(1), "derived from its weights (`_input_layernorm_weight_bf16`)"),
         ("_hc_attn_tf32_parts", (torch.zeros(1),), "derived from its weights (`_hc_attn_tf32_parts`)"),
         ("_derived_weight_cache_error", "Restart without it", "Restart without it"),
     ],
