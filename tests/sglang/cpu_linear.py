@@ -7,6 +7,7 @@ its Triton kernel is torch's. DeepGEMM, CUTLASS and their power-of-two requantiz
 import functools
 
 from sglang.srt.layers.quantization import fp8, fp8_utils
+from torch import Tensor
 
 
 def register() -> None:
@@ -16,11 +17,15 @@ def register() -> None:
     @functools.wraps(fp8_utils.triton_w8a8_block_fp8_linear)
     def multiply(input, weight, block_size, weight_scale, input_scale=None, bias=None):
         assert input_scale is None
-        block_n, block_k = block_size
-        n, k = weight.shape
-        scale = weight_scale.repeat_interleave(block_n, 0)[:n].repeat_interleave(block_k, 1)[:, :k]
         # In double precision: rounded to BF16 it says the same whatever else is in the batch.
-        product = input.double() @ (weight.float() * scale).double().t()
+        product = input.double() @ dequantized(weight, weight_scale, block_size).double().t()
         return (product if bias is None else product + bias).to(input.dtype)
 
     fp8_utils.triton_w8a8_block_fp8_linear = multiply
+
+
+def dequantized(weight: Tensor, scale: Tensor, block_size: list[int]) -> Tensor:
+    """The float32 values of a matrix of codes."""
+    block_n, block_k = block_size
+    n, k = weight.shape
+    return weight.float() * scale.repeat_interleave(block_n, 0)[:n].repeat_interleave(block_k, 1)[:, :k]

@@ -1,10 +1,11 @@
-"""What SGLang's plugin mechanism loads in every process of a test's engine: the CPU product, and a way to look at a rank.
+"""What SGLang's plugin mechanism loads in every process of a test's engine: the CPU products, and a way to look at a rank.
 
 `conftest.py` makes the entry point.
 """
 
 
 def register() -> None:
+    import cpu_experts
     import cpu_linear
     import torch
     from fp8refit_sglang import kv_cache
@@ -16,5 +17,6 @@ def register() -> None:
     )  # compiling takes ten seconds a boot, and would be other code without a GPU
     torch.set_num_threads(1)  # tiny layers, few cores
     cpu_linear.register()
+    cpu_experts.register()
     kv_cache.is_cache_fp8 = lambda: True  # what no cache is on a CPU: so every family has KV scales
     Scheduler.fp8refit_test_observe = observe

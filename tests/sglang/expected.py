@@ -1,4 +1,4 @@
-"""What every live tensor of an engine of one rank must hold, by SGLang's names; looks at neither slots nor plan."""
+"""What every live tensor of an engine of one rank, and experts of any, must hold; looks at neither slots nor plan."""
 
 import hashlib
 from collections.abc import Mapping
@@ -47,6 +47,42 @@ def _expected(name: str, policy: Mapping[str, Tensor], shapes: Mapping[str, list
     tensor = torch.cat(parts)
     padding = shapes[name][0] - tensor.shape[0]
     return torch.cat([tensor, tensor.new_zeros((padding, *tensor.shape[1:]))])
+
+
+def expected_experts(policy: Mapping[str, Tensor], names: list[list[str]], ep_size: int) -> list[dict[str, str]]:
+    """A sha256 for each live tensor of layers of experts, rank by rank.
+
+    Args:
+        policy: Unquantized, with experts stacked.
+        names: Of the live tensors of each rank.
+        ep_size: Over how many groups of ranks experts are dealt out; the ranks of a group cut each of theirs.
+    """
+    num_cuts = len(names) // ep_size
+    return [
+        {
+            name: hashlib.sha256(_raw(_expected_experts(name, policy, rank, num_cuts, ep_size)).numpy()).hexdigest()
+            for name in live
+            if ".experts." in name
+        }
+        for rank, live in enumerate(names)
+    ]
+
+
+def _expected_experts(name: str, policy: Mapping[str, Tensor], rank: int, num_cuts: int, ep_size: int) -> Tensor:
+    module, _, leaf = name.replace(".block_sparse_moe.", ".mlp.").rpartition(".")
+    group, cut = divmod(rank, num_cuts)
+    held = []
+    for matrix in policy[f"{module}.{'gate_up' if leaf.startswith('w13') else 'down'}_proj"].chunk(ep_size)[group]:
+        parts = (
+            [part.chunk(num_cuts)[cut] for part in matrix.chunk(2)]
+            if leaf.startswith("w13")
+            else [matrix.chunk(num_cuts, 1)[cut]]
+        )
+        quantized = [quantize_blockwise(part, scale_format="fp32") for part in parts]
+        held.append(
+            torch.cat([scale if leaf.endswith("scale_inv") else codes.view(torch.uint8) for codes, scale in quantized])
+        )
+    return torch.stack(held)
 
 
 def _raw(tensor: Tensor) -> Tensor:

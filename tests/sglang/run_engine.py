@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from conformance import run_conformance
+from experts import run_experts
 from fresh import run_fresh
 from refits import run_refits
 from served import run_served
@@ -17,6 +18,7 @@ from served import run_served
 SCENARIOS = {
     "fresh": run_fresh,
     "refits": run_refits,
+    "experts": run_experts,
     "conformance": run_conformance,
     "served": run_served,
 }
