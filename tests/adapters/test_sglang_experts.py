@@ -247,7 +247,7 @@ def test_experts_wrapped_for_lora_are_refused():
     wrapper.base_layer = layer_of()
     refusals = read(wrapper).refusals
     assert [refusal.module for refusal in refusals] == ["mlp.experts", "mlp.experts.base_layer"]
-    assert {refusal.reason for refusal in refusals} == {"is wrapped for LoRA"}
+    assert all("LoRA" in refusal.reason for refusal in refusals)
 
 
 class MoEGate(nn.Module):
