@@ -24,6 +24,7 @@ LAYOUTS = {
     "core in process": {"tensor_parallel_size": 2},
     "external launcher": {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "seed": 0},
     "asynchronous": {"kv_cache_dtype": "fp8"},
+    "pipeline parallel": {"pipeline_parallel_size": 2},
 }
 NOISE = {"load_format": "dummy", "hf_overrides": {"quantization_config": CONFIG}}
 """Options that give an engine of a BF16 model's shape block-FP8 noise for weights."""
@@ -172,9 +173,11 @@ def booted_as(layout: str, model: Path, kernel: str, **options: Any) -> Iterator
     """An engine in one of `LAYOUTS`, whose block-FP8 layers use `kernel` on every rank."""
     os.environ["FP8REFIT_TEST_KERNEL"] = kernel  # `cpu_plugin.py` reads it in every process of the engine
     asked = settings(model) | LAYOUTS[layout] | options
-    num_ranks = asked.get("tensor_parallel_size", 1)
+    num_ranks = asked.get("tensor_parallel_size", 1) * asked.get("pipeline_parallel_size", 1)
     if layout != "asynchronous":
         subject = Subject(LLM(**asked), num_ranks)
+        if layout == "pipeline parallel":
+            subject.call("execute_dummy_batch")  # on a CPU nothing else makes room for what comes from the rank before
     else:
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
