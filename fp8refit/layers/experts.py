@@ -84,8 +84,6 @@ def stacks_of_experts(rules: LayerRules, prefix: str, module: Any, *, name: str)
 
 def why_not_experts(rules: LayerRules, prefix: str, module: Any, own: dict[str, Tensor]) -> Why:
     """What is against writing a layer of experts in place."""
-    if "base_layer" in prefix.split("."):
-        return "is wrapped for LoRA", "Boot without enable_lora"
     others = [name for name in own if name not in _TENSORS]
     if others:
         return (
