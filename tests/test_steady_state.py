@@ -75,7 +75,8 @@ def test_operations_are_as_many_for_any_number_of_tensors(launches):
     _, few, _ = steady_state(1, launches)
     _, many, _ = steady_state(12, launches)
     assert few == many
-    assert sum(few.values()) <= 8
+    assert few["aten.copy_.default"] == 2  # the table to the device, its status back
+    assert sum(few.values()) <= 12
 
 
 def test_nothing_is_allocated(launches):
