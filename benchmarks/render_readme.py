@@ -17,6 +17,7 @@ LAYOUTS = RESULTS / "vllm_layouts_h200.json"
 SGLANG = RESULTS / "sglang_qwen3-8b_h200.json"
 KV = {"vLLM": "kv_vllm_{shape}_h200.json", "SGLang": "kv_sglang_{shape}_h200.json"}
 ENGINES = ROOT / "docs" / "engines.toml"
+FAMILIES = ROOT / "docs" / "families.toml"
 
 
 def render() -> dict[str, str]:
@@ -26,7 +27,12 @@ def render() -> dict[str, str]:
         render_layouts(json.loads(LAYOUTS.read_text())),
         render_sglang(json.loads(SGLANG.read_text())),
     )
-    return {"measured": "\n".join(measured), "kv": render_kv(), "engines": render_engines(read_engines())}
+    return {
+        "measured": "\n".join(measured),
+        "kv": render_kv(),
+        "engines": render_engines(read_engines()),
+        "families": render_families(),
+    }
 
 
 def render_one(result: dict[str, Any]) -> str:
@@ -252,6 +258,21 @@ def render_engines(engines: list[dict[str, Any]]) -> str:
         + "\n".join(rows)
         + "\n"
     )
+
+
+def render_families() -> str:
+    """Which models in which layouts are tested, each cell by a test."""
+    table = tomllib.loads(FAMILIES.read_text())
+    columns: list[str] = table["columns"]
+    rows = [[family["name"], *(_cell(family.get(column)) for column in columns)] for family in table["family"]]
+    head = f"| | {' | '.join(columns)} |\n| --- |{' --- |' * len(columns)}\n"
+    return head + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _cell(test: str | dict[str, str] | None) -> str:
+    if test is None:
+        return ""
+    return f"[yes]({test.split('::')[0]})" if isinstance(test, str) else f"[refused]({test['refused'].split('::')[0]})"
 
 
 EQUALITIES = ("live_bytes", "tokens", "log_probabilities")

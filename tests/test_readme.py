@@ -45,8 +45,17 @@ def test_the_versions_of_sglang_are_those_that_the_noxfile_installs():
     assert set(ast.literal_eval(versions)) == set(ENGINES["sglang"]["cpu_versions"])
 
 
-@pytest.mark.parametrize("test", sorted({test for engine in ENGINES.values() for test in engine["refused"].values()}))
-def test_every_refusal_in_the_table_has_its_test(test):
+def tests_of_families() -> set[str]:
+    families = tomllib.loads((ROOT / "docs" / "families.toml").read_text())["family"]
+    cells = [cell for family in families for column, cell in family.items() if column != "name"]
+    return {cell if isinstance(cell, str) else cell["refused"] for cell in cells}
+
+
+REFUSALS = {test for engine in ENGINES.values() for test in engine["refused"].values()}
+
+
+@pytest.mark.parametrize("test", sorted(REFUSALS | tests_of_families()))
+def test_what_the_tables_say_has_its_test(test):
     file, name = test.split("::")
     functions = {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
     assert name in functions
