@@ -14,9 +14,11 @@ from torch import nn
 
 from fp8refit.layers import inventory
 from fp8refit.layers.experts import is_experts
+from fp8refit.layers.latent import with_absorbed
 from fp8refit.layers.rules import Experts, Kernel, Remedies, Why
 from fp8refit.slots import Inventory, ScaleFormat
 from fp8refit_sglang.experts import ModelExperts, Places, refreshes_of_routers
+from fp8refit_sglang.latent import absorbed_copies, fused_rows, has_known_rule, is_latent, why_not_absorbed
 
 ROW_MAJOR_KERNELS = frozenset(
     {
@@ -46,7 +48,8 @@ def read_inventory(model: nn.Module, places: Places | None = None) -> Inventory:
         model: The live model.
         places: Where its experts lie; None if they lie in the checkpoint's order.
     """
-    found = inventory.read_inventory(model, SglangRules(model, places))
+    rules = SglangRules(model, places)
+    found = with_absorbed(inventory.read_inventory(model, rules), absorbed_copies(model, rules.block_size_of))
     return replace(found, refreshes=(*found.refreshes, *refreshes_of_routers(model)))
 
 
@@ -68,10 +71,14 @@ class SglangRules:
 
     def __init__(self, model: nn.Module, places: Places | None = None) -> None:
         self._experts = ModelExperts(model, places)
+        self._fused_rows = fused_rows(model)
+        self._absorbs_as_known = has_known_rule(model)
 
     def why_refused(self, module: nn.Module) -> Why:
         """Tensors that SGLang derived from weights, layouts that it packed them into, and experts of unknown places."""
         why = _why_derived(module) or _why_packed(module) or _why_split_apart(module)
+        if why is None and is_latent(module):
+            why = why_not_absorbed(module, is_known_rule=self._absorbs_as_known)
         return why or (self._experts.why_refused(module) if is_experts(module) else None)
 
     def is_linear(self, module: nn.Module) -> bool:
@@ -84,6 +91,10 @@ class SglangRules:
         if hasattr(group, "rank_in_group"):
             return group.rank_in_group, group.world_size
         return getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
+
+    def part_sizes_of(self, module: nn.Module) -> tuple[int, ...]:
+        """As linear layers say it, but those of latent attention, which say less than there is."""
+        return self._fused_rows.get(module) or tuple(getattr(module, "output_partition_sizes", ()))
 
     def kernel_of(self, module: nn.Module) -> Kernel:
         """The function that SGLang's dispatch gave the layer."""
@@ -113,8 +124,6 @@ class SglangRules:
 
 def _why_derived(module: nn.Module) -> Why:
     """What SGLang computed from weights at boot and nothing refreshes after a write."""
-    if hasattr(module, "w_kc"):
-        return "keeps absorbed copies of its latent projections", _NOT_YET
     if getattr(module, "_block_fp8_bf16_weight", None) is not None:
         return "keeps a BF16 copy of its weight", "Boot with SGLANG_OPT_HOPPER_BLOCK_FP8_BF16=0"
     for name in (*_DERIVED_SCALES, *_COPIED_NORMS, *_SPLIT_WEIGHTS):

@@ -103,7 +103,7 @@ def wants_powers_of_two(kernel: object | None) -> bool:
     return bool(flag)
 
 
-def dequantized(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+def dequantized(layer: Any, dtype: torch.dtype) -> Tensor:
     """The weight (N, K) of a linear layer as vLLM itself dequantizes it when it boots.
 
     What vLLM does depends on its kernels: where DeepGEMM is supported it multiplies by an identity matrix, which loses the
@@ -111,7 +111,7 @@ def dequantized(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """
     from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 
-    weight: Tensor = get_and_maybe_dequant_weights(layer, out_dtype=dtype)  # type: ignore[arg-type]
+    weight: Tensor = get_and_maybe_dequant_weights(layer, out_dtype=dtype)
     return weight
 
 

@@ -108,6 +108,10 @@ class VllmRules:
         """By the layer's own numbers: `disable_tp` and group-wise layers differ from the process group's."""
         return getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
 
+    def part_sizes_of(self, module: nn.Module) -> tuple[int, ...]:
+        """As linear layers say it."""
+        return tuple(getattr(module, "output_partition_sizes", ()))
+
     def kernel_of(self, module: nn.Module) -> Kernel:
         """The object that vLLM's selection gave the layer."""
         kernel = linear_kernel(module)

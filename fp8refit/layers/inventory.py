@@ -108,7 +108,7 @@ def _slots_of(
     rules: LayerRules, prefix: str, module: nn.Module, own: dict[str, Tensor], names: CheckpointNames
 ) -> Iterator[tuple[Slot, tuple[str, ...]]]:
     """Slots, and the other checkpoint names of each."""
-    parts = names.parts_of(prefix, len(part_sizes(module) or (1,)))
+    parts = names.parts_of(prefix, len(part_sizes(rules, module) or (1,)))
     for name, tensor in own.items():
         if name == "weight_scale_inv":
             continue
@@ -158,7 +158,7 @@ def _why_refused(
         _why_not_as_loaded(prefix, module, own)
         or judge_storage(rules, module, own)
         or _why_not_parts(rules, prefix, module, names)
-        or _why_not_named(prefix, module, own, names)
+        or _why_not_named(rules, prefix, module, own, names)
         or why_not_sharded(rules, module, own, is_split=is_split)
     )
 
@@ -203,7 +203,7 @@ def _why_not_block_fp8(rules: LayerRules, module: nn.Module, own: dict[str, Tens
 
 def _why_not_parts(rules: LayerRules, prefix: str, module: nn.Module, names: CheckpointNames) -> Why:
     """What is against the matrices that a fused module holds."""
-    sizes = part_sizes(module) or ()
+    sizes = part_sizes(rules, module) or ()
     parts = names.parts_of(prefix, len(sizes) or 1)
     if len(parts) != max(len(sizes), 1):
         return (
@@ -216,9 +216,11 @@ def _why_not_parts(rules: LayerRules, prefix: str, module: nn.Module, names: Che
     return None
 
 
-def _why_not_named(prefix: str, module: nn.Module, own: dict[str, Tensor], names: CheckpointNames) -> Why:
+def _why_not_named(
+    rules: LayerRules, prefix: str, module: nn.Module, own: dict[str, Tensor], names: CheckpointNames
+) -> Why:
     """What is against the names of a module's tensors in a checkpoint."""
-    parts = names.parts_of(prefix, len(part_sizes(module) or (1,)))
+    parts = names.parts_of(prefix, len(part_sizes(rules, module) or (1,)))
     nameless = [name for name in own if name != "weight_scale_inv" and not all(names.of(f"{p}.{name}") for p in parts)]
     if not nameless:
         return None

@@ -20,8 +20,9 @@ def same_name(name: str) -> tuple[str, ...]:
 class CheckpointNames:
     """The names of one live model's tensors.
 
-    The parts of fused modules are those that `model.packed_modules_mapping` names, else `FUSED_MODULES`. Some checkpoints hold
-    them fused as well (Phi-3; GLM-4 its MLP): the model's Hugging Face config names the modules of its checkpoint.
+    The parts of fused modules are those that `model.packed_modules_mapping` names, and where it names none `FUSED_MODULES`.
+    Some checkpoints hold them fused as well (Phi-3; GLM-4 its MLP): the model's Hugging Face config names the modules of its
+    checkpoint.
 
     Args:
         model: The live model.
@@ -30,7 +31,7 @@ class CheckpointNames:
 
     def __init__(self, model: nn.Module, rename: Rename = same_name) -> None:
         packed = getattr(model, "packed_modules_mapping", {})
-        self._fused = {leaf: tuple(parts) for leaf, parts in packed.items()} or FUSED_MODULES
+        self._fused = FUSED_MODULES | {leaf: tuple(parts) for leaf, parts in packed.items()}
         self._rename = rename
         config = getattr(model, "config", None)
         configs = [config, getattr(config, "text_config", None)]

@@ -87,6 +87,10 @@ class LayerRules(Protocol):
         """Its rank, and the number of ranks that split it: 0 and 1 if it is not split."""
         ...
 
+    def part_sizes_of(self, module: nn.Module) -> tuple[int, ...]:
+        """Rows that this rank holds of each matrix in it, in storage order; fewer than two if it is not fused."""
+        ...
+
     def kernel_of(self, module: nn.Module) -> Kernel:
         """What multiplies by the weight of a module with block scales."""
         ...

@@ -84,7 +84,7 @@ def shards_of(rules: LayerRules, layer: Any, tensor: Tensor) -> tuple[Shard, ...
     Rows after the last shard are padding: engines pad vocabularies.
     """
     if tensor.ndim == 0:
-        return (Shard(first_row=0, cuts=()),) * len(part_sizes(layer) or (1,))
+        return (Shard(first_row=0, cuts=()),) * len(part_sizes(rules, layer) or (1,))
     columns = _column_cuts(rules, layer, tensor)
     shards, first_row = [], 0
     for rows in _row_cuts(rules, layer, tensor):
@@ -107,9 +107,9 @@ def joined(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
     return tuple(boxes)
 
 
-def part_sizes(layer: Any) -> tuple[int, ...] | None:
+def part_sizes(rules: LayerRules, layer: Any) -> tuple[int, ...] | None:
     """Rows that this rank holds of each matrix of a fused layer, or None if it is not fused."""
-    sizes = tuple(getattr(layer, "output_partition_sizes", ()))
+    sizes = rules.part_sizes_of(layer)
     return sizes if len(sizes) > 1 else None
 
 
@@ -119,7 +119,7 @@ def _row_cuts(rules: LayerRules, layer: Any, tensor: Tensor) -> tuple[Cut, ...]:
         held = layer.shard_indices
         start, end = held.org_vocab_start_index, held.org_vocab_end_index
         return (Cut(start=start, size=end - start, full=layer.org_vocab_size),)
-    sizes = part_sizes(layer) or (rows,)
+    sizes = part_sizes(rules, layer) or (rows,)
     if not _is_split_linear(rules, layer) or sum(sizes) == layer.output_size:
         return tuple(Cut.whole(size) for size in sizes)
     num_kv_copies = getattr(layer, "num_kv_head_replicas", 1)

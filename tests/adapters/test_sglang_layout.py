@@ -221,7 +221,7 @@ def test_what_cannot_be_refitted_is_refused_by_name(module, reason):
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("w_kc", None, "absorbed copies of its latent projections"),
+        ("w_kc", None, "absorbs its latent projections by a rule of its own"),
         ("_hpc_q_norm_w_fp32", torch.zeros(1), "derived from its weights (`_hpc_q_norm_w_fp32`)"),
         ("_input_layernorm_weight_bf16", torch.zeros(1), "derived from its weights (`_input_layernorm_weight_bf16`)"),
         ("_hc_attn_tf32_parts", (torch.zeros(1),), "derived from its weights (`_hc_attn_tf32_parts`)"),
@@ -233,6 +233,79 @@ def test_derived_copies_are_seen_on_modules_without_parameters(name, value, reas
     setattr(attention, name, value)
     refusal = only_refusal(model_of(attention=attention, proj=block_layer()))
     assert refusal.startswith("attention: ")
+    assert reason in refusal
+
+
+class DeepseekV2WeightLoaderMixin:
+    def post_load_weights(self): ...
+
+
+class LatentModel(nn.Module, DeepseekV2WeightLoaderMixin):
+    """What a model with latent attention shows of one layer on one rank."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.packed_modules_mapping = {"fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"]}
+        self.attn = attention = nn.Module()
+        attention.q_lora_rank, attention.kv_lora_rank, attention.qk_rope_head_dim = 128, 256, 64
+        attention.fused_qkv_a_proj_with_mqa = block_layer()
+        attention.fused_qkv_a_proj_with_mqa.output_size = 448
+        set_block_weight(attention.fused_qkv_a_proj_with_mqa, 448)
+        attention.kv_b_proj = block_layer()
+        set_block_weight(attention.kv_b_proj, 512)
+        attention.w_kc = torch.zeros(2, 256, 128, dtype=torch.bfloat16).transpose(1, 2)
+        attention.w_vc = torch.zeros(2, 128, 256, dtype=torch.bfloat16).transpose(1, 2)
+        attention.w_scale, attention.w_scale_k, attention.w_scale_v = 1.0, None, None
+        for name, value in attributes.items():
+            setattr(attention, name, value)
+
+
+def set_block_weight(layer: nn.Module, num_rows: int) -> None:
+    codes = torch.randint(0, 0x78, (num_rows, 256), dtype=torch.uint8).view(FP8)
+    layer.weight = nn.Parameter(codes, requires_grad=False)
+    layer.weight_scale_inv = nn.Parameter(torch.rand(-(-num_rows // 128), 2), requires_grad=False)
+
+
+def test_absorbed_copies_are_computed_from_codes_and_scales():
+    model = LatentModel()
+    inventory = read_inventory(model)
+    assert inventory.refusals == ()
+    (refresh,) = inventory.refreshes
+    refresh.run()
+    projection = model.attn.kv_b_proj
+    scale = projection.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    heads = (projection.weight.float() * scale).bfloat16().view(2, 256, 256)
+    assert torch.equal(model.attn.w_kc, heads[:, :128])
+    assert torch.equal(model.attn.w_vc, heads[:, 128:].transpose(1, 2))
+    assert {"attn.w_kc", "attn.w_vc"} <= {live.name for live in inventory.live}
+
+
+def test_latent_projections_fused_into_one_matrix_are_slots_of_their_own():
+    slots = {slot.name: slot for slot in read_inventory(LatentModel()).slots}
+    queries, latents = slots["attn.q_a_proj.weight"], slots["attn.kv_a_proj_with_mqa.weight"]
+    assert [tuple(slot.weight.shape) for slot in (queries, latents)] == [(128, 256), (320, 256)]
+    assert [tuple(slot.scale.shape) for slot in (queries, latents)] == [(1, 2), (3, 2)]
+
+
+def test_a_fused_projection_of_other_rows_than_latents_is_refused():
+    model = LatentModel()
+    model.attn.kv_lora_rank = 128
+    assert "holds no fused matrices" in only_refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("use_deep_gemm_bmm", True, "in FP8 for DeepGEMM. Boot without SGLANG_USE_DEEPGEMM_BMM"),
+        ("w_kc_qrep", torch.zeros(1), "keeps the absorbed keys of other ranks too. Boot without dcp_replicate_q_proj"),
+        ("w_scale", torch.ones(()), "quantizes its absorbed copies anew, or has made none"),
+        ("w_kc", torch.zeros(1, dtype=FP8), "quantizes its absorbed copies anew, or has made none"),
+        ("w_kc", None, "quantizes its absorbed copies anew, or has made none"),
+    ],
+)
+def test_other_forms_of_absorbed_copies_are_refused_by_name(name, value, reason):
+    refusal = only_refusal(LatentModel(**{name: value}))
+    assert refusal.startswith("attn: ")
     assert reason in refusal
 
 

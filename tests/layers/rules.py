@@ -32,6 +32,9 @@ class FakeRules:
     def ranks_of(self, module):
         return getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
 
+    def part_sizes_of(self, module):
+        return tuple(getattr(module, "output_partition_sizes", ()))
+
     def kernel_of(self, module):
         return getattr(module, "kernel", KERNEL)
 

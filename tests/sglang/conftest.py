@@ -2,7 +2,7 @@
 
 What is real: SGLang's engine, tokenizer manager, scheduler processes, loaders, post-processing, torch-native attention,
 sampling, radix cache, tensor parallelism over gloo. What is not: the block-FP8 product, which is torch's (`cpu_linear.py`),
-and `sgl_kernel`, which is a stub that raises when it is called (`stubs/`). Nothing here speaks for GPU kernels, for DeepGEMM,
+and `sgl_kernel` and `cutlass`, stubs of which nothing runs (`stubs/`). Nothing here speaks for GPU kernels, for DeepGEMM,
 CUTLASS or FlashInfer and the layouts that they pack weights into, for CUDA graphs, for CUDA IPC, for the memory saver, for
 an FP8 KV cache, or for speed. SGLang and torchvision are installed without their dependencies, on a CPU build of a torch that
 SGLang does not pin: `requirements-*.txt` are what they need here.

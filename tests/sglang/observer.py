@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+ABSORBED = ("w_kc", "w_vc")
+"""Attributes of latent attention that are neither parameters nor buffers."""
 KV_SCALES = ("attn.k_scale", "attn.v_scale")
 
 
@@ -26,12 +28,12 @@ def observe(scheduler, folder: str, what: str, arguments: list) -> None:
 
 
 def live_bytes(scheduler) -> dict[str, str]:
-    """A sha256 for each parameter and buffer, by the engine's own name."""
+    """A sha256 for each parameter, buffer and absorbed copy, by the engine's own name."""
     return {name: hashlib.sha256(_raw(tensor).numpy()).hexdigest() for name, tensor in _live(scheduler).items()}
 
 
 def places(scheduler) -> dict[str, list]:
-    """Identity, address and layout of each parameter and buffer."""
+    """Identity, address and layout of each of them."""
     live = _live(scheduler).items()
     return {name: [id(t), t.data_ptr(), list(t.shape), list(t.stride()), str(t.dtype)] for name, t in live}
 
@@ -44,9 +46,9 @@ def save(scheduler, folder: str) -> None:
 
 def scribble(scheduler) -> None:
     """Overwrite every weight and every scale of one, in place. The scales of a KV cache are no policy's."""
-    for name, parameter in _model(scheduler).named_parameters():
-        if not name.endswith(KV_SCALES):
-            parameter.detach().view(-1).view(torch.uint8).fill_(0x55)
+    for name, tensor in _live(scheduler).items():
+        if name.endswith(ABSORBED) or (isinstance(tensor, torch.nn.Parameter) and not name.endswith(KV_SCALES)):
+            tensor.detach().untyped_storage().fill_(0x55)  # absorbed copies are not contiguous
 
 
 def padding(scheduler) -> dict[str, int]:
@@ -112,7 +114,14 @@ def _model(scheduler) -> torch.nn.Module:
 
 def _live(scheduler) -> dict[str, torch.Tensor]:
     model = _model(scheduler)
-    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    absorbed = {
+        f"{name}.{copy}": getattr(module, copy)
+        for name, module in model.named_modules()
+        for copy in ABSORBED
+        if getattr(module, copy, None) is not None
+    }
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return dict(named) | absorbed
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

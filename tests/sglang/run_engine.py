@@ -12,6 +12,7 @@ import torch
 from conformance import run_conformance
 from experts import run_experts
 from fresh import run_fresh
+from latent import run_latent
 from refits import run_refits
 from served import run_served
 
@@ -19,6 +20,7 @@ SCENARIOS = {
     "fresh": run_fresh,
     "refits": run_refits,
     "experts": run_experts,
+    "latent": run_latent,
     "conformance": run_conformance,
     "served": run_served,
 }

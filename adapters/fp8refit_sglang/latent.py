@@ -1,0 +1,91 @@
+"""Latent attention (MLA) of a live SGLang model: projections that it fuses, and the absorbed copies that it keeps of one.
+
+On CUDA SGLang dequantizes `kv_b_proj` by its block scales and keeps both parts of it as plain attributes, `w_kc` and `w_vc`.
+Its other forms of them, quantized anew or gathered from other ranks, are refused.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8refit.kernels import dequantize_blockwise
+from fp8refit.layers.latent import Absorbed
+from fp8refit.layers.rules import Why
+
+_KEYS, _VALUES = "w_kc", "w_vc"
+_KNOWN_RULE = "DeepseekV2WeightLoaderMixin.post_load_weights"
+_SCALES = ("w_scale", "w_scale_k", "w_scale_v")
+_OF_OTHER_RANKS = ("w_kc_qrep", "q_b_proj_qrep", "q_b_proj_qrep_weight")
+
+
+def fused_rows(model: nn.Module) -> dict[nn.Module, tuple[int, ...]]:
+    """Rows of queries, and of keys and values, in layers that hold both and say that they hold one matrix."""
+    found: dict[nn.Module, tuple[int, ...]] = {}
+    for module in model.modules():
+        layer: Any = module
+        fused = getattr(layer, "fused_qkv_a_proj_with_mqa", None)
+        if fused is not None:
+            sizes = (layer.q_lora_rank, layer.kv_lora_rank + layer.qk_rope_head_dim)
+            if sum(sizes) == fused.output_size:
+                found[fused] = sizes
+    return found
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Whether it is attention that may keep absorbed copies."""
+    return hasattr(module, _KEYS)
+
+
+def has_known_rule(model: nn.Module) -> bool:
+    """Whether it makes its absorbed copies as DeepSeek's models do; others scale them."""
+    rule = getattr(type(model), "post_load_weights", None)
+    return getattr(rule, "__qualname__", "") == _KNOWN_RULE
+
+
+def why_not_absorbed(module: Any, *, is_known_rule: bool) -> Why:
+    """What is against computing the absorbed copies of one attention layer again."""
+    if not is_known_rule:
+        return "absorbs its latent projections by a rule of its own", "fp8refit does not know this rule yet"
+    if getattr(module, "use_deep_gemm_bmm", False):
+        return (
+            "keeps absorbed copies in FP8 for DeepGEMM",
+            "Boot without SGLANG_USE_DEEPGEMM_BMM, SGL_USE_DEEPGEMM_BMM in older versions",
+        )
+    if any(getattr(module, name, None) is not None for name in _OF_OTHER_RANKS):
+        return "keeps the absorbed keys of other ranks too", "Boot without dcp_replicate_q_proj"
+    copies = [getattr(module, name, None) for name in (_KEYS, _VALUES)]
+    is_scaled = any(isinstance(getattr(module, name, None), Tensor) for name in _SCALES)
+    if is_scaled or not all(copy is not None and copy.dtype in (torch.bfloat16, torch.float16) for copy in copies):
+        return (
+            "quantizes its absorbed copies anew, or has made none",
+            "Refit engines on CUDA GPUs, of checkpoints in blocks of 128x128",
+        )
+    return None
+
+
+def absorbed_copies(model: nn.Module, block_size_of: Callable[[nn.Module], tuple[int, int]]) -> Iterator[Absorbed]:
+    """What every layer of latent attention keeps of its `kv_b_proj`; none of those that `why_not_absorbed` refuses."""
+    is_known_rule = has_known_rule(model)
+    for name, module in model.named_modules():
+        if is_latent(module) and why_not_absorbed(module, is_known_rule=is_known_rule) is None:
+            projection: Any = module.kv_b_proj
+            yield Absorbed(
+                name=name,
+                owner=module,
+                keys=_KEYS,
+                values=_VALUES,
+                source=projection.weight,
+                dequantized=partial(_dequantized, projection, block_size_of),
+            )
+
+
+def _dequantized(layer: Any, block_size_of: Callable[[nn.Module], tuple[int, int]], dtype: torch.dtype) -> Tensor:
+    """The weight of a linear layer, which may not be quantized."""
+    weight: Tensor = layer.weight.detach()
+    scale = layer._parameters.get("weight_scale_inv")
+    if scale is None:
+        return weight
+    return dequantize_blockwise(weight, scale.detach(), block_size=block_size_of(layer), dtype=dtype)
