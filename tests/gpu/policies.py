@@ -4,106 +4,23 @@ Names are those of a transformers 5 state dict, in which the experts of a layer 
 memory under the names of a checkpoint.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8refit.bench.shapes import SHAPES, write_config
+
+__all__ = ["allocate", "expert_by_expert", "fill_policy", "tensor_shapes", "write_config"]
+
 HEAD_DIM = 128
-VOCAB_SIZE = 151936
 NUM_OUTLIERS = 6
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU is for trying a script on a tiny shape
-
-_QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": VOCAB_SIZE,
-    "head_dim": HEAD_DIM,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "dtype": "bfloat16",
-}
-_QWEN3_MOE = _QWEN3 | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "num_experts_per_tok": 8,
-    "intermediate_size": 6144,
-}
-_DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "dtype": "bfloat16",
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "moe_layer_freq": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "num_experts_per_tok": 4,
-    "n_shared_experts": 1,
-}
-
-
-def _dense(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        **others,
-    }
-
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "tiny": _QWEN3 | _dense(256, 512, 2, 4, 2),
-    "qwen3-0.6b": _QWEN3 | _dense(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
-    "qwen3-0.6b-untied": _QWEN3 | _dense(1024, 3072, 28, 16, 8),
-    "qwen3-8b": _QWEN3 | _dense(4096, 12288, 36, 32, 8),
-    "qwen3-30b-a3b": _QWEN3_MOE | _dense(2048, 6144, 48, 32, 4, num_experts=128, moe_intermediate_size=768),
-    # Experts that four ranks cut at whole blocks.
-    "qwen3-moe-small": _QWEN3_MOE | _dense(2048, 6144, 4, 32, 4, num_experts=32, moe_intermediate_size=1024),
-    "tiny-moe": _QWEN3_MOE | _dense(256, 512, 2, 4, 2, num_experts=8, moe_intermediate_size=256, num_experts_per_tok=2),
-    "deepseek-small": _DEEPSEEK
-    | _dense(2048, 6144, 4, 16, 16, n_routed_experts=32, moe_intermediate_size=1024, first_k_dense_replace=1),
-}
-
-
-def write_config(shape: str, folder: Path) -> None:
-    """A `config.json` from which an engine builds the model."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS[shape], indent=1))
 
 
 def tensor_shapes(shape: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a state dict."""
-    config = CONFIGS[shape]
+    config = SHAPES[shape]
     hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
