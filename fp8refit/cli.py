@@ -199,6 +199,45 @@ def bench_kernel(
         Console().print(kernel_table(result))
 
 
+@bench.command("rollout")
+def bench_rollout(
+    engine: Annotated[str, typer.Option(help="vllm, sglang, transformers, or another installed adapter's.")],
+    model: Annotated[str, typer.Option(help="A named shape (see `bench shapes`), or a folder with a config.json.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    precisions: Annotated[str, typer.Option(help="Of bf16, fp8 and fp8+kv, with commas.")] = "bf16,fp8,fp8+kv",
+    batch_sizes: Annotated[str, typer.Option(help="Sequences at a time, with commas.")] = "8,64,256",
+    context_lengths: Annotated[str, typer.Option(help="Tokens of each prompt, with commas.")] = "512,4096",
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each sequence is continued by.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each case.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of weights and prompts.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Time rollouts with BF16 weights, FP8 weights, and an FP8 KV cache under calibrated scales."""
+    from fp8refit.bench import Precision, RolloutBenchConfig, run_rollout_bench
+    from fp8refit.bench.tables import rollout_table
+
+    try:
+        config = RolloutBenchConfig(
+            engine=engine,
+            model=model,
+            tp=tp,
+            precisions=tuple(Precision(name) for name in precisions.split(",")),
+            batch_sizes=tuple(map(int, batch_sizes.split(","))),
+            context_lengths=tuple(map(int, context_lengths.split(","))),
+            num_new_tokens=new_tokens,
+            repeats=repeats,
+            seed=seed,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    with _standard_output_to_error(), _step_progress() as on_progress:
+        result = run_rollout_bench(config, on_progress=on_progress)
+    if as_json:
+        _write_json(result)
+    else:
+        Console().print(rollout_table(result))
+
+
 @bench.command("shapes")
 def bench_shapes() -> None:
     """List the models that are known by name."""

@@ -45,7 +45,7 @@ def test_the_versions_of_sglang_are_those_that_the_noxfile_installs():
     assert set(ast.literal_eval(versions)) == set(ENGINES["sglang"]["cpu_versions"])
 
 
-def tests_of_families() -> set[str]:
+def shown_by_families() -> set[str]:
     families = tomllib.loads((ROOT / "docs" / "families.toml").read_text())["family"]
     cells = [cell for family in families for column, cell in family.items() if column != "name"]
     return {cell if isinstance(cell, str) else cell["refused"] for cell in cells}
@@ -54,7 +54,7 @@ def tests_of_families() -> set[str]:
 REFUSALS = {test for engine in ENGINES.values() for test in engine["refused"].values()}
 
 
-@pytest.mark.parametrize("test", sorted(REFUSALS | tests_of_families()))
+@pytest.mark.parametrize("test", sorted(REFUSALS | shown_by_families()))
 def test_what_the_tables_say_has_its_test(test):
     file, name = test.split("::")
     functions = {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}

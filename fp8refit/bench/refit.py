@@ -15,7 +15,7 @@ from fp8refit._version import __version__
 from fp8refit.bench import policies
 from fp8refit.bench.clock import PeakMemory, Percentiles, copy_gb_per_s, wait
 from fp8refit.bench.engine import BenchEngine, Strategy, open_bench_engine
-from fp8refit.bench.shapes import SHAPES, write_config
+from fp8refit.bench.shapes import folder_of
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.refitter import Refitter
 from fp8refit.report import RefitReport
@@ -115,23 +115,11 @@ def run_refit_bench(config: RefitBenchConfig, *, on_progress: Progress = lambda 
     """
     with tempfile.TemporaryDirectory(prefix="fp8refit-bench-") as scratch:
         on_progress("boot", 0, 1)
-        engine = open_bench_engine(config.engine, _folder_of(config.model, Path(scratch)), tp=config.tp)
+        engine = open_bench_engine(config.engine, folder_of(config.model, Path(scratch)), tp=config.tp)
         try:
             return _Bench(config, engine, on_progress).run()
         finally:
             engine.close()
-
-
-def _folder_of(model: str, scratch: Path) -> Path:
-    if model in SHAPES:
-        write_config(model, scratch / "model")
-        return scratch / "model"
-    folder = Path(model)
-    if not (folder / "config.json").is_file():
-        raise UnsupportedEngineError(
-            f"{model} is neither a folder with a config.json nor one of the shapes {', '.join(SHAPES)}"
-        )
-    return folder
 
 
 class _Bench:

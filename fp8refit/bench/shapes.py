@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fp8refit.errors import UnsupportedEngineError
+
 _COMMON: dict[str, Any] = {
     "dtype": "bfloat16",
     "hidden_act": "silu",
@@ -112,3 +114,19 @@ def write_config(shape: str, folder: Path) -> None:
     """Write the `config.json` of a named shape into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))
+
+
+def folder_of(model: str, scratch: Path) -> Path:
+    """The folder of a model: one under `scratch` for a named shape.
+
+    Raises:
+        UnsupportedEngineError: It is neither a named shape nor a folder with a `config.json`.
+    """
+    if model in SHAPES:
+        write_config(model, scratch / "model")
+        return scratch / "model"
+    if not (Path(model) / "config.json").is_file():
+        raise UnsupportedEngineError(
+            f"{model} is neither a folder with a config.json nor one of the shapes {', '.join(SHAPES)}"
+        )
+    return Path(model)

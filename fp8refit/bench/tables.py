@@ -9,6 +9,7 @@ from rich.text import Text
 from fp8refit.bench.clock import Percentiles
 from fp8refit.bench.kernel import KernelBenchResult
 from fp8refit.bench.refit import OURS, RefitBenchResult
+from fp8refit.bench.rollout import RolloutBenchResult
 
 
 def refit_tables(result: RefitBenchResult) -> Group:
@@ -74,3 +75,17 @@ def kernel_table(result: KernelBenchResult) -> Table:
         measured = (f"{timing.device_us.median:.1f}", f"{timing.gb_per_s:.0f}", f"{timing.fraction_of_copy:.1%}")
         table.add_row(matrix, timing.dtype, timing.scale_format, *measured)
     return table
+
+
+def rollout_table(result: RolloutBenchResult) -> Group:
+    """Tokens a second, case by case."""
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    title = f"{result.config.model}, {result.config.tp} rank(s) on {result.gpu} ({versions})"
+    table = Table("precision", title=f"{title}: {result.config.num_new_tokens} new tokens a sequence")
+    for column in ("sequences", "context", "tokens/s", "against BF16"):
+        table.add_column(column, justify="right")
+    for timing in result.timings:
+        ratio = "" if timing.against_bf16 is None else f"{timing.against_bf16:.2f} x"
+        case = (str(timing.batch_size), str(timing.context_length))
+        table.add_row(timing.precision, *case, f"{timing.tokens_per_s.median:.0f}", ratio)
+    return Group(table, Text(f"again: {result.command}"))

@@ -43,13 +43,13 @@ def tensor_shapes(shape: str) -> dict[str, tuple[int, ...]]:
 
 def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, heads, kv_heads = (config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    norms = {"q_norm.weight": (HEAD_DIM,), "k_norm.weight": (HEAD_DIM,)}
     return {
         "q_proj.weight": (heads * HEAD_DIM, hidden),
         "k_proj.weight": (kv_heads * HEAD_DIM, hidden),
         "v_proj.weight": (kv_heads * HEAD_DIM, hidden),
         "o_proj.weight": (hidden, heads * HEAD_DIM),
-        "q_norm.weight": (HEAD_DIM,),
-        "k_norm.weight": (HEAD_DIM,),
+        **(norms if config["model_type"].startswith("qwen3") else {}),
     }
 
 

@@ -1,0 +1,60 @@
+"""vLLM in the benchmark of rollouts, as it is booted for one: compiled, with CUDA graphs."""
+
+import gc
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fp8refit.bench.rollout import Precision
+from fp8refit.errors import UnsupportedEngineError
+from fp8refit_vllm.bench import BLOCK_FP8
+
+
+class VllmRollout:
+    """See `fp8refit.bench.rollout.RolloutEngine`."""
+
+    def __init__(self, model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if tp == 1 else "1"
+        from vllm import LLM
+
+        self.settings: dict[str, object] = {
+            "load_format": "dummy",
+            "tensor_parallel_size": tp,
+            "skip_tokenizer_init": True,
+            "max_model_len": max_length,
+            "max_num_seqs": max_batch,
+            "kv_cache_dtype": "fp8" if precision is Precision.FP8_KV else "auto",
+        }
+        if precision is not Precision.BF16:
+            self.settings["hf_overrides"] = {"quantization_config": BLOCK_FP8}
+            self.settings["gpu_memory_utilization"] = 0.45  # a trainer's policy lies beside it while it is refitted
+        self.candidate = LLM(model=str(model), **self.settings)
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """See `fp8refit.bench.rollout.RolloutEngine`."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=1.0, ignore_eos=True, detokenize=False)
+        self.candidate.generate([{"prompt_token_ids": list(ids)} for ids in prompts], sampling, use_tqdm=False)
+
+    def close(self) -> None:
+        """See `fp8refit.bench.rollout.RolloutEngine`."""
+        self.candidate.llm_engine.engine_core.shutdown()
+        del self.candidate
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def boot(model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int) -> VllmRollout:
+    """An engine of noise.
+
+    Raises:
+        UnsupportedEngineError: vLLM is not installed.
+    """
+    try:
+        return VllmRollout(model, tp=tp, precision=precision, max_length=max_length, max_batch=max_batch)
+    except ImportError as error:
+        raise UnsupportedEngineError(f"vLLM is not installed ({error}); pip install 'fp8refit[vllm]'") from error

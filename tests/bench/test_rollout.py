@@ -1,0 +1,59 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fp8refit import UnsupportedEngineError
+from fp8refit.bench import Precision, RolloutBenchConfig, run_rollout_bench
+from fp8refit.cli import app
+
+TINY = {
+    "engine": "transformers",
+    "model": "tiny",
+    "batch_sizes": (1, 2),
+    "context_lengths": (8,),
+    "num_new_tokens": 3,
+    "repeats": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def result():
+    return run_rollout_bench(RolloutBenchConfig(**TINY))
+
+
+def test_every_precision_is_timed_at_every_size(result):
+    cases = [(timing.precision, timing.batch_size, timing.context_length) for timing in result.timings]
+    assert cases == [(precision, batch, 8) for precision in Precision for batch in (1, 2)]
+    assert all(timing.tokens_per_s.min > 0 and timing.tokens_per_s.count == 2 for timing in result.timings)
+
+
+def test_rates_are_held_against_bf16(result):
+    base = {timing.batch_size: timing.tokens_per_s.median for timing in result.timings[:2]}
+    for timing in result.timings:
+        assert timing.against_bf16 == pytest.approx(timing.tokens_per_s.median / base[timing.batch_size])
+    assert {timing.against_bf16 for timing in result.timings[:2]} == {1.0}
+
+
+def test_the_command_measures_the_same_again(result):
+    ran = CliRunner().invoke(app, [*result.command.split()[1:], "--json"])
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["config"] == json.loads(result.model_dump_json())["config"]
+
+
+def test_the_table_has_a_row_for_each_case():
+    arguments = "bench rollout --engine transformers --model tiny --precisions fp8 --batch-sizes 1 --context-lengths 4"
+    ran = CliRunner().invoke(app, [*arguments.split(), "--new-tokens", "2", "--repeats", "1"])
+    assert ran.exit_code == 0, ran.output
+    assert "tokens/s" in ran.stdout and "fp8" in ran.stdout
+
+
+@pytest.mark.parametrize(("option", "value"), [("--precisions", "fp4"), ("--batch-sizes", "many")])
+def test_what_is_no_case_is_refused(option, value):
+    ran = CliRunner().invoke(app, ["bench", "rollout", "--engine", "transformers", "--model", "tiny", option, value])
+    assert ran.exit_code == 2
+
+
+def test_an_unknown_engine_is_refused():
+    with pytest.raises(UnsupportedEngineError, match="no adapter is called 'nothing'"):
+        run_rollout_bench(RolloutBenchConfig(**TINY | {"engine": "nothing"}))
