@@ -10,8 +10,9 @@ import policies
 import torch
 import vllm
 from checkpoints import fp8_folder, write_checkpoints
-from layout_modes import DUMMY, observe, settings
+from layout_modes import observe, settings
 from measuring import log, measure_copy_gb_per_s, wait_for_gpu
+from tiny_models import FP8_CONFIG
 from torch import Tensor
 from vllm import LLM
 
@@ -23,6 +24,14 @@ from fp8refit.slots import Slot
 NUM_ROUNDS = 7
 
 
+def dummy(shape: str) -> dict:
+    """Options for an engine of noise. Routers stay in BF16, as in every published checkpoint."""
+    layers = range(policies.SHAPES[shape]["num_hidden_layers"])
+    ignored = [*FP8_CONFIG["modules_to_not_convert"], *(f"model.layers.{layer}.mlp.gate" for layer in layers)]
+    config = FP8_CONFIG | {"modules_to_not_convert": ignored}
+    return {"load_format": "dummy", "hf_overrides": {"quantization_config": config}}
+
+
 def engine_settings(model: Path, args, **options) -> dict:
     if args.eager:
         options["enforce_eager"] = True
@@ -32,7 +41,7 @@ def engine_settings(model: Path, args, **options) -> dict:
 def run_refit(args) -> dict:
     """From noise through policy 2 to policy 1, from stacked experts and from single ones; then after vLLM's own reload."""
     policies.write_config(args.shape, args.work / "dummy")
-    llm = LLM(**engine_settings(args.work / "dummy", args, **DUMMY))
+    llm = LLM(**engine_settings(args.work / "dummy", args, **dummy(args.shape)))
     log("booted")
     places = llm.collective_rpc("observe_places")
     policy, refitter = policies.fill_policy(policies.allocate(args.shape), 2), Refitter(llm)

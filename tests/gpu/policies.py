@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8refit.bench.shapes import SHAPES, write_config
 
-__all__ = ["allocate", "expert_by_expert", "fill_policy", "tensor_shapes", "write_config"]
+__all__ = ["SHAPES", "allocate", "expert_by_expert", "fill_policy", "tensor_shapes", "write_config"]
 
 HEAD_DIM = 128
 NUM_OUTLIERS = 6
