@@ -10,6 +10,7 @@ import faulthandler
 import json
 from pathlib import Path
 
+import cpu_kernel
 import torch
 from conformance import run_conformance
 from engines import (
@@ -34,6 +35,7 @@ from live_engine import run_live
 from lora import run_fresh_lora, run_lora
 
 from fp8refit import Refitter
+from fp8refit.bench import RefitBenchConfig, run_refit_bench
 from tests import cross_engine
 from tests.tiny_models import save_model
 
@@ -112,6 +114,13 @@ def run_online(kernel: str, work: str) -> dict:
         return found
 
 
+def run_bench() -> dict:
+    """The benchmark of refits, on an engine that it boots itself."""
+    cpu_kernel.register("fp32")
+    config = RefitBenchConfig(engine="vllm", model="tiny", rounds=2, warm_up=0)
+    return run_refit_bench(config).model_dump(mode="json")
+
+
 def run_cross_engine(work: str) -> dict:
     """The digest of what an engine holds that is refitted to the policy of `tests/cross_engine.py`."""
     folder = Path(work) / "model"
@@ -153,6 +162,7 @@ SCENARIOS = {
     "online": run_online,
     "live": run_live,
     "kv cache": run_kv_cache,
+    "bench": run_bench,
     "cross engine": run_cross_engine,
     "refusals": run_refusals,
     "latent": run_latent,
