@@ -25,6 +25,7 @@ class VllmRollout:
             "skip_tokenizer_init": True,
             "max_model_len": max_length,
             "max_num_seqs": max_batch,
+            "enforce_eager": not torch.cuda.is_available(),
             "kv_cache_dtype": "fp8" if precision is Precision.FP8_KV else "auto",
         }
         if precision is not Precision.BF16:
