@@ -84,15 +84,15 @@ def stacks_of_experts(rules: LayerRules, prefix: str, module: Any, *, name: str)
 
 def why_not_experts(rules: LayerRules, prefix: str, module: Any, own: dict[str, Tensor]) -> Why:
     """What is against writing a layer of experts in place."""
+    if not set(_TENSORS) <= own.keys() or own["w13_weight"].dtype is not FP8_DTYPE:
+        held = ", ".join(f"{name} ({dtype_name(tensor.dtype)})" for name, tensor in own.items())
+        return f"its experts are not block FP8: {held}", rules.remedies.other_quantization
     others = [name for name in own if name not in _TENSORS]
     if others:
         return (
             f"holds {', '.join(f'`{name}`' for name in others)} beside its experts' matrices",
             "fp8refit does not know where a checkpoint keeps it yet",
         )
-    if not set(_TENSORS) <= own.keys() or own["w13_weight"].dtype is not FP8_DTYPE:
-        held = ", ".join(f"{name} ({dtype_name(tensor.dtype)})" for name, tensor in own.items())
-        return f"its experts are not block FP8: {held}", rules.remedies.other_quantization
     experts = rules.experts_of(prefix, module)
     if not experts.kernel.is_row_major:
         reason = f"its kernel {experts.kernel.name} repacks experts, or is not known to leave them as loaded"
@@ -119,5 +119,7 @@ def _why_not_shaped(rules: LayerRules, experts: Experts, own: dict[str, Tensor])
         tensor, dtype = own[name], torch.float32 if "scale" in name else FP8_DTYPE
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype) or not tensor.is_contiguous():
             found = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-            return f"its `{name}` is {found}, not row-major {dtype_name(dtype)} {list(shape)}", experts.kernel.remedy
+            # Blocks are finer where rows of a rank are no multiple of them: another kernel has the same.
+            remedy = rules.remedies.one_rank if "scale" in name and num_ranks > 1 else experts.kernel.remedy
+            return f"its `{name}` is {found}, not row-major {dtype_name(dtype)} {list(shape)}", remedy
     return None
