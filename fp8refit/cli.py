@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from fp8refit._version import __version__
-from fp8refit.engine import find_adapters, name_adapters
+from fp8refit.engine import find_adapter
 from fp8refit.errors import CheckpointError, RefitError, UnsupportedEngineError
 from fp8refit.layout import EngineLayout, SlotLayout
 from fp8refit.names import in_one, without_numbers
@@ -97,7 +97,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Boot an engine and show what it holds: slots, kernels, formats, and what cannot be refitted."""
-    adapter = _find_adapter(engine)
+    adapter = find_adapter(engine)
     with _standard_output_to_error(), Refitter(adapter.boot(model)) as refitter:
         layout = refitter.layout()
     if as_json:
@@ -294,18 +294,6 @@ def _demo_cells(row: "Round") -> Iterable[str]:
     yield from (f"{loss:.4f}" for loss in (row.trainer_loss, row.refitted_loss, row.stale_loss))
     yield f"{row.refit_ms:.1f}" if row.refit_ms is not None else ""
     yield f"{row.gb_per_s:.2f}" if row.gb_per_s is not None else ""
-
-
-def _find_adapter(name: str) -> Any:
-    """The adapter registered under `name`.
-
-    Raises:
-        UnsupportedEngineError: There is none.
-    """
-    adapters, broken = find_adapters()
-    if name not in adapters:
-        raise UnsupportedEngineError(f"no adapter is called {name!r}; installed are {name_adapters(adapters)}", broken)
-    return adapters[name]
 
 
 @contextlib.contextmanager

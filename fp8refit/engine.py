@@ -329,6 +329,18 @@ def find_adapters() -> tuple[dict[str, type[Engine]], list[str]]:
     return adapters, broken
 
 
+def find_adapter(name: str) -> type[Engine]:
+    """The adapter that is installed under `name`.
+
+    Raises:
+        UnsupportedEngineError: There is none.
+    """
+    adapters, broken = find_adapters()
+    if name not in adapters:
+        raise UnsupportedEngineError(f"no adapter is called {name!r}; installed are {name_adapters(adapters)}", broken)
+    return adapters[name]
+
+
 def name_adapters(adapters: Iterable[str]) -> str:
     """The names, for a message."""
     return ", ".join(sorted(adapters)) or "none: install fp8refit, a path alone has no entry points"

@@ -2,11 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from fp8refit.bench.engine import BenchEngine
-from fp8refit.bench.rollout import Precision, RolloutEngine
 from fp8refit.config import RefitConfig
 from fp8refit.engine import Ranks
 from fp8refit.errors import UnsupportedEngineError
@@ -80,22 +77,6 @@ class SglangEngine:
             disable_cuda_graph=True,
             json_model_override_args=json.dumps({} if is_quantized else BLOCK_FP8),
         )
-
-    @classmethod
-    def boot_for_bench(cls, model: Path, *, tp: int) -> BenchEngine:
-        """See `fp8refit.bench.engine.open_bench_engine`."""
-        from fp8refit_sglang import bench
-
-        return bench.boot(model, tp=tp)
-
-    @classmethod
-    def boot_for_rollout(
-        cls, model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int
-    ) -> RolloutEngine:
-        """See `fp8refit.bench.rollout`."""
-        from fp8refit_sglang import rollout
-
-        return rollout.boot(model, tp=tp, precision=precision, max_length=max_length, max_batch=max_batch)
 
     async def check_ready(self) -> None:
         """See `fp8refit.engine.Engine`."""

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from fp8refit.bench.eager import eager_quantize
 from fp8refit.bench.engine import Strategy
+from fp8refit.errors import UnsupportedEngineError
 from fp8refit.slots import ScaleFormat
+from fp8refit_transformers.engine import TransformersEngine
 from fp8refit_transformers.linear import BlockFp8Linear
 
 
@@ -55,9 +57,6 @@ def boot(model: Path, *, tp: int) -> TransformersBench:
     Raises:
         UnsupportedEngineError: More than one rank was asked for, or `model` is no model folder.
     """
-    from fp8refit.errors import UnsupportedEngineError
-    from fp8refit_transformers.engine import TransformersEngine
-
     if tp != 1:
         raise UnsupportedEngineError(f"transformers runs on one rank, not on {tp}; leave out --tp")
     return TransformersBench(TransformersEngine.boot(str(model)))

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8refit.bench.engine import BenchEngine
-from fp8refit.bench.rollout import Precision, RolloutEngine
 from fp8refit.config import RefitConfig
 from fp8refit.engine import LocalRanks
 from fp8refit.errors import EngineDirtyError, UnsupportedEngineError
@@ -91,22 +89,6 @@ class TransformersEngine:
             with Refitter(engine) as refitter:
                 refitter.refit(folder)
         return engine
-
-    @classmethod
-    def boot_for_bench(cls, model: Path, *, tp: int) -> BenchEngine:
-        """See `fp8refit.bench.engine.open_bench_engine`."""
-        from fp8refit_transformers import bench
-
-        return bench.boot(model, tp=tp)
-
-    @classmethod
-    def boot_for_rollout(
-        cls, model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int
-    ) -> RolloutEngine:
-        """See `fp8refit.bench.rollout`."""
-        from fp8refit_transformers import rollout
-
-        return rollout.boot(model, tp=tp, precision=precision, max_length=max_length, max_batch=max_batch)
 
     async def check_ready(self) -> None:
         """See `fp8refit.engine.Engine`: requests are calls, and the caller of `refit` makes none meanwhile."""

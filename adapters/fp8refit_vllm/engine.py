@@ -2,11 +2,8 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from fp8refit.bench.engine import BenchEngine
-from fp8refit.bench.rollout import Precision, RolloutEngine
 from fp8refit.config import RefitConfig
 from fp8refit.engine import LocalRanks, Ranks
 from fp8refit.errors import UnsupportedEngineError
@@ -70,22 +67,6 @@ class VllmEngine:
             skip_tokenizer_init=True,
             quantization=None if is_quantized else "fp8_per_block",
         )
-
-    @classmethod
-    def boot_for_bench(cls, model: Path, *, tp: int) -> BenchEngine:
-        """See `fp8refit.bench.engine.open_bench_engine`."""
-        from fp8refit_vllm import bench
-
-        return bench.boot(model, tp=tp)
-
-    @classmethod
-    def boot_for_rollout(
-        cls, model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int
-    ) -> RolloutEngine:
-        """See `fp8refit.bench.rollout`."""
-        from fp8refit_vllm import rollout
-
-        return rollout.boot(model, tp=tp, precision=precision, max_length=max_length, max_batch=max_batch)
 
     async def check_ready(self) -> None:
         """See `fp8refit.engine.Engine`."""

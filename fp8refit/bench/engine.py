@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 from torch import Tensor
 
-from fp8refit.engine import find_adapters, name_adapters
+from fp8refit.engine import find_adapter
 from fp8refit.errors import UnsupportedEngineError
 
 
@@ -38,17 +40,28 @@ class BenchEngine(Protocol):
         ...
 
 
-def open_bench_engine(name: str, model: Path, *, tp: int) -> BenchEngine:
-    """Boot the engine of an adapter from a folder with a `config.json`.
+def adapter_module(name: str, part: str) -> ModuleType:
+    """The module `part` of the package of an adapter, imported now: who only refits does without it.
 
     Raises:
-        UnsupportedEngineError: No adapter of that name is installed, or it takes no part in benchmarks.
+        UnsupportedEngineError: No adapter of that name is installed, or its package has no such module.
     """
-    adapters, broken = find_adapters()
-    if name not in adapters:
-        raise UnsupportedEngineError(f"no adapter is called {name!r}; installed are {name_adapters(adapters)}", broken)
-    boot = getattr(adapters[name], "boot_for_bench", None)
-    if boot is None:
-        raise UnsupportedEngineError(f"the adapter {name} has no `boot_for_bench`, and so no benchmark")
-    engine: BenchEngine = boot(model, tp=tp)
+    module = f"{find_adapter(name).__module__.partition('.')[0]}.{part}"
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise UnsupportedEngineError(
+            f"the adapter {name} takes no part in this benchmark: it has no {module}"
+        ) from error
+
+
+def open_bench_engine(name: str, model: Path, *, tp: int) -> BenchEngine:
+    """Boot the engine of an adapter, by `boot` of its module `bench`, from a folder with a `config.json`.
+
+    Raises:
+        UnsupportedEngineError: See `adapter_module`.
+    """
+    engine: BenchEngine = adapter_module(name, "bench").boot(model, tp=tp)
     return engine

@@ -14,9 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from fp8refit._version import __version__
 from fp8refit.bench import policies
 from fp8refit.bench.clock import Percentiles
+from fp8refit.bench.engine import adapter_module
 from fp8refit.bench.shapes import folder_of
-from fp8refit.engine import find_adapters, name_adapters
-from fp8refit.errors import UnsupportedEngineError
 from fp8refit.refitter import Refitter
 
 _FIRST_TOKEN, _NUM_TOKENS = 100, 500
@@ -150,15 +149,8 @@ def run_rollout_bench(
 
 
 def _open(config: RolloutBenchConfig, model: Path, precision: Precision) -> RolloutEngine:
-    adapters, broken = find_adapters()
-    if config.engine not in adapters:
-        names = name_adapters(adapters)
-        raise UnsupportedEngineError(f"no adapter is called {config.engine!r}; installed are {names}", broken)
-    boot = getattr(adapters[config.engine], "boot_for_rollout", None)
-    if boot is None:
-        raise UnsupportedEngineError(f"the adapter {config.engine} has no `boot_for_rollout`, and so no rollouts")
     longest = max(config.context_lengths) + config.num_new_tokens
-    engine: RolloutEngine = boot(
+    engine: RolloutEngine = adapter_module(config.engine, "rollout").boot(
         model, tp=config.tp, precision=precision, max_length=longest, max_batch=max(config.batch_sizes)
     )
     return engine

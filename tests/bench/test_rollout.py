@@ -57,3 +57,8 @@ def test_what_is_no_case_is_refused(option, value):
 def test_an_unknown_engine_is_refused():
     with pytest.raises(UnsupportedEngineError, match="no adapter is called 'nothing'"):
         run_rollout_bench(RolloutBenchConfig(**TINY | {"engine": "nothing"}))
+
+
+def test_an_adapter_without_rollouts_is_refused_by_what_it_lacks(model):
+    with pytest.raises(UnsupportedEngineError, match=r"the adapter fake takes no part .* it has no tests\.rollout"):
+        run_rollout_bench(RolloutBenchConfig(**TINY | {"engine": "fake"}))

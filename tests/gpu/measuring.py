@@ -1,12 +1,12 @@
 """What the engines of the scripts here are asked, and the rate that their fills are held against. Imports no engine."""
 
-import statistics
 import time
 from typing import TYPE_CHECKING
 
 import torch
 
 from fp8refit import EngineAsleepError, Refitter
+from fp8refit.bench.clock import copy_gb_per_s
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -87,16 +87,5 @@ def wait_for_gpu() -> None:
 
 
 def measure_copy_gb_per_s(device: int) -> float:
-    """The copy roofline: device-to-device bytes read and written, 4 GiB, median of 9."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device=f"cuda:{device}").random_(0, 255)
-    target = torch.empty_like(source)
-    times_ms = []
-    with torch.cuda.device(device):
-        for _ in range(9):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            target.copy_(source)
-            end.record()
-            end.synchronize()
-            times_ms.append(begin.elapsed_time(end))
-    return 2 * source.numel() / statistics.median(times_ms) / 1e6
+    """The copy roofline of a GPU, as the benchmark measures it."""
+    return copy_gb_per_s(torch.device("cuda", device), repeats=9)
