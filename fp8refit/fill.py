@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
+from fp8refit.guard import LayoutGuard
 from fp8refit.kernels import Task, WorkTable, compile_table
 from fp8refit.kernels.table import fits_scale_format, have_layouts, source_layout
 from fp8refit.plan import RefitPlan, Step
 from fp8refit.slots import Op, ScaleFormat, Slot
+from fp8refit.sources import MappingSource
 
 _BUCKET_ALIGNMENT_BYTES = 256
 
@@ -76,10 +78,11 @@ class ResidentFill:
         self,
         plan: RefitPlan,
         slots: Sequence[Slot],
-        tensors: Mapping[str, Tensor],
+        source: MappingSource,
         device: torch.device,
         config: RefitConfig,
     ) -> None:
+        tensors = source.tensors
         self.plan = plan
         self.config = config
         self._num_names = len(tensors)
@@ -89,6 +92,7 @@ class ResidentFill:
         self.staged_steps = [step for step in plan.steps if step.source in elsewhere]
         self._sources = [step.source for step in self.steps]
         self._layouts = {name: source_layout(tensors[name]) for name in dict.fromkeys(self._sources)}
+        self._recognise(source)
         tasks = [bind(step, slots[step.slot], tensors[step.source], config) for step in self.steps]
         self.table = compile_table(tasks, device, _places(self._sources))
         strict_scales = [
@@ -103,19 +107,24 @@ class ResidentFill:
             places = _places(self._scale_sources)
             self._scale_table = compile_table([tasks[index] for index in strict_scales], device, places)
 
-    def rebind(self, tensors: Mapping[str, Tensor], *, is_known: bool = False) -> bool:
-        """Point the table at `tensors`; False, and nothing done, if they are not laid out as those compiled for.
-
-        Args:
-            tensors: The source's.
-            is_known: Whether these very tensors were the last ones, so that their layout need not be looked at.
-        """
-        if not is_known and not self._fits(tensors):
+    def rebind(self, source: MappingSource) -> bool:
+        """Point the tables at the tensors of `source`; False, and nothing done, if they are not laid out as those before."""
+        if not self._guard.holds(source.sent_names, source.sent):
+            if source.problems or not self._fits(source.tensors):
+                return False
+            self._recognise(source)
+        if not self.table.refresh([source.sent[place] for place in self._places]):
             return False
-        self.table.refresh([tensors[name] for name in self._layouts])
         if self._scale_table is not None:
+            tensors = source.tensors
             self._scale_table.refresh([tensors[name] for name in dict.fromkeys(self._scale_sources)])
         return True
+
+    def _recognise(self, source: MappingSource) -> None:
+        """Know the next source that is laid out as this one, in which nothing is wrong."""
+        place_of = {name: place for place, name in enumerate(source.tensors)}
+        self._places = [place_of[name] for name in self._layouts]
+        self._guard = LayoutGuard(source.sent_names, source.sent)
 
     def _fits(self, tensors: Mapping[str, Tensor]) -> bool:
         return (

@@ -41,6 +41,8 @@ class RefitPlan:
 
     steps: tuple[Step, ...]
     ignored: tuple[str, ...]
+    num_sources: int
+    """Source tensors that some step reads."""
     num_bytes_read: int
     num_bytes_written: int
     digest: str
@@ -202,6 +204,7 @@ class PlanBuilder:
         return RefitPlan(
             steps=steps,
             ignored=tuple(self._ignored),
+            num_sources=len({step.source for step in steps}),
             num_bytes_read=sum(prod(step.shape) * self._seen[step.source].dtype.itemsize for step in steps),
             num_bytes_written=sum(_bytes_written(step, self._slots[step.slot]) for step in steps),
             digest=digest.hexdigest(),

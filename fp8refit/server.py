@@ -154,8 +154,13 @@ class MappedSource(MappingSource):
     """Tensors of another process, under the names and with the problems that it found."""
 
     def __init__(self, tensors: Mapping[str, Tensor], problems: tuple[str, ...]) -> None:
-        super().__init__(tensors.items())
-        self.problems = (*self.problems, *problems)
+        super().__init__(tensors)
+        self._found = problems
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """See `MappingSource`."""
+        return (*super().problems, *self._found)
 
 
 def _read(message: str) -> Request:

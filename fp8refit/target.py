@@ -5,7 +5,6 @@ commit the rank is dirty; only a later complete write heals it.
 """
 
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -69,7 +68,6 @@ class Target:
         self._inventory: Inventory | None = None
         self._resident: ResidentFill | None = None
         self._stream_plan: tuple[Mapping[str, TensorMeta], RefitPlan] | None = None
-        self._last_source: weakref.ref[MappingSource] | None = None
         self._job: Job | None = None
         self._write: Write | None = None
         self._is_whole = False
@@ -359,20 +357,11 @@ class Target:
 
     def _prepare_mapping(self, source: MappingSource, job: Job) -> None:
         resident = self._resident
-        is_known = self._last_source is not None and self._last_source() is source
-        if (
-            resident is None
-            or source.problems
-            or resident.config != job.config
-            or not resident.rebind(source.tensors, is_known=is_known)
-        ):
+        if resident is None or resident.config != job.config or not resident.rebind(source):
             plan = job.compile(*source.scan())
             self._resident = None
-            self._resident = resident = ResidentFill(
-                plan, job.inventory.slots, source.tensors, self._device, job.config
-            )
+            self._resident = resident = ResidentFill(plan, job.inventory.slots, source, self._device, job.config)
             job.is_first = True
-        self._last_source = weakref.ref(source)
         job.plan, job.resident = resident.plan, resident
         if resident.staged_steps:
             job.stream_steps = by_source(resident.staged_steps)
@@ -482,7 +471,7 @@ class Target:
         kv = self._write_brought_scales(plan)
         return RankReport(
             device=str(self._device),
-            num_tensors=len({step.source for step in plan.steps}),
+            num_tensors=plan.num_sources,
             ignored=plan.ignored,
             bytes_read=plan.num_bytes_read,
             bytes_written=plan.num_bytes_written,

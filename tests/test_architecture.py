@@ -25,6 +25,7 @@ LAYERS = [
     "plan",
     "kernels",
     "kv_scales",
+    "guard",
     "fill",
     "job",
     "target",

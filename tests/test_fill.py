@@ -3,10 +3,14 @@
 import pytest
 import torch
 
+import fp8refit.fill
+import fp8refit.guard
 from fp8refit.config import RefitConfig
 from fp8refit.fill import ResidentFill, StreamFill, bind, misfit_scales
+from fp8refit.kernels.table import have_layouts
 from fp8refit.plan import compile_plan
 from fp8refit.slots import Op, ScaleFormat, Slot, TensorMeta
+from fp8refit.sources import MappingSource
 from tests.fakes import FakeModel, assert_holds, bytes_of, live_bytes, make_policy, prequantize
 
 CPU = torch.device("cpu")
@@ -20,7 +24,7 @@ def make_plan(slots, tensors):
 
 def fill_resident(model: FakeModel, tensors, **options) -> ResidentFill:
     slots = tuple(model.slots())
-    fill = ResidentFill(make_plan(slots, tensors), slots, tensors, CPU, RefitConfig(**options))
+    fill = ResidentFill(make_plan(slots, tensors), slots, MappingSource(tensors), CPU, RefitConfig(**options))
     fill.table.launch(check=True)
     return fill
 
@@ -73,7 +77,7 @@ def test_tensors_larger_than_a_bucket_are_cut_without_changing_a_byte():
         stream.add(step, tensors[step.source], is_stable=False)
         tensors[step.source] = tensors[step.source].clone()
     assert stream.bad_sources() == []
-    ResidentFill(plan, expected, tensors, CPU, config).table.launch(check=True)
+    ResidentFill(plan, expected, MappingSource(tensors), CPU, config).table.launch(check=True)
     for slot, other in zip(slots, expected, strict=True):
         assert bytes_of(slot.weight) == bytes_of(other.weight)
         assert slot.scale is None or torch.equal(slot.scale, other.scale)
@@ -119,7 +123,7 @@ def test_rebinding_writes_the_other_policy():
     model = FakeModel()
     fill = fill_resident(model, make_policy(model, seed=1))
     policy = make_policy(model, seed=2)
-    assert fill.rebind(policy)
+    assert fill.rebind(MappingSource(policy))
     fill.table.launch(check=True)
     assert fill.bad_sources() == []
     model.embed[10:] = 0
@@ -130,20 +134,42 @@ def test_rebinding_writes_the_other_policy():
 @pytest.mark.parametrize(
     "change",
     [
+        lambda policy: {**policy, O_PROJ: None},
+        lambda policy: {**policy, O_PROJ: policy[O_PROJ].to("meta")},
         lambda policy: {**policy, "model.extra.weight": torch.ones(1)},
         lambda policy: {name: tensor for name, tensor in policy.items() if name != NORM},
         lambda policy: {**policy, NORM: policy[NORM].float()},
         lambda policy: {**policy, NORM: policy[NORM][1:]},
         lambda policy: {**policy, O_PROJ: policy[O_PROJ].T.contiguous().T},
     ],
-    ids=["one more", "one less", "dtype", "shape", "strides"],
+    ids=["no tensor", "meta", "one more", "one less", "dtype", "shape", "strides"],
 )
 def test_another_layout_is_not_rebound(change):
     model = FakeModel()
     fill = fill_resident(model, make_policy(model, seed=1))
     before = live_bytes(model)
-    assert not fill.rebind(change(make_policy(model, seed=2)))
+    assert not fill.rebind(MappingSource(change(make_policy(model, seed=2))))
     assert live_bytes(model) == before
+
+
+@pytest.mark.parametrize("is_recognised", [True, False], ids=["guards of torch", "without them"])
+def test_a_known_layout_is_recognised_in_one_call_if_torch_can(monkeypatch, is_recognised):
+    if not is_recognised:
+        monkeypatch.setattr(fp8refit.guard, "_tensor_guards", None)
+    looked = []
+    monkeypatch.setattr(fp8refit.fill, "have_layouts", lambda *args: looked.append(args) or have_layouts(*args))
+    model = FakeModel()
+    fill = fill_resident(model, make_policy(model, seed=1))
+    policy = make_policy(model, seed=2)
+    assert fill.rebind(MappingSource(policy)) and bool(looked) is not is_recognised
+    reordered = {f"module.{name}": policy[name] for name in reversed(policy)}
+    for is_first in (True, False):
+        looked.clear()
+        assert fill.rebind(MappingSource(reordered)) and bool(looked) is (is_first or not is_recognised)
+    fill.table.launch(check=True)
+    model.embed[10:] = 0
+    model._refresh()
+    assert_holds(model, policy)
 
 
 def test_a_fill_holds_the_exact_fp32_values_only_when_asked():
@@ -164,9 +190,10 @@ def test_scales_that_their_slot_cannot_hold_are_named():
     plan = make_plan(slots, tensors)
     (problem,) = misfit_scales(plan.steps, slots, tensors.items())
     assert problem.startswith(f"{O_PROJ}_scale_inv: holds scales that are no powers of two")
-    fill = ResidentFill(plan, slots, tensors, CPU, RefitConfig())
+    source = MappingSource(tensors)
+    fill = ResidentFill(plan, slots, source, CPU, RefitConfig())
     assert fill.misfit_scales() == [problem]
-    assert ResidentFill(plan, slots, tensors, CPU, RefitConfig(on_scale_mismatch="copy")).misfit_scales() == []
+    assert ResidentFill(plan, slots, source, CPU, RefitConfig(on_scale_mismatch="copy")).misfit_scales() == []
 
 
 def test_bind_copies_mismatched_scales_only_when_asked():

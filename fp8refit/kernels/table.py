@@ -59,8 +59,11 @@ class WorkTable(Protocol):
     num_device_bytes: int
     """Memory the table itself holds on the device."""
 
-    def refresh(self, sources: Sequence[Tensor]) -> None:
+    def refresh(self, sources: Sequence[Tensor]) -> bool:
         """Point the tasks at `sources`, each with the `source_layout` of the source of the tasks that read it.
+
+        Returns:
+            False, with nothing done, if one is aligned otherwise than those that the table was compiled for.
 
         Waits for, and forgets the flags of, a launch whose `bad_tasks` was never asked for.
         """
@@ -95,28 +98,27 @@ def compile_table(tasks: Sequence[Task], device: torch.device, places: Sequence[
     return ReferenceTable(tasks, places)
 
 
-SourceLayout: TypeAlias = tuple[torch.Size, tuple[int, ...] | None, torch.dtype, int, int]
+SourceLayout: TypeAlias = tuple[torch.Size, tuple[int, ...] | None, torch.dtype, int]
 
 
 def source_layout(source: Tensor) -> SourceLayout:
-    """What must be equal for a table to be pointed at another tensor: shape, strides, dtype, device and alignment."""
+    """What must be equal for a table to be pointed at another tensor, beside its alignment, which `refresh` looks at."""
     stride = None if source.is_contiguous() else source.stride()
-    return source.shape, stride, source.dtype, source.get_device(), source.data_ptr() % ALIGNMENT_BYTES
+    return source.shape, stride, source.dtype, source.get_device()
 
 
 def have_layouts(sources: Mapping[str, Tensor], layouts: Mapping[str, SourceLayout]) -> bool:
     """Whether every named tensor is there, and its `source_layout` is the one that is given for it.
 
-    Takes 0.4 us a tensor, half the time of asking for the layouts: a model of experts has 18 000 tensors.
+    Takes half the time of asking for the layouts: a model of experts has 18 000 tensors.
     """
-    for name, (shape, stride, dtype, device, misalignment) in layouts.items():
+    for name, (shape, stride, dtype, device) in layouts.items():
         source = sources.get(name)
         if (
             source is None
             or source.dtype is not dtype
             or source.shape != shape
             or source.get_device() != device
-            or source.data_ptr() % ALIGNMENT_BYTES != misalignment
             or not (source.is_contiguous() if stride is None else source.stride() == stride)
         ):
             return False
@@ -139,10 +141,11 @@ class ReferenceTable:
         self._tasks = [replace(task, source=torch.empty(0, device="cpu")) for task in tasks]
         self._bad: set[int] = set()
 
-    def refresh(self, sources: Sequence[Tensor]) -> None:
+    def refresh(self, sources: Sequence[Tensor]) -> bool:
         """See `WorkTable`."""
         self.bad_tasks()
         self._sources = [sources[place] for place in self._places]
+        return True
 
     @torch.inference_mode()
     def launch(self, *, check: bool, write: bool = True) -> None:

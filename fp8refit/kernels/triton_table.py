@@ -83,6 +83,7 @@ class TritonTable:
         self._host_view[:] = matrix
         task_of_row = matrix[:, _FIELDS.index("task")]
         self._source_of_row = task_of_row.copy() if places is None else np.array(places, dtype=np.int64)[task_of_row]
+        self._misalignment = (matrix[:, _SOURCE] - self._byte_offsets) % ALIGNMENT_BYTES
         self._matrix = torch.empty(matrix.shape, dtype=torch.int64, device=device)
         self._tile_rows = torch.from_numpy(tile_rows).to(device)
         self._status = torch.zeros(max(len(tasks), 1), dtype=torch.int32, device=device)
@@ -95,12 +96,15 @@ class TritonTable:
         )
 
     @torch.inference_mode()
-    def refresh(self, sources: Sequence[Tensor]) -> None:
+    def refresh(self, sources: Sequence[Tensor]) -> bool:
         """See `WorkTable`."""
         self.bad_tasks()
-        addresses = np.fromiter((source.data_ptr() for source in sources), dtype=np.int64, count=len(sources))
+        addresses = np.fromiter(map(Tensor.data_ptr, sources), dtype=np.int64, count=len(sources))
+        if not np.array_equal(addresses[self._source_of_row] % ALIGNMENT_BYTES, self._misalignment):
+            return False
         self._host_view[:, _SOURCE] = addresses[self._source_of_row] + self._byte_offsets
         self._matrix.copy_(self._host_matrix, non_blocking=True)
+        return True
 
     @torch.inference_mode()
     def launch(self, *, check: bool, write: bool = True) -> None:

@@ -251,11 +251,12 @@ def test_flags_of_an_interrupted_refit_are_not_the_next_source_s(make_table, dev
     assert table.bad_tasks() == []
 
 
-def test_a_source_with_another_alignment_is_another_layout():
+def test_a_table_refuses_sources_of_another_alignment(device):
     # A box 8 bytes into a tensor is aligned or not, depending on where exactly an unaligned tensor starts.
-    memory = torch.zeros(64, dtype=torch.bfloat16)
-    assert source_layout(memory[4:36]) != source_layout(memory[2:34])
-    assert source_layout(memory[8:40]) == source_layout(memory[16:48])
+    memory = torch.zeros(64, dtype=torch.bfloat16, device=device)
+    table = TritonTable([copy_task(memory[8:40])], device)
+    assert not table.refresh([memory[4:36]])
+    assert table.refresh([memory[16:48]])
 
 
 @pytest.mark.parametrize("make_table", [compile_table, TritonTable])
