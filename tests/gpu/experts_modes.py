@@ -22,6 +22,8 @@ from fp8refit.layout import EngineLayout
 from fp8refit.slots import Slot
 
 NUM_ROUNDS = 7
+SMALL = {"gpu_memory_utilization": 0.12, "kv_cache_memory_bytes": 2 << 30}
+"""Nothing is profiled, so that engines on one GPU can start and end beside one another."""
 
 
 def dummy(shape: str) -> dict:
@@ -35,6 +37,7 @@ def dummy(shape: str) -> dict:
 def engine_settings(model: Path, args, **options) -> dict:
     if args.eager:
         options["enforce_eager"] = True
+    options = SMALL | options
     return settings(model, tensor_parallel_size=args.tp, enable_expert_parallel=args.ep, **options)
 
 
@@ -59,11 +62,11 @@ def run_refit(args) -> dict:
     result["single"] = observe(llm) | {"num_tensors": report.num_tensors}
     log("vLLM's own reload")
     # It leaves scales of experts that nothing reads, and reads others: a refit has to write both.
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(fp8_folder(args.work, layout))})
+    result["moved"] = places != llm.collective_rpc("observe_places")
+    llm.collective_rpc("observe_reload", args=(str(fp8_folder(args.work, layout)),))
     refitter.refit(policies.fill_policy(policy, 2))
     refitter.refit(policies.fill_policy(policy, 1))
     result["after_reload"] = observe(llm)
-    result["moved"] = places != llm.collective_rpc("observe_places")
     llm.llm_engine.engine_core.shutdown()
     return result
 

@@ -44,6 +44,7 @@ def boot_vllm(args, calibration: list[list[int]], **options) -> "VllmUnderTest":
         "max_num_seqs": 16,
         "max_num_batched_tokens": 8192,
         "gpu_memory_utilization": 0.35,
+        "kv_cache_memory_bytes": 8 << 30,  # else vLLM would profile, which fails if another process ends meanwhile
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
     }
     llm = LLM(**settings | options)
