@@ -116,12 +116,13 @@ class MappingSource:
     is_repeatable = True
 
     def __init__(self, items: NamedTensors | Mapping[str, Tensor]) -> None:
-        if type(items) in (dict, OrderedDict) and set(map(type, items)) <= {str}:
-            self.sent_names, self.sent = list(items), list(items.values())
+        if isinstance(items, Mapping) and type(items) in (dict, OrderedDict) and set(map(type, items)) <= {str}:
+            names, values = list(items), list(items.values())
         else:
-            pairs = items.items() if isinstance(items, Mapping) else items
-            named = [(raw_name, value) for _, raw_name, value in _named(pairs)]
-            self.sent_names, self.sent = [name for name, _ in named], [value for _, value in named]
+            pairs = list(_named(items.items() if isinstance(items, Mapping) else items))
+            names, values = [name for _, name, _ in pairs], [value for _, _, value in pairs]
+        self.sent_names: list[str] = names
+        self.sent: list[Tensor] = values
 
     @cached_property
     def _read(self) -> tuple[dict[str, Tensor], tuple[str, ...]]:
