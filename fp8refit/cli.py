@@ -140,6 +140,9 @@ def bench_refit(
     engine: Annotated[str, typer.Option(help="vllm, sglang, transformers, or another installed adapter's.")],
     model: Annotated[str, typer.Option(help="A named shape (see `bench shapes`), or a folder with a config.json.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    online: Annotated[
+        bool, typer.Option("--online", help="Boot an engine that quantizes BF16 weights itself.")
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each way.")] = 7,
     warm_up: Annotated[int, typer.Option(min=0, help="Refits before that, after the first.")] = 2,
     strategies: Annotated[
@@ -156,7 +159,7 @@ def bench_refit(
 
     names = None if strategies is None else tuple(name.strip() for name in strategies.split(",") if name != "none")
     config = RefitBenchConfig(
-        engine=engine, model=model, tp=tp, rounds=rounds, warm_up=warm_up, strategies=names, seed=seed
+        engine=engine, model=model, tp=tp, online=online, rounds=rounds, warm_up=warm_up, strategies=names, seed=seed
     )
     with _standard_output_to_error(), _step_progress() as on_progress:
         result = run_refit_bench(config, on_progress=on_progress)

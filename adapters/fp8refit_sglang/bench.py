@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fp8refit.bench.eager import eager_checkpoint
 from fp8refit.bench.engine import Strategy
+from fp8refit.bench.shapes import block_fp8
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.layout import EngineLayout
 from fp8refit.refitter import Refitter
-from fp8refit_sglang.engine import BLOCK_FP8
 
 _BUCKETS_BYTES = {"512 MiB": 512 << 20, "2 GiB": 2 << 30}
 """What RL frameworks take, and more."""
@@ -32,7 +32,7 @@ class SglangBench:
 
         self.settings: dict[str, object] = {
             "load_format": "dummy",
-            "json_model_override_args": json.dumps(BLOCK_FP8),
+            "json_model_override_args": json.dumps({"quantization_config": block_fp8(model)}),
             "tp_size": tp,
             "skip_tokenizer_init": True,
             "context_length": 2048,

@@ -4,9 +4,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from fp8refit.bench.rollout import Precision
+import torch
+
+from fp8refit.bench.rollout import MEMORY_SHARE, Precision
+from fp8refit.bench.shapes import block_fp8
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit_sglang.engine import BLOCK_FP8
+
+_RESERVED_TOKENS = 8
+"""More than SGLang keeps for itself of a context."""
 
 
 class SglangRollout:
@@ -18,16 +23,24 @@ class SglangRollout:
         is_fp8 = precision is not Precision.BF16
         self.settings: dict[str, object] = {
             "load_format": "dummy",
-            "json_model_override_args": json.dumps(BLOCK_FP8 if is_fp8 else {}),
+            "json_model_override_args": json.dumps({"quantization_config": block_fp8(model)} if is_fp8 else {}),
             "tp_size": tp,
             "skip_tokenizer_init": True,
-            "context_length": max_length,
+            "context_length": max_length + _RESERVED_TOKENS,
             "max_running_requests": max_batch,
             "kv_cache_dtype": "fp8_e4m3" if precision is Precision.FP8_KV else "auto",
         }
-        if is_fp8:
-            self.settings["mem_fraction_static"] = 0.45  # a trainer's policy lies beside it while it is refitted
+        if torch.cuda.is_available():
+            self.settings["mem_fraction_static"] = MEMORY_SHARE
+        else:
+            self.settings |= {
+                "device": "cpu",
+                "dtype": "bfloat16",
+                "max_total_tokens": 8192,
+                "disable_cuda_graph": True,
+            }
         self.candidate = sglang.Engine(model_path=str(model), **self.settings)
+        self.num_kv_tokens = int(self.candidate.get_server_info()["max_total_num_tokens"])
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
         """See `fp8refit.bench.rollout.RolloutEngine`."""

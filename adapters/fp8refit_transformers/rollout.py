@@ -14,6 +14,8 @@ from fp8refit_transformers.convert import to_block_fp8
 class TransformersRollout:
     """See `fp8refit.bench.rollout.RolloutEngine`."""
 
+    num_kv_tokens = None
+
     def __init__(self, model: nn.Module) -> None:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.candidate = model.to(self._device)

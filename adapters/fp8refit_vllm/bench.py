@@ -11,20 +11,15 @@ from torch import Tensor
 
 from fp8refit.bench.eager import eager_checkpoint, eager_quantize
 from fp8refit.bench.engine import Strategy
+from fp8refit.bench.shapes import block_fp8
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.layout import EngineLayout
 from fp8refit.slots import Inventory
 from fp8refit_vllm.compat import in_process_executor
 from fp8refit_vllm.layout import read_inventory
 
-BLOCK_FP8 = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
-_KV_BYTES = 4 << 30
-"""Room for activations and a small KV cache: a refit does not depend on its size."""
+_KV_BYTES = 1 << 30
+"""A small KV cache: a refit does not depend on its size."""
 
 
 class VllmBench:
@@ -34,15 +29,21 @@ class VllmBench:
         model: Folder with a `config.json`.
         tp: Tensor-parallel ranks. One rank is in this process, several are in others, and then without vLLM's own ways: its
             `reload_weights` takes an iterator only in the process of its worker.
+        online: Whether vLLM quantizes BF16 weights itself, which its `reload_weights` then takes.
     """
 
-    def __init__(self, model: Path, *, tp: int) -> None:
+    def __init__(self, model: Path, *, tp: int, online: bool) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if tp == 1 else "1"
+        os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # it compiles for minutes, and nothing is generated
         from vllm import LLM
 
         self.settings: dict[str, object] = {
             "load_format": "dummy",
-            "hf_overrides": {"quantization_config": BLOCK_FP8},
+            **(
+                {"quantization": "fp8_per_block"}
+                if online
+                else {"hf_overrides": {"quantization_config": block_fp8(model)}}
+            ),
             "tensor_parallel_size": tp,
             "enforce_eager": True,
             "skip_tokenizer_init": True,
@@ -50,9 +51,7 @@ class VllmBench:
             "max_num_seqs": 8,
         }
         if torch.cuda.is_available():
-            total_bytes = torch.cuda.get_device_properties(0).total_memory
-            share = (_num_fp8_bytes(model) / tp + _KV_BYTES) / total_bytes
-            self.settings["gpu_memory_utilization"] = round(min(share, 0.9), 3)
+            self.settings["kv_cache_memory_bytes"] = _KV_BYTES  # nothing is profiled, and no share of the GPU taken
         self.candidate = LLM(model=str(model), **self.settings)
         executor = in_process_executor(self.candidate.llm_engine)
         self._strategies: tuple[Strategy, ...] = ()
@@ -62,6 +61,12 @@ class VllmBench:
             self._names = {parameter.data_ptr(): name for name, parameter in network.named_parameters()}
             self._strategies = (
                 Strategy(
+                    name="reload_weights",
+                    summary="vLLM's `reload_weights` of BF16 weights: it loads, fuses, quantizes and processes them as at boot",
+                    update=lambda policy: self._reload(iter(policy.items())),
+                )
+                if online
+                else Strategy(
                     name="reload_weights",
                     summary="quantize each weight in eager PyTorch into a checkpoint's tensors, which vLLM's `reload_weights` "
                     "loads, fuses and processes as at boot",
@@ -132,23 +137,26 @@ def _place(made: dict[int, Tensor], live: Tensor) -> Tensor:
     return made[parameter.data_ptr()].as_strided(live.shape, live.stride(), offset)
 
 
-def _num_fp8_bytes(model: Path) -> int:
-    """About as many bytes as the weights take."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    embeddings = sum(p.numel() for name, p in network.named_parameters() if "embed" in name or "lm_head" in name)
-    return int(sum(p.numel() for p in network.parameters()) * 1.02) + embeddings
-
-
 def boot(model: Path, *, tp: int) -> VllmBench:
     """An engine of random weights.
 
     Raises:
         UnsupportedEngineError: vLLM is not installed.
     """
+    return _boot(model, tp=tp, online=False)
+
+
+def boot_online(model: Path, *, tp: int) -> VllmBench:
+    """Likewise, one that takes BF16 weights and quantizes them itself.
+
+    Raises:
+        UnsupportedEngineError: vLLM is not installed.
+    """
+    return _boot(model, tp=tp, online=True)
+
+
+def _boot(model: Path, *, tp: int, online: bool) -> VllmBench:
     try:
-        return VllmBench(model, tp=tp)
+        return VllmBench(model, tp=tp, online=online)
     except ImportError as error:
         raise UnsupportedEngineError(f"vLLM is not installed ({error}); pip install 'fp8refit[vllm]'") from error

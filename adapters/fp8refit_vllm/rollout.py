@@ -7,16 +7,20 @@ from pathlib import Path
 
 import torch
 
-from fp8refit.bench.rollout import Precision
+from fp8refit.bench.rollout import MEMORY_SHARE, Precision
+from fp8refit.bench.shapes import block_fp8
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit_vllm.bench import BLOCK_FP8
+from fp8refit_vllm.worker import WorkerExtension
 
 
 class VllmRollout:
-    """See `fp8refit.bench.rollout.RolloutEngine`."""
+    """See `fp8refit.bench.rollout.RolloutEngine`. In processes of its own: what one held is free when the next one boots."""
 
     def __init__(self, model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if tp == 1 else "1"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        os.environ.setdefault(
+            "VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn"
+        )  # the command line has a thread for its progress
         from vllm import LLM
 
         self.settings: dict[str, object] = {
@@ -27,11 +31,15 @@ class VllmRollout:
             "max_num_seqs": max_batch,
             "enforce_eager": not torch.cuda.is_available(),
             "kv_cache_dtype": "fp8" if precision is Precision.FP8_KV else "auto",
+            "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
         }
         if precision is not Precision.BF16:
-            self.settings["hf_overrides"] = {"quantization_config": BLOCK_FP8}
-            self.settings["gpu_memory_utilization"] = 0.45  # a trainer's policy lies beside it while it is refitted
+            self.settings["hf_overrides"] = {"quantization_config": block_fp8(model)}
+        if torch.cuda.is_available():
+            self.settings["gpu_memory_utilization"] = MEMORY_SHARE
         self.candidate = LLM(model=str(model), **self.settings)
+        cache = self.candidate.llm_engine.vllm_config.cache_config
+        self.num_kv_tokens = cache.num_gpu_blocks * cache.block_size
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
         """See `fp8refit.bench.rollout.RolloutEngine`."""

@@ -57,11 +57,20 @@ def adapter_module(name: str, part: str) -> ModuleType:
         ) from error
 
 
-def open_bench_engine(name: str, model: Path, *, tp: int) -> BenchEngine:
+def open_bench_engine(name: str, model: Path, *, tp: int, online: bool = False) -> BenchEngine:
     """Boot the engine of an adapter, by `boot` of its module `bench`, from a folder with a `config.json`.
 
+    Args:
+        name: Of the adapter.
+        model: The folder.
+        tp: Tensor-parallel ranks.
+        online: Whether by `boot_online` instead: as an engine that quantizes BF16 checkpoints to block FP8 itself.
+
     Raises:
-        UnsupportedEngineError: See `adapter_module`.
+        UnsupportedEngineError: See `adapter_module`; or the engine does not quantize by itself.
     """
-    engine: BenchEngine = adapter_module(name, "bench").boot(model, tp=tp)
+    module = adapter_module(name, "bench")
+    if online and not hasattr(module, "boot_online"):
+        raise UnsupportedEngineError(f"{name} does not quantize BF16 weights to block FP8 itself; leave out --online")
+    engine: BenchEngine = (module.boot_online if online else module.boot)(model, tp=tp)
     return engine

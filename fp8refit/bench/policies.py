@@ -1,31 +1,55 @@
 """Weights for any engine: random, from a seed, with the outlier channels that real ones have."""
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor
 
 from fp8refit.layout import EngineLayout
+from fp8refit.slots import TensorMeta
 
 NUM_OUTLIERS = 6
 
 
-def allocate(layout: EngineLayout, device: torch.device) -> dict[str, Tensor]:
-    """Room for one policy of an engine, by checkpoint names: float32 where the engine keeps float32, else BF16."""
+def manifest(layout: EngineLayout) -> dict[str, TensorMeta]:
+    """A policy of an engine, by checkpoint names: float32 where the engine keeps float32, else BF16."""
     return {
-        slot.name: torch.empty(
-            slot.full_shape, dtype=torch.float32 if slot.dtype == "float32" else torch.bfloat16, device=device
+        slot.name: TensorMeta(
+            shape=tuple(slot.full_shape), dtype=torch.float32 if slot.dtype == "float32" else torch.bfloat16
         )
         for slot in layout.slots
     }
 
 
+def allocate(layout: EngineLayout, device: torch.device) -> dict[str, Tensor]:
+    """Room for one policy."""
+    return {name: _empty(meta, device) for name, meta in manifest(layout).items()}
+
+
 def fill(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Write policy number `seed`, as an optimizer writes its weights: in place."""
     for index, tensor in enumerate(tensors.values()):
-        generator = torch.Generator(tensor.device).manual_seed(seed * 100_003 + index)
-        if tensor.ndim < 2:
-            tensor.normal_(1.0, 0.05, generator=generator)
-            continue
-        tensor.normal_(0.0, 0.02, generator=generator)
-        channels = torch.randint(tensor.shape[-1], (NUM_OUTLIERS,), generator=generator, device=tensor.device)
-        tensor[..., channels] *= 12
+        _fill_one(tensor, seed, index)
     return tensors
+
+
+def stream(metadata: Mapping[str, TensorMeta], seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of policy number `seed`, each made when it is asked for: for engines that leave no room for all of them."""
+    for index, (name, meta) in enumerate(metadata.items()):
+        tensor = _empty(meta, device)
+        _fill_one(tensor, seed, index)
+        yield name, tensor
+
+
+def _empty(meta: TensorMeta, device: torch.device) -> Tensor:
+    return torch.empty(meta.shape, dtype=meta.dtype, device=device)
+
+
+def _fill_one(tensor: Tensor, seed: int, index: int) -> None:
+    generator = torch.Generator(tensor.device).manual_seed(seed * 100_003 + index)
+    if tensor.ndim < 2:
+        tensor.normal_(1.0, 0.05, generator=generator)
+        return
+    tensor.normal_(0.0, 0.02, generator=generator)
+    channels = torch.randint(tensor.shape[-1], (NUM_OUTLIERS,), generator=generator, device=tensor.device)
+    tensor[..., channels] *= 12

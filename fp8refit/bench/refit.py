@@ -34,6 +34,8 @@ class RefitBenchConfig(BaseModel):
     """One of `SHAPES`, or a folder with a `config.json`."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks."""
+    online: bool = False
+    """Whether the engine is booted to quantize BF16 weights itself, which its own ways then take as they are."""
     rounds: int = Field(default=7, ge=1)
     """Of the timed refits, and of each other strategy."""
     warm_up: int = Field(default=2, ge=0)
@@ -115,7 +117,9 @@ def run_refit_bench(config: RefitBenchConfig, *, on_progress: Progress = lambda 
     """
     with tempfile.TemporaryDirectory(prefix="fp8refit-bench-") as scratch:
         on_progress("boot", 0, 1)
-        engine = open_bench_engine(config.engine, folder_of(config.model, Path(scratch)), tp=config.tp)
+        engine = open_bench_engine(
+            config.engine, folder_of(config.model, Path(scratch)), tp=config.tp, online=config.online
+        )
         try:
             return _Bench(config, engine, on_progress).run()
         finally:
@@ -238,6 +242,7 @@ class _Bench:
         """What measures it again."""
         config = self._config
         parts = ["fp8refit bench refit", f"--engine {config.engine}", f"--model {config.model}", f"--tp {config.tp}"]
+        parts += ["--online"] if config.online else []
         parts += [f"--rounds {config.rounds}", f"--warm-up {config.warm_up}", f"--seed {config.seed}"]
         if config.strategies is not None:
             parts.append(f"--strategies {','.join(config.strategies) or 'none'!r}")

@@ -22,6 +22,8 @@ _FIRST_TOKEN, _NUM_TOKENS = 100, 500
 """Ids of prompts: any vocabulary has them."""
 _CALIBRATION = (8, 128)
 """Sequences, and tokens of each."""
+MEMORY_SHARE = 0.85
+"""Of a GPU, that every engine may take for weights and KV cache, whatever its precision: less weights, more cache."""
 
 
 class Precision(StrEnum):
@@ -41,6 +43,8 @@ class RolloutEngine(Protocol):
     """For `Refitter`."""
     settings: dict[str, object]
     """What it was booted with."""
+    num_kv_tokens: int | None
+    """For how many tokens its KV cache has room; None if it grows."""
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Continue every prompt by `num_tokens` sampled tokens, whatever they are."""
@@ -68,6 +72,11 @@ class RolloutBenchConfig(BaseModel):
     repeats: int = Field(default=3, ge=1)
     seed: int = 0
 
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.context_lengths) + self.num_new_tokens
+
 
 class RolloutTiming(BaseModel):
     """Rollouts of one precision, batch size and context length."""
@@ -94,6 +103,8 @@ class RolloutBenchResult(BaseModel):
     versions: dict[str, str]
     settings: dict[Precision, dict[str, str]]
     """What the engines were booted with."""
+    kv_tokens: dict[Precision, int]
+    """For how many tokens the KV caches have room, where they do not grow."""
     timings: tuple[RolloutTiming, ...]
 
 
@@ -102,8 +113,9 @@ def run_rollout_bench(
 ) -> RolloutBenchResult:
     """Boot one engine after another, one a precision, and time generation.
 
-    FP8 engines are refitted to a policy of random weights first, with calibrated KV scales where the cache is FP8. Prompts are
-    random, and others in every run: no prefix is cached.
+    Every engine has the same share of its GPUs for weights and KV cache. FP8 engines are refitted to a policy of random weights
+    first, made tensor by tensor, with calibrated KV scales where the cache is FP8. Prompts are random, and others in every run:
+    no prefix is cached.
 
     Raises:
         UnsupportedEngineError: No such engine, shape or folder, or the engine cannot be refitted.
@@ -112,6 +124,7 @@ def run_rollout_bench(
     num_steps, done = len(config.precisions) * len(cases), 0
     found: dict[tuple[Precision, int, int], Percentiles] = {}
     settings: dict[Precision, dict[str, str]] = {}
+    kv_tokens: dict[Precision, int] = {}
     versions = {"fp8refit": __version__, "torch": torch.__version__}
     with tempfile.TemporaryDirectory(prefix="fp8refit-bench-") as scratch:
         model = folder_of(config.model, Path(scratch))
@@ -120,6 +133,8 @@ def run_rollout_bench(
             engine = _open(config, model, precision)
             try:
                 settings[precision] = {name: str(value) for name, value in engine.settings.items()}
+                if engine.num_kv_tokens is not None:
+                    kv_tokens[precision] = engine.num_kv_tokens
                 if precision is not Precision.BF16:
                     versions |= _refit(engine, config, precision)
                 for batch, length in cases:
@@ -135,6 +150,7 @@ def run_rollout_bench(
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
         versions=versions,
         settings=settings,
+        kv_tokens=kv_tokens,
         timings=tuple(
             RolloutTiming(
                 precision=precision,
@@ -149,9 +165,8 @@ def run_rollout_bench(
 
 
 def _open(config: RolloutBenchConfig, model: Path, precision: Precision) -> RolloutEngine:
-    longest = max(config.context_lengths) + config.num_new_tokens
     engine: RolloutEngine = adapter_module(config.engine, "rollout").boot(
-        model, tp=config.tp, precision=precision, max_length=longest, max_batch=max(config.batch_sizes)
+        model, tp=config.tp, precision=precision, max_length=config.max_length, max_batch=max(config.batch_sizes)
     )
     return engine
 
@@ -161,11 +176,11 @@ def _refit(engine: RolloutEngine, config: RolloutBenchConfig, precision: Precisi
     with Refitter(engine.candidate) as refitter:
         layout = refitter.layout()
         device = torch.device("cuda" if torch.cuda.is_available() and layout.device.startswith("cuda") else "cpu")
-        policy = policies.fill(policies.allocate(layout, device), config.seed)
+        manifest = policies.manifest(layout)
+        policy = policies.stream(manifest, config.seed, device)
         count, length = _CALIBRATION
-        batch = _prompts(count, length, config.seed) if precision is Precision.FP8_KV else None
-        refitter.refit(policy, calibration=batch)
-    del policy
+        batch = _prompts(count, min(length, config.max_length), config.seed) if precision is Precision.FP8_KV else None
+        refitter.refit(policy, manifest=manifest, calibration=batch)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return layout.versions

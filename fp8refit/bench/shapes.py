@@ -63,6 +63,22 @@ _DEEPSEEK_V3 = _COMMON | {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
 }
+_GLM4_MOE = _COMMON | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "eos_token_id": 151329,
+}
 
 
 def _size(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
@@ -106,6 +122,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b-untied": _QWEN3 | _size(1024, 3072, 28, 16, 8),
     "qwen3-moe-small": _QWEN3_MOE | _size(2048, 6144, 4, 32, 4) | _experts(32, 1024),
     "deepseek-small": _DEEPSEEK_V3 | _size(2048, 6144, 4, 16, 16, first_k_dense_replace=1) | _routed(32, 1024, 4, 4, 2),
+    # SGLang routes to numbers of experts that are no power of two, such as GLM's, by a kernel of its own.
+    "glm4-moe-small": _GLM4_MOE | _size(2048, 6144, 4, 32, 4, first_k_dense_replace=1) | _routed(40, 1024, 8, 1, 1),
 }
 """Published configs of whole models, and of a few layers of those that fit no single GPU."""
 
@@ -114,6 +132,27 @@ def write_config(shape: str, folder: Path) -> None:
     """Write the `config.json` of a named shape into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))
+
+
+def block_fp8(model: Path) -> dict[str, Any]:
+    """What `config.json` says of quantization where a block-FP8 checkpoint of `model` is published: routers stay in BF16."""
+    config = json.loads((model / "config.json").read_text())
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": [f"model.layers.{layer}.mlp.gate" for layer in _routed_layers(config)],
+    }
+
+
+def _routed_layers(config: dict[str, Any]) -> list[int]:
+    if not (config.get("num_experts") or config.get("n_routed_experts")):
+        return []
+    first, step = config.get("first_k_dense_replace", 0), config.get("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers", [])
+    layers = range(first, config["num_hidden_layers"])
+    return [layer for layer in layers if (layer + 1) % step == 0 and layer not in dense]
 
 
 def folder_of(model: str, scratch: Path) -> Path:

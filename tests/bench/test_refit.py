@@ -14,6 +14,7 @@ from fp8refit.bench.eager import eager_checkpoint, eager_quantize
 from fp8refit.bench.engine import Strategy, open_bench_engine
 from fp8refit.bench.plots import plot_refits
 from fp8refit.bench.refit import _Bench
+from fp8refit.bench.shapes import block_fp8
 from fp8refit.cli import app
 from fp8refit.kernels import quantize_blockwise
 from fp8refit.slots import ScaleFormat
@@ -79,6 +80,7 @@ def test_pictures_are_drawn(result, tmp_path):
         ({"model": "no-such-shape"}, "neither a folder with a config.json nor one of the shapes tiny"),
         ({"strategies": ("teleport",)}, "no strategy teleport; it has eager"),
         ({"tp": 2}, "transformers runs on one rank, not on 2"),
+        ({"online": True}, "transformers does not quantize BF16 weights to block FP8 itself; leave out --online"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changed, message):
@@ -164,6 +166,22 @@ def test_every_shape_is_one_that_transformers_knows(shape, tmp_path):
     write_config(shape, tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).architectures == SHAPES[shape]["architectures"]
     assert policy_of(shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers"),
+    [
+        ("qwen3-8b", []),
+        ("tiny-moe", [0, 1]),
+        ("deepseek-v3-4layers", [3]),
+    ],
+)
+def test_routers_stay_as_they_are(shape, layers, tmp_path):
+    write_config(shape, tmp_path)
+    expected = [f"model.layers.{layer}.mlp.gate" for layer in layers]
+    assert block_fp8(tmp_path)["modules_to_not_convert"] == expected
+    modules = {name.removesuffix(".weight") for name in policy_of(shape)}
+    assert modules >= set(expected)
 
 
 def test_percentiles_are_of_what_was_measured():

@@ -1,10 +1,12 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from fp8refit import UnsupportedEngineError
-from fp8refit.bench import Precision, RolloutBenchConfig, run_rollout_bench
+from fp8refit import Refitter, UnsupportedEngineError
+from fp8refit.bench import Precision, RolloutBenchConfig, policies, run_rollout_bench, write_config
+from fp8refit.bench.engine import open_bench_engine
 from fp8refit.cli import app
 
 TINY = {
@@ -52,6 +54,17 @@ def test_the_table_has_a_row_for_each_case():
 def test_what_is_no_case_is_refused(option, value):
     ran = CliRunner().invoke(app, ["bench", "rollout", "--engine", "transformers", "--model", "tiny", option, value])
     assert ran.exit_code == 2
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_streamed_policy_is_the_one_that_fills_tensors(seed, tmp_path):
+    write_config("tiny", tmp_path)
+    layout = Refitter(open_bench_engine("transformers", tmp_path, tp=1).candidate).layout()
+    cpu = torch.device("cpu")
+    filled = policies.fill(policies.allocate(layout, cpu), seed)
+    streamed = dict(policies.stream(policies.manifest(layout), seed, cpu))
+    assert streamed.keys() == filled.keys()
+    assert all(torch.equal(streamed[name], tensor) for name, tensor in filled.items())
 
 
 def test_an_unknown_engine_is_refused():

@@ -114,10 +114,10 @@ def run_online(kernel: str, work: str) -> dict:
         return found
 
 
-def run_bench() -> dict:
+def run_bench(online: bool) -> dict:
     """The benchmark of refits, on an engine that it boots itself."""
     cpu_kernel.register("fp32")
-    config = RefitBenchConfig(engine="vllm", model="tiny", rounds=2, warm_up=0)
+    config = RefitBenchConfig(engine="vllm", model="tiny", online=online, rounds=2, warm_up=0)
     return run_refit_bench(config).model_dump(mode="json")
 
 

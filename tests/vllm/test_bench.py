@@ -1,13 +1,13 @@
-"""The benchmark on a real vLLM engine: vLLM's own ways to take weights end with the bytes that a refit writes. On the CPU."""
+"""The benchmark on real vLLM engines: vLLM's own ways to take weights end with the bytes that a refit writes. On the CPU."""
 
 import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
 
 
-@pytest.fixture(scope="module")
-def result(run_engine):
-    return run_engine("bench")
+@pytest.fixture(scope="module", params=[False, True], ids=["checkpoint", "online"])
+def result(request, run_engine):
+    return run_engine("bench", online=request.param)
 
 
 @pytest.mark.parametrize("name", ["reload_weights", "reload_weights, kernel format"])
@@ -21,3 +21,4 @@ def test_refits_are_timed_phase_by_phase(result):
     assert result["is_repeatable"]
     assert {"plan", "flush", "fill", "verify"} <= result["phases_ms"].keys()
     assert result["settings"]["load_format"] == "dummy"
+    assert ("--online" in result["command"]) == ("quantization" in result["settings"])
