@@ -193,7 +193,9 @@ def _why_not_known_rule(rules: LayerRules, layer: Any, own: dict[str, Tensor]) -
     for name in own:
         loader = _loader_of(layer, name)
         is_own_rule = loader is not None and not _has_known_rule(getattr(loader, "__self__", None))
-        if is_own_rule or name not in _CUT_WITH_THE_LAYER or _is_cut_in_the_checkpoint(layer, name):
+        # What corrects a router's choices lies beside its weight, and both are whole on every rank.
+        is_known = name in _CUT_WITH_THE_LAYER or (loader is None and _is_replicated(layer))
+        if is_own_rule or not is_known or _is_cut_in_the_checkpoint(layer, name):
             return f"loads `{name}` by a rule of its own, which may split it over {num_ranks} ranks", remedy
     return None
 
@@ -217,6 +219,12 @@ def _has_known_rule(layer: object) -> bool:
     classes = type(layer).__mro__
     owners = [next((cls.__name__ for cls in classes if name in vars(cls)), None) for name in _LOADERS]
     return owners[0] in KNOWN_LAYERS and owners[1] in {None, *KNOWN_LAYERS}
+
+
+def _is_replicated(layer: Any) -> bool:
+    """Whether each rank holds all of a linear layer that counts as split."""
+    weight = layer._parameters.get("weight")
+    return weight is not None and tuple(weight.shape) == (layer.output_size, layer.input_size)
 
 
 def _is_cut_in_the_checkpoint(layer: Any, name: str) -> bool:

@@ -1,8 +1,10 @@
-"""One vLLM engine of a model with experts or latent attention; `test_experts.py` compares. The result is a JSON file.
+"""One engine of a model with experts or latent attention; `test_experts.py` compares. The result is a JSON file.
 
 python run_experts.py refit --shape S [--tp N] [--ep] [--eager] --work DIR --out FILE   dummy engine, refitted to policy 1
 python run_experts.py fresh --shape S [--tp N] [--ep] [--eager] --work DIR --out FILE   boots from `refit`'s FP8 checkpoint
 python run_experts.py speed --shape S --work DIR --out FILE                             our refit beside vLLM's own reload
+
+`--engine sglang` for SGLang, which `--shape tiny-moe` tries where it runs on a CPU.
 """
 
 import os
@@ -15,6 +17,9 @@ os.environ |= {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip",
     "VLLM_NO_USAGE_STATS": "1",
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # other engines may have begun on one of the GPUs
+    "SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK": "1",  # Triton's; that of FlashInfer is compiled from sources
     "HF_HUB_OFFLINE": "1",
     "NCCL_NVLS_ENABLE": "0",
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
@@ -22,7 +27,7 @@ os.environ |= {
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-if __name__ == "__main__":  # vLLM's processes import this file again, and nothing of what follows
+if __name__ == "__main__":  # processes of engines import this file again, and nothing of what follows
     from experts_modes import main
 
     main()

@@ -27,6 +27,7 @@ from tests.layers.models import (
 from tests.layers.rules import FAMILY, FakeLayer, FakeRules
 
 ColumnParallelLinear, RowParallelLinear = FAMILY.ColumnParallelLinear, FAMILY.RowParallelLinear
+ReplicatedLinear = FAMILY.ReplicatedLinear
 
 
 class QKVParallelLinearWithIndexer(FAMILY.QKVParallelLinear):
@@ -185,6 +186,17 @@ def test_a_parameter_beside_weight_and_bias_of_a_split_layer_is_refused():
     layer = layer_of(ColumnParallelLinear)
     layer.per_head = nn.Parameter(torch.zeros(2))
     assert "thing: loads `per_head` by a rule of its own" in only_refusal(split_model(thing=layer))
+
+
+def test_a_parameter_beside_the_weight_of_a_router_that_every_rank_holds_is_whole():
+    layer = layer_of(ReplicatedLinear, (256, HIDDEN))
+    layer.correction = nn.Parameter(torch.zeros(256))
+    inventory = read(split_model(thing=layer))
+    assert not inventory.refusals
+    (slot,) = [slot for slot in inventory.slots if slot.name == "thing.correction"]
+    assert slot.full_shape == tuple(slot.weight.shape) == (256,)
+    layer.correction.weight_loader = lambda: None
+    assert "thing: loads `correction` by a rule of its own" in only_refusal(split_model(thing=layer))
 
 
 @pytest.mark.parametrize("mark", ["is_sharded_weight", "use_presharded_weights"])

@@ -32,7 +32,7 @@ SOURCES = [
     "FP8 stacks",
 ]
 SPLITS = {"tensor parallel": {}, "expert parallel": {"enable_expert_parallel": True}}
-SPLIT_FAMILY = "qwen2_moe"
+SPLIT_FAMILY = "glm4_moe"
 every_split = pytest.mark.parametrize("split", SPLITS)
 every_case = pytest.mark.parametrize("name", NAMES)
 
