@@ -8,13 +8,11 @@ from pathlib import Path
 
 import policies
 import torch
-import vllm
 from checkpoints import fp8_folder, write_checkpoints
-from layout_modes import observe, settings
+from experts_engines import ENGINES, VllmUnderTest
+from kv_engines import versions
 from measuring import log, measure_copy_gb_per_s, wait_for_gpu
-from tiny_models import FP8_CONFIG
 from torch import Tensor
-from vllm import LLM
 
 from fp8refit import Refitter
 from fp8refit.kernels.reference import quantize_reference
@@ -22,36 +20,20 @@ from fp8refit.layout import EngineLayout
 from fp8refit.slots import Slot
 
 NUM_ROUNDS = 7
-SMALL = {"gpu_memory_utilization": 0.12, "kv_cache_memory_bytes": 2 << 30}
-"""Nothing is profiled, so that engines on one GPU can start and end beside one another."""
-
-
-def dummy(shape: str) -> dict:
-    """Options for an engine of noise. Routers stay in BF16, as in every published checkpoint."""
-    layers = range(policies.SHAPES[shape]["num_hidden_layers"])
-    ignored = [*FP8_CONFIG["modules_to_not_convert"], *(f"model.layers.{layer}.mlp.gate" for layer in layers)]
-    config = FP8_CONFIG | {"modules_to_not_convert": ignored}
-    return {"load_format": "dummy", "hf_overrides": {"quantization_config": config}}
-
-
-def engine_settings(model: Path, args, **options) -> dict:
-    if args.eager:
-        options["enforce_eager"] = True
-    options = SMALL | options
-    return settings(model, tensor_parallel_size=args.tp, enable_expert_parallel=args.ep, **options)
 
 
 def run_refit(args) -> dict:
-    """From noise through policy 2 to policy 1, from stacked experts and from single ones; then after vLLM's own reload."""
+    """From noise through policy 2 to policy 1, from stacked experts and from single ones; then after its own reload."""
     policies.write_config(args.shape, args.work / "dummy")
-    llm = LLM(**engine_settings(args.work / "dummy", args, **dummy(args.shape)))
+    engine = ENGINES[args.engine](args, args.work / "dummy", is_noise=True)
     log("booted")
-    places = llm.collective_rpc("observe_places")
-    policy, refitter = policies.fill_policy(policies.allocate(args.shape), 2), Refitter(llm)
+    result: dict = {"noise": engine.observe()}  # it has made the copies that a first forward makes
+    places = engine.places()
+    policy, refitter = policies.fill_policy(policies.allocate(args.shape), 2), Refitter(engine.candidate)
     refitter.refit(policy)
     policies.fill_policy(policy, 1)
     report = refitter.refit(policy)
-    result: dict = {"stacked": observe(llm), "num_tensors": report.num_tensors}
+    result |= {"stacked": engine.observe(), "num_tensors": report.num_tensors}
     layout = refitter.layout()
     result["kernels"] = sorted({(slot.kernel, str(slot.scale_format)) for slot in layout.slots if slot.scale_format})
     (args.work / f"layout-{args.name}.json").write_text(layout.model_dump_json())
@@ -59,23 +41,22 @@ def run_refit(args) -> dict:
     refitter.refit(policies.fill_policy(policy, 2))
     policies.fill_policy(policy, 1)
     report = refitter.refit(policies.expert_by_expert(policy))
-    result["single"] = observe(llm) | {"num_tensors": report.num_tensors}
-    log("vLLM's own reload")
-    # It leaves scales of experts that nothing reads, and reads others: a refit has to write both.
-    result["moved"] = places != llm.collective_rpc("observe_places")
-    llm.collective_rpc("observe_reload", args=(str(fp8_folder(args.work, layout)),))
+    result["single"] = engine.observe() | {"num_tensors": report.num_tensors}
+    result["moved"] = places != engine.places()
+    log("the engine's own reload")
+    engine.reload(fp8_folder(args.work, layout))
     refitter.refit(policies.fill_policy(policy, 2))
     refitter.refit(policies.fill_policy(policy, 1))
-    result["after_reload"] = observe(llm)
-    llm.llm_engine.engine_core.shutdown()
+    result["after_reload"] = engine.observe()
+    engine.shutdown()
     return result
 
 
 def run_fresh(args) -> dict:
     layout = EngineLayout.model_validate_json((args.work / f"layout-{args.name}.json").read_text())
-    llm = LLM(**engine_settings(fp8_folder(args.work, layout), args))
-    found = observe(llm)
-    llm.llm_engine.engine_core.shutdown()
+    engine = ENGINES[args.engine](args, fp8_folder(args.work, layout))
+    found = engine.observe()
+    engine.shutdown()
     return {"fresh": found}
 
 
@@ -83,7 +64,7 @@ def run_speed(args) -> dict:
     """Interleaved on one engine and the same CUDA tensors: refits from single and from stacked experts, and vLLM's reload."""
     policies.write_config(args.shape, args.work / "dummy")
     options = {"load_format": "dummy", "quantization": "fp8_per_block", "gpu_memory_utilization": 0.32}
-    llm = LLM(**engine_settings(args.work / "dummy", args, **options))
+    llm = VllmUnderTest(args, args.work / "dummy", **options).candidate
     log("booted")
     stacked = policies.fill_policy(policies.allocate(args.shape), 1)
     single = policies.expert_by_expert(stacked)
@@ -150,11 +131,13 @@ MODES = {"refit": run_refit, "fresh": run_fresh, "speed": run_speed}
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("mode", choices=list(MODES))
+    parser.add_argument("--engine", choices=list(ENGINES), default="vllm")
     parser.add_argument("--shape", required=True)
     parser.add_argument("--name", default="speed")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--attention")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -162,10 +145,10 @@ def main() -> None:
     start_s = time.perf_counter()
     result = MODES[args.mode](args)
     result |= {
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "cuda": torch.version.cuda},
-        "gpu": torch.cuda.get_device_name(),
+        "versions": versions(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "seconds": time.perf_counter() - start_s,
     }
     args.out.write_text(json.dumps(result))
     log("done")
-    os._exit(0)  # what Python and vLLM take down after this takes seconds, and says nothing
+    os._exit(0)  # what Python and the engine take down after this takes seconds, and says nothing

@@ -43,13 +43,15 @@ def tensor_shapes(shape: str) -> dict[str, tuple[int, ...]]:
 
 def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, heads, kv_heads = (config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    rows = {"q_proj": heads * HEAD_DIM, "k_proj": kv_heads * HEAD_DIM, "v_proj": kv_heads * HEAD_DIM}
+    biases = {f"{name}.bias": (size,) for name, size in rows.items()}
     norms = {"q_norm.weight": (HEAD_DIM,), "k_norm.weight": (HEAD_DIM,)}
+    has_norms = config["model_type"].startswith("qwen3") or config.get("use_qk_norm")
     return {
-        "q_proj.weight": (heads * HEAD_DIM, hidden),
-        "k_proj.weight": (kv_heads * HEAD_DIM, hidden),
-        "v_proj.weight": (kv_heads * HEAD_DIM, hidden),
+        **{f"{name}.weight": (size, hidden) for name, size in rows.items()},
         "o_proj.weight": (hidden, heads * HEAD_DIM),
-        **(norms if config["model_type"].startswith("qwen3") else {}),
+        **(biases if config["attention_bias"] else {}),
+        **(norms if has_norms else {}),
     }
 
 
@@ -85,7 +87,7 @@ def _experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "experts.gate_up_proj": (count, 2 * intermediate, hidden),
         "experts.down_proj": (count, hidden, intermediate),
     }
-    if config.get("topk_method") == "noaux_tc":
+    if config.get("topk_method") == "noaux_tc" or config["model_type"] == "glm4_moe":
         shapes["gate.e_score_correction_bias"] = (count,)
     if shared := config.get("n_shared_experts"):
         shapes |= {f"shared_experts.{name}": size for name, size in _mlp(hidden, shared * intermediate).items()}

@@ -10,6 +10,8 @@ from pathlib import Path
 
 ENTRY_POINT = f"[sglang.srt.plugins]\nfp8refit_observer = {__name__}:register\n"
 METHOD = "fp8refit_test_observe"
+DERIVED = ("w_kc", "w_vc", "_weight_fp32")
+"""What SGLang computes from weights and keeps beside them: attributes and buffers that no state dict has."""
 
 
 def install(folder: Path) -> None:
@@ -36,7 +38,7 @@ def observe(scheduler, what: str, path: str) -> None:
     import live_model
     import torch
 
-    state = scheduler.tp_worker.model_runner.model.state_dict()
+    state = live_state(scheduler.tp_worker.model_runner.model)
     looks = {
         "live_bytes": lambda: live_model.hash_bytes(state),
         "checksum": lambda: live_model.checksum(state),
@@ -47,6 +49,12 @@ def observe(scheduler, what: str, path: str) -> None:
         "end_of_work": lambda: torch.cuda.synchronize() if torch.cuda.is_available() else None,
     }
     Path(path + str(scheduler.tp_group.rank_in_group)).write_text(json.dumps(looks[what]()))
+
+
+def live_state(model) -> dict:
+    """Every parameter and persistent buffer, and what is derived from them, by the engine's own name."""
+    derived = {f"{name}.{key}": getattr(module, key, None) for name, module in model.named_modules() for key in DERIVED}
+    return model.state_dict() | {name: tensor for name, tensor in derived.items() if tensor is not None}
 
 
 def kv_scales(model) -> dict[str, float]:
