@@ -194,6 +194,8 @@ def why_not_refitted(arguments: Any) -> str | None:
         return "it keeps KV of the old policy outside its radix cache; leave out enable_lmcache and enable_flexkv"
     if value("enable_eplb") or value("elastic_ep_backend"):
         return "it moves experts between places while it runs; leave out enable_eplb and elastic_ep_backend"
+    if value("enable_cp_decode_attn_tp"):
+        return "it decodes by copies that it cut from weights; leave out enable_cp_decode_attn_tp"
     if value("weight_cache_mode", "off") not in (None, "off"):
         return 'its weights are shared with other engines; set weight_cache_mode="off"'
     return None

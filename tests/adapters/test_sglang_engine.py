@@ -491,6 +491,7 @@ def test_a_scheduler_that_does_not_know_us_is_told_with_what_sglang_says(solo, m
         ({"weight_cache_mode": "client"}, 'weight_cache_mode="off"'),
         ({"enable_eplb": True}, "leave out enable_eplb"),
         ({"elastic_ep_backend": "mooncake"}, "leave out enable_eplb and elastic_ep_backend"),
+        ({"enable_cp_decode_attn_tp": True}, "leave out enable_cp_decode_attn_tp"),
     ],
     ids=str,
 )
@@ -510,6 +511,7 @@ def test_arguments_at_their_defaults_are_taken(make_engine):
         hicache_storage_backend=None,
         enable_eplb=False,
         elastic_ep_backend=None,
+        enable_cp_decode_attn_tp=False,
         weight_cache_mode="off",
     )
     assert Refitter(engine).version == 0
