@@ -27,6 +27,8 @@ _NUM_FIELDS = len(_FIELDS)
 _SOURCE = _FIELDS.index("source")
 
 _QUANTIZE_WARPS = 4
+_BLOCKS_PER_PROGRAM = {2: 2}
+"""By bytes of a source element; one of wider ones. The second block is on its way while the first is computed."""
 _COPY_WARPS = 4
 _COPY_TILE = 2048
 _TRITON_DTYPES = {
@@ -262,14 +264,16 @@ def _run(launch: _Launch, matrix: Tensor, tile_rows: Tensor, status: Tensor, *, 
         "CHECK": check,
         "WRITE": write,
     }
-    grid = (launch.num_tiles,)
     if kind.op is Op.QUANTIZE:
         block_n, block_k = kind.block_size
         tile_n, tile_k = triton.next_power_of_2(block_n), triton.next_power_of_2(block_k)
-        _quantize_tiles[grid](
+        num_blocks = _BLOCKS_PER_PROGRAM.get(kind.source_dtype.itemsize, 1)
+        _quantize_tiles[(-(-launch.num_tiles // num_blocks),)](
             matrix,
             tile_rows,
             status,
+            num_tiles=launch.num_tiles,
+            NUM_BLOCKS=num_blocks,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
             TILE_N=tile_n,
@@ -277,6 +281,7 @@ def _run(launch: _Launch, matrix: Tensor, tile_rows: Tensor, status: Tensor, *, 
             IS_UE8M0=kind.scale_format is ScaleFormat.UE8M0,
             AMAX_FLOOR=AMAX_FLOOR[kind.scale_format],
             ROUND_TO_BF16=kind.round_to_bf16,
+            SATURATES=isinstance(_quantize_tiles, triton.JITFunction),
             num_warps=_QUANTIZE_WARPS,
             **common,
         )
@@ -284,7 +289,9 @@ def _run(launch: _Launch, matrix: Tensor, tile_rows: Tensor, status: Tensor, *, 
     rule = {Op.COPY: Check.FINITE, Op.COPY_CODES: Check.CODES}.get(kind.op)
     if rule is None:
         rule = Check.POWERS_OF_TWO if kind.scale_format is ScaleFormat.UE8M0 else Check.SCALES
-    _copy_tiles[grid](matrix, tile_rows, status, TILE=_COPY_TILE, RULE=int(rule), num_warps=_COPY_WARPS, **common)
+    _copy_tiles[(launch.num_tiles,)](
+        matrix, tile_rows, status, TILE=_COPY_TILE, RULE=int(rule), num_warps=_COPY_WARPS, **common
+    )
 
 
 @triton.jit
@@ -308,16 +315,33 @@ def _load_row(matrix, tile_rows, tile, NUM_FIELDS: tl.constexpr):
     return matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
 
 
-@triton.jit(do_not_specialize=["first_tile"])
+@triton.jit(do_not_specialize=["first_tile", "num_tiles"])
 def _quantize_tiles(
-    matrix, tile_rows, status, first_tile,
+    matrix, tile_rows, status, first_tile, num_tiles, NUM_BLOCKS: tl.constexpr,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    IS_UE8M0: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
+    IS_UE8M0: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr,
     IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes one block; the arithmetic is `reference.quantize_reference`, bit for bit."""
-    tile = first_tile + tl.program_id(0)
+    """One program quantizes `NUM_BLOCKS` blocks."""
+    first = tl.program_id(0) * NUM_BLOCKS
+    for index in tl.static_range(NUM_BLOCKS):
+        if first + index < num_tiles:
+            _quantize_tile(
+                matrix, tile_rows, status, first_tile + first + index, SOURCE, TARGET, NUM_FIELDS, BLOCK_N, BLOCK_K,
+                TILE_N, TILE_K, IS_UE8M0, AMAX_FLOOR, ROUND_TO_BF16, SATURATES, IS_ALIGNED, CHECK, WRITE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _quantize_tile(
+    matrix, tile_rows, status, tile,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    IS_UE8M0: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr,
+):  # fmt: skip
+    """Quantize one block; the arithmetic is `reference.quantize_reference`, bit for bit."""
     row = _load_row(matrix, tile_rows, tile, NUM_FIELDS)
     source = tl.load(row + 0).to(tl.pointer_type(SOURCE))
     target = tl.load(row + 1).to(tl.pointer_type(tl.float8e4nv))
@@ -364,7 +388,10 @@ def _quantize_tiles(
         else:
             s = tl.div_rn(amax, 448.0)
         inverse = tl.div_rn(1.0, s)
-        code = tl.minimum(tl.maximum(x * inverse, -448.0), 448.0).to(tl.float8e4nv)
+        code = x * inverse
+        if not SATURATES:  # a GPU's cast does: cvt.rn.satfinite.e4m3x2
+            code = tl.minimum(tl.maximum(code, -448.0), 448.0)
+        code = code.to(tl.float8e4nv)
         target_at = target + first_n.to(tl.int64) * target_row + first_k
         tl.store(target_at + n[:, None] * target_row + k[None, :], code, mask=mask)
         tl.store(scale + block_n * scale_row + block_k, s)
