@@ -1,6 +1,7 @@
 """The command line. Tables and progress are for people; with `--json`, standard output is JSON and nothing else."""
 
 import contextlib
+import ctypes
 import os
 import sys
 from collections import Counter
@@ -301,7 +302,7 @@ def _demo_cells(row: "Round") -> Iterable[str]:
 
 @contextlib.contextmanager
 def _standard_output_to_error() -> Iterator[None]:
-    """Send to standard error what engines and their worker processes would write to standard output."""
+    """Send to standard error what engines and their worker processes would write to standard output, C libraries too."""
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)
@@ -309,6 +310,7 @@ def _standard_output_to_error() -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
+        ctypes.CDLL(None).fflush(None)  # what C has printed, and would write when the process ends
         os.dup2(saved, 1)
         os.close(saved)
 

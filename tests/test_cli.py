@@ -96,13 +96,14 @@ def test_inspect_json_is_the_layout_and_nothing_else(checkpoint):
 
 def test_inspect_json_survives_an_engine_that_writes_to_standard_output(checkpoint, tmp_path):
     noisy = (
-        "import os, sys\n"
+        "import ctypes, os, sys\n"
         "from fp8refit_transformers import TransformersEngine\n"
         "from fp8refit import cli\n"
         "boot = TransformersEngine.boot\n"
         "def noisy_boot(model):\n"
         "    print('noise from Python')\n"
         "    os.write(1, b'noise from below')\n"
+        "    ctypes.CDLL(None).puts(b'noise from C')\n"
         "    return boot(model)\n"
         "TransformersEngine.boot = noisy_boot\n"
         "cli.app(sys.argv[1:])\n"
@@ -110,7 +111,7 @@ def test_inspect_json_survives_an_engine_that_writes_to_standard_output(checkpoi
     command = [sys.executable, "-c", noisy, "inspect", str(checkpoint), "--engine", "transformers", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert EngineLayout.model_validate_json(done.stdout).engine == "transformers"
-    assert "noise from Python" in done.stderr and "noise from below" in done.stderr
+    assert all(f"noise from {source}" in done.stderr for source in ("Python", "below", "C"))
 
 
 def test_inspect_shows_kinds_slots_and_aliases(checkpoint):
