@@ -39,6 +39,7 @@ LAYERS = [
     "testing",
     "demo",
     "cli",
+    "__main__",
 ]
 """Low to high. A module imports only from layers below its own, or from its own."""
 
