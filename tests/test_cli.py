@@ -1,6 +1,7 @@
 """The command line: what it writes where, and its exit codes. Engines are real or, where that does not matter, fake."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -103,13 +104,15 @@ def test_inspect_json_survives_an_engine_that_writes_to_standard_output(checkpoi
         "def noisy_boot(model):\n"
         "    print('noise from Python')\n"
         "    os.write(1, b'noise from below')\n"
+        "    booted = boot(model)\n"
         "    ctypes.CDLL(None).puts(b'noise from C')\n"
-        "    return boot(model)\n"
+        "    return booted\n"
         "TransformersEngine.boot = noisy_boot\n"
         "cli.app(sys.argv[1:])\n"
     )
     command = [sys.executable, "-c", noisy, "inspect", str(checkpoint), "--engine", "transformers", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    buffering = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=buffering)
     assert EngineLayout.model_validate_json(done.stdout).engine == "transformers"
     assert all(f"noise from {source}" in done.stderr for source in ("Python", "below", "C"))
 
