@@ -52,6 +52,7 @@ class KernelBenchResult(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     config: KernelBenchConfig
+    command: str
     gpu: str
     versions: dict[str, str]
     copy_gb_per_s: float
@@ -80,6 +81,7 @@ def run_kernel_bench(
     on_progress("done", len(cases), len(cases))
     return KernelBenchResult(
         config=config,
+        command=_command_of(config, device),
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
         versions={"fp8refit": __version__, "torch": torch.__version__},
         copy_gb_per_s=copy_rate,
@@ -129,3 +131,11 @@ def _time(
         gb_per_s=gb_per_s,
         fraction_of_copy=gb_per_s / copy_rate,
     )
+
+
+def _command_of(config: KernelBenchConfig, device: torch.device) -> str:
+    """What measures it again."""
+    parts = ["fp8refit bench kernel"]
+    if config.shapes != DEFAULT_SHAPES:
+        parts.append(f"--shapes {','.join(f'{rows}x{cols}' for rows, cols in config.shapes)}")
+    return " ".join([*parts, f"--dtypes {','.join(config.dtypes)} --repeats {config.repeats} --device {device.type}"])

@@ -1,12 +1,16 @@
 """Benchmark results as pictures."""
 
+import hashlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fp8refit.bench.refit import OURS, RefitBenchResult
 from fp8refit.errors import UnsupportedEngineError
 
 _DPI = 160
+_INVISIBLE_MS = 0.01
 
 
 def plot_refits(results: Sequence[RefitBenchResult], folder: Path) -> list[Path]:
@@ -19,87 +23,137 @@ def plot_refits(results: Sequence[RefitBenchResult], folder: Path) -> list[Path]
     Raises:
         UnsupportedEngineError: matplotlib is not installed.
     """
+    return [
+        plot_phases(results, folder / "phases.png"),
+        plot_comparison(results, folder / "comparison.png"),
+        plot_roofline(results, folder / "roofline.png"),
+    ]
+
+
+def plot_phases(results: Sequence[RefitBenchResult], file: Path) -> Path:
+    """Draw where the time of each refit goes.
+
+    Raises:
+        UnsupportedEngineError: matplotlib is not installed.
+    """
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(8, 1.6 + 0.5 * len(results)), layout="constrained")
+    left = [0.0] * len(results)
+    for name in dict.fromkeys(name for result in results for name in result.phases_ms):
+        widths = [result.phases_ms[name].median if name in result.phases_ms else 0.0 for result in results]
+        if max(widths) < _INVISIBLE_MS:
+            continue
+        axes.barh(range(len(results)), widths, left=left, label=name)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(results)), _labels(results), fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlabel("ms, medians")
+    axes.set_title(f"Where the time of a refit goes{_of_one_boot(results)}")
+    figure.legend(loc="outside lower center", ncols=8, fontsize="small", frameon=False)
+    return _save(figure, file, results)
+
+
+def plot_comparison(results: Sequence[RefitBenchResult], file: Path) -> Path:
+    """Draw how long each way takes to bring the same weights to the engine.
+
+    Raises:
+        UnsupportedEngineError: matplotlib is not installed.
+    """
+    plt = _pyplot()
+    figure, axes = plt.subplots(
+        figsize=(8, 1.2 + 0.32 * sum(1.6 + len(result.others) for result in results)), layout="constrained"
+    )
+    place, ticks = 0.0, []
+    for label, result in zip(_labels(results), results, strict=True):
+        ways = [(OURS, result.wall_ms.median), *((other.name, other.wall_ms.median) for other in result.others)]
+        for name, ms in ways:
+            bar = axes.barh(place, ms, color="C0" if name == OURS else "C7", height=0.8)
+            axes.bar_label(bar, labels=[f" {ms:.1f} ms"], fontsize="small")
+            ticks.append((place, f"{label}: {name}" if name == OURS else name))
+            place += 1
+        place += 0.6
+    axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks], fontsize="small")
+    axes.invert_yaxis()
+    _make_logarithmic(axes.xaxis)
+    axes.set_xlim(left=10 ** math.floor(math.log10(min(result.wall_ms.median for result in results))))
+    axes.set_xlabel("ms from BF16 weights to an engine that serves them, medians")
+    axes.set_title(f"The same weights by other ways{_of_one_boot(results)}")
+    axes.margins(x=0.2)
+    return _save(figure, file, results)
+
+
+def plot_roofline(results: Sequence[RefitBenchResult], file: Path) -> Path:
+    """Draw time against bytes, with the copy roofline.
+
+    Raises:
+        UnsupportedEngineError: matplotlib is not installed.
+    """
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for index, boot in enumerate(dict.fromkeys(result.config.boot for result in results)):
+        chosen = sorted((result for result in results if result.config.boot == boot), key=lambda found: found.num_bytes)
+        gigabytes = [result.num_bytes / 1e9 for result in chosen]
+        fills, walls = ([timing.median for timing in timings] for timings in zip(*map(_timings, chosen), strict=True))
+        axes.plot(gigabytes, fills, "o", color=f"C{index}", label=f"{boot}: fill")
+        axes.plot(gigabytes, walls, "x--", color=f"C{index}", linewidth=0.8, label=f"{boot}: call to return")
+    ends = [factor * end(result.num_bytes / 1e9 for result in results) for factor, end in ((1 / 1.5, min), (1.5, max))]
+    rate = sum(result.copy_gb_per_s for result in results) / len(results)
+    axes.plot(ends, [1e3 * gigabytes / rate for gigabytes in ends], "k-", linewidth=1, label=f"copy, {rate:.0f} GB/s")
+    _make_logarithmic(axes.xaxis)
+    _make_logarithmic(axes.yaxis)
+    axes.set_xlabel("GB read and written")
+    axes.set_ylabel("ms, medians")
+    axes.set_title("Time against bytes")
+    axes.legend(fontsize="small")
+    return _save(figure, file, results)
+
+
+def digest_of(results: Sequence[RefitBenchResult]) -> str:
+    """What a picture holds, among its metadata, of the results that it was drawn from."""
+    return hashlib.sha256("\n".join(result.model_dump_json() for result in results).encode()).hexdigest()
+
+
+def _labels(results: Sequence[RefitBenchResult]) -> list[str]:
+    """The models, with what they differ in beside."""
+    engines = ("" if _of_one_boot(results) else f", {result.config.boot}" for result in results)
+    ranks = (f", {result.config.tp} ranks" if result.config.tp > 1 else "" for result in results)
+    return [f"{result.config.model}{parts}{of}" for result, parts, of in zip(results, engines, ranks, strict=True)]
+
+
+def _of_one_boot(results: Sequence[RefitBenchResult]) -> str:
+    """For a title, what all of them have in common."""
+    boots = {result.config.boot for result in results}
+    return f": {boots.pop()}" if len(boots) == 1 else ""
+
+
+def _timings(result: RefitBenchResult) -> tuple[Any, Any]:
+    return result.fill_ms, result.wall_ms
+
+
+def _make_logarithmic(axis: Any) -> None:
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
+
+
+def _pyplot() -> Any:
+    """Matplotlib's, drawing into files.
+
+    Raises:
+        UnsupportedEngineError: It is not installed.
+    """
     try:
         import matplotlib
     except ImportError as error:
         raise UnsupportedEngineError("plots need matplotlib: pip install 'fp8refit[bench]'") from error
     matplotlib.use("Agg")
-    folder.mkdir(parents=True, exist_ok=True)
-    return [_plot_phases(results, folder), _plot_comparison(results, folder), _plot_roofline(results, folder)]
+    from matplotlib import pyplot
+
+    return pyplot
 
 
-def _label(result: RefitBenchResult) -> str:
-    ranks = f", {result.config.tp} ranks" if result.config.tp > 1 else ""
-    return f"{result.config.model}\n{result.config.engine}{ranks}"
-
-
-def _plot_phases(results: Sequence[RefitBenchResult], folder: Path) -> Path:
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 1.2 + 0.6 * len(results)), layout="constrained")
-    left = [0.0] * len(results)
-    names = dict.fromkeys(name for result in results for name in result.phases_ms)
-    for name in names:
-        widths = [result.phases_ms[name].median if name in result.phases_ms else 0.0 for result in results]
-        if max(widths) < 0.01:
-            continue
-        axes.barh(range(len(results)), widths, left=left, label=name)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(results)), [_label(result) for result in results])
-    axes.invert_yaxis()
-    axes.set_xlabel("ms, medians")
-    axes.set_title("Where the time of a refit goes")
-    axes.legend(ncols=4, fontsize="small")
-    return _save(figure, folder / "phases.png")
-
-
-def _plot_comparison(results: Sequence[RefitBenchResult], folder: Path) -> Path:
-    from matplotlib import pyplot as plt
-
-    rows = [
-        (f"{_label(result)}\n{name}", ms, name == OURS)
-        for result in results
-        for name, ms in ((OURS, result.wall_ms.median), *((o.name, o.wall_ms.median) for o in result.others))
-    ]
-    figure, axes = plt.subplots(figsize=(7, 1.2 + 0.55 * len(rows)), layout="constrained")
-    bars = axes.barh(range(len(rows)), [ms for _, ms, _ in rows], color=["C0" if own else "C7" for *_, own in rows])
-    axes.bar_label(bars, labels=[f" {ms:.1f} ms" for _, ms, _ in rows], fontsize="small")
-    axes.set_yticks(range(len(rows)), [label for label, *_ in rows], fontsize="small")
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel("ms from BF16 weights to an engine that serves them, medians")
-    axes.set_title("The same weights by other ways")
-    axes.margins(x=0.25)
-    return _save(figure, folder / "comparison.png")
-
-
-def _plot_roofline(results: Sequence[RefitBenchResult], folder: Path) -> Path:
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    gigabytes = [(result.bytes_read + result.bytes_written) / 1e9 for result in results]
-    for engine in dict.fromkeys(result.config.engine for result in results):
-        chosen = [index for index, result in enumerate(results) if result.config.engine == engine]
-        fills = [(results[i].fill_device_ms or results[i].phases_ms["fill"]).median for i in chosen]
-        axes.plot([gigabytes[i] for i in chosen], fills, "o", label=f"fill, {engine}")
-        axes.plot(
-            [gigabytes[i] for i in chosen], [results[i].wall_ms.median for i in chosen], "x", label=f"refit, {engine}"
-        )
-    ends = [min(gigabytes) / 1.5, max(gigabytes) * 1.5]
-    rate = results[0].copy_gb_per_s
-    axes.plot(ends, [1e3 * end / rate for end in ends], "k--", label=f"copy, {rate:.0f} GB/s")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("GB read and written")
-    axes.set_ylabel("ms, medians")
-    axes.set_title("Time against bytes")
-    axes.legend(fontsize="small")
-    return _save(figure, folder / "roofline.png")
-
-
-def _save(figure: object, file: Path) -> Path:
-    from matplotlib import pyplot as plt
-
-    figure.savefig(file, dpi=_DPI)  # type: ignore[attr-defined]
-    plt.close(figure)
+def _save(figure: Any, file: Path, results: Sequence[RefitBenchResult]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=_DPI, metadata={"Source": digest_of(results)})
+    _pyplot().close(figure)
     return file

@@ -44,6 +44,11 @@ class RefitBenchConfig(BaseModel):
     """Which of the engine's own to time too; None for all, empty for none."""
     seed: int = 0
 
+    @property
+    def boot(self) -> str:
+        """The engine, and how it was booted."""
+        return f"{self.engine} --online" if self.online else self.engine
+
 
 class StrategyResult(BaseModel):
     """One way to give the engine new weights."""
@@ -60,6 +65,13 @@ class StrategyResult(BaseModel):
     """Whether every run to the same policy ended with the same bytes on every rank."""
     equals_ours: bool
     """Whether those bytes are the ones that fp8refit writes."""
+
+    @property
+    def whose_bytes(self) -> str:
+        """What is to be said of the bytes that it ended with."""
+        if self.equals_ours:
+            return "fp8refit's"
+        return "its own" if self.is_repeatable else "NOT the same every time"
 
 
 class RefitBenchResult(BaseModel):
@@ -96,10 +108,19 @@ class RefitBenchResult(BaseModel):
     others: tuple[StrategyResult, ...]
 
     @property
+    def num_bytes(self) -> int:
+        """Read and written by all ranks."""
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def fill_ms(self) -> Percentiles:
+        """The fill, on the device's own clock where there is one."""
+        return self.fill_device_ms or self.phases_ms["fill"]
+
+    @property
     def gb_per_s(self) -> float:
-        """Bytes read and written over the time of the fill, of all ranks."""
-        fill_ms = self.fill_device_ms or self.phases_ms["fill"]
-        return (self.bytes_read + self.bytes_written) / fill_ms.median / 1e6
+        """Bytes over the time of the fill, of all ranks."""
+        return self.num_bytes / self.fill_ms.median / 1e6
 
 
 Progress = Callable[[str, int, int], None]

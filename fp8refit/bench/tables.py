@@ -58,9 +58,8 @@ def _comparison_table(result: RefitBenchResult) -> Table:
     table.add_row(OURS, f"{ours_ms:.1f}", "", f"{result.peak_extra_bytes / 2**20:.0f}", same)
     for other in result.others:
         ratio = f"{other.wall_ms.median / ours_ms:.1f} x"
-        same = "fp8refit's" if other.equals_ours else "its own" if other.is_repeatable else "NOT the same every time"
         extra = f"{other.peak_extra_bytes / 2**20:.0f}"
-        table.add_row(other.name, f"{other.wall_ms.median:.1f}", ratio, extra, same)
+        table.add_row(other.name, f"{other.wall_ms.median:.1f}", ratio, extra, other.whose_bytes)
     return table
 
 

@@ -27,7 +27,10 @@ def test_the_command_line_times_the_reference_on_a_cpu():
     arguments = ["bench", "kernel", "--device", "cpu", "--shapes", "128x128", "--dtypes", "bfloat16", "--repeats", "3"]
     ran = CliRunner().invoke(app, [*arguments, "--json"])
     assert ran.exit_code == 0, ran.output
-    assert [timing["shape"] for timing in json.loads(ran.stdout)["timings"]] == [[128, 128]] * 2
+    found = json.loads(ran.stdout)
+    assert [timing["shape"] for timing in found["timings"]] == [[128, 128]] * 2
+    again = CliRunner().invoke(app, [*found["command"].split()[1:], "--json"])
+    assert json.loads(again.stdout)["config"] == found["config"]
     assert "of copy" in CliRunner().invoke(app, arguments).stdout
 
 

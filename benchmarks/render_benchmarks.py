@@ -1,0 +1,271 @@
+"""Writes benchmarks/README.md and benchmarks/figures from what `fp8refit bench` measured, so that neither drifts.
+
+python benchmarks/render_benchmarks.py
+
+Reads `bench_refit_*.json`, `bench_kernel_*.json` and `bench_rollout_*.json` in benchmarks/results, each written by the command
+that it names, with `--json`. What is not there is left out.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from fp8refit.bench import KernelBenchResult, Precision, RefitBenchResult, RolloutBenchResult, RolloutTiming
+from fp8refit.bench.plots import plot_comparison, plot_phases, plot_roofline
+from fp8refit.bench.refit import OURS
+
+FOLDER = Path(__file__).parent
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+PRECISIONS = {Precision.BF16: "BF16", Precision.FP8: "FP8 weights", Precision.FP8_KV: "FP8 weights and KV cache"}
+
+Plot = Callable[[Sequence[RefitBenchResult], Path], Path]
+Result = TypeVar("Result", bound=BaseModel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """All results of a folder."""
+
+    refits: dict[str, list[RefitBenchResult]]
+    """By engine and how it was booted, smallest model first."""
+    kernels: list[KernelBenchResult]
+    rollouts: dict[str, list[RolloutBenchResult]]
+    """By engine, smallest model first."""
+
+    @property
+    def all_refits(self) -> list[RefitBenchResult]:
+        """Of every engine."""
+        return [result for results in self.refits.values() for result in results]
+
+
+def read(folder: Path) -> Measured:
+    """The results in `folder`."""
+    refits = sorted(_read(folder, "bench_refit_*.json", RefitBenchResult), key=lambda result: result.num_bytes)
+    sizes = {result.config.model: result.num_bytes for result in refits}
+    rollouts = sorted(
+        _read(folder, "bench_rollout_*.json", RolloutBenchResult), key=lambda found: sizes.get(found.config.model, 0)
+    )
+    boots = sorted({result.config.boot for result in refits}, key=_in_order)
+    engines = sorted({result.config.engine for result in rollouts}, key=_in_order)
+    return Measured(
+        refits={boot: [result for result in refits if result.config.boot == boot] for boot in boots},
+        kernels=_read(folder, "bench_kernel_*.json", KernelBenchResult),
+        rollouts={name: [result for result in rollouts if result.config.engine == name] for name in engines},
+    )
+
+
+def _read(folder: Path, pattern: str, kind: type[Result]) -> list[Result]:
+    return [kind.model_validate_json(file.read_bytes()) for file in sorted(folder.glob(pattern))]
+
+
+def _in_order(boot: str) -> tuple[int, str]:
+    engine = boot.split()[0]
+    return (list(NAMES).index(engine) if engine in NAMES else len(NAMES)), boot
+
+
+def render(measured: Measured) -> str:
+    """The page, as Markdown."""
+    parts = [HEAD]
+    if measured.refits:
+        parts.append("## A refit of a live engine\n")
+        parts.append(LEGEND)
+        parts.append("![Time against bytes](figures/roofline.png)\n")
+        for boot, results in measured.refits.items():
+            parts += [f"### {_title(boot)}\n", *render_refits(boot, results)]
+    if measured.kernels:
+        parts += ["## The quantizer alone\n", *map(render_kernel, measured.kernels)]
+    if measured.rollouts:
+        parts.append("## What FP8 buys: rollouts\n")
+        parts += [render_rollouts(engine, results) for engine, results in measured.rollouts.items()]
+    return "\n".join(parts)
+
+
+HEAD = """# Benchmarks
+
+Models are built from their published configs and filled with random weights that have outlier channels: nothing is downloaded.
+Every table says which command measures a row again. This page is written from
+[`results`](results) by `python benchmarks/render_benchmarks.py`.
+"""
+
+LEGEND = """BF16 weights lie on the engine's GPU, as a trainer leaves them. Every round changes them, and times a refit and
+each of the engine's own ways once, interleaved. After every run the bytes of the live weights are compared by a fingerprint.
+Times are medians in ms.
+
+- *call to return*: all that a training loop waits for, the engine ready to serve. *Flush* of the prefix cache is the engine's.
+- *fill*: the one kernel that reads BF16 and writes codes and scales, on the device's own clock. *of copy*: its time over that
+  of copying as many bytes, measured in the same process. *ns/MB*: in brackets how much more than the least in the table.
+- *host*: call to return without the fill on the device.
+- *extra*: the most GPU memory beyond what is held between refits. Of the engine's own ways only what torch allocates in the
+  trainer's process is counted: all of it in vLLM's, which run there, and not what SGLang's scheduler takes.
+"""
+
+
+COLUMNS = ["model", "tensors", "GB", "first", "call to return", "p90", "plan + fill + verify", "flush"]
+COLUMNS += ["fill", "of copy", "GB/s", "ns/MB", "host", "extra"]
+
+
+def render_refits(boot: str, results: Sequence[RefitBenchResult]) -> Iterator[str]:
+    """One way to boot an engine: where time goes, and what else there is."""
+    ranks = sorted({result.config.tp for result in results})
+    kernels = ", ".join(dict.fromkeys(kind for result in results for kind in result.kernels))
+    yield f"{_versions(results)}; {' or '.join(map(str, ranks))} rank. Kernels and formats: {kernels}.\n"
+    yield _again(results)
+    yield _table(
+        COLUMNS,
+        (_refit_cells(result, results) for result in results),
+        num_names=1,
+    )
+    yield f"![Phases](figures/{_slug(boot)}_phases.png)\n"
+    yield "The same weights by other ways, in the same runs:\n"
+    yield _table(
+        ["model", "way", "ms", "p90", "against refit", "extra", "bytes"],
+        (row for result in results for row in _ways(result)),
+        num_names=2,
+    )
+    summaries = {other.name: other.summary for result in results for other in result.others}
+    yield "".join(f"- `{name}`: {summary}.\n" for name, summary in summaries.items())
+    yield f"![Comparison](figures/{_slug(boot)}_comparison.png)\n"
+
+
+def _refit_cells(result: RefitBenchResult, beside: Sequence[RefitBenchResult]) -> list[str]:
+    least = min(1e6 / other.gb_per_s for other in beside)
+    ns_per_mb = 1e6 / result.gb_per_s
+    return [
+        result.config.model,
+        str(result.num_tensors),
+        f"{result.num_bytes / 1e9:.2f}",
+        f"{result.first_ms:.0f}",
+        f"**{result.wall_ms.median:.2f}**",
+        f"{result.wall_ms.p90:.2f}",
+        f"{result.plan_fill_verify_ms.median:.2f}",
+        f"{result.phases_ms['flush'].median:.2f}",
+        f"{result.fill_ms.median:.2f}",
+        f"{result.fill_over_copy:.2f} x",
+        f"{result.gb_per_s:.0f}",
+        f"{ns_per_mb:.0f} (+{ns_per_mb / least - 1:.0%})",
+        f"{result.host_ms.median:.2f}",
+        _mebibytes(result.peak_extra_bytes),
+    ]
+
+
+def _ways(result: RefitBenchResult) -> Iterator[list[str]]:
+    model, ours = result.config.model, result.wall_ms
+    same = "the same every time" if result.is_repeatable else "NOT the same every time"
+    extra = _mebibytes(result.peak_extra_bytes)
+    yield [model, f"**{OURS}**", f"**{ours.median:.1f}**", f"{ours.p90:.1f}", "", extra, same]
+    for other in result.others:
+        times = f"{other.wall_ms.median / ours.median:.1f} x"
+        milliseconds = (f"{other.wall_ms.median:.1f}", f"{other.wall_ms.p90:.1f}")
+        yield ["", other.name, *milliseconds, times, _mebibytes(other.peak_extra_bytes), other.whose_bytes]
+
+
+def render_kernel(result: KernelBenchResult) -> str:
+    """One launch over many matrices of one shape, blocks of 128 x 128."""
+    rows = (
+        [
+            f"{timing.shape[0]} x {timing.shape[1]}",
+            timing.dtype,
+            str(timing.scale_format),
+            str(timing.num_matrices),
+            f"{timing.device_us.median:.1f}",
+            f"{timing.gb_per_s:.0f}",
+            f"{timing.fraction_of_copy:.1%}",
+        ]
+        for timing in result.timings
+    )
+    columns = ["matrix", "from", "scales", "in one launch", "us", "GB/s", "of the copy rate"]
+    copy = f"Copy: {result.copy_gb_per_s:.0f} GB/s."
+    return f"{_versions([result])}. {copy}\n\n{_again([result])}\n{_table(columns, rows, num_names=3)}"
+
+
+def render_rollouts(engine: str, results: Sequence[RolloutBenchResult]) -> str:
+    """Tokens a second of one engine."""
+    precisions = [name for name in PRECISIONS if any(name in result.config.precisions for result in results)]
+    columns = ["model", "sequences", "prompt", "new", *(PRECISIONS[name] for name in precisions)]
+    rows = (row for result in results for row in _rollout_rows(result, precisions))
+    return (
+        f"### {_title(engine)}\n\n{_versions(results)}. New tokens a second of all sequences together, prefill counted in, "
+        "and how many times BF16's. Every engine has the same share of the GPU for weights and KV cache.\n\n"
+        f"{_again(results)}\n{_table(columns, rows, num_names=1)}"
+    )
+
+
+def _rollout_rows(result: RolloutBenchResult, precisions: Sequence[Precision]) -> Iterator[list[str]]:
+    if result.kv_tokens:
+        room = (_thousands(result.kv_tokens[name]) if name in result.kv_tokens else "" for name in precisions)
+        yield [result.config.model, "", "", "tokens in the KV cache", *room]
+    found = {(timing.batch_size, timing.context_length, timing.precision): timing for timing in result.timings}
+    for index, (batch, length) in enumerate(dict.fromkeys(case[:2] for case in found)):
+        model = result.config.model if index == 0 and not result.kv_tokens else ""
+        cells = (_rate(found.get((batch, length, name))) for name in precisions)
+        yield [model, str(batch), str(length), str(result.config.num_new_tokens), *cells]
+
+
+def _rate(timing: RolloutTiming | None) -> str:
+    if timing is None:
+        return ""
+    against = timing.against_bf16
+    is_base = timing.precision is Precision.BF16 or against is None
+    return _thousands(timing.tokens_per_s.median) + ("" if is_base else f" ({against:.2f} x)")
+
+
+def figures(measured: Measured) -> dict[str, tuple[Plot, list[RefitBenchResult]]]:
+    """What draws each picture, and from which results, by the picture's name."""
+    if not measured.refits:
+        return {}
+    found: dict[str, tuple[Plot, list[RefitBenchResult]]] = {"roofline.png": (plot_roofline, measured.all_refits)}
+    for boot, results in measured.refits.items():
+        found[f"{_slug(boot)}_phases.png"] = (plot_phases, results)
+        found[f"{_slug(boot)}_comparison.png"] = (plot_comparison, results)
+    return found
+
+
+def _title(boot: str) -> str:
+    engine, *options = boot.split()
+    return NAMES.get(engine, engine) + (", booted to quantize BF16 weights itself" if options else "")
+
+
+def _slug(boot: str) -> str:
+    return boot.replace(" --", "-")
+
+
+def _versions(results: Iterable[RefitBenchResult | KernelBenchResult | RolloutBenchResult]) -> str:
+    said = (", ".join(f"{name} {version}" for name, version in result.versions.items()) for result in results)
+    gpus = dict.fromkeys(result.gpu for result in results)
+    return f"{' and '.join(gpus)}; {' or '.join(dict.fromkeys(said))}"
+
+
+def _again(results: Iterable[RefitBenchResult | KernelBenchResult | RolloutBenchResult]) -> str:
+    commands = "\n".join(result.command for result in results)
+    return f"Row by row, with `--json` for what this page is made from:\n\n```bash\n{commands}\n```\n"
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"
+
+
+def _thousands(number: float) -> str:
+    return f"{number:,.0f}".replace(",", " ")
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_names: int) -> str:
+    """Markdown; the first `num_names` columns are words, the others numbers."""
+    rules = [" --- " if index < num_names else " ---: " for index in range(len(columns))]
+    lines = (f"| {' | '.join(row)} |" for row in (columns, *rows))
+    head, *body = lines
+    return "\n".join([head, f"|{'|'.join(rules)}|", *body]) + "\n"
+
+
+def main() -> None:
+    """Write the page and its pictures."""
+    measured = read(FOLDER / "results")
+    (FOLDER / "README.md").write_text(render(measured))
+    for name, (plot, results) in figures(measured).items():
+        plot(results, FOLDER / "figures" / name)
+
+
+if __name__ == "__main__":
+    main()
