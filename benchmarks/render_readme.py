@@ -157,9 +157,9 @@ def render_sglang(result: dict[str, Any]) -> str:
 
 def render_kv() -> str:
     """What calibrated KV scales do, whom they agree with, and what they cost."""
-    large, small = (
+    large, small, untied = (
         {engine: json.loads((RESULTS / name.format(shape=shape)).read_text()) for engine, name in KV.items()}
-        for shape in ("qwen3-8b", "qwen3-0.6b")
+        for shape in ("qwen3-8b", "qwen3-0.6b", "qwen3-0.6b-untied")
     )
     costs = [
         {name.removeprefix("engine's "): 1e3 * seconds for name, seconds in found["cost_s"].items()}
@@ -182,6 +182,10 @@ def render_kv() -> str:
         (
             "two ranks against one (0.6B shape)",
             *(percent(worst(found["largest_deviation_of_two_ranks"])) for found in small.values()),
+        ),
+        (
+            "Triton attention, graphs replayed: decode against prefill (0.6B shape)",
+            *(f"{found['triton']['decode_against_prefill']:.2f}" for found in untied.values()),
         ),
         (
             "one calibration / the engine's normal prefill",

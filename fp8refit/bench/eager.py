@@ -13,7 +13,7 @@ from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat
 def eager_quantize(weight: Tensor, block_size: tuple[int, int], scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
     """Quantize a matrix as frameworks do it: a dozen operations over all of it, through float32.
 
-    The scale is that of `fp8refit.quantize_blockwise`, and so are the codes, but for the order of two roundings.
+    Scales and codes are those of `fp8refit.quantize_blockwise`.
 
     Args:
         weight: (N, K), BF16.
@@ -30,8 +30,8 @@ def eager_quantize(weight: Tensor, block_size: tuple[int, int], scale_format: Sc
     if scale_format is ScaleFormat.UE8M0:
         scale = torch.exp2(torch.ceil(torch.log2(amax.clamp(min=1e-4) / 464)))
     else:
-        scale = amax.clamp(min=1e-10) / 448
-    codes = (blocks * (1 / scale)[:, None, :, None]).clamp(-448, 448).to(FP8_DTYPE)
+        scale = amax.clamp(min=1e-10) / torch.full_like(amax, 448.0)  # by a number it would be times the reciprocal on CUDA
+    codes = (blocks * (torch.ones_like(scale) / scale)[:, None, :, None]).clamp(-448, 448).to(FP8_DTYPE)
     return codes.view(padded.shape)[:rows, :cols].contiguous(), scale
 
 
