@@ -1,6 +1,7 @@
 """SGLang in the benchmark, and its own way to take new weights."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class SglangBench:
     """
 
     def __init__(self, model: Path, *, tp: int) -> None:
+        os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")  # it takes minutes, and nothing is generated
         import sglang
 
         self.settings: dict[str, object] = {

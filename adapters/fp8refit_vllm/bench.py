@@ -51,7 +51,8 @@ class VllmBench:
             "max_num_seqs": 8,
         }
         if torch.cuda.is_available():
-            self.settings["kv_cache_memory_bytes"] = _KV_BYTES  # nothing is profiled, and no share of the GPU taken
+            self.settings["kv_cache_memory_bytes"] = _KV_BYTES  # nothing is profiled
+            self.settings["gpu_memory_utilization"] = 0.1  # then only looked for, when it boots
         self.candidate = LLM(model=str(model), **self.settings)
         executor = in_process_executor(self.candidate.llm_engine)
         self._strategies: tuple[Strategy, ...] = ()
