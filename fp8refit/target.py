@@ -459,12 +459,12 @@ class Target:
             self._kv.heal()
         if write.events is not None:
             write.events[1].record()
-        launched_s = time.perf_counter()
-        _assert_in_place(inventory)
-        bad = job.resident.bad_sources() if job.resident is not None else []
-        bad += job.stream.bad_sources() if job.stream is not None else []
+        _assert_in_place(inventory)  # while the device is at work
         if write.events is not None:
             write.events[1].synchronize()
+        filled_s = time.perf_counter()
+        bad = job.resident.bad_sources() if job.resident is not None else []
+        bad += job.stream.bad_sources() if job.stream is not None else []
         if bad:
             raise _bad_values(bad, job, written=True)
         plan = _require(job.plan)
@@ -475,8 +475,8 @@ class Target:
             ignored=plan.ignored,
             bytes_read=plan.num_bytes_read,
             bytes_written=plan.num_bytes_written,
-            fill_s=launched_s - write.start_s,
-            verify_s=time.perf_counter() - launched_s,
+            fill_s=filled_s - write.start_s,
+            verify_s=time.perf_counter() - filled_s,
             fill_device_s=write.events[0].elapsed_time(write.events[1]) / 1e3 if write.events is not None else None,
             extra_bytes=(job.resident.num_device_bytes if job.resident is not None else 0)
             + (job.stream.num_device_bytes if job.stream is not None else 0),
