@@ -16,6 +16,7 @@ RESULT = RESULTS / "vllm_qwen3-8b_h200.json"
 LAYOUTS = RESULTS / "vllm_layouts_h200.json"
 SGLANG = RESULTS / "sglang_qwen3-8b_h200.json"
 KV = {"vLLM": "kv_vllm_{shape}_h200.json", "SGLang": "kv_sglang_{shape}_h200.json"}
+EXPERTS = "experts_*_h200.json"
 ENGINES = ROOT / "docs" / "engines.toml"
 FAMILIES = ROOT / "docs" / "families.toml"
 
@@ -32,6 +33,7 @@ def render() -> dict[str, str]:
         "kv": render_kv(),
         "engines": render_engines(read_engines()),
         "families": render_families(),
+        "experts": render_experts([json.loads(file.read_text()) for file in sorted(RESULTS.glob(EXPERTS))]),
     }
 
 
@@ -277,6 +279,39 @@ def _cell(test: str | dict[str, str] | None) -> str:
     if test is None:
         return ""
     return f"[yes]({test.split('::')[0]})" if isinstance(test, str) else f"[refused]({test['refused'].split('::')[0]})"
+
+
+def render_experts(results: list[dict[str, Any]]) -> str:
+    """Experts and latent attention on GPUs, engine by engine, and how fast those of a large model are filled."""
+    compared = [result for result in results if "equal_to_fresh_boot" in result]
+    (large,) = (result for result in results if "single" in result)
+    rows = []
+    for result in compared:
+        found = result["equal_to_fresh_boot"].values()
+        replays = min(min(each["graph_replays"]) for each in found)
+        kernels = ", ".join(f"{kernel} {scale_format}" for kernel, scale_format in result["kernels"])
+        said = "equal" if all(is_equal(each) for each in found) else "NOT equal"
+        rows.append(f"| {name_of(result['what'])} | {kernels} | {'replayed' if replays else 'none'} | {said} |")
+    single, stacked = large["single"], large["stacked"]
+    return (
+        "On H200s, live bytes of every rank, greedy tokens and log-probabilities against a fresh boot, after experts came "
+        "one by one, stacked, and again after the engine's own reload:\n\n"
+        "| | kernels | CUDA graphs | against a fresh boot |\n| --- | --- | --- | --- |\n"
+        + "\n".join(rows)
+        + f"\n\nQwen3-30B-A3B shape in vLLM, BF16 beside it on the same GPU, against vLLM's `reload_weights` of the same "
+        f"tensors in the same run, {large['reload_weights_ms_median'] / 1e3:.1f} s: {single['num_tensors']} tensors "
+        f"{single['wall_ms_median']:.1f} ms ({single['times_faster']:.0f} x faster), experts stacked, {stacked['num_tensors']} "
+        f"tensors, {stacked['wall_ms_median']:.1f} ms. `python -m pytest tests/gpu/test_experts.py` measures it again; more is "
+        "in [benchmarks](benchmarks/README.md).\n"
+    )
+
+
+def name_of(what: str) -> str:
+    """An engine, a shape and a layout, for people."""
+    engine, shape, layout = what.split(", ")
+    num_ranks, *options = layout.replace(" rank(s)", "").split()
+    kind = "EP" if "--ep" in options else "TP"
+    return f"{'SGLang' if engine == 'sglang' else 'vLLM'}, {shape}, {kind} {num_ranks}"
 
 
 EQUALITIES = ("live_bytes", "tokens", "log_probabilities")

@@ -30,7 +30,8 @@ def eager_quantize(weight: Tensor, block_size: tuple[int, int], scale_format: Sc
     if scale_format is ScaleFormat.UE8M0:
         scale = torch.exp2(torch.ceil(torch.log2(amax.clamp(min=1e-4) / 464)))
     else:
-        scale = amax.clamp(min=1e-10) / torch.full_like(amax, 448.0)  # by a number it would be times the reciprocal on CUDA
+        # By a tensor: torch on CUDA turns division by a Python number into a multiplication by its reciprocal.
+        scale = amax.clamp(min=1e-10) / torch.full_like(amax, 448.0)
     codes = (blocks * (torch.ones_like(scale) / scale)[:, None, :, None]).clamp(-448, 448).to(FP8_DTYPE)
     return codes.view(padded.shape)[:rows, :cols].contiguous(), scale
 
