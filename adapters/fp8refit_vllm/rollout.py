@@ -18,9 +18,7 @@ class VllmRollout:
 
     def __init__(self, model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        os.environ.setdefault(
-            "VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn"
-        )  # the command line has a thread for its progress
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # the command line has a thread for its progress
         from vllm import LLM
 
         self.settings: dict[str, object] = {
