@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8refit.kernels.table import ReferenceTable, compile_table, source_layout
+from fp8refit.kernels.table import ReferenceTable, compile_table
 from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.slots import FP8_DTYPE, Op, ScaleFormat
 from tests.kernels.tables import assert_same_as_reference, copy_task, quantize_task, storage_bytes, twin
