@@ -20,13 +20,14 @@ from fp8refit.names import strip_wrappers
 from fp8refit.slots import TensorMeta
 
 NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
-StateDict: TypeAlias = Mapping[str, Tensor] | NamedTensors | Callable[[], NamedTensors] | str | Path
+StateDict: TypeAlias = "Mapping[str, Tensor] | NamedTensors | Callable[[], NamedTensors] | str | Path | Source"
 Manifest: TypeAlias = Mapping[str, TensorMeta | Tensor | tuple[Iterable[int], torch.dtype]]
 
 
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
+@runtime_checkable
 class Source(Protocol):
     """A stream of named tensors."""
 
@@ -63,7 +64,7 @@ def as_source(state_dict: StateDict, *, manifest: Manifest | None = None) -> Sou
 
     Args:
         state_dict: A mapping; a list of pairs; an iterator of pairs; a function that returns a fresh iterator of pairs at
-            every call; a safetensors file, or a folder with `model.safetensors.index.json` or safetensors files.
+            every call; a safetensors file, or a folder with `model.safetensors.index.json` or safetensors files; or a source.
         manifest: For iterators: name to `TensorMeta` or (shape, dtype) of everything that will come, so that it can be
             judged before the first byte is written.
 
@@ -72,11 +73,13 @@ def as_source(state_dict: StateDict, *, manifest: Manifest | None = None) -> Sou
     """
     if isinstance(state_dict, nn.Module):
         raise InvalidSourceError([f"source: is a {type(state_dict).__name__}; pass its state_dict()"])
-    if isinstance(state_dict, Mapping | str | Path | list | tuple):
-        if manifest is not None:
-            raise InvalidSourceError(["manifest: is for iterators and functions; a mapping, list or path needs none"])
-        if isinstance(state_dict, str | Path):
-            return SafetensorsSource(Path(state_dict))
+    if manifest is not None and isinstance(state_dict, Mapping | str | Path | list | tuple | Source):
+        raise InvalidSourceError(["manifest: is for iterators and functions; a mapping, list or path needs none"])
+    if isinstance(state_dict, Source):
+        return state_dict
+    if isinstance(state_dict, str | Path):
+        return SafetensorsSource(Path(state_dict))
+    if isinstance(state_dict, Mapping | list | tuple):
         return MappingSource(state_dict)
     if callable(state_dict):
         return StreamSource(state_dict, is_repeatable=True, manifest=manifest)
@@ -119,7 +122,7 @@ class MappingSource:
         if isinstance(items, Mapping) and type(items) in (dict, OrderedDict) and set(map(type, items)) <= {str}:
             names, values = list(items), list(items.values())
         else:
-            pairs = list(_named(items.items() if isinstance(items, Mapping) else items))
+            pairs = list(named(items.items() if isinstance(items, Mapping) else items))
             names, values = [name for _, name, _ in pairs], [value for _, _, value in pairs]
         self.sent_names: list[str] = names
         self.sent: list[Tensor] = values
@@ -177,8 +180,8 @@ class StreamSource:
         Raises:
             InvalidSourceError: A value is no tensor, or one without bytes here.
         """
-        for name, _, tensor in _named(self._make_iterator()):
-            if problem := _what_is_wrong(tensor):
+        for name, _, tensor in named(self._make_iterator()):
+            if problem := what_is_wrong(tensor):
                 raise InvalidSourceError([f"{name}: {problem}"])
             yield name, tensor
 
@@ -321,7 +324,7 @@ def _safetensors_files(path: Path) -> list[Path]:
     return files
 
 
-def _named(items: Iterable[Any]) -> Iterator[tuple[str, str, Any]]:
+def named(items: Iterable[Any]) -> Iterator[tuple[str, str, Any]]:
     """Checkpoint name, name as it was sent, and value of each pair.
 
     Raises:
@@ -357,12 +360,12 @@ def _read_all(raw_names: Sequence[str], values: Sequence[Any]) -> dict[str, Tens
 def _readable(items: Iterable[Any], problems: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that can be read, once, under its checkpoint name; `problems` takes a line for each other name."""
     names = set()
-    for name, raw_name, tensor in _named(items):
+    for name, raw_name, tensor in named(items):
         if name in names:
             problems[name] = f"{name}: sent twice, the second time as {raw_name}; send it once"
             continue
         names.add(name)
-        if problem := _what_is_wrong(tensor):
+        if problem := what_is_wrong(tensor):
             problems[name] = f"{name}: {problem}"
         else:
             yield name, tensor
@@ -375,7 +378,7 @@ def _not_exhausted(iterator: Iterator[Any]) -> Iterator[Any]:
         InvalidSourceError: There are none, or the first is no pair of a name and a value.
     """
     for first in iterator:
-        next(_named([first]))
+        next(named([first]))
         return itertools.chain([first], iterator)
     raise InvalidSourceError(
         ["source: is an iterator with nothing left; it is read once, so make a new one every time"]
@@ -402,14 +405,17 @@ def _read_manifest(manifest: Manifest) -> dict[str, TensorMeta]:
     return metas
 
 
-def _what_is_wrong(tensor: Any) -> str | None:
+def what_is_wrong(tensor: Any) -> str | None:
     """Why a source value cannot be read, or None."""
     if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_meta:
         return None
     if not isinstance(tensor, Tensor):
         return f"is of type {type(tensor).__name__}, not a tensor"
     if hasattr(tensor, "full_tensor"):
-        return "is a DTensor shard; send tensor.full_tensor() from every trainer rank, for example from a generator"
+        return (
+            "is a DTensor shard; pass the mapping that holds it, from every trainer rank, or fp8refit.gathered(mapping), or "
+            "send tensor.full_tensor() from every trainer rank"
+        )
     if tensor.layout is not torch.strided:
         return f"is {tensor.layout}; send it dense"
     if tensor.is_meta:

@@ -114,7 +114,7 @@ def test_a_name_sent_twice_under_two_wrappers_is_a_problem():
     [
         (torch.ones(3, device="meta"), "is on the meta device and has no bytes"),
         (torch.eye(3).to_sparse(), "is torch.sparse_coo; send it dense"),
-        (torch.ones(3).as_subclass(FakeDTensor), "is a DTensor shard; send tensor.full_tensor()"),
+        (torch.ones(3).as_subclass(FakeDTensor), "is a DTensor shard; pass the mapping that holds it"),
         ([1.0, 2.0], "is of type list, not a tensor"),
         (None, "is of type NoneType, not a tensor"),
     ],

@@ -18,10 +18,12 @@ class ProcessGroupExchange:
 
     Args:
         group: The process group. Nobody else uses it while messages are exchanged.
+        device: Where the messages lie; for NCCL this rank's GPU.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device | None = None) -> None:
         self._group = group
+        self._device = device if device is not None else torch.device("cpu")
         self.rank = torch.distributed.get_rank(group)
         self.size = torch.distributed.get_world_size(group)
 
@@ -38,7 +40,8 @@ class ProcessGroupExchange:
     def _gather(self, frame: bytes, num_bytes: int, timeout_s: float) -> list[bytes]:
         """The first `num_bytes` of every rank's frame, with zeros after its end."""
         own = torch.frombuffer(bytearray(frame[:num_bytes].ljust(num_bytes, b"\0")), dtype=torch.uint8)
-        gathered = [torch.empty(num_bytes, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
+        own = own.to(self._device)
+        gathered = [torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(self.size)]
         try:
             work = torch.distributed.all_gather(gathered, own, group=self._group, async_op=True)
             assert work is not None, "asynchronous"
@@ -48,4 +51,4 @@ class ProcessGroupExchange:
                 f"rank {self.rank} of {self.size} did not hear from every other rank within {timeout_s:g} s, or one of them "
                 f"died ({error}). Every rank has to call refit; start the engine again"
             ) from error
-        return [bytes(tensor.numpy()) for tensor in gathered]
+        return [bytes(tensor.cpu().numpy()) for tensor in gathered]

@@ -1,0 +1,386 @@
+"""A trainer's sharded state dict as a source: whole tensors, or blocks of rows, gathered while they are read.
+
+Every rank of the trainer makes a `Gathered` of its state dict. Names, shapes and placements are known without a gather, and
+compared before the first one. A pass gathers everything once, through one bucket at a time. What fails on one rank, before a
+pass or in the middle of it, ends on every rank with the same error.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fp8refit.caught import Caught
+from fp8refit.errors import InvalidSourceError, RankFailedError, RefitError
+from fp8refit.shards import Part, PartReader, batches, has_shards, is_shard, row_ranges
+from fp8refit.slots import TensorMeta
+from fp8refit.sources import NamedTensors, StateDict, named, what_is_wrong
+from fp8refit.trainers import Statement, Step, Trainers, trainer_group
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+BUCKET_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Some rows of a tensor, or all of them."""
+
+    name: str
+    """Checkpoint name of the whole tensor."""
+    first_row: int
+    tensor: Tensor
+
+
+class Renamer(Protocol):
+    """Makes checkpoint tensors of a trainer's tensors.
+
+    Called with every name and whole tensor, in the order of the state dict, on every rank that reads; and before that with
+    tensors on the meta device, for names, shapes and dtypes alone. So what it gives may depend on name, shape and dtype, and
+    not on values. Give the tensor itself, under another name, if that is all: it then needs not be whole in memory at once.
+
+    Example:
+        >>> def renamed(name, tensor):
+        ...     if name.endswith(".gate_up.weight"):
+        ...         prefix = name.removesuffix("gate_up.weight")
+        ...         gate, up = tensor.chunk(2)
+        ...         yield f"{prefix}gate_proj.weight", gate
+        ...         yield f"{prefix}up_proj.weight", up
+        ...     else:
+        ...         yield name, tensor
+    """
+
+    def __call__(self, name: str, tensor: Tensor, /) -> NamedTensors:
+        """Checkpoint names and tensors, or nothing if no engine wants it."""
+        ...
+
+
+def gathered(
+    state_dict: Mapping[str, Tensor] | NamedTensors,
+    group: ProcessGroup | None = None,
+    *,
+    rename: Renamer | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    timeout_s: float = 300.0,
+) -> "Gathered":
+    """A sharded state dict for one rank, or some, to refit engines from, while all the others take part.
+
+    Every rank of the trainer calls it with its own state dict, and enters and leaves it as a context. Ranks that do not read it
+    in the block take part on leaving the block, until those that do have left it. Instead of leaving, call `join` and `close`.
+
+    Args:
+        state_dict: Names to DTensors (FSDP2, or any placement on any mesh) and plain tensors, which are the same everywhere.
+        group: All ranks that take part. By default those of the shards' mesh.
+        rename: Makes checkpoint tensors of them; see `Renamer` and `fp8refit.megatron.MegatronNames`.
+        bucket_bytes: Size of one bucket, for readers that do not say it themselves. A tensor that is larger comes in blocks
+            of rows. Beside the model a rank holds about two buckets, and what the reader keeps.
+        timeout_s: Seconds to wait for the other ranks at each step.
+
+    Raises:
+        InvalidSourceError: `group` is not given, and cannot be told from the shards.
+
+    Example:
+        >>> with fp8refit.gathered(model.state_dict()) as weights:     # doctest: +SKIP
+        ...     if torch.distributed.get_rank() == 0:
+        ...         print(refitter.refit(weights))
+    """
+    return Gathered(state_dict, group, rename=rename, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+
+
+class Gathered(AbstractContextManager["Gathered"]):
+    """See `gathered`. Implements `fp8refit.sources.Source`: each `iter()`, and each `pieces()`, is a pass over everything."""
+
+    is_repeatable = True
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor] | NamedTensors,
+        group: ProcessGroup | None = None,
+        *,
+        rename: Renamer | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self._parts: list[Part] = []
+        self._problems: dict[str, str] = {}
+        self._read(state_dict)
+        self._rename = rename
+        self._bucket_bytes = bucket_bytes
+        self._has_read = False
+        group = group if group is not None else _group_of({part.mesh for part in self._parts if part.mesh is not None})
+        self._trainers = Trainers(trainer_group(group), timeout_s=timeout_s)
+
+    @cached_property
+    def metadata(self) -> dict[str, TensorMeta]:
+        """Shape and dtype of every whole tensor, by its checkpoint name. No communication."""
+        return {name: meta for part in self._parts for name, meta in self._names_of(part)}
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What cannot be gathered, one line each."""
+        return tuple(self._problems.values())
+
+    def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]]:
+        """Metadata and problems, once every rank has said that its own are the same.
+
+        Every rank that reads calls it, or none; the others join.
+
+        Raises:
+            InvalidSourceError: The ranks hold different tensors, or hold them differently; names each.
+            RankFailedError: A rank died, does not come, or does something else.
+            RefitError: What another rank raised.
+        """
+        self._agree("plan")
+        return self.metadata, self.problems
+
+    def pieces(self, max_bytes: int) -> Iterator[Piece]:
+        """Gather everything once, in pieces of at most `max_bytes`, or of one row of blocks where that is more.
+
+        Pieces of one tensor come one after another, in order of their rows, and begin at multiples of 128 rows. Those of a
+        matrix are matrices; those of a stack of experts, experts. Every rank that reads iterates to the end; a smaller
+        `max_bytes` on one of them is that of all.
+
+        Yields:
+            Pieces that are ready on the current stream, and belong to the reader.
+
+        Raises:
+            InvalidSourceError: The ranks hold different tensors, or some that cannot be gathered.
+            RankFailedError: A rank died, does not come, or does something else.
+            RefitError: What another rank raised.
+        """
+        for part, first, tensor in self._pass(max_bytes):
+            if self._rename is None:
+                yield from _cut(part.name, first, tensor, max_bytes)
+                continue
+            for name, renamed in self._rename(part.name, tensor):
+                yield from _cut(name, first, renamed, max_bytes)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather everything once, whole: a tensor larger than a bucket takes its own size beside the bucket.
+
+        See `pieces` for who has to do so, and what is raised.
+        """
+        metadata = self.metadata
+        whole: Tensor | None = None
+        for piece in self.pieces(self._bucket_bytes):
+            meta, count = metadata[piece.name], piece.tensor.shape[0] if piece.tensor.ndim else 1
+            if not meta.shape or count == meta.shape[0]:
+                yield piece.name, piece.tensor
+                continue
+            if piece.first_row == 0:
+                whole = piece.tensor.new_empty(meta.shape)
+            assert whole is not None, "pieces come in order"
+            whole.narrow(0, piece.first_row, count).copy_(piece.tensor)
+            if piece.first_row + count == meta.shape[0]:
+                yield piece.name, whole
+                whole = None
+
+    def join(self) -> None:
+        """Take part in whatever the other ranks read, until they are done.
+
+        Raises:
+            RefitError: See `pieces`.
+        """
+        while not self._trainers.is_over:
+            heard = self._agree("follow")
+            lead = next((said for said in heard if said.step != "follow"), None)
+            if lead is None or lead.step == "done":
+                self._trainers.is_over = True
+            elif lead.step == "read":
+                for _ in self._gather(_least_bytes(heard), reads=False):
+                    pass
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Be done: after a pass, or with an error, which the other ranks then raise.
+
+        Raises:
+            RefitError: Another rank is not done, or had an error.
+        """
+        if self._trainers.is_over:
+            return
+        if error is not None:
+            self._withdraw(error)
+            return
+        self._agree("done")
+        self._trainers.is_over = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None or self._has_read:
+            self.close(error)
+        else:
+            self.join()
+
+    def _read(self, state_dict: Mapping[str, Tensor] | NamedTensors) -> None:
+        reader, seen = PartReader(), set()
+        for name, raw_name, tensor in named(state_dict.items() if isinstance(state_dict, Mapping) else state_dict):
+            if name in seen:
+                self._problems[name] = f"{name}: sent twice, the second time as {raw_name}; send it once"
+                continue
+            seen.add(name)
+            problem = None if is_shard(tensor) else what_is_wrong(tensor)
+            if problem is not None:
+                self._problems[name] = f"{name}: {problem}"
+                continue
+            try:
+                self._parts.append(reader.read(name, tensor))
+            except InvalidSourceError as error:
+                self._problems[name] = error.problems[0]
+
+    def _names_of(self, part: Part) -> Iterator[tuple[str, TensorMeta]]:
+        """What becomes of a part."""
+        if self._rename is None:
+            yield part.name, part.meta
+            return
+        for name, tensor in self._rename(part.name, _on_meta(part)):
+            yield name, TensorMeta.of(tensor)
+
+    @cached_property
+    def _lines(self) -> tuple[str, ...]:
+        """What has to be equal on every rank."""
+        return (*(f"{part.name}: {part.meta}, {part.placed}" for part in self._parts), *self.problems)
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256("\n".join(self._lines).encode()).hexdigest()
+
+    def _agree(self, step: Step, *, max_bytes: int = 0) -> list[Statement]:
+        """Say what comes next, and hold that every rank holds the same tensors if any is to be gathered.
+
+        Raises:
+            RefitError: See `pieces`.
+        """
+        self._has_read = self._has_read or step in ("plan", "read")
+        heard = self._trainers.hear(Statement(step=step, max_bytes=max_bytes, digest=self._digest))
+        if any(said.step in ("plan", "read") for said in heard) and len({said.digest for said in heard}) > 1:
+            compared = self._trainers.hear(Statement(step="names", names=self._lines))
+            self._trainers.is_over = True
+            raise InvalidSourceError(_differences([said.names for said in compared]))
+        return heard
+
+    def _pass(self, max_bytes: int) -> Iterator[tuple[Part, int, Tensor]]:
+        heard = self._agree("read", max_bytes=max_bytes)
+        rows = self._gather(_least_bytes(heard), reads=True)
+        return rows if self._rename is None else self._whole_to_change(rows)
+
+    def _gather(self, max_bytes: int, *, reads: bool) -> Iterator[tuple[Part, int, Tensor]]:
+        """Make every batch, and vote before each."""
+        trainers = self._trainers
+        try:
+            if self._problems:
+                raise InvalidSourceError(self.problems)
+            for place, batch in enumerate(batches(self._parts, max_bytes)):
+                with Caught() as failed:
+                    batch.allocate()
+                trainers.hear(Statement(step="batch", place=place), failed.error)
+                batch.gather(trainers.timeout_s)
+                if reads:
+                    yield from batch.tensors()
+            trainers.hear(Statement(step="end"))
+        except GeneratorExit:
+            self._withdraw(RankFailedError("a rank of the trainer stopped in the middle of the state dict"))
+            raise
+        except BaseException as error:
+            self._withdraw(error)
+            raise
+
+    def _withdraw(self, error: BaseException) -> None:
+        """Let the other ranks know why this one goes no further, if they do not."""
+        if not self._trainers.is_over:
+            with suppress(RefitError, type(error)):
+                self._trainers.hear(Statement(step="done"), error)
+
+    def _whole_to_change(self, rows: Iterator[tuple[Part, int, Tensor]]) -> Iterator[tuple[Part, int, Tensor]]:
+        """Rows of tensors that are just renamed, and all of those that change."""
+        assert self._rename is not None, "there is something to change"
+        whole: Tensor | None = None
+        for part, first, tensor in rows:
+            count = tensor.shape[0] if tensor.ndim else 1
+            if not part.meta.shape or count == part.meta.shape[0] or self._is_kept(part):
+                yield part, first, tensor
+                continue
+            if first == 0:
+                whole = tensor.new_empty(part.meta.shape)
+            assert whole is not None, "rows come in order"
+            whole.narrow(0, first, count).copy_(tensor)
+            if first + count == part.meta.shape[0]:
+                yield part, 0, whole
+                whole = None
+
+    def _is_kept(self, part: Part) -> bool:
+        """Whether a part gets another name, and nothing more."""
+        assert self._rename is not None, "there is something to change"
+        tensor = _on_meta(part)
+        return [id(renamed) for _, renamed in self._rename(part.name, tensor)] == [id(tensor)]
+
+
+def opened(state_dict: StateDict, *, bucket_bytes: int, timeout_s: float) -> AbstractContextManager[StateDict]:
+    """What `refit` reads: a state dict with shards is gathered by every rank that refits, anything else is as it was."""
+    if isinstance(state_dict, Mapping) and has_shards(state_dict.values()):
+        return Gathered(state_dict, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    return nullcontext(state_dict)
+
+
+def _on_meta(part: Part) -> Tensor:
+    return torch.empty(part.meta.shape, dtype=part.meta.dtype, device="meta")
+
+
+def _cut(name: str, first: int, tensor: Tensor, max_bytes: int) -> Iterator[Piece]:
+    """Views of `tensor`, which begins at row `first` of the whole."""
+    for start, count in row_ranges(TensorMeta.of(tensor), max_bytes):
+        rows = tensor.narrow(0, start, count) if tensor.ndim else tensor
+        yield Piece(name=name, first_row=first + start, tensor=rows)
+
+
+def _least_bytes(heard: Sequence[Statement]) -> int:
+    return min(said.max_bytes for said in heard if said.step == "read")
+
+
+def _group_of(meshes: Iterable["DeviceMesh"]) -> ProcessGroup | None:
+    """The group of all ranks that hold shards; None for the default one.
+
+    Raises:
+        InvalidSourceError: There is none.
+    """
+    ranks = {tuple(sorted(mesh.mesh.flatten().tolist())): mesh for mesh in meshes}
+    if not ranks or all(len(held) == torch.distributed.get_world_size() for held in ranks):
+        return None
+    if len(ranks) == 1:
+        mesh = next(iter(ranks.values()))
+        if mesh.ndim == 1:
+            return mesh.get_group()
+    raise InvalidSourceError(
+        [
+            f"source: its shards lie on {len(ranks)} mesh(es) that are not all ranks; give fp8refit.gathered the group of those"
+        ]
+    )
+
+
+def _differences(lines: Sequence[Sequence[str]]) -> list[str]:
+    """What the ranks do not agree on, one line a name."""
+    said = [dict(line.split(": ", 1) for line in of_rank) for of_rank in lines]
+    names = dict.fromkeys(name for of_rank in said for name in of_rank)
+    problems = []
+    for name in names:
+        ranks: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(said):
+            ranks.setdefault(of_rank.get(name, "absent"), []).append(rank)
+        if len(ranks) > 1:
+            views = "; ".join(f"on rank {', '.join(map(str, held))} {what}" for what, held in ranks.items())
+            problems.append(f"{name}: {views}")
+    return problems or [
+        "source: the ranks of the trainer hold the same tensors in different orders; give all the same order"
+    ]

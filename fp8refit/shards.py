@@ -1,0 +1,526 @@
+"""Tensors of which every rank of a trainer holds a part, gathered in buckets and in blocks of rows.
+
+`ShardLayout` is pure: who holds which box. A `Batch` is what one vote of the trainer's ranks is for: a `Bucket` of whole
+tensors in one collective operation a dimension of the mesh, the `Rows` of a tensor that is larger than a bucket, or a
+`Whole` tensor that is sharded in a way only its own library undoes. Every rank of the mesh makes the same batches and gathers
+them in the same order.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fp8refit.errors import InvalidSourceError, RankFailedError
+from fp8refit.slots import TensorMeta
+
+if TYPE_CHECKING:  # takes a second to import, and who has shards has done so
+    from torch.distributed.device_mesh import DeviceMesh
+
+BLOCK_ROWS = 128
+"""Rows of one block of a weight: no block is cut."""
+_ALIGNMENT_BYTES = 16
+Gathered: TypeAlias = Iterator[tuple["Part", int, Tensor]]
+"""Whose rows, the first of them, and the rows."""
+
+
+def is_shard(value: object) -> bool:
+    """Whether a value of a state dict is a DTensor."""
+    return hasattr(value, "full_tensor")
+
+
+def has_shards(values: Iterable[object]) -> bool:
+    """Whether any of `values` is a DTensor. Takes a third of a millisecond for a model of experts."""
+    return any(hasattr(kind, "full_tensor") for kind in set(map(type, values)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One cut that the trainer made: `dim` of the tensor over the ranks along `axis` of the mesh."""
+
+    axis: int
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """A box of a tensor."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def rows(self, first: int, count: int) -> tuple[int, int]:
+        """Those of the `count` rows from `first` on that lie in it: the first, and how many."""
+        begin = max(first, self.start[0])
+        return begin, max(min(first + count, self.start[0] + self.shape[0]) - begin, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardLayout:
+    """Which box of a tensor each rank of a mesh holds.
+
+    Rows, columns or experts are cut into as many equal chunks as there are ranks, rounded up: the last ranks hold less, or
+    nothing.
+    """
+
+    shape: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    """In the order of the cuts."""
+
+    def box(self, coordinate: Sequence[int], depth: int) -> Box:
+        """What is left to the rank at `coordinate` after `depth` cuts."""
+        start, shape = [0] * len(self.shape), list(self.shape)
+        for stage in self.stages[:depth]:
+            chunk = self._chunk(shape, stage)
+            skipped = min(chunk * coordinate[stage.axis], shape[stage.dim])
+            start[stage.dim] += skipped
+            shape[stage.dim] = min(chunk, shape[stage.dim] - skipped)
+        return Box(start=tuple(start), shape=tuple(shape))
+
+    def padded(self, coordinate: Sequence[int], depth: int) -> tuple[int, ...]:
+        """Shape of the largest box that cut number `depth` leaves to any rank along its axis."""
+        shape, stage = list(self.box(coordinate, depth).shape), self.stages[depth]
+        shape[stage.dim] = self._chunk(shape, stage)
+        return tuple(shape)
+
+    @property
+    def num_padded(self) -> int:
+        """Elements of the tensor if every rank held a box as large as the first one's. Equal on every rank."""
+        return prod(self.box((0,) * len(self.mesh_shape), len(self.stages)).shape) * prod(
+            self.mesh_shape[stage.axis] for stage in self.stages
+        )
+
+    def _chunk(self, shape: Sequence[int], stage: Stage) -> int:
+        return -(-shape[stage.dim] // self.mesh_shape[stage.axis])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Part:
+    """What one rank holds of one tensor."""
+
+    name: str
+    meta: TensorMeta
+    """Of the whole tensor."""
+    local: Tensor
+    placed: str
+    """How the tensor lies on the trainer's ranks, equal on all of them."""
+    mesh: "DeviceMesh | None" = None
+    """The ranks that it is gathered from; None if all of it is here."""
+    layout: ShardLayout | None = None
+    """None if it is not cut into boxes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a bucket needs for it. Equal on every rank."""
+        count = self.layout.num_padded if self.layout is not None else prod(self.meta.shape)
+        return count * self.meta.dtype.itemsize
+
+
+class PartReader:
+    """Reads what a state dict holds here. Tensors that are cut alike share one layout: a model has ten of them."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[Any, ShardLayout | None] = {}
+
+    def read(self, name: str, tensor: Any) -> Part:
+        """Describe a plain tensor or a DTensor. No communication.
+
+        Raises:
+            InvalidSourceError: It cannot be gathered; says why.
+        """
+        if not is_shard(tensor):
+            return Part(name=name, meta=TensorMeta.of(tensor), local=tensor.detach(), placed="whole")
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+        meta, placed = TensorMeta.of(tensor), f"{placements} on {tuple(mesh.shape)}"
+        local = tensor.detach().to_local()
+        if problem := _what_is_wrong(local, mesh, placements):
+            raise InvalidSourceError([f"{name}: {problem}"])
+        key = meta.shape, placements, mesh
+        if key not in self._layouts:
+            self._layouts[key] = _layout_of(meta.shape, mesh, placements)
+        layout = self._layouts[key]
+        if layout is None:
+            return Part(name=name, meta=meta, local=tensor.detach(), placed=placed, mesh=mesh)
+        expected = layout.box(mesh.get_coordinate(), len(layout.stages)).shape
+        if tuple(local.shape) != expected:
+            raise InvalidSourceError(
+                [f"{name}: its shard here is {list(local.shape)}, where {placed} leaves {list(expected)}"]
+            )
+        if not layout.stages:
+            return Part(name=name, meta=meta, local=local, placed=placed)
+        return Part(name=name, meta=meta, local=local, placed=placed, mesh=mesh, layout=layout)
+
+
+def _layout_of(shape: tuple[int, ...], mesh: "DeviceMesh", placements: Sequence[Any]) -> ShardLayout | None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    if not all(type(placement) in (Replicate, Shard) for placement in placements):
+        return None
+    stages = tuple(
+        Stage(axis=axis, dim=placement.dim % len(shape))
+        for axis, placement in enumerate(placements)
+        if type(placement) is Shard and mesh.shape[axis] > 1
+    )
+    return ShardLayout(shape=shape, mesh_shape=tuple(mesh.shape), stages=stages)
+
+
+def _what_is_wrong(local: Tensor, mesh: "DeviceMesh", placements: Sequence[Any]) -> str | None:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if local.is_meta:
+        return "is on the meta device and has no bytes"
+    if local.layout is not torch.strided:
+        return f"is {local.layout}; send it dense"
+    if mesh.get_coordinate() is None:
+        return f"lies on {mesh}, of which this rank is no part"
+    unknown = [
+        placement for placement in placements if type(placement) not in (Replicate, Shard, Partial, _StridedShard)
+    ]
+    if unknown:
+        return f"is placed as {unknown[0]}, which fp8refit knows no way to gather; send tensor.full_tensor()"
+    return None
+
+
+class Batch(Protocol):
+    """What is gathered between two votes of the trainer's ranks."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors in it."""
+        ...
+
+    def allocate(self) -> None:
+        """Take the memory, and put in what this rank has: all that may fail on one rank alone."""
+        ...
+
+    def gather(self, timeout_s: float) -> None:
+        """Communicate. Every rank of the mesh calls it.
+
+        Raises:
+            RankFailedError: A rank died, or did not come in time.
+        """
+        ...
+
+    def tensors(self) -> Gathered:
+        """What was gathered, once: each in memory of its own or of the trainer, and nothing kept after the last."""
+        ...
+
+
+def batches(parts: Iterable[Part], max_bytes: int) -> Iterator[Batch]:
+    """Cut `parts` into batches of at most `max_bytes` of whole tensors, in their order. Equal on every rank."""
+    waiting: list[Part] = []
+    num_bytes = 0
+    for part in parts:
+        fits = part.mesh is None or (part.layout is not None and part.num_bytes <= max_bytes)
+        added = part.num_bytes if part.mesh is not None else 0
+        meshes = {waited.mesh for waited in waiting if waited.mesh is not None}
+        if waiting and not (fits and num_bytes + added <= max_bytes and (part.mesh is None or meshes <= {part.mesh})):
+            yield Bucket(waiting)
+            waiting, num_bytes = [], 0
+        if fits:
+            waiting.append(part)
+            num_bytes += added + _ALIGNMENT_BYTES * bool(added)
+        elif part.layout is None:
+            yield Whole(part)
+        else:
+            yield from (Rows(part, first, count) for first, count in row_ranges(part.meta, max_bytes))
+    if waiting:
+        yield Bucket(waiting)
+
+
+def row_ranges(meta: TensorMeta, max_bytes: int) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of each piece of a tensor.
+
+    A piece has at most `max_bytes`, unless one row of blocks, or one row of what is no matrix, has more.
+    """
+    if prod(meta.shape) * meta.dtype.itemsize <= max_bytes or not meta.shape:
+        yield 0, meta.shape[0] if meta.shape else 1
+        return
+    row_bytes = prod(meta.shape[1:]) * meta.dtype.itemsize
+    step = BLOCK_ROWS if len(meta.shape) == 2 else 1
+    rows = max(max_bytes // row_bytes // step, 1) * step
+    for first in range(0, meta.shape[0], rows):
+        yield first, min(rows, meta.shape[0] - first)
+
+
+class Bucket:
+    """Whole tensors on one mesh, and tensors that need no gather.
+
+    Peak memory: what is sent, and what comes, or what comes and one tensor of it.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._mesh = next((part.mesh for part in parts if part.mesh is not None), None)
+        self._rounds: list[_Round] = []
+        self._boxes: dict[int, Tensor] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `Batch`."""
+        return tuple(part.name for part in self._parts)
+
+    def allocate(self) -> None:
+        """See `Batch`."""
+        if self._mesh is None:
+            return
+        coordinate = self._mesh.get_coordinate()
+        assert coordinate is not None, "checked when it was read"
+        axes = {stage.axis for part in self._parts if part.layout is not None for stage in part.layout.stages}
+        self._rounds = [_Round(self._parts, self._mesh, coordinate, axis) for axis in sorted(axes, reverse=True)]
+        if self._rounds:
+            self._rounds[0].pack(self._boxes)
+
+    def gather(self, timeout_s: float) -> None:
+        """See `Batch`."""
+        for number, one in enumerate(self._rounds):
+            if number:
+                before = self._rounds[number - 1]
+                self._boxes |= {index: before.take(index) for index in before.entries}
+                before.release()
+                one.pack(self._boxes)
+            one.gather(timeout_s)
+
+    def tensors(self) -> Gathered:
+        """See `Batch`."""
+        last = self._rounds[-1] if self._rounds else None
+        for index, part in enumerate(self._parts):
+            if last is not None and index in last.entries:
+                yield part, 0, last.take(index)
+            else:
+                yield part, 0, self._boxes.pop(index, part.local)
+        self._rounds.clear()
+
+
+class _Round:
+    """One collective operation along one axis of the mesh, for every part of a bucket that is cut along it."""
+
+    def __init__(self, parts: Sequence[Part], mesh: "DeviceMesh", coordinate: Sequence[int], axis: int) -> None:
+        self._parts, self._group, self._coordinate = parts, mesh.get_group(axis), coordinate
+        self._size = mesh.shape[axis]
+        self.entries: dict[int, _Entry] = {}
+        end = 0
+        for index, part in enumerate(parts):
+            stages = part.layout.stages if part.layout is not None else ()
+            for depth, stage in enumerate(stages):
+                if stage.axis == axis and part.layout is not None:
+                    padded = part.layout.padded(coordinate, depth)
+                    entry = _Entry(depth=depth, dim=stage.dim, start=end, padded=padded, dtype=part.meta.dtype)
+                    self.entries[index] = entry
+                    end += -(-entry.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._num_bytes = end
+        self._device = _device_of(parts[next(iter(self.entries))])
+        self._sent: Tensor | None = None
+        self._came: Tensor | None = None
+
+    def pack(self, inner: dict[int, Tensor]) -> None:
+        """Put in this rank's boxes; those that an earlier round put together are taken out of `inner`."""
+        self._sent = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        self._came = torch.empty(self._num_bytes * self._size, dtype=torch.uint8, device=self._device)
+        for index, entry in self.entries.items():
+            box = inner.pop(index, self._parts[index].local)
+            place = self._sent[entry.start : entry.start + entry.num_bytes].view(entry.dtype).view(entry.padded)
+            place.narrow(entry.dim, 0, box.shape[entry.dim]).copy_(box)
+
+    def gather(self, timeout_s: float) -> None:
+        assert self._sent is not None and self._came is not None, "packed"
+        _wait([_all_gather(self._came, self._sent, self._group)], timeout_s)
+        self._sent = None
+
+    def take(self, index: int) -> Tensor:
+        """The box that lay on the ranks of this axis, put together."""
+        assert self._came is not None, "gathered"
+        entry, layout = self.entries[index], self._parts[index].layout
+        assert layout is not None, "cut"
+        boxes = self._came.view(self._size, -1)[:, entry.start : entry.start + entry.num_bytes].view(entry.dtype)
+        return _join(boxes.view(self._size, *entry.padded), entry.dim, layout.box(self._coordinate, entry.depth).shape)
+
+    def release(self) -> None:
+        self._came = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """Where one part lies in what one rank sends."""
+
+    depth: int
+    dim: int
+    start: int
+    padded: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.padded) * self.dtype.itemsize
+
+
+class Rows:
+    """Some rows of a tensor that is larger than a bucket.
+
+    Ranks that hold rows of it broadcast them into place; columns and the like come from every rank at once. Peak memory:
+    these rows, and as much again where they are put together from columns.
+    """
+
+    def __init__(self, part: Part, first: int, count: int) -> None:
+        assert part.layout is not None and part.mesh is not None, f"{part.name=}"
+        self._part, self._layout, self._mesh = part, part.layout, part.mesh
+        self._first, self._count = first, count
+        self._boxes: list[Tensor] = []
+        self._rows: Tensor | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `Batch`."""
+        return (self._part.name,)
+
+    def allocate(self) -> None:
+        """See `Batch`."""
+        self._boxes = [
+            torch.empty(self._shape(depth), dtype=self._part.meta.dtype, device=_device_of(self._part))
+            for depth, stage in enumerate(self._layout.stages)
+            if stage.dim == 0
+        ]
+
+    def gather(self, timeout_s: float) -> None:
+        """See `Batch`."""
+        own = self._layout.box(self._coordinate, len(self._layout.stages))
+        first, count = own.rows(self._first, self._count)
+        rows = self._part.local.narrow(0, first - own.start[0] if count else 0, count).to(_device_of(self._part))
+        for depth, stage in reversed(list(enumerate(self._layout.stages))):
+            if stage.dim == 0:
+                rows = self._broadcast(depth, rows, self._boxes.pop(), timeout_s)
+            else:
+                rows = self._all_gather(depth, rows, timeout_s)
+        self._rows = rows
+
+    def tensors(self) -> Gathered:
+        """See `Batch`."""
+        rows, self._rows = self._rows, None
+        assert rows is not None, "gathered"
+        yield self._part, self._first, rows
+
+    @property
+    def _coordinate(self) -> list[int]:
+        coordinate = self._mesh.get_coordinate()
+        assert coordinate is not None, "checked when it was read"
+        return list(coordinate)
+
+    def _shape(self, depth: int) -> tuple[int, ...]:
+        """Of what this rank and those along the axis of cut number `depth` hold of these rows."""
+        box = self._layout.box(self._coordinate, depth)
+        return (box.rows(self._first, self._count)[1], *box.shape[1:])
+
+    def _broadcast(self, depth: int, own: Tensor, rows: Tensor, timeout_s: float) -> Tensor:
+        stage, coordinate = self._layout.stages[depth], self._coordinate
+        group, me = self._mesh.get_group(stage.axis), coordinate[stage.axis]
+        begin, _ = self._layout.box(coordinate, depth).rows(self._first, self._count)
+        works = []
+        for owner in range(self._mesh.shape[stage.axis]):
+            coordinate[stage.axis] = owner
+            first, count = self._layout.box(coordinate, depth + 1).rows(self._first, self._count)
+            if not count:
+                continue
+            place = rows.narrow(0, first - begin, count)
+            if owner == me:
+                place.copy_(own)
+            works.append(_broadcast(place, owner, group))
+        _wait(works, timeout_s)
+        return rows
+
+    def _all_gather(self, depth: int, own: Tensor, timeout_s: float) -> Tensor:
+        stage, shape = self._layout.stages[depth], self._shape(depth)
+        if not shape[0]:
+            return own.new_empty(shape)
+        size = self._mesh.shape[stage.axis]
+        padded = (shape[0], *self._layout.padded(self._coordinate, depth)[1:])
+        sent, came = own.new_empty(padded), own.new_empty((size, *padded))
+        sent.narrow(stage.dim, 0, own.shape[stage.dim]).copy_(own)
+        _wait([_all_gather(_bytes(came), _bytes(sent), self._mesh.get_group(stage.axis))], timeout_s)
+        del sent
+        return _join(came, stage.dim, shape)
+
+
+class Whole:
+    """A tensor that PyTorch gathers by itself: partial sums, or shards that two libraries cut one after the other.
+
+    Peak memory: the tensor, and whatever PyTorch needs beside it.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._tensor: Tensor | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `Batch`."""
+        return (self._part.name,)
+
+    def allocate(self) -> None:
+        """See `Batch`: PyTorch does it."""
+
+    def gather(self, timeout_s: float) -> None:
+        """See `Batch`."""
+        try:
+            with torch.no_grad():
+                self._tensor = self._part.local.full_tensor()  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def tensors(self) -> Gathered:
+        """See `Batch`."""
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None, "gathered"
+        yield self._part, 0, tensor
+
+
+def _join(boxes: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+    """Boxes (number, ...) side by side along `dim`, without their padding, in memory that holds nothing else."""
+    merged = boxes.movedim(0, dim)
+    joined = boxes.new_empty((*merged.shape[:dim], merged.shape[dim] * merged.shape[dim + 1], *merged.shape[dim + 2 :]))
+    joined.view(merged.shape).copy_(merged)
+    return joined.narrow(dim, 0, shape[dim]).contiguous()
+
+
+def _device_of(part: Part) -> torch.device:
+    """Where the mesh communicates: parts that are offloaded to the CPU go through its buckets."""
+    assert part.mesh is not None, "gathered"
+    kind = part.mesh.device_type
+    return part.local.device if part.local.device.type == kind else torch.empty(0, device=kind).device
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _all_gather(came: Tensor, sent: Tensor, group: ProcessGroup) -> Any:
+    try:
+        return torch.distributed.all_gather_into_tensor(came, sent, group=group, async_op=True)
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _broadcast(rows: Tensor, owner: int, group: ProcessGroup) -> Any:
+    try:
+        return torch.distributed.broadcast(_bytes(rows), group_src=owner, group=group, async_op=True)
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _wait(works: Sequence[Any], timeout_s: float) -> None:
+    try:
+        for work in works:
+            work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _lost(error: RuntimeError) -> RankFailedError:
+    return RankFailedError(f"a rank of the trainer died or did not come while its shards were gathered ({error})")

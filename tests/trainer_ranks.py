@@ -1,0 +1,71 @@
+"""Ranks of a trainer, each a process of its own in one gloo group, which do what a test says."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed
+
+TIMEOUT_S = 60.0
+
+
+class TrainerRanks:
+    """Processes that are started once, and run functions of the modules beside this one."""
+
+    def __init__(self, size: int, store: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(there, rank, size, store), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, scenario: Callable[..., Any], *args: Any, only: Sequence[int] | None = None) -> list[Any]:
+        """What `scenario(rank, *args)` gives on each rank, in order; an error is given as its type and text."""
+        ranks = range(len(self._pipes)) if only is None else only
+        for rank in ranks:
+            self._pipes[rank].send((scenario, args))
+        results = []
+        for rank in ranks:
+            assert self._pipes[rank].poll(TIMEOUT_S), f"rank {rank} hangs in {scenario.__name__}"
+            results.append(self._pipes[rank].recv())
+        return results
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def serve(orders: Connection, rank: int, size: int, store: str) -> None:
+    """Run what comes, until nobody sends any more."""
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    while True:
+        try:
+            scenario, args = orders.recv()
+        except EOFError:
+            return
+        try:
+            result = scenario(rank, *args)
+        except Exception as error:  # noqa: BLE001 - it is the result
+            traceback.print_exc()
+            result = f"{type(error).__name__}: {error}"
+        orders.send(result)
