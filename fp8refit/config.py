@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Validate = Literal["fused", "strict", "off"]
 InFlight = Literal["wait", "abort", "keep"]
 KvKind = Literal["q", "k", "v"]
+Transport = Literal["auto", "collective"]
 
 
 class KvConfig(BaseModel):
@@ -39,6 +40,27 @@ class KvOrder(BaseModel):
     scales: dict[str, float] = {}
 
 
+class CollectiveConfig(BaseModel):
+    """How a policy is broadcast, with `transport="collective"`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(default="127.0.0.1", max_length=255)
+    """Address of the trainer's host at which the engine's ranks meet it; the loopback address serves engines on that host
+    alone. Whoever reaches the port can disturb a refit: name an address of a network that is trusted."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port there; 0 for any that is free."""
+
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """What carries the bytes: NCCL if trainer and engine are on GPUs, of which each has its own; gloo otherwise."""
+
+    wire: Literal["fp8", "bf16"] = "fp8"
+    """What travels: FP8 codes and scales, quantized by the trainer in the format that the engine's slots have, or the trainer's
+    weights, quantized by every rank. The bytes that engines hold are the same. Where slots of one tensor differ in format,
+    or are slices off its blocks, it travels as BF16 in any case."""
+
+
 class RefitConfig(BaseModel):
     """How a `Refitter` works. The defaults are right for a trainer with BF16 or fp32 master weights."""
 
@@ -59,7 +81,16 @@ class RefitConfig(BaseModel):
 
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Size of one staging buffer for tensors that are not on the engine's device; at most two are held on a rank, and one
-    that other processes can read by a trainer whose engine runs in other processes."""
+    that other processes can read by a trainer whose engine runs in other processes. A broadcast has two on each side, which are
+    kept from one refit to the next."""
+
+    transport: Transport = "auto"
+    """How tensors come to ranks in other processes: `auto` by mapping the trainer's memory where that can be, else through a
+    shared bucket, both on one host; `collective` by a broadcast to all ranks, over a network too, and to several engines at
+    once (`Broadcaster`)."""
+
+    collective: CollectiveConfig = CollectiveConfig()
+    """How a broadcast is done."""
 
     in_flight: InFlight = "wait"
     """What an asynchronous engine does with requests that run when a refit begins: `wait` lets them finish, `abort` ends them

@@ -11,6 +11,7 @@ from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError
 from fp8refit.fill import ResidentFill, StreamFill
 from fp8refit.plan import PlanBuilder, RefitPlan, Step, compile_plan
+from fp8refit.received import ReceivedFill
 from fp8refit.slots import Inventory, TensorMeta
 from fp8refit.sources import MappingSource, Source
 
@@ -29,6 +30,7 @@ class Job:
     plan: RefitPlan | None = None
     """None for a one-shot stream without manifest, which is planned while it arrives."""
     resident: ResidentFill | None = None
+    received: ReceivedFill | None = None
     stream_steps: dict[str, list[Step]] | None = None
     stream: StreamFill | None = None
     is_first: bool = False
@@ -36,7 +38,7 @@ class Job:
     @property
     def streams(self) -> bool:
         """Whether any tensor goes through staging."""
-        return self.resident is None or bool(self.stream_steps)
+        return self.received is None and (self.resident is None or bool(self.stream_steps))
 
     @property
     def is_stable(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8refit.caught import Caught
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import EngineDirtyError, EngineLostError
 from fp8refit.kv_scales import report_of
@@ -136,9 +137,30 @@ class Rank:
         drain = self.group.size > 1
         return self._agree_on_written(lambda: self.target.write(drain=drain), config)
 
-    def finish(self, config: RefitConfig) -> list[RankReport]:
-        """Complete a write whose source was pushed, agree that it is whole, and commit it. See `write`."""
-        return self._agree_on_written(self.target.finish, config)
+    def finish(
+        self,
+        config: RefitConfig,
+        *,
+        version: int = 0,
+        objection: BaseException | None = None,
+        confirm: Callable[[BaseException | None], None] | None = None,
+    ) -> list[RankReport]:
+        """Complete a write whose source was pushed, agree that it is whole, and commit it. See `write`.
+
+        Args:
+            config: How to refit.
+            version: Least number of the policy.
+            objection: Why it is not whole: what this rank failed with meanwhile.
+            confirm: Asked after the last vote, on every rank, with the error in which it ended: raises if other engines,
+                which are refitted together with this one, failed.
+        """
+
+        def complete() -> RankReport:
+            if objection is not None:
+                raise objection
+            return self.target.finish()
+
+        return self._agree_on_written(complete, config, version=version, confirm=confirm)
 
     def layout(self) -> EngineLayout:
         """See `Target.layout`."""
@@ -152,18 +174,40 @@ class Rank:
         """See `Target.close`."""
         self.target.close()
 
-    def _agree_on_written(self, write: Callable[[], RankReport], config: RefitConfig) -> list[RankReport]:
+    def _agree_on_written(
+        self,
+        write: Callable[[], RankReport],
+        config: RefitConfig,
+        *,
+        version: int = 0,
+        confirm: Callable[[BaseException | None], None] | None = None,
+    ) -> list[RankReport]:
+        reports: list[RankReport] = []
+        with Caught() as failed:
+            reports, next_version = self._settle(write, config)
+        if confirm is not None:
+            with Caught() as refused:
+                confirm(failed.error)
+            failed.error = failed.error if failed.error is not None else refused.error
+        if failed.error is not None:
+            self.target.abandon()
+            raise failed.take()
+        self.target.commit(max(next_version, version))
+        return reports
+
+    def _settle(self, write: Callable[[], RankReport], config: RefitConfig) -> tuple[list[RankReport], int]:
+        """All that is agreed on before a commit; gives what each rank wrote, in order of rank, and the policy's number."""
         error, report = self._try(write)
         claim = report.source_digest if report is not None else ""
         ballots = self._vote("written", error, config, claim=claim, report=report)
         order, self._kv = self._kv, None
         kv = self._set_kv_scales(order, config) if order is not None else None
-        self.target.commit(max(ballot.version for ballot in ballots) + 1)
         reports = [ballot.report for ballot in ballots if ballot.report is not None]
+        version = max(ballot.version for ballot in ballots) + 1
         return [
             report.model_copy(update={"rank": rank, "kv": _both(report.kv, kv[rank]) if kv is not None else report.kv})
             for rank, report in enumerate(reports)
-        ]
+        ], version
 
     def _agree_on_ready(
         self, kv: KvOrder | None, config: RefitConfig, objection: BaseException | None

@@ -17,17 +17,15 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fp8refit._version import __version__
-from fp8refit.calibration import unfit_scales
+from fp8refit.announcement import announce
+from fp8refit.broadcast import Broadcast
 from fp8refit.caught import Caught
 from fp8refit.config import KvOrder, RefitConfig
-from fp8refit.errors import EngineLostError, InvalidSourceError, NonFiniteError, RankFailedError, RefitError
-from fp8refit.fill import scale_problem
-from fp8refit.kernels import fits_scale_format
+from fp8refit.errors import EngineLostError, InvalidSourceError, RankFailedError, RefitError
 from fp8refit.layout import EngineLayout
-from fp8refit.names import is_kv_scale
 from fp8refit.report import KvReport, RankReport
-from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, dtype_name
-from fp8refit.sources import MappingSource, RandomAccess, SafetensorsSource, Source, check_can_be_read_twice
+from fp8refit.slots import dtype_name
+from fp8refit.sources import MappingSource, SafetensorsSource, Source
 from fp8refit.transport import messages
 from fp8refit.transport.memory import Bucket, Exporter, TensorRef
 from fp8refit.transport.messages import PROTOCOL, Reply, Request
@@ -83,6 +81,11 @@ class RemoteRanks:
         self._is_settled = False
         self._sets_kv_scales = False
         self._has_met = False
+        self.num_ranks = 0
+        """As many as answer; none before the first refit."""
+        self._broadcast = Broadcast([self])
+        self._is_broadcast = False
+        self._num_buckets = 0
         self._lost_because: str | None = None
 
     async def prepare(
@@ -99,6 +102,11 @@ class RemoteRanks:
         self._config = config
         await self._meet()
         source = make_source()
+        if config.transport == "collective":
+            await self._broadcast.prepare(source, config, kv=kv)
+            return
+        self._broadcast.leave()
+        self._is_broadcast = False
         self._refit, self._source, self._is_pushed = uuid.uuid4().hex, source, False
         self._sets_kv_scales = kv is not None
         last_digest = self._offered_digest
@@ -108,10 +116,48 @@ class RemoteRanks:
 
     async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
         """See `fp8refit.engine.Ranks`."""
+        if self._is_broadcast and objection is None:
+            (reports,) = await self._broadcast.write(self.version + 1)
+            return reports
         replies = await self._or_give_up(self._write(objection))
         self._source = None
         if not self._is_settled:
             self._mapped_digest = ""
+        return replies[0].reports
+
+    async def meet(self, config: RefitConfig) -> None:
+        """Learn who is at the other end, for a refit by `config`.
+
+        Raises:
+            EngineLostError: Nobody, any more.
+            RankFailedError: Another version.
+        """
+        self._config = config
+        await self._meet()
+
+    async def join(self, order: messages.Join) -> None:
+        """See `fp8refit.broadcast.Audience`."""
+        await self._ask(order)
+
+    async def layouts(self) -> list[EngineLayout]:
+        """See `fp8refit.broadcast.Audience`."""
+        return [reply.layout for reply in await self._ask(messages.Describe()) if reply.layout is not None]
+
+    async def prepare_offered(
+        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None
+    ) -> None:
+        """See `fp8refit.broadcast.Audience`."""
+        self._refit, self._is_broadcast, self._sets_kv_scales = refit, True, kv is not None
+        self._mapped_digest = self._offered_digest = ""
+        self._num_buckets = offer.num_buckets if offer.num_buckets else self._num_buckets
+        await self._or_give_up(self._ask(messages.Prepare(refit=refit, config=config, source=offer, kv=kv)))
+
+    async def take(self, version: int) -> Sequence[RankReport]:
+        """See `fp8refit.broadcast.Audience`."""
+        self.is_dirty = True
+        replies = await self._or_give_up(self._ask(messages.Take(refit=self._refit, version=version)))
+        self._check_is_one_policy(replies)
+        self._is_broadcast = False
         return replies[0].reports
 
     async def check_calibration(
@@ -156,16 +202,24 @@ class RemoteRanks:
             await self._ask(messages.Begin(refit=self._refit))
             await self._push(self._source)
             replies = await self._ask(messages.Finish(refit=self._refit))
+        self._check_is_one_policy(replies)
+        return replies
+
+    def _check_is_one_policy(self, replies: Sequence[Reply]) -> None:
+        """Hold that every rank committed the same.
+
+        Raises:
+            RankFailedError: They did not.
+        """
         if self.is_dirty:
             held = ", ".join(f"rank {reply.rank} holds {reply.version}" for reply in replies)
             raise RankFailedError(f"the ranks serve different versions ({held}); refit again")
-        return replies
 
     async def abandon(self) -> None:
         """See `fp8refit.engine.Ranks`."""
-        if self._source is not None:  # or it was done already
+        if self._source is not None or self._is_broadcast:  # or it was done already
             await self._ask(messages.Abandon(refit=self._refit))
-            self._source = None
+            self._source, self._is_broadcast = None, False
 
     async def layout(self) -> EngineLayout:
         """See `fp8refit.engine.Ranks`."""
@@ -183,6 +237,7 @@ class RemoteRanks:
             if self._lost_because is None:
                 await self._ask(messages.Close())
         finally:
+            self._broadcast.close()
             self._source, self._mapped_digest = None, ""
             self._exporter.close()
             for bucket in self._buckets.values():
@@ -199,7 +254,9 @@ class RemoteRanks:
         self._check_is_there()
         if self._has_met:
             return
-        for reply in await self._ask(messages.Hello()):
+        replies = await self._ask(messages.Hello())
+        self.num_ranks = len(replies)
+        for reply in replies:
             if reply.package_version != __version__:
                 raise RankFailedError(
                     f"rank {reply.rank} has fp8refit {reply.package_version}, this process has {__version__}; install the "
@@ -240,24 +297,13 @@ class RemoteRanks:
         return self._announce(source)
 
     def _announce(self, source: Source) -> messages.Pushed:
-        config, scanned = self._config, source.scan()
-        if config.validate_values == "strict":
-            _look_for_bad_values(source, config)
-        if scanned is None:
+        said = announce(source, self._config)
+        if said is None:
             return messages.Pushed(manifest=None)
-        metadata, problems = scanned
-        odd_scales: list[str] = []
-        may_refuse = source.is_repeatable and config.on_scale_mismatch == "refuse"
-        if may_refuse and any(meta.dtype is FP8_DTYPE for meta in metadata.values()):
-            odd_scales = [name for name, tensor in source if name.endswith(SCALE_SUFFIX) and _is_odd(tensor)]
-        unfit: dict[str, str] = {}
-        if isinstance(source, RandomAccess):
-            scales = source.pick(
-                name for name, meta in metadata.items() if is_kv_scale(name) and meta.shape in ((), (1,))
-            )
-            unfit = dict(unfit_scales({name: float(scale) for name, scale in scales.items()}))
-        manifest = {name: (meta.shape, dtype_name(meta.dtype)) for name, meta in metadata.items()}
-        return messages.Pushed(manifest=manifest, problems=tuple(problems), odd_scales=tuple(odd_scales), unfit=unfit)
+        manifest = {name: (meta.shape, dtype_name(meta.dtype)) for name, meta in said.metadata.items()}
+        return messages.Pushed(
+            manifest=manifest, problems=tuple(said.problems), odd_scales=said.odd_scales, unfit=said.unfit
+        )
 
     async def _push(self, source: Source | None) -> None:
         """Read the source, and hand it over bucket by bucket."""
@@ -341,6 +387,8 @@ class RemoteRanks:
         sets_scales = isinstance(order, messages.Write | messages.Finish) and self._sets_kv_scales
         if isinstance(order, messages.Prepare | messages.Calibrate) or sets_scales:
             return NUM_VOTES
+        if isinstance(order, messages.Take):  # each bucket, the votes of these ranks, and those of the other engines
+            return self._num_buckets + 2 * NUM_VOTES
         return 1
 
     def _check_is_there(self) -> None:
@@ -356,6 +404,7 @@ class RemoteRanks:
             await self._ask(messages.Abandon(refit=self._refit))
         if self._lost_because is None:
             self._source = None
+        self._is_broadcast = False
         raise caught.take()
 
 
@@ -393,33 +442,3 @@ def _check_are_answers(replies: Sequence[Reply], request: Request) -> None:
     stale = [rank for rank, reply in enumerate(replies) if reply.id not in (request.id, "")]
     if stale:
         raise EngineLostError(f"rank(s) {', '.join(map(str, stale))} answered an earlier request: {_LOST_STEP}")
-
-
-def _look_for_bad_values(source: Source, config: RefitConfig) -> None:
-    """Read everything without writing.
-
-    Raises:
-        NonFiniteError: NaN or Inf.
-        InvalidSourceError: The source can be read only once, or holds scales that fit no slot.
-    """
-    check_can_be_read_twice(source)
-    names = sorted(name for name, tensor in source if _has_bad_value(name, tensor, config))
-    if names and all(name.endswith(SCALE_SUFFIX) for name in names):
-        raise InvalidSourceError([scale_problem(name, ScaleFormat.FP32) for name in names])
-    if names:
-        raise NonFiniteError(names, written=False)
-
-
-def _has_bad_value(name: str, tensor: Tensor, config: RefitConfig) -> bool:
-    if name.endswith(SCALE_SUFFIX):
-        return not bool(fits_scale_format(tensor.to(torch.float32), ScaleFormat.FP32).all())
-    if tensor.dtype is FP8_DTYPE:
-        return bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any())
-    if tensor.dtype is torch.float32 and config.fp32_sources == "round_to_bf16":
-        tensor = tensor.to(torch.bfloat16)
-    return bool(~torch.isfinite(tensor).all())
-
-
-def _is_odd(scale: Tensor) -> bool:
-    """Whether a scale is no power of two."""
-    return not bool(fits_scale_format(scale.to(torch.float32), ScaleFormat.UE8M0).all())

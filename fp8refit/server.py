@@ -13,6 +13,7 @@ from fp8refit._version import __version__
 from fp8refit.config import RefitConfig
 from fp8refit.errors import RankFailedError, RefitError
 from fp8refit.rank import Rank
+from fp8refit.receiver import Receiver
 from fp8refit.slots import TensorMeta
 from fp8refit.sources import MappingSource, PushedSource, SafetensorsSource, Source
 from fp8refit.transport import messages
@@ -35,6 +36,8 @@ class RankServer:
         self._rank: Rank | None = None
         self._importer: Importer | None = None
         self._mapped: tuple[str, MappingSource] | None = None
+        self._receiver: Receiver | None = None
+        self._token = ""
         self._refit = ""
         self._config = RefitConfig()
 
@@ -70,7 +73,10 @@ class RankServer:
         rank, importer = self._rank, self._open_importer(self._rank.target.device)
         if isinstance(order, messages.Prepare):
             self._refit, self._config = order.refit, order.config
-            rank.prepare(lambda: self._make_source(order.source, importer), order.config, kv=order.kv)
+            rank.prepare(lambda: self._make_source(order.source, importer, rank), order.config, kv=order.kv)
+            return {}
+        if isinstance(order, messages.Join):
+            self._open_receiver(rank).join(order)
             return {}
         if isinstance(order, messages.CheckCalibration):
             rank.check_calibration(order.kv, order.config)
@@ -106,7 +112,14 @@ class RankServer:
             return {"reports": tuple(reports)}
         elif isinstance(order, messages.Finish):
             return {"reports": tuple(rank.finish(self._config))}
+        elif isinstance(order, messages.Take):
+            return {"reports": tuple(self._open_receiver(rank).take(order, self._token, self._config))}
         return {}
+
+    def _open_receiver(self, rank: Rank) -> Receiver:
+        if self._receiver is None:
+            self._receiver = Receiver(rank)
+        return self._receiver
 
     def _open_importer(self, device: torch.device) -> Importer:
         if self._importer is None:
@@ -114,11 +127,18 @@ class RankServer:
         return self._importer
 
     def _make_source(
-        self, source: messages.MappedTensors | messages.Files | messages.Pushed, importer: Importer
+        self,
+        source: messages.MappedTensors | messages.Files | messages.Pushed | messages.Broadcast,
+        importer: Importer,
+        rank: Rank,
     ) -> Source:
         if isinstance(source, messages.MappedTensors):
             return self._map(source, importer)
         self._mapped = None
+        if isinstance(source, messages.Broadcast):
+            importer.close()
+            self._token = source.token
+            return self._open_receiver(rank).source(source)
         if isinstance(source, messages.Files):
             importer.close()
             return SafetensorsSource(Path(source.path))
@@ -141,6 +161,8 @@ class RankServer:
         if self._rank is not None:
             self._rank.target.abandon()
         self._unmap()
+        if self._receiver is not None:
+            self._receiver.forget()
 
     def _unmap(self) -> None:
         self._mapped = None

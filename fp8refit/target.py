@@ -30,6 +30,7 @@ from fp8refit.job import Arrivals, Job, Write, by_source
 from fp8refit.kv_scales import KvScales, Measured, refuse_unfit, report_of
 from fp8refit.layout import EngineLayout
 from fp8refit.plan import RefitPlan
+from fp8refit.received import ReceivedFill, ReceivedSource
 from fp8refit.report import KvReport, RankReport
 from fp8refit.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta, was_any_replaced
 from fp8refit.sources import MappingSource, PushedSource, RandomAccess, Source, check_can_be_read_twice
@@ -68,6 +69,7 @@ class Target:
         self._inventory: Inventory | None = None
         self._resident: ResidentFill | None = None
         self._stream_plan: tuple[Mapping[str, TensorMeta], RefitPlan] | None = None
+        self._received: ReceivedFill | None = None
         self._job: Job | None = None
         self._write: Write | None = None
         self._is_whole = False
@@ -190,6 +192,13 @@ class Target:
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
 
+    def fill(self) -> None:
+        """Write the next bucket of a `ReceivedSource`, which has arrived. Its buffer may be overwritten when this returns."""
+        write = self._write
+        assert write is not None and write.job.received is not None, "fill() follows begin()"
+        with self._writing():
+            write.job.received.fill()
+
     def finish(self) -> RankReport:
         """Complete the write, wait for the device and read its status word.
 
@@ -275,7 +284,7 @@ class Target:
     def close(self) -> None:
         """Drop what is held beyond the engine itself."""
         self.abandon()
-        self._inventory = self._resident = self._stream_plan = None
+        self._inventory = self._resident = self._stream_plan = self._received = None
         if self._kv is not None and self._kv.torn is None:
             self._kv = None
 
@@ -314,7 +323,7 @@ class Target:
             UnsupportedEngineError: The live weights are not on one device.
         """
         if self._inventory is None or was_any_replaced(self._inventory.live):
-            self._inventory = self._resident = self._stream_plan = None
+            self._inventory = self._resident = self._stream_plan = self._received = None
             inventory = self._read_inventory()
             devices = {slot.weight.device for slot in inventory.slots} or {self._device}
             if len(devices) > 1 or any(device.type == "meta" for device in devices):
@@ -334,6 +343,8 @@ class Target:
     def _prepare(self, job: Job) -> Job:
         if isinstance(job.source, MappingSource):
             self._prepare_mapping(job.source, job)
+        elif isinstance(job.source, ReceivedSource):
+            self._prepare_received(job.source, job)
         else:
             self._prepare_stream(job)
         self._check_brought_scales(job)
@@ -374,7 +385,7 @@ class Target:
 
     def _prepare_stream(self, job: Job) -> None:
         """Plan a stream before it is written, unless it can be read only once and nothing is known of it."""
-        source, inventory = job.source, job.inventory
+        source = job.source
         scanned = source.scan()
         if scanned is None:
             job.is_first = True
@@ -386,14 +397,32 @@ class Target:
             self._stream_plan = job.metadata, plan
             job.is_first = True
         job.plan, job.stream_steps = plan, by_source(plan.steps)
-        needs_powers = any(
-            step.op is Op.COPY_SCALES and inventory.slots[step.slot].scale_format is ScaleFormat.UE8M0
+        self._check_scales_of_stream(plan, job)
+
+    def _prepare_received(self, source: ReceivedSource, job: Job) -> None:
+        received = self._received
+        if received is None or received.source is not source or received.config != job.config:
+            metadata, problems = _require(source.scan())
+            plan = job.compile(metadata, problems)
+            self._received = None
+            self._received = received = ReceivedFill(plan, job.inventory.slots, source, self._device, job.config)
+            job.is_first = True
+        job.plan, job.received = received.plan, received
+        self._check_scales_of_stream(received.plan, job)
+
+    def _check_scales_of_stream(self, plan: RefitPlan, job: Job) -> None:
+        """Judge scales that come with a stream, as far as they can be seen before it is written."""
+        source, inventory = job.source, job.inventory
+        need_powers = {
+            step.source
             for step in plan.steps
-        )
-        if needs_powers and job.config.on_scale_mismatch == "refuse":
+            if step.op is Op.COPY_SCALES and inventory.slots[step.slot].scale_format is ScaleFormat.UE8M0
+        }
+        if need_powers and job.config.on_scale_mismatch == "refuse":
             misfits = []
             if isinstance(source, PushedSource):
-                misfits = [scale_problem(name, ScaleFormat.UE8M0) for name in source.odd_scales]
+                odd = sorted(need_powers & source.odd_scales)
+                misfits = [scale_problem(name, ScaleFormat.UE8M0) for name in odd]
             elif source.is_repeatable:
                 misfits = misfit_scales(plan.steps, inventory.slots, source)
             if misfits:
@@ -443,6 +472,8 @@ class Target:
             events[0].record()
         if job.resident is not None:
             job.resident.table.launch(check=job.config.validate_values != "off")
+        if job.received is not None:
+            job.received.begin()
         return write
 
     def _finish(self, write: Write) -> RankReport:
@@ -450,6 +481,8 @@ class Target:
         if job.stream is not None and write.arrivals is not None:
             write.arrivals.finish()
             job.stream.flush()
+        if job.received is not None and not job.received.is_complete:
+            raise InvalidSourceError(["source: ended before everything came that was announced"])
         with torch.inference_mode():
             for padding in inventory.padding:
                 padding.zero_()
@@ -479,7 +512,8 @@ class Target:
             verify_s=time.perf_counter() - filled_s,
             fill_device_s=write.events[0].elapsed_time(write.events[1]) / 1e3 if write.events is not None else None,
             extra_bytes=(job.resident.num_device_bytes if job.resident is not None else 0)
-            + (job.stream.num_device_bytes if job.stream is not None else 0),
+            + (job.stream.num_device_bytes if job.stream is not None else 0)
+            + (job.received.num_device_bytes if job.received is not None else 0),
             is_first=job.is_first,
             source_digest=plan.source_digest,
             kv=kv,

@@ -10,10 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.layout import EngineLayout
 from fp8refit.report import KvReport, RankReport
+from fp8refit.transport.buckets import WireTensor
+from fp8refit.transport.collective import Meeting
 from fp8refit.transport.memory import Segment, TensorRef
 from fp8refit.vote import ErrorRecord
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Number of this language; both sides have to speak the same."""
 
 
@@ -55,6 +57,24 @@ class Pushed(_Message):
     """KV scales that are none, and why."""
 
 
+class Broadcast(_Message):
+    """A source that the trainer broadcasts, in buckets that both sides derive from what is announced here."""
+
+    kind: Literal["broadcast"] = "broadcast"
+    token: str
+    """Of the group that it is broadcast in."""
+    digest: str
+    """sha256 over the rest."""
+    tensors: tuple[WireTensor, ...] | None
+    """None if this is the announcement of the last refit, by its digest."""
+    bucket_bytes: int = 0
+    num_buckets: int = 0
+    problems: tuple[str, ...] = ()
+    odd_scales: tuple[str, ...] = ()
+    unfit: dict[str, str] = {}
+    """KV scales that are none, and why."""
+
+
 class Hello(_Message):
     """Who is there?"""
 
@@ -68,7 +88,7 @@ class Prepare(_Message):
     refit: str
     """Names this refit from here on; an unfinished one is given up."""
     config: RefitConfig
-    source: Annotated[MappedTensors | Files | Pushed, Field(discriminator="kind")]
+    source: Annotated[MappedTensors | Files | Pushed | Broadcast, Field(discriminator="kind")]
     kv: KvOrder | None = None
 
 
@@ -102,6 +122,25 @@ class Finish(_Message):
 
     step: Literal["finish"] = "finish"
     refit: str
+
+
+class Join(_Message):
+    """Join the group that a trainer broadcasts in, and leave the last one; see `Communicator.join`."""
+
+    step: Literal["join"] = "join"
+    meeting: Meeting
+    first_rank: int
+    """Rank in the group of this engine's rank 0."""
+    timeout_s: float
+
+
+class Take(_Message):
+    """Receive and write all buckets of a broadcast, and commit; see `Receiver.take`."""
+
+    step: Literal["take"] = "take"
+    refit: str
+    version: int
+    """Least number that the new policy may have: replicas that are refitted together have the same."""
 
 
 class CheckCalibration(_Message):
@@ -152,6 +191,8 @@ Order: TypeAlias = (
     | Begin
     | Push
     | Finish
+    | Join
+    | Take
     | CheckCalibration
     | Calibrate
     | Abandon

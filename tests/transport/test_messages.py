@@ -10,6 +10,8 @@ from fp8refit.errors import InvalidSourceError
 from fp8refit.layout import EngineLayout
 from fp8refit.report import RankReport
 from fp8refit.transport import messages
+from fp8refit.transport.buckets import WireTensor
+from fp8refit.transport.collective import Meeting
 from fp8refit.transport.memory import Segment, TensorRef
 from fp8refit.transport.messages import Reply, Request
 from fp8refit.transport.process import Process
@@ -27,6 +29,11 @@ SEGMENT = Segment(
     buffer_id=4,
 )
 REF = TensorRef(name="w", segment=SEGMENT.id, offset_bytes=256, shape=(2, 3), stride=(3, 1), dtype="bfloat16")
+CODES = WireTensor(
+    name="w", shape=(256, 130), dtype="float8_e4m3fn", block_size=(128, 128), scale_format="ue8m0", row_step=128
+)
+VALUES = WireTensor(name="s", shape=(), dtype="float32", travels=False)
+MEETING = Meeting(token="0" * 32, host="127.0.0.1", port=1, size=3, backend="gloo")
 CONFIG = RefitConfig(validate="strict", fp32_sources="exact", on_scale_mismatch="copy", timeout_s=1.5, in_flight="keep")
 SOURCES = [
     messages.MappedTensors(digest="d", segments=(SEGMENT,), refs=(REF,), problems=("w: sent twice",)),
@@ -36,6 +43,10 @@ SOURCES = [
     messages.Pushed(manifest=None),
     messages.Pushed(manifest={}),
     messages.Pushed(manifest={"w": ((2, 3), "bfloat16"), "s": ((), "float32")}, problems=("p",), odd_scales=("s",)),
+    messages.Broadcast(token="t", digest="d", tensors=None),
+    messages.Broadcast(
+        token="t", digest="d", tensors=(CODES, VALUES), bucket_bytes=1 << 20, num_buckets=1, unfit={"k": "0"}
+    ),
 ]
 ORDERS = [
     messages.Hello(),
@@ -44,6 +55,8 @@ ORDERS = [
     messages.Push(refit="r", segments=(SEGMENT,), refs=(REF,)),
     messages.Write(refit="r", keeps_mapped=True),
     messages.Finish(refit="r"),
+    messages.Join(meeting=MEETING, first_rank=1, timeout_s=2.5),
+    messages.Take(refit="r", version=4),
     messages.CheckCalibration(config=CONFIG, kv=KvOrder(scales={"a.k_scale": 0.5})),
     messages.Calibrate(config=CONFIG, kv=KvOrder(token_ids=((1, 2), (3,)))),
     messages.Abandon(refit="r"),

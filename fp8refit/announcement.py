@@ -1,0 +1,82 @@
+"""What a driver says of a source that the ranks do not read for themselves, once it has judged what it can."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fp8refit.calibration import unfit_scales
+from fp8refit.config import RefitConfig
+from fp8refit.errors import InvalidSourceError, NonFiniteError
+from fp8refit.fill import scale_problem
+from fp8refit.kernels import fits_scale_format
+from fp8refit.names import is_kv_scale
+from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, TensorMeta
+from fp8refit.sources import RandomAccess, Source, check_can_be_read_twice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Announcement:
+    """What will come."""
+
+    metadata: Mapping[str, TensorMeta]
+    problems: Sequence[str] = ()
+    odd_scales: tuple[str, ...] = ()
+    """Scale tensors with values that are no powers of two."""
+    unfit: dict[str, str] = field(default_factory=dict)
+    """KV scales that are none, and why."""
+
+
+def announce(source: Source, config: RefitConfig) -> Announcement | None:
+    """Judge a source; None if nothing can be known before it is read.
+
+    Raises:
+        NonFiniteError: NaN or Inf, if they are looked for before writing.
+        InvalidSourceError: They have to be looked for in a source that can be read only once.
+    """
+    scanned = source.scan()
+    if config.validate_values == "strict":
+        _look_for_bad_values(source, config)
+    if scanned is None:
+        return None
+    metadata, problems = scanned
+    odd_scales: list[str] = []
+    may_refuse = source.is_repeatable and config.on_scale_mismatch == "refuse"
+    if may_refuse and any(meta.dtype is FP8_DTYPE for meta in metadata.values()):
+        odd_scales = [name for name, tensor in source if name.endswith(SCALE_SUFFIX) and _is_odd(tensor)]
+    unfit: dict[str, str] = {}
+    if isinstance(source, RandomAccess):
+        scales = source.pick(name for name, meta in metadata.items() if is_kv_scale(name) and meta.shape in ((), (1,)))
+        unfit = dict(unfit_scales({name: float(scale) for name, scale in scales.items()}))
+    return Announcement(metadata=metadata, problems=tuple(problems), odd_scales=tuple(odd_scales), unfit=unfit)
+
+
+def _look_for_bad_values(source: Source, config: RefitConfig) -> None:
+    """Read everything without writing.
+
+    Raises:
+        NonFiniteError: NaN or Inf.
+        InvalidSourceError: The source can be read only once, or holds scales that fit no slot.
+    """
+    check_can_be_read_twice(source)
+    names = sorted(name for name, tensor in source if _has_bad_value(name, tensor, config))
+    if names and all(name.endswith(SCALE_SUFFIX) for name in names):
+        raise InvalidSourceError([scale_problem(name, ScaleFormat.FP32) for name in names])
+    if names:
+        raise NonFiniteError(names, written=False)
+
+
+def _has_bad_value(name: str, tensor: Tensor, config: RefitConfig) -> bool:
+    if name.endswith(SCALE_SUFFIX):
+        return not bool(fits_scale_format(tensor.to(torch.float32), ScaleFormat.FP32).all())
+    if tensor.dtype is FP8_DTYPE:
+        return bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any())
+    if tensor.dtype is torch.float32 and config.fp32_sources == "round_to_bf16":
+        tensor = tensor.to(torch.bfloat16)
+    return bool(~torch.isfinite(tensor).all())
+
+
+def _is_odd(scale: Tensor) -> bool:
+    """Whether a scale is no power of two."""
+    return not bool(fits_scale_format(scale.to(torch.float32), ScaleFormat.UE8M0).all())

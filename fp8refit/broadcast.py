@@ -1,0 +1,263 @@
+"""The driver's side of a broadcast: one group with the ranks of one or several engines, kept from one refit to the next."""
+
+import contextlib
+import uuid
+from collections.abc import Awaitable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from fp8refit.announcement import announce
+from fp8refit.caught import Caught
+from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.errors import InvalidSourceError, RefitError, TransportError
+from fp8refit.layout import EngineLayout
+from fp8refit.receiver import digest_of
+from fp8refit.report import RankReport
+from fp8refit.sender import Sender, Sending
+from fp8refit.slots import TensorMeta
+from fp8refit.sources import MappingSource, Source
+from fp8refit.transport import messages
+from fp8refit.transport.buckets import WireTensor
+from fp8refit.transport.collective import Backend, Communicator
+from fp8refit.wire import choose_wire
+
+T = TypeVar("T")
+
+
+class Together(Protocol):
+    """Awaits several calls at the same time, one to each engine, in order of the engines."""
+
+    def __call__(self, calls: Sequence[Coroutine[Any, Any, T]], /) -> Awaitable[list[T]]:
+        """What each call returned.
+
+        Raises:
+            BaseException: What the first of those raised that did, once all have ended.
+        """
+        ...
+
+
+async def alone(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """`Together` for one engine."""
+    return [await call for call in calls]
+
+
+class Audience(Protocol):
+    """The ranks of one engine, to be asked."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+        ...
+
+    async def layouts(self) -> list[EngineLayout]:
+        """What each rank holds."""
+        ...
+
+    async def join(self, order: messages.Join) -> None:
+        """Let them join a group."""
+        ...
+
+    async def prepare_offered(
+        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None
+    ) -> None:
+        """Let them judge what will come."""
+        ...
+
+    async def take(self, version: int) -> Sequence[RankReport]:
+        """Let them take what comes, and commit it under this number or a later one."""
+        ...
+
+    async def abandon(self) -> None:
+        """Let them go of what was prepared."""
+        ...
+
+
+class Broadcast:
+    """Joins engines, announces policies to them, and sends.
+
+    Args:
+        audiences: The engines.
+        together: Asks them at the same time.
+    """
+
+    def __init__(self, audiences: Sequence[Audience], together: Together = alone) -> None:
+        self._audiences = tuple(audiences)
+        self._together = together
+        self._communicator: Communicator | None = None
+        self._config = RefitConfig()
+        self._layouts: list[EngineLayout] | None = None
+        self._chosen: tuple[dict[str, TensorMeta], RefitConfig, tuple[WireTensor, ...]] | None = None
+        self._sender: Sender | None = None
+        self._known_digest = ""
+        self._source: Source | None = None
+        self._refit = ""
+
+    async def prepare(self, source: Source, config: RefitConfig, *, kv: KvOrder | None) -> None:
+        """Judge a source, join whoever is to have it, and let all ranks judge it. Writes nothing.
+
+        Raises:
+            InvalidSourceError: It does not fit, or nothing is known of what will come.
+            NonFiniteError: NaN or Inf, if they are looked for before writing.
+            TransportError: A rank does not come, or cannot be reached.
+            StagingMemoryError: No room for the buffers.
+            RefitError: See `Ranks.prepare`.
+        """
+        with Caught() as failed:
+            was_joined = self._communicator is not None
+            with Caught() as stale:
+                await self._prepare(source, config, kv)
+            if was_joined and isinstance(stale.error, TransportError):
+                # An engine was started again, or another trainer refitted it meanwhile: they are joined anew, once.
+                await self._abandon()
+                self.leave()
+                stale.error = None
+                await self._prepare(source, config, kv)
+            if stale.error is not None:
+                raise stale.take()
+        if failed.error is not None:
+            self._source, self._known_digest = None, ""
+            await self._abandon()
+            raise failed.take()
+
+    async def write(self, version: int) -> list[Sequence[RankReport]]:
+        """Send what was prepared, and let every rank write and commit it; the reports of each engine.
+
+        Args:
+            version: Least number of the new policy.
+
+        Raises:
+            BaseException: What reading the source raised.
+            RefitError: What a rank failed with. No engine has committed; every one is dirty.
+            EngineLostError: An engine is lost. The others are dirty.
+        """
+        source, self._source = self._source, None
+        sender, communicator = self._sender, self._communicator
+        assert source is not None and sender is not None and communicator is not None, "write() follows prepare()"
+        if sender.device.type == "cuda":
+            torch.cuda.synchronize(sender.device)  # what the trainer computes has to be there before it is read
+        sending = Sending(sender, source, communicator, self._refit)
+
+        async def take(audience: Audience) -> Sequence[RankReport]:
+            with Caught() as failed:
+                return await audience.take(version)
+            communicator.expect_end(str(failed.error))
+            raise failed.take()
+
+        reports: list[Sequence[RankReport]] = []
+        with Caught() as refused:
+            reports = await self._together([take(audience) for audience in self._audiences])
+        error = sending.end(refused.error, timeout_s=self._config.timeout_s)
+        sender.release()
+        if error is not None:
+            self.leave(why=str(error))
+            raise error
+        return reports
+
+    async def _prepare(self, source: Source, config: RefitConfig, kv: KvOrder | None) -> None:
+        offer = await self._offer(source, config)
+        self._refit = uuid.uuid4().hex
+        await self._together(
+            [audience.prepare_offered(offer, config, refit=self._refit, kv=kv) for audience in self._audiences]
+        )
+        self._known_digest, self._source = offer.digest, source
+
+    async def _abandon(self) -> None:
+        with contextlib.suppress(RefitError):
+            await self._together([audience.abandon() for audience in self._audiences])
+
+    async def _offer(self, source: Source, config: RefitConfig) -> messages.Broadcast:
+        """Judge a source, and say what will come."""
+        said = announce(source, config)
+        if said is None:
+            raise InvalidSourceError(
+                ["source: is read once, and nothing says what will come, which a broadcast announces; pass a manifest"]
+            )
+        device = _device_of(source)
+        communicator = await self._join(config, device)
+        metadata = dict(said.metadata)
+        if self._chosen is None or self._chosen[:2] != (metadata, config):
+            self._sender = None
+            self._chosen = metadata, config, choose_wire(metadata, await self._known_layouts(), config)
+        tensors = self._chosen[2]
+        if self._sender is None or self._sender.device != device:
+            self._sender = None
+            self._sender = Sender(tensors, config, device)
+        offer = messages.Broadcast(
+            token="",
+            digest="",
+            tensors=tensors,
+            bucket_bytes=config.bucket_bytes,
+            num_buckets=self._sender.num_buckets,
+            problems=tuple(said.problems),
+            odd_scales=said.odd_scales,
+            unfit=said.unfit,
+        )
+        digest = digest_of(offer)
+        known = {"tensors": None} if digest == self._known_digest else {}
+        return offer.model_copy(update={"token": communicator.meeting.token, "digest": digest, **known})
+
+    def leave(self, *, why: str = "the trainer left") -> None:
+        """Leave the group, as after any failure. The next refit joins anew and announces anew."""
+        communicator, self._communicator = self._communicator, None
+        self._known_digest, self._layouts = "", None
+        if communicator is not None:
+            communicator.abort(why)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.leave()
+        self._sender = self._chosen = None
+
+    async def _join(self, config: RefitConfig, device: torch.device) -> Communicator:
+        communicator = self._communicator
+        how = config.collective
+        if communicator is not None and communicator.is_joined and self._config.collective == how:
+            return communicator
+        self.leave()
+        layouts = await self._known_layouts()
+        sizes = [audience.num_ranks for audience in self._audiences]
+        on_gpus = device.type == "cuda" and all(layout.device.startswith("cuda") for layout in layouts)
+        backend: Backend = how.backend if how.backend != "auto" else "nccl" if on_gpus else "gloo"
+        opened = Communicator.open(
+            host=how.host, port=how.port, size=1 + sum(sizes), backend=backend, timeout_s=config.timeout_s
+        )
+        orders = [
+            messages.Join(meeting=opened.meeting, first_rank=1 + sum(sizes[:place]), timeout_s=config.timeout_s)
+            for place in range(len(sizes))
+        ]
+        with ThreadPoolExecutor(1) as thread, Caught() as failed:
+            joined = thread.submit(opened.join, device, timeout_s=config.timeout_s)
+            with Caught() as refused:
+                await self._together(
+                    [audience.join(order) for audience, order in zip(self._audiences, orders, strict=True)]
+                )
+            if refused.error is not None:
+                opened.expect_end(str(refused.error))
+            with Caught() as absent:
+                joined.result()
+            for caught in (refused, absent):
+                if caught.error is not None:
+                    raise caught.take()
+        if failed.error is not None:
+            opened.abort(str(failed.error))
+            raise failed.take()
+        self._communicator, self._config = opened, config
+        return opened
+
+    async def _known_layouts(self) -> list[EngineLayout]:
+        if self._layouts is None:
+            self._layouts = [layout for audience in self._audiences for layout in await audience.layouts()]
+        return self._layouts
+
+
+def _device_of(source: Source) -> torch.device:
+    """Where a source is quantized: on the GPU that its tensors are on, or on the current one."""
+    if isinstance(source, MappingSource):
+        found = next((tensor.device for tensor in source.tensors.values() if tensor.is_cuda), None)
+        if found is not None:
+            return found
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,133 @@
+"""Writes live slots from the buckets of a broadcast, which lie in two buffers at the same place in every refit.
+
+So a bucket's table is compiled once and replayed, and no address in it changes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fp8refit.config import RefitConfig
+from fp8refit.fill import bind
+from fp8refit.kernels import Task, WorkTable, compile_table
+from fp8refit.plan import RefitPlan, Step
+from fp8refit.slots import Op, Slot, TensorMeta
+from fp8refit.sources import PushedSource
+from fp8refit.transport.buckets import BucketLayout, Part
+
+
+class ReceivedSource(PushedSource):
+    """A policy that arrives in buckets. What could be judged by the trainer was judged there.
+
+    Args:
+        metadata: Shape and dtype of everything that is announced.
+        buckets: How it is laid out.
+        buffers: Two, uint8, on the engine's device; even buckets arrive in the first, odd ones in the second.
+        **found: See `PushedSource`.
+    """
+
+    def __init__(
+        self,
+        metadata: Mapping[str, TensorMeta],
+        buckets: Sequence[BucketLayout],
+        buffers: Sequence[Tensor],
+        *,
+        problems: Sequence[str] = (),
+        odd_scales: Sequence[str] = (),
+        unfit: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(metadata, problems=problems, odd_scales=odd_scales, unfit=unfit)
+        self.buckets = tuple(buckets)
+        self.buffers = tuple(buffers)
+
+    def buffer(self, ordinal: int) -> Tensor:
+        """Where a bucket arrives."""
+        return self.buffers[ordinal % 2][: self.buckets[ordinal].num_bytes]
+
+
+class ReceivedFill:
+    """The steps of a plan, bucket by bucket.
+
+    Args:
+        plan: What is read from where.
+        slots: Of the inventory that was planned for.
+        source: The policy; a fill serves it alone.
+        device: Of slots and buffers.
+        config: How to refit.
+    """
+
+    def __init__(
+        self, plan: RefitPlan, slots: Sequence[Slot], source: ReceivedSource, device: torch.device, config: RefitConfig
+    ) -> None:
+        self.plan, self.source, self.config = plan, source, config
+        steps: dict[str, list[Step]] = {}
+        for step in plan.steps:
+            steps.setdefault(step.source, []).append(step)
+        self._tables: list[WorkTable] = []
+        self._names: list[list[str]] = []
+        for ordinal, bucket in enumerate(source.buckets):
+            tasks, names = [], []
+            for part in (part for placement in bucket.placements for part in placement.parts):
+                for step in steps.get(part.name, ()):
+                    task = _cut(bind(step, slots[step.slot], part.view(source.buffer(ordinal)), config), part)
+                    if task is not None:
+                        tasks.append(task)
+                        names.append(part.name)
+            self._tables.append(compile_table(tasks, device))
+            self._names.append(names)
+        self._bad: set[str] = set()
+        self.num_filled = 0
+
+    def begin(self) -> None:
+        """Nothing has arrived yet."""
+        self._bad, self.num_filled = set(), 0
+
+    def fill(self) -> None:
+        """Write what the next bucket holds, and wait until its buffer may be received into again."""
+        table = self._tables[self.num_filled]
+        table.launch(check=self.config.validate_values != "off")
+        self._bad |= {self._names[self.num_filled][index] for index in table.bad_tasks()}
+        self.num_filled += 1
+
+    def bad_sources(self) -> list[str]:
+        """The tensors that were flagged."""
+        return sorted(self._bad)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every bucket was written."""
+        return self.num_filled == len(self._tables)
+
+    @property
+    def num_device_bytes(self) -> int:
+        """Device memory held between refits: tables and buffers."""
+        return sum(table.num_device_bytes for table in self._tables) + sum(
+            buffer.nbytes for buffer in self.source.buffers
+        )
+
+
+def _cut(task: Task, part: Part) -> Task | None:
+    """What of a task can be done with some rows of its source; None if nothing. The task's source is those rows already."""
+    if not part.shape or not task.target.ndim:
+        return task
+    first, end = part.first_row, part.first_row + part.shape[0]
+    if task.select:
+        index = task.select[0]
+        return replace(task, select=(index - first, *task.select[1:])) if first <= index < end else None
+    start, length = task.offset[0], task.target.shape[0]
+    low, high = max(start, first), min(start + length, end)
+    if low >= high:
+        return None
+    scale = task.scale
+    if task.op is Op.QUANTIZE and scale is not None:
+        block = task.block_size[0]
+        assert (low - start) % block == 0, f"{part.name=} {start=} {low=}"
+        scale = scale.narrow(0, (low - start) // block, -(-(high - low) // block))
+    return replace(
+        task,
+        offset=(low - first, *task.offset[1:]),
+        target=task.target.narrow(0, low - start, high - low),
+        scale=scale,
+    )

@@ -1,0 +1,182 @@
+"""The rank side of a broadcast: joins the trainer's group, and writes what arrives, bucket by bucket."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp8refit.caught import Caught
+from fp8refit.config import RefitConfig
+from fp8refit.errors import RankFailedError, RefitError, StagingMemoryError, TransportError
+from fp8refit.rank import Rank
+from fp8refit.received import ReceivedSource
+from fp8refit.report import RankReport
+from fp8refit.slots import TensorMeta
+from fp8refit.transport import messages
+from fp8refit.transport.buckets import BucketLayout, lay_out
+from fp8refit.transport.collective import Communicator, Transfer
+from fp8refit.transport.header import Status, read_header
+from fp8refit.vote import ErrorRecord
+
+NUM_VOTES = 3
+"""For how many votes of another engine this one waits at the end: on what is written, and on KV scales."""
+
+
+class Receiver:
+    """What one rank keeps from one broadcast to the next: its place in the group, two buffers, and the last announcement.
+
+    Args:
+        rank: What is written. Its device takes the buffers.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._communicator: Communicator | None = None
+        self._buffers: tuple[Tensor, ...] = ()
+        self._source: tuple[str, ReceivedSource] | None = None
+
+    def join(self, order: messages.Join) -> None:
+        """Join the trainer's group, and leave the last one.
+
+        Raises:
+            TransportError: Somebody did not come in time, or cannot be connected with.
+        """
+        self.leave()
+        rank = order.first_rank + self._rank.group.rank
+        communicator = Communicator.find(order.meeting, rank, timeout_s=order.timeout_s)
+        communicator.join(self._rank.target.device, timeout_s=order.timeout_s)
+        self._communicator = communicator
+
+    def source(self, offer: messages.Broadcast) -> ReceivedSource:
+        """What was announced, and where it will arrive.
+
+        Raises:
+            TransportError: This rank is not in the trainer's group.
+            RankFailedError: It does not know the announcement.
+            StagingMemoryError: No room for the buffers.
+        """
+        self._require(offer.token)
+        if offer.tensors is not None:
+            if digest_of(offer) != offer.digest:
+                raise RankFailedError("the announcement of a broadcast does not match its digest; refit again")
+            self._source = None
+            buckets = lay_out(offer.tensors, offer.bucket_bytes)
+            metadata: dict[str, TensorMeta] = {}
+            for tensor in offer.tensors:
+                metadata |= tensor.metas
+            source = ReceivedSource(
+                metadata,
+                buckets,
+                self._take_buffers(buckets),
+                problems=offer.problems,
+                odd_scales=offer.odd_scales,
+                unfit=offer.unfit,
+            )
+            self._source = offer.digest, source
+        elif self._source is None or self._source[0] != offer.digest:
+            raise TransportError("this rank no longer knows what the last refit announced; refit again")
+        return self._source[1]
+
+    def take(self, order: messages.Take, token: str, config: RefitConfig) -> list[RankReport]:
+        """Receive and write every bucket, agree with every rank of every engine that all is whole, and commit.
+
+        A rank that cannot write goes on receiving, so that no other one waits for it.
+
+        Raises:
+            RefitError: What this rank, another one, or the trainer failed with. The rank is dirty.
+        """
+        assert self._source is not None, "take() follows source()"
+        communicator, source = self._require(token), self._source[1]
+        with Caught() as failed:
+            self._receive(communicator, source, order.refit, config)
+        timeout_s = NUM_VOTES * config.timeout_s
+
+        def confirm(error: BaseException | None) -> None:
+            communicator.agree(error, timeout_s=timeout_s)
+
+        return self._rank.finish(config, version=order.version, objection=failed.error, confirm=confirm)
+
+    def leave(self) -> None:
+        """Leave the group. What was announced stays known."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.abort()
+
+    def forget(self) -> None:
+        """Give the buffers back too."""
+        self.leave()
+        self._source, self._buffers = None, ()
+
+    def _receive(self, communicator: Communicator, source: ReceivedSource, refit: str, config: RefitConfig) -> None:
+        """Receive every bucket, the next one on its way while one is written.
+
+        Raises:
+            RefitError: The first failure, once nothing is under way any more.
+        """
+        with Caught() as failed:
+            self._rank.begin()
+        num_buckets, timeout_s = len(source.buckets), config.timeout_s
+
+        def begin(ordinal: int) -> Transfer | None:
+            if ordinal >= num_buckets:
+                return None
+            return communicator.broadcast(source.buffer(ordinal), timeout_s=timeout_s)
+
+        arriving = begin(0)
+        for ordinal in range(num_buckets):
+            transfer, arriving = arriving, begin(ordinal + 1)
+            assert transfer is not None, f"{ordinal=}"
+            communicator.wait(transfer, timeout_s=timeout_s)
+            if read_header(source.buffer(ordinal), ordinal) is Status.NOTHING:
+                if arriving is not None:
+                    communicator.wait(arriving, timeout_s=timeout_s)
+                said = communicator.hear(refit)
+                raise ErrorRecord.model_validate_json(said).error() if said else _gave_up()
+            if failed.error is None:
+                with Caught() as failed:
+                    self._rank.target.fill()
+        if failed.error is not None:
+            raise failed.take()
+
+    def _require(self, token: str) -> Communicator:
+        """The group that the trainer means.
+
+        Raises:
+            TransportError: This rank is in none, or in another.
+        """
+        communicator = self._communicator
+        if communicator is None or not communicator.is_joined or communicator.meeting.token != token:
+            raise TransportError(
+                "this rank is not in the group that the trainer broadcasts in: the engine was started again, or another "
+                "trainer refitted it; refit again"
+            )
+        return communicator
+
+    def _take_buffers(self, buckets: Sequence[BucketLayout]) -> tuple[Tensor, ...]:
+        """Two buffers that every bucket fits into: those of before, if they are large enough.
+
+        Raises:
+            StagingMemoryError: There is not enough memory.
+        """
+        num_bytes, device = max((bucket.num_bytes for bucket in buckets), default=0), self._rank.target.device
+        if not self._buffers or self._buffers[0].numel() < num_bytes or self._buffers[0].device != device:
+            self._buffers = ()
+            try:
+                self._buffers = tuple(torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+            except torch.OutOfMemoryError as error:
+                raise StagingMemoryError(
+                    f"no room for two buffers of {num_bytes >> 20} MiB on {device}; lower bucket_bytes or leave the engine "
+                    "less memory. Nothing was written"
+                ) from error
+        return self._buffers
+
+
+def digest_of(offer: messages.Broadcast) -> str:
+    """sha256 over what an announcement says, its digest and group apart."""
+    said = offer.model_copy(update={"token": "", "digest": ""})
+    return hashlib.sha256(said.encode().encode()).hexdigest()
+
+
+def _gave_up() -> RefitError:
+    return RankFailedError("the trainer gave up in the middle of a refit; refit again")

@@ -1,0 +1,408 @@
+"""A trainer and the ranks of one or several engines as one group that broadcasts: NCCL between GPUs, gloo between CPUs.
+
+The group is its own: it touches neither torch's default process group nor those of the engines. Its members meet at a store
+that the trainer opens, which binds to the loopback address unless told another. Every wait has a deadline, notices when the
+trainer is gone or a member gave up, and then leaves nothing waiting.
+"""
+
+import contextlib
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCPStore, Work
+
+from fp8refit.errors import RefitError, TransportError
+from fp8refit.transport.nccl import NcclCommunicator, unique_id
+from fp8refit.vote import ErrorRecord
+
+Backend: TypeAlias = Literal["nccl", "gloo"]
+
+_POLL_S = 5e-5
+_SLOWEST_POLL_S = 2e-3
+"""A wait looks often while a bucket travels, and less often the longer it takes."""
+_STORE_POLL_S = 0.2
+"""How often a wait asks the store whether somebody gave up, or is gone."""
+_NEVER = timedelta(days=1)
+_ABORTED = "aborted"
+
+
+class Meeting(BaseModel):
+    """Where the members of one group meet, and how they talk."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    token: str = Field(min_length=16, max_length=64)
+    """Names the group; without it nobody joins by chance."""
+    host: str = Field(max_length=255)
+    port: int = Field(ge=1, le=65535)
+    size: int = Field(ge=2, le=1 << 16)
+    """The trainer, which is rank 0, and the ranks of all engines."""
+    backend: Backend
+
+
+class Transfer:
+    """One broadcast under way."""
+
+    def __init__(self, is_done: Callable[[], bool], finish: Callable[[], None] = lambda: None) -> None:
+        self.is_done = is_done
+        self.finish = finish
+
+
+class _Link(Protocol):
+    """What carries the bytes."""
+
+    def is_settled(self) -> bool:
+        """Whether it is ready for the next broadcast."""
+        ...
+
+    def broadcast(self, buffer: Tensor) -> None:
+        """Begin one."""
+        ...
+
+    def transfer(self) -> Transfer:
+        """The broadcast that began last, once the link has settled."""
+        ...
+
+    def abort(self) -> None:
+        """End whatever is under way."""
+        ...
+
+
+class Communicator:
+    """One member of a group. Rank 0 is the trainer, which sends.
+
+    `open` it where the trainer is and hand its `meeting` to the other members; every member calls `join`.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, store: Store) -> None:
+        self.meeting = meeting
+        self.rank = rank
+        self._store = store
+        self._link: _Link | None = None
+        self._is_ended = False
+        self._ends_at_s = math.inf
+        self._why = "the group was left"
+        self._num_votes = 0
+
+    @classmethod
+    def open(cls, *, host: str, port: int, size: int, backend: Backend, timeout_s: float) -> "Communicator":
+        """Open the store that all members meet at, for rank 0.
+
+        Args:
+            host: Address of this host that the members reach, and that the store binds to.
+            port: 0 for any that is free.
+            size: Members, this one among them.
+            backend: What carries the bytes.
+            timeout_s: For every exchange with the store.
+
+        Raises:
+            TransportError: The address is none of this host's, or taken.
+        """
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.create_server(address[:2], family=family) as listener:
+                port = listener.getsockname()[1]
+                store = TCPStore(
+                    host,
+                    port,
+                    is_master=True,
+                    timeout=timedelta(seconds=timeout_s),
+                    wait_for_workers=False,
+                    master_listen_fd=os.dup(listener.fileno()),
+                )
+        except (OSError, RuntimeError) as error:
+            raise TransportError(
+                f"{host}:{port} cannot be listened at ({error}); name an address of this host and a port that is free"
+            ) from error
+        meeting = Meeting(token=secrets.token_hex(16), host=host, port=port, size=size, backend=backend)
+        return cls(meeting, 0, PrefixStore(meeting.token, store))
+
+    @classmethod
+    def find(cls, meeting: Meeting, rank: int, *, timeout_s: float) -> "Communicator":
+        """Go to where the trainer waits.
+
+        Raises:
+            TransportError: It cannot be reached.
+        """
+        try:
+            store = TCPStore(
+                meeting.host,
+                meeting.port,
+                is_master=False,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+            )
+        except (OSError, RuntimeError) as error:
+            raise TransportError(
+                f"the trainer cannot be reached at {meeting.host}:{meeting.port} ({error}); give the trainer's config a host "
+                "that this engine's hosts can reach"
+            ) from error
+        return cls(meeting, rank, PrefixStore(meeting.token, store))
+
+    def join(self, device: torch.device, *, timeout_s: float) -> None:
+        """Wait until every member is there, and connect with them.
+
+        Args:
+            device: Of this member's buffers.
+            timeout_s: For all of it.
+
+        Raises:
+            TransportError: Somebody did not come, or cannot be connected with; names who did not come.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        keys = [f"here/{rank}" for rank in range(self.meeting.size)]
+        with _Failing(self):
+            self._store.set(keys[self.rank], "here")
+            try:
+                self._poll(lambda: self._has(keys), deadline_s)
+            except _TooLateError:
+                absent = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._has([key]))
+                raise TransportError(
+                    f"member(s) {absent} of {self.meeting.size} did not join within {timeout_s:g} s; 0 is the trainer"
+                ) from None
+            link = _NcclLink if self.meeting.backend == "nccl" else _GlooLink
+            self._link = link(self._store, self.meeting, self.rank, device, max(deadline_s - time.monotonic(), 1.0))
+            self._poll(self._link.is_settled, deadline_s)
+        # Nobody may go on, fail, and leave while another still connects.
+        self.agree(None, timeout_s=max(deadline_s - time.monotonic(), 1.0))
+
+    def broadcast(self, buffer: Tensor, *, timeout_s: float) -> Transfer:
+        """Begin to send the bytes of `buffer` from rank 0 to all others; every member calls this in the same order.
+
+        Args:
+            buffer: uint8, contiguous, on the device that was joined with. What it holds is complete on that device, and it
+                is not touched before `wait` returned.
+            timeout_s: Until the broadcast is under way.
+
+        Raises:
+            TransportError: A member is gone, or gave up.
+        """
+        link = self._require_link()
+        with _Failing(self):
+            link.broadcast(buffer)
+            self._poll(link.is_settled, time.monotonic() + timeout_s)
+            return link.transfer()
+
+    def wait(self, transfer: Transfer, *, timeout_s: float) -> None:
+        """Wait until a broadcast is over, on the device too.
+
+        Raises:
+            TransportError: A member is gone, gave up, or did not come in time. The group has ended.
+        """
+        with _Failing(self):
+            self._poll(transfer.is_done, time.monotonic() + timeout_s)
+            transfer.finish()
+
+    def agree(self, error: BaseException | None, *, timeout_s: float) -> None:
+        """Wait until every member did well, or the first did not. Every member calls this in the same order.
+
+        Args:
+            error: What this member failed with.
+            timeout_s: For the slowest other member.
+
+        Raises:
+            RefitError: `error`, or what another member failed with.
+            TransportError: A member is gone, gave up, or did not come in time.
+        """
+        self._num_votes += 1
+        keys = [f"vote/{self._num_votes}/{rank}" for rank in range(self.meeting.size)]
+        failed = f"vote/{self._num_votes}/failed"
+        with _Failing(self):
+            if error is not None:
+                self._store.compare_set(failed, "", ErrorRecord.of(error).model_dump_json())
+            self._store.set(keys[self.rank], "done")
+            self._poll(lambda: self._has([failed]) or self._has(keys), time.monotonic() + timeout_s)
+            record = self._store.get(failed) if self._has([failed]) else b""
+            if self._num_votes > 1:
+                self._store.delete_key(f"vote/{self._num_votes - 1}/{self.rank}")
+        if error is not None:
+            raise error
+        if record:
+            raise ErrorRecord.model_validate_json(record).error()
+
+    def tell(self, key: str, said: str) -> None:
+        """Leave a word for the other members.
+
+        Raises:
+            TransportError: The trainer is gone.
+        """
+        with _Failing(self):
+            self._store.set(f"said/{key}", said)
+
+    def hear(self, key: str) -> str:
+        """The word that a member left, or nothing.
+
+        Raises:
+            TransportError: The trainer is gone.
+        """
+        with _Failing(self):
+            return self._store.get(f"said/{key}").decode() if self._has([f"said/{key}"]) else ""
+
+    def expect_end(self, why: str, *, within_s: float = 2.0) -> None:
+        """From another thread: whatever this member waits for ends by itself in a moment, or is then given up.
+
+        After an error that all members were told of, they end by themselves; after one that only some had, nothing more comes.
+        """
+        self._why = why
+        self._ends_at_s = min(self._ends_at_s, time.monotonic() + within_s)
+
+    def abort(self, why: str = "the group was left") -> None:
+        """Leave the group, and let the other members know. To be called again is harmless."""
+        if not self._is_ended:
+            self._is_ended = True
+            if self._ends_at_s == math.inf:
+                self._why = why
+        link, self._link = self._link, None
+        with contextlib.suppress(RuntimeError):  # the store went with the trainer
+            self._store.set(_ABORTED, f"member {self.rank}: {self._why}")
+        if link is not None:
+            link.abort()
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it can be used."""
+        return self._link is not None and not self._is_ended
+
+    def _require_link(self) -> _Link:
+        if self._link is None:
+            raise TransportError(f"this group has ended ({self._why}); refit again")
+        return self._link
+
+    def _poll(self, is_done: Callable[[], bool], deadline_s: float) -> None:
+        """Wait.
+
+        Raises:
+            _TooLateError: Too long.
+            TransportError: Somebody gave up.
+            RuntimeError: The store is gone, or what is waited for failed.
+        """
+        next_look_s, pause_s = time.monotonic() + _STORE_POLL_S, _POLL_S
+        while not is_done():
+            now_s = time.monotonic()
+            if self._is_ended or now_s > self._ends_at_s:
+                raise TransportError(self._why)
+            if now_s > deadline_s:
+                raise _TooLateError("it takes too long, or a member stopped")
+            if now_s > next_look_s:
+                if self._has([_ABORTED]):
+                    raise TransportError(self._store.get(_ABORTED).decode())
+                next_look_s = now_s + _STORE_POLL_S
+            time.sleep(pause_s)
+            pause_s = min(1.1 * pause_s, _SLOWEST_POLL_S)
+
+    def _has(self, keys: list[str]) -> bool:
+        has: bool = self._store.check(keys)
+        return has
+
+
+class _TooLateError(Exception):
+    """A deadline passed."""
+
+
+class _Failing:
+    """Ends the group on any error, which becomes one of ours."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            return
+        self._communicator.abort(
+            f"{type(error).__name__}: {error}" if not isinstance(error, RefitError) else str(error)
+        )
+        if isinstance(error, _TooLateError | RuntimeError):
+            raise TransportError(
+                f"the broadcast ended: {error}. A member died, or does not answer; the next refit joins anew"
+            ) from error
+
+
+class _NcclLink:
+    def __init__(self, store: Store, meeting: Meeting, rank: int, device: torch.device, timeout_s: float) -> None:
+        if rank == 0:
+            store.set("nccl", unique_id().hex())
+        store.wait(["nccl"], timedelta(seconds=timeout_s))
+        self._nccl = NcclCommunicator(
+            bytes.fromhex(store.get("nccl").decode()), rank=rank, size=meeting.size, device=device
+        )
+
+    def is_settled(self) -> bool:
+        return self._nccl.is_settled()
+
+    def broadcast(self, buffer: Tensor) -> None:
+        self._nccl.broadcast(buffer, root=0)
+
+    def transfer(self) -> Transfer:
+        event, nccl = self._nccl.event(), self._nccl
+
+        def is_done() -> bool:
+            nccl.is_settled()  # raises what befell a peer
+            return bool(event.query())  # type: ignore[no-untyped-call]
+
+        return Transfer(is_done)
+
+    def abort(self) -> None:
+        self._nccl.abort()
+
+
+class _GlooLink:
+    """Tensors of a GPU go through memory of its host."""
+
+    def __init__(self, store: Store, meeting: Meeting, rank: int, device: torch.device, timeout_s: float) -> None:
+        from torch.distributed import ProcessGroupGloo
+
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(meeting))]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 2
+        self._rank = rank
+        self._group = ProcessGroupGloo(PrefixStore("gloo", store), rank, meeting.size, options)
+        self._transfer: Transfer | None = None
+
+    def is_settled(self) -> bool:
+        return True
+
+    def broadcast(self, buffer: Tensor) -> None:
+        host = buffer.cpu() if buffer.is_cuda else buffer
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+        options.timeout = _NEVER  # whoever waits has a deadline of its own
+        work: Work = self._group.broadcast([host], options)  # type: ignore[attr-defined]
+
+        def finish() -> None:
+            work.wait()  # at once; raises what befell a peer
+            if host is not buffer and self._rank:
+                buffer.copy_(host)
+                torch.cuda.synchronize(buffer.device)
+
+        self._transfer = Transfer(work.is_completed, finish)
+
+    def transfer(self) -> Transfer:
+        transfer, self._transfer = self._transfer, None
+        assert transfer is not None, "transfer() follows broadcast()"
+        return transfer
+
+    def abort(self) -> None:
+        abort = getattr(self._group, "abort", None)
+        if abort is not None:  # else pending transfers end by their own deadline
+            abort()
+
+
+def _own_address(meeting: Meeting) -> str:
+    """The address of this host by which it reaches the trainer's, and so the other members' hosts."""
+    family, _, _, _, address = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,41 @@
+"""The first bytes of every bucket: that it is one, which, and whether the policy goes on."""
+
+import struct
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from fp8refit.errors import TransportError
+from fp8refit.transport.buckets import HEADER_BYTES
+
+_MAGIC = 0x38706672656669_74
+_FIELDS = struct.Struct("<QII")
+
+
+class Status(IntEnum):
+    """What a bucket holds."""
+
+    WEIGHTS = 1
+    NOTHING = 2
+    """The trainer failed, said why in the store, and sends no more weights."""
+
+
+def write_header(bucket: Tensor, ordinal: int, status: Status) -> None:
+    """Begin `bucket`, (N,) uint8 on any device."""
+    packed = _FIELDS.pack(_MAGIC, ordinal, status).ljust(HEADER_BYTES, b"\0")
+    bucket[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+
+
+def read_header(bucket: Tensor, ordinal: int) -> Status:
+    """What came.
+
+    Raises:
+        TransportError: Another bucket than number `ordinal`, or none.
+    """
+    magic, found, status = _FIELDS.unpack_from(bucket[: _FIELDS.size].cpu().numpy().tobytes())
+    if magic != _MAGIC or found != ordinal or status not in (Status.WEIGHTS, Status.NOTHING):
+        raise TransportError(
+            f"bucket {ordinal} of the broadcast did not come: trainer and engine are out of step; refit again"
+        )
+    return Status(status)

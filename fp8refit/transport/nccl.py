@@ -1,0 +1,171 @@
+"""The few calls of NCCL that a broadcast needs, through ctypes, on a communicator of its own.
+
+Nothing here waits: a communicator is made and used without blocking, and its state is asked for. So every wait is the caller's,
+to a deadline, and a communicator whose peer died is aborted by the caller. `torch.distributed` offers the same only with a
+watchdog thread, which ends the process around it, or with environment variables that the engine's own groups would read too.
+The library is the one that torch has loaded.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8refit.errors import TransportError
+
+UNIQUE_ID_BYTES = 128
+_SUCCESS, _IN_PROGRESS = 0, 7
+_UINT8 = 1
+_UNDEFINED = -(1 << 31)
+_CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21800
+"""The layout of `_Config` is that of NCCL 2.18; later ones take what it lacks as undefined."""
+
+
+class _UniqueId(ctypes.Structure):
+    """`ncclUniqueId`, which crosses calls by value."""
+
+    _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_BYTES),)
+
+
+class _Config(ctypes.Structure):
+    """`ncclConfig_t`."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+        ("split_share", ctypes.c_int),
+    )
+
+
+_ARGUMENTS = {
+    "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
+    "ncclCommInitRankConfig": (
+        *(ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config)),
+    ),
+    "ncclCommGetAsyncError": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)),
+    "ncclCommAbort": (ctypes.c_void_p,),
+    "ncclBroadcast": (
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int),
+        *(ctypes.c_void_p, ctypes.c_void_p),
+    ),
+}
+
+
+@cache
+def _library() -> Any:
+    """NCCL, as torch has loaded it.
+
+    Raises:
+        TransportError: There is none.
+    """
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        raise TransportError(f"NCCL cannot be loaded ({error}); install PyTorch with CUDA") from error
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int
+    library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = (ctypes.c_int,), ctypes.c_char_p
+    return library
+
+
+def unique_id() -> bytes:
+    """What the ranks of one communicator have in common.
+
+    Raises:
+        TransportError: NCCL cannot open a socket.
+    """
+    name = _UniqueId()
+    _check("ncclGetUniqueId", _library().ncclGetUniqueId(ctypes.byref(name)))
+    return bytes(name)
+
+
+class NcclCommunicator:
+    """One rank of a communicator. `is_settled` is asked until it is true, after making it and after every call.
+
+    Args:
+        name: What `unique_id` gave on one of the ranks.
+        rank: Place among them.
+        size: How many there are.
+        device: The GPU of this rank, which no other rank may have.
+
+    Raises:
+        TransportError: NCCL refuses.
+    """
+
+    def __init__(self, name: bytes, *, rank: int, size: int, device: torch.device) -> None:
+        self._device = device
+        self._handle = ctypes.c_void_p()
+        config = _Config(
+            size=ctypes.sizeof(_Config),
+            magic=_CONFIG_MAGIC,
+            version=_CONFIG_VERSION,
+            blocking=0,
+            cga_cluster_size=_UNDEFINED,
+            min_ctas=_UNDEFINED,
+            max_ctas=_UNDEFINED,
+            net_name=None,
+            split_share=_UNDEFINED,
+        )
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            code = _library().ncclCommInitRankConfig(
+                ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(name), rank, ctypes.byref(config)
+            )
+        _check("ncclCommInitRankConfig", code)
+
+    def is_settled(self) -> bool:
+        """Whether nothing that was asked for is still in progress on the host.
+
+        Raises:
+            TransportError: Something failed, here or at a peer.
+        """
+        state = ctypes.c_int(_SUCCESS)
+        _check("ncclCommGetAsyncError", _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
+        _check("NCCL", state.value)
+        return state.value != _IN_PROGRESS
+
+    def broadcast(self, buffer: Tensor, *, root: int) -> None:
+        """Send the bytes of `buffer` from `root`, or receive them, after everything asked for before. Returns at once.
+
+        Args:
+            buffer: uint8, contiguous, on this rank's GPU; complete there, and not touched before `event` has come.
+            root: Rank that sends.
+        """
+        with torch.cuda.device(self._device):
+            address = buffer.data_ptr()
+            stream = self._stream.cuda_stream
+            code = _library().ncclBroadcast(address, address, buffer.numel(), _UINT8, root, self._handle, stream)
+        _check("ncclBroadcast", code)
+
+    def event(self) -> torch.cuda.Event:
+        """Comes when everything that was asked for, and has settled, is done on the GPU."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def abort(self) -> None:
+        """End whatever is under way, and give everything back. To be called again is harmless."""
+        handle, self._handle = self._handle, ctypes.c_void_p()
+        if handle:
+            with torch.cuda.device(self._device):
+                _library().ncclCommAbort(handle)
+
+
+def _check(call: str, code: int) -> None:
+    if code in (_SUCCESS, _IN_PROGRESS):
+        return
+    text = _library().ncclGetErrorString(code)
+    reason = text.decode() if text else str(code)
+    raise TransportError(
+        f"{call}: {reason}. Trainer and engine ranks need a GPU each (on the same GPU tensors go by CUDA IPC, "
+        'transport="auto"), and a network between them; NCCL_DEBUG=WARN says more'
+    )

@@ -1,0 +1,366 @@
+"""A policy broadcast to the ranks of an engine: the bytes of an ordinary refit, and one end for all when it goes wrong."""
+
+import time
+
+import pytest
+import torch
+
+import fp8refit.engine
+from fp8refit import (
+    EngineLostError,
+    InvalidSourceError,
+    NonFiniteError,
+    RankFailedError,
+    RefitError,
+    Refitter,
+    TransportError,
+)
+from fp8refit import receiver as receiver_module
+from fp8refit import sender as sender_module
+from fp8refit.remote import RemoteRanks
+from fp8refit.slots import ScaleFormat
+from fp8refit.transport import messages
+from fp8refit.transport.messages import Reply
+from tests.fake_ranks import (
+    FAULTS,
+    HEAD,
+    K_PROJ,
+    NORM,
+    O_PROJ,
+    Q_PROJ,
+    STATE_DICTS,
+    UP_PROJ,
+    WRITES_NOTHING,
+    Client,
+    ClientEntryPoint,
+    Cluster,
+    Remote,
+    ThreadChannel,
+    arm,
+    as_iterator,
+    fail_once,
+    manifest_of,
+)
+from tests.fakes import prequantize
+
+TIMEOUT_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def adapter(monkeypatch):
+    monkeypatch.setattr(fp8refit.engine, "entry_points", lambda group: [ClientEntryPoint()])
+
+
+@pytest.fixture
+def small_buckets(monkeypatch):
+    """Buckets that take no matrix whole."""
+    for module in (sender_module, receiver_module):
+        original = module.lay_out
+        monkeypatch.setattr(module, "lay_out", lambda tensors, _, original=original: original(tensors, 30_000))
+
+
+@pytest.fixture
+def open_remote():
+    """Engines that are closed with the test."""
+    opened = []
+
+    def open_remote(layout="tensor", **options):
+        opened.append(Remote(Cluster(layout), transport="collective", **{"timeout_s": TIMEOUT_S, **options}))
+        return opened[-1]
+
+    yield open_remote
+    for remote in opened:
+        remote.refitter.close()
+
+
+def heals(remote, seed=9):
+    """Hold that the next refit gives every byte."""
+    policy = remote.cluster.make_policy(seed)
+    report = remote.refitter.refit(policy)
+    remote.cluster.assert_holds(policy, version=report.version)
+    assert remote.client.blocked is None
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "expert"])
+@pytest.mark.parametrize("wire", ["fp8", "bf16"])
+def test_every_byte_is_that_of_the_policy(layout, wire, open_remote):
+    remote = open_remote(layout, collective={"wire": wire})
+    for version in (1, 2):
+        policy = remote.cluster.make_policy(version)
+        assert remote.refitter.refit(policy).version == version
+        remote.cluster.assert_holds(policy, version=version)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_masters_are_rounded_as_an_ordinary_refit_rounds_them(dtype, open_remote):
+    remote = open_remote()
+    policy = remote.cluster.make_policy(1, dtype)
+    remote.refitter.refit(policy)
+    remote.cluster.assert_holds(policy, version=1)
+
+
+@pytest.mark.parametrize("state_dict", [kind for kind in STATE_DICTS if kind is not as_iterator])
+def test_any_source_that_says_what_will_come(state_dict, open_remote, tmp_path):
+    remote = open_remote()
+    policy = remote.cluster.make_policy(1)
+    remote.refitter.refit(**state_dict(policy, tmp_path))
+    remote.cluster.assert_holds(policy, version=1)
+
+
+def test_an_iterator_that_says_nothing_is_refused(open_remote):
+    remote = open_remote()
+    with pytest.raises(InvalidSourceError, match="manifest"):
+        remote.refitter.refit(iter(remote.cluster.make_policy(1).items()))
+    assert remote.cluster.states == [(False, 0)] * 2
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_a_tensor_larger_than_a_bucket_comes_in_runs_of_rows(as_stream, open_remote, small_buckets):
+    remote = open_remote()
+    for version in (1, 2):
+        policy = remote.cluster.make_policy(version)
+        remote.refitter.refit((lambda policy=policy: iter(policy.items())) if as_stream else policy)
+        remote.cluster.assert_holds(policy, version=version)
+
+
+def test_a_tensor_that_is_fp8_already_is_copied_bit_for_bit(open_remote):
+    remote = open_remote()
+    policy = remote.cluster.make_policy(1)
+    remote.refitter.refit(prequantize(policy, K_PROJ, ScaleFormat.FP32))
+    remote.cluster.assert_holds(policy, version=1)
+
+
+def test_fp8_travels_where_no_slice_cuts_a_block(open_remote):
+    remote = open_remote()
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    (offer,) = [r.order.source for r in remote.channel.requests if isinstance(r.order, messages.Prepare)]
+    forms = {tensor.name: (tensor.dtype, tensor.scale_format) for tensor in offer.tensors}
+    assert forms[Q_PROJ] == ("float8_e4m3fn", "fp32")
+    assert forms[O_PROJ] == ("float8_e4m3fn", "ue8m0")
+    assert forms[UP_PROJ][0] == forms[NORM][0] == "bfloat16"
+
+
+def test_the_second_refit_announces_and_joins_nothing(open_remote):
+    remote = open_remote()
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    ranks = remote.ranks._broadcast
+    held = [tensor.data_ptr() for tensor in ranks._sender._buffers]
+    tables = {key: table.table for key, table in ranks._sender._tables.items()}
+    remote.channel.requests.clear()
+    report = remote.refitter.refit(remote.cluster.make_policy(2))
+    assert remote.channel.steps == ["prepare", "take"]
+    assert remote.channel.requests[0].order.source.tensors is None
+    assert not report.is_first
+    assert [tensor.data_ptr() for tensor in ranks._sender._buffers] == held
+    assert {key: table.table for key, table in ranks._sender._tables.items()} == tables
+
+
+def test_wrong_names_are_told_before_a_byte_is_written(open_remote):
+    remote = open_remote()
+    before = remote.cluster.live_bytes()
+    policy = remote.cluster.make_policy(1)
+    with pytest.raises(InvalidSourceError) as caught:
+        remote.refitter.refit({"model.more.weight": policy.pop(NORM), **policy})
+    assert sorted(line.partition(":")[0] for line in caught.value.problems) == ["model.more.weight", NORM]
+    assert remote.cluster.live_bytes() == before
+    assert remote.cluster.states == [(False, 0)] * 2
+    heals(remote)
+
+
+def test_nan_in_several_buckets_is_named_everywhere(open_remote, small_buckets):
+    remote = open_remote()
+    policy = remote.cluster.make_policy(1)
+    policy[Q_PROJ][200, 3] = float("nan")
+    policy[NORM][7] = float("inf")
+    with pytest.raises(NonFiniteError) as caught:
+        remote.refitter.refit(policy)
+    assert set(caught.value.names) == {Q_PROJ, NORM}
+    assert [is_dirty for is_dirty, _ in remote.cluster.states] == [True] * 2
+    assert "NaN or Inf" in remote.client.blocked
+    heals(remote)
+
+
+def test_strict_looks_for_nan_before_a_byte_is_written(open_remote):
+    remote = open_remote(validate="strict")
+    policy = remote.cluster.make_policy(1)
+    policy[Q_PROJ][200, 3] = float("nan")
+    with pytest.raises(NonFiniteError, match="Nothing was written"):
+        remote.refitter.refit(policy)
+    assert remote.cluster.states == [(False, 0)] * 2
+
+
+@pytest.mark.parametrize("at", range(7))
+def test_a_source_that_raises_ends_the_refit_everywhere(at, open_remote, small_buckets):
+    remote = open_remote()
+    policy = remote.cluster.make_policy(1)
+
+    def read(policy=policy):
+        for place, item in enumerate(policy.items()):
+            if place == at:
+                raise OSError("the disk is gone")
+            yield item
+
+    start_s = time.monotonic()
+    with pytest.raises(OSError, match="the disk is gone"):
+        remote.refitter.refit(iter(read()) if at else read_nothing(read), manifest=manifest_of(policy) if at else None)
+    assert time.monotonic() - start_s < TIMEOUT_S / 2
+    if at:
+        assert [is_dirty for is_dirty, _ in remote.cluster.states] == [True] * 2
+    heals(remote)
+
+
+def read_nothing(read):
+    return lambda: read()
+
+
+@pytest.mark.parametrize("change", ["order", "shape", "fewer", "more"])
+def test_a_stream_that_is_not_what_was_announced_ends_everywhere(change, open_remote):
+    remote = open_remote()
+    policy = remote.cluster.make_policy(1)
+    items = {
+        "order": list(policy.items())[::-1],
+        "shape": [(name, tensor[:-1]) for name, tensor in policy.items()],
+        "fewer": list(policy.items())[:-1],
+        "more": [*policy.items(), ("more", policy[NORM])],
+    }[change]
+    with pytest.raises(InvalidSourceError, match="holds part"):
+        remote.refitter.refit(iter(items), manifest=manifest_of(policy))
+    assert [is_dirty for is_dirty, _ in remote.cluster.states] == [True] * 2
+    heals(remote)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_fails_all_and_keeps_nobody_waiting(fault, rank, open_remote, small_buckets):
+    remote = open_remote()
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    arm(remote.cluster.targets[rank], fault, RuntimeError("injected"))
+    start_s = time.monotonic()
+    with pytest.raises(RankFailedError, match="RuntimeError: injected"):
+        remote.refitter.refit(remote.cluster.make_policy(2))
+    assert time.monotonic() - start_s < TIMEOUT_S / 2
+    assert [is_dirty for is_dirty, _ in remote.cluster.states] == [fault not in WRITES_NOTHING] * 2
+    heals(remote)
+
+
+def test_a_rank_that_fails_in_the_middle_goes_on_receiving(open_remote, small_buckets):
+    remote = open_remote()
+    fail_once(remote.cluster.targets[1], "fill", RuntimeError("injected"))
+    with pytest.raises(RankFailedError, match="rank 1: RuntimeError: injected"):
+        remote.refitter.refit(remote.cluster.make_policy(2))
+    assert [is_dirty for is_dirty, _ in remote.cluster.states] == [True] * 2
+    assert remote.servers[0]._receiver._communicator.is_joined
+    heals(remote)
+
+
+def test_a_rank_that_vanishes_loses_the_engine_and_keeps_nobody_waiting(open_remote, small_buckets):
+    remote = open_remote()
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    target = remote.cluster.targets[1]
+
+    def vanish():
+        remote.servers[1]._receiver._communicator._link.abort()  # sockets close, and nobody is told
+        raise SystemExit
+
+    target.fill = vanish
+    remote.channel.on_answers = lambda answers: lose(answers)
+    start_s = time.monotonic()
+    with pytest.raises(EngineLostError):
+        remote.refitter.refit(remote.cluster.make_policy(2))
+    assert time.monotonic() - start_s < TIMEOUT_S
+    assert remote.cluster.states[0][0]
+    assert "lost" in remote.client.blocked
+    remote.channel.on_answers = lambda answers: answers
+
+
+def lose(answers):
+    if any(Reply.model_validate_json(answer).error is not None for answer in answers):
+        raise EngineLostError("a worker died")
+    return answers
+
+
+def test_a_rank_that_does_not_come_is_named_and_nothing_is_written(open_remote):
+    remote = open_remote(timeout_s=1.0)
+    handle = remote.servers[1].handle
+    remote.servers[1].handle = lambda message: handle(
+        message if '"join"' not in message else message.replace('"join"', '"late"')
+    )
+    with pytest.raises(RefitError) as caught:
+        remote.refitter.refit(remote.cluster.make_policy(1))
+    assert isinstance(caught.value, RankFailedError | TransportError)
+    assert remote.cluster.states == [(False, 0)] * 2
+    remote.servers[1].handle = handle
+    heals(remote)
+
+
+def test_an_announcement_that_was_changed_on_its_way_is_refused(open_remote):
+    remote = open_remote()
+    handle = remote.servers[1].handle
+    remote.servers[1].handle = lambda message: handle(
+        message.replace('"scale_format":"fp32"', '"scale_format":"ue8m0"')
+    )
+    with pytest.raises(RankFailedError, match="does not match its digest"):
+        remote.refitter.refit(remote.cluster.make_policy(1))
+    assert remote.cluster.states == [(False, 0)] * 2
+    remote.servers[1].handle = handle
+    heals(remote)
+
+
+def second_driver(remote):
+    """Another trainer of the same ranks."""
+    channel = ThreadChannel(remote.servers)
+    return Refitter(Client(RemoteRanks(channel)), transport="collective", timeout_s=TIMEOUT_S)
+
+
+def test_two_trainers_take_turns(open_remote):
+    remote = open_remote()
+    other = second_driver(remote)
+    for version, refitter in enumerate([remote.refitter, other, remote.refitter, other], 1):
+        policy = remote.cluster.make_policy(version)
+        assert refitter.refit(policy).version == version
+        remote.cluster.assert_holds(policy, version=version)
+    other.close()
+
+
+def test_a_trainer_that_comes_between_wins_and_the_first_is_told(open_remote):
+    remote = open_remote()
+    other, policy = second_driver(remote), remote.cluster.make_policy(2)
+
+    def come_between(request):
+        if request.order.step == "take":
+            remote.channel.on_request = lambda request: None
+            other.refit(policy)
+
+    remote.channel.on_request = come_between
+    with pytest.raises(RankFailedError, match="another one began"):
+        remote.refitter.refit(remote.cluster.make_policy(1))
+    remote.cluster.assert_holds(policy, version=1)
+    heals(remote)
+    other.close()
+
+
+def test_an_engine_that_was_started_again_is_joined_again(open_remote):
+    remote = open_remote()
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    for server in remote.servers:
+        server._receiver.forget()
+    heals(remote)
+    assert "join" in remote.channel.steps
+
+
+def test_a_padded_name_of_a_tied_head_need_not_travel(open_remote):
+    remote = open_remote("pipeline")
+    policy = remote.cluster.make_policy(1)
+    assert HEAD in policy
+    remote.refitter.refit(policy)
+    remote.cluster.assert_holds(policy, version=1)
+
+
+def test_a_mapped_refit_after_a_broadcast_gives_its_buffers_back(open_remote):
+    remote = open_remote()
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    ordinary = Refitter(remote.client)
+    policy = remote.cluster.make_policy(2)
+    ordinary.refit(policy)
+    remote.cluster.assert_holds(policy, version=2)
+    heals(remote)
