@@ -20,6 +20,7 @@ from fp8refit.errors import (
     TransportError,
     UnsupportedEngineError,
 )
+from fp8refit.gather import gathered
 from fp8refit.kernels import dequantize_blockwise, quantize_blockwise
 from fp8refit.refitter import Refitter, refit
 from fp8refit.report import KvReport, RefitReport
@@ -48,6 +49,7 @@ __all__ = [
     "UnsupportedEngineError",
     "__version__",
     "dequantize_blockwise",
+    "gathered",
     "quantize_blockwise",
     "refit",
 ]

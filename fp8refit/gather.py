@@ -115,7 +115,7 @@ class Gathered(AbstractContextManager["Gathered"]):
         self._read(state_dict)
         self._rename = rename
         self._bucket_bytes = bucket_bytes
-        self._has_read = False
+        self._has_read = self._has_stopped = False
         group = group if group is not None else _group_of({part.mesh for part in self._parts if part.mesh is not None})
         self._trainers = Trainers(trainer_group(group), timeout_s=timeout_s)
 
@@ -158,11 +158,8 @@ class Gathered(AbstractContextManager["Gathered"]):
             RefitError: What another rank raised.
         """
         for part, first, tensor in self._pass(max_bytes):
-            if self._rename is None:
-                yield from _cut(part.name, first, tensor, max_bytes)
-                continue
-            for name, renamed in self._rename(part.name, tensor):
-                yield from _cut(name, first, renamed, max_bytes)
+            yield from self._changed(part.name, first, tensor, max_bytes)
+            del tensor  # nothing is held while the next bucket is gathered
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Gather everything once, whole: a tensor larger than a bucket takes its own size beside the bucket.
@@ -207,6 +204,8 @@ class Gathered(AbstractContextManager["Gathered"]):
         """
         if self._trainers.is_over:
             return
+        if error is None and self._has_stopped:
+            error = RankFailedError("a rank of the trainer stopped in the middle of the state dict")
         if error is not None:
             self._withdraw(error)
             return
@@ -291,7 +290,7 @@ class Gathered(AbstractContextManager["Gathered"]):
                     yield from batch.tensors()
             trainers.hear(Statement(step="end"))
         except GeneratorExit:
-            self._withdraw(RankFailedError("a rank of the trainer stopped in the middle of the state dict"))
+            self._has_stopped = True  # close() says why: an error that the reader has not told yet
             raise
         except BaseException as error:
             self._withdraw(error)
@@ -302,6 +301,10 @@ class Gathered(AbstractContextManager["Gathered"]):
         if not self._trainers.is_over:
             with suppress(RefitError, type(error)):
                 self._trainers.hear(Statement(step="done"), error)
+
+    def _changed(self, name: str, first: int, tensor: Tensor, max_bytes: int) -> Iterator[Piece]:
+        for new_name, renamed in [(name, tensor)] if self._rename is None else self._rename(name, tensor):
+            yield from _cut(new_name, first, renamed, max_bytes)
 
     def _whole_to_change(self, rows: Iterator[tuple[Part, int, Tensor]]) -> Iterator[tuple[Part, int, Tensor]]:
         """Rows of tensors that are just renamed, and all of those that change."""

@@ -18,6 +18,7 @@ from fp8refit.errors import (
     RefitError,
     UnsupportedEngineError,
 )
+from fp8refit.gather import opened
 from fp8refit.layout import EngineLayout
 from fp8refit.report import KvReport, PhaseClock, RankReport, RefitReport
 from fp8refit.sources import Manifest, StateDict, as_source
@@ -75,7 +76,8 @@ class Refitter:
         engine dirty: it refuses requests at admission until a later `refit` succeeds.
 
         If the engine has one driver a rank (vLLM's `external_launcher`), each of them calls this with the same policy, and all
-        of them return or raise the same.
+        of them return or raise the same. So does every rank of a trainer whose state dict holds DTensors, which are gathered
+        bucket by bucket; if some of those ranks have no engine, see `fp8refit.gathered`.
 
         Args:
             state_dict: Checkpoint names to tensors, bfloat16, float16, float32 or already block FP8, on any device, in
@@ -124,7 +126,9 @@ class Refitter:
         part way, both end: the former with what they have, the latter with `EngineDirtyError`. Reading the state dict takes
         place in the event loop. A synchronous engine blocks the loop until it is done.
         """
-        return await self._alone(self._refit(state_dict, manifest, calibration, kv_scales))
+        config = self._config
+        with opened(state_dict, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s) as whole:
+            return await self._alone(self._refit(whole, manifest, calibration, kv_scales))
 
     def calibrate(self, calibration: Calibration) -> KvReport:
         """Set the scales of the engine's FP8 KV cache for the policy that it serves, all of them or none.

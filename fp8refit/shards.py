@@ -373,7 +373,6 @@ class Rows:
         assert part.layout is not None and part.mesh is not None, f"{part.name=}"
         self._part, self._layout, self._mesh = part, part.layout, part.mesh
         self._first, self._count = first, count
-        self._boxes: list[Tensor] = []
         self._rows: Tensor | None = None
 
     @property
@@ -382,12 +381,9 @@ class Rows:
         return (self._part.name,)
 
     def allocate(self) -> None:
-        """See `Batch`."""
-        self._boxes = [
-            torch.empty(self._shape(depth), dtype=self._part.meta.dtype, device=_device_of(self._part))
-            for depth, stage in enumerate(self._layout.stages)
-            if stage.dim == 0
-        ]
+        """See `Batch`. What is put together in several steps takes its memory step by step, so as to hold less at once."""
+        if [stage.dim for stage in self._layout.stages] == [0]:
+            self._rows = self._empty(0)
 
     def gather(self, timeout_s: float) -> None:
         """See `Batch`."""
@@ -396,7 +392,9 @@ class Rows:
         rows = self._part.local.narrow(0, first - own.start[0] if count else 0, count).to(_device_of(self._part))
         for depth, stage in reversed(list(enumerate(self._layout.stages))):
             if stage.dim == 0:
-                rows = self._broadcast(depth, rows, self._boxes.pop(), timeout_s)
+                rows = self._broadcast(
+                    depth, rows, self._rows if self._rows is not None else self._empty(depth), timeout_s
+                )
             else:
                 rows = self._all_gather(depth, rows, timeout_s)
         self._rows = rows
@@ -417,6 +415,9 @@ class Rows:
         """Of what this rank and those along the axis of cut number `depth` hold of these rows."""
         box = self._layout.box(self._coordinate, depth)
         return (box.rows(self._first, self._count)[1], *box.shape[1:])
+
+    def _empty(self, depth: int) -> Tensor:
+        return torch.empty(self._shape(depth), dtype=self._part.meta.dtype, device=_device_of(self._part))
 
     def _broadcast(self, depth: int, own: Tensor, rows: Tensor, timeout_s: float) -> Tensor:
         stage, coordinate = self._layout.stages[depth], self._coordinate

@@ -1,15 +1,23 @@
 """What ranks of a trainer do in the tests of `fp8refit.gather`. Each function runs on every rank at once."""
 
+import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
 
+import fp8refit.engine
+from fp8refit import RefitError, Refitter, gathered, shards
 from fp8refit.gather import Gathered, Piece
+from tests.fakes import FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy
 
 SHAPES = {
     "embedding": (1000, 24),
@@ -26,7 +34,8 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 
 @lru_cache
 def mesh_of(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
+    names = {1: ("ranks",), 2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
+    return init_device_mesh("cpu", shape, mesh_dim_names=names[len(shape)])
 
 
 def reference() -> dict[str, Tensor]:
@@ -48,22 +57,12 @@ def shard(tensor: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -
     fitting = [Shard(min(one.dim, tensor.ndim - 1)) if isinstance(one, Shard) else one for one in placements]
     if tensor.ndim == 0:
         fitting = [Replicate()] * mesh.ndim
-    local = bits_distributed(tensor, mesh, fitting)
-    return local
-
-
-def bits_distributed(tensor: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
     if tensor.dtype is not torch.float8_e4m3fn:
-        return distribute_tensor(tensor, mesh, placements)
-    as_bytes = distribute_tensor(tensor.view(torch.uint8), mesh, placements)
-    return DTensor.from_local(
-        as_bytes.to_local().view(torch.float8_e4m3fn),
-        mesh,
-        placements,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-        run_check=False,
-    )
+        return distribute_tensor(tensor, mesh, fitting)
+    local = (
+        distribute_tensor(tensor.view(torch.uint8), mesh, fitting).to_local().view(tensor.dtype)
+    )  # gloo knows no FP8
+    return DTensor.from_local(local, mesh, fitting, shape=tensor.shape, stride=tensor.stride(), run_check=False)
 
 
 def put_together(pieces: Iterator[Piece], whole: dict[str, Tensor], max_bytes: int) -> list[str]:
@@ -106,3 +105,208 @@ def gather_all(rank: int, shape: tuple[int, ...], placements: tuple[Placement, .
     wrong += [f"{name} whole" for name in whole if not torch.equal(bits(given[name]), bits(whole[name]))]
     source.close()
     return wrong
+
+
+class Tiny(nn.Module):
+    """A model whose rows are no multiples of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(301, 24)
+        self.layers = nn.ModuleList(nn.Linear(24, 24, bias=index > 0) for index in range(3))
+        self.norm = nn.LayerNorm(24)
+        self.register_buffer("steps", torch.arange(5))
+
+
+def gather_fsdp(rank: int, *mesh_shape: int) -> list[str]:
+    """Gather the state dict of an FSDP2 model, its layers wrapped one by one; gives what differs from `full_tensor`."""
+    torch.manual_seed(3)
+    model, mesh = Tiny(), mesh_of(*mesh_shape)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    state_dict = model.state_dict()
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state_dict.items()}
+    with gathered(state_dict) as source:
+        return put_together(source.pieces(3000), whole, 3000)
+
+
+def gather_oddly(rank: int) -> list[str]:
+    """Gather what only PyTorch itself can put together: partial sums, and columns cut twice the other way round."""
+    mesh = mesh_of(2, 2)
+    whole = {"sum": torch.full((300, 8), 6.0), "strided": torch.arange(64.0).view(16, 4)}
+    odd = torch.full((300, 8), float(rank))
+    strided = distribute_tensor(whole["strided"], mesh["inner"], [Shard(0)])
+    layer = nn.Linear(4, 16, bias=False)
+    layer.weight = nn.Parameter(strided)
+    fully_shard(layer, mesh=mesh["outer"])
+    state_dict = {"sum": DTensor.from_local(odd, mesh, [Partial(), Partial()]), "strided": layer.weight}
+    with gathered(state_dict) as source:
+        return [str(layer.weight.placements)] * (not rank) + put_together(source.pieces(2000), whole, 2000)
+
+
+def engine() -> FakeModel:
+    """A fake engine, the only one whose adapter is installed."""
+    fp8refit.engine.entry_points = lambda group: [FakeEntryPoint()]
+    return FakeModel()
+
+
+def policy_and_shards(model: FakeModel, seed: int) -> tuple[dict[str, Tensor], dict[str, DTensor]]:
+    policy = make_policy(model, seed)
+    return policy, {name: shard(tensor, mesh_of(4), (Shard(0),)) for name, tensor in policy.items()}
+
+
+def error_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def refit_everywhere(rank: int) -> list[int]:
+    """Every rank has an engine, and refits it from its shards: twice well, once with NaN on one rank, and well again."""
+    model = engine()
+    refitter, versions = Refitter(model, bucket_bytes=1 << 20), []
+    for seed, is_bad in enumerate((False, False, True, False)):
+        policy, sharded = policy_and_shards(model, seed)
+        if is_bad and rank == 2:
+            sharded["model.layers.0.mlp.up_proj.weight"].to_local()[0, 0] = float("nan")
+        try:
+            refitter.refit(sharded)
+        except RefitError as error:
+            assert is_bad and "model.layers.0.mlp.up_proj.weight" in str(error), error
+            versions.append(-refitter.version)
+        else:
+            assert_holds(model, policy)
+            versions.append(refitter.version)
+    return versions
+
+
+def refit_where_one_is_busy(rank: int) -> tuple[str, bool]:
+    """Every rank has an engine, one of which cannot be refitted now. Gives the error, and whether anything was written."""
+    model = engine()
+    refitter = Refitter(model)
+    before = live_bytes(model)
+    model.is_busy = rank == 3
+    try:
+        refitter.refit(policy_and_shards(model, 1)[1])
+    except RefitError as error:
+        return error_of(error), live_bytes(model) != before or refitter.is_dirty
+    return "no error", False
+
+
+def refit_one(rank: int, *, strict: bool) -> int | None:
+    """Rank 0 has two engines, and the others take part."""
+    models = [engine(), engine()] if rank == 0 else []
+    policy, sharded = policy_and_shards(FakeModel(), 5)
+    with gathered(sharded, bucket_bytes=50_000) as weights:
+        for model in models:
+            report = Refitter(model, validate="strict" if strict else "fused").refit(weights)
+            assert_holds(model, policy)
+    return report.version if models else None
+
+
+def refit_in_vain(rank: int, fault: str) -> tuple[str, bool]:
+    """Rank 0 refits, and something is wrong somewhere. Gives the error, and whether the engine was written."""
+    model = engine() if rank == 0 else FakeModel()
+    refitter = Refitter(model) if rank == 0 else None
+    _, sharded = policy_and_shards(model, 5)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    allocate, num_batches = shards.Bucket.allocate, 0
+    if fault == "missing everywhere" or (fault == "missing on one" and rank == 1):
+        del sharded[name]
+    elif fault == "placed otherwise" and rank == 2:
+        sharded[name] = DTensor.from_local(torch.ones(192, 64, dtype=torch.bfloat16), mesh_of(4), [Shard(1)])
+    elif fault == "other order" and rank == 3:
+        sharded = dict(reversed(sharded.items()))
+    elif fault == "broken shard" and rank == 1:
+        whole = sharded[name]
+        short = whole.to_local()[:-1]
+        sharded[name] = DTensor.from_local(short, mesh_of(4), [Shard(0)], shape=whole.shape, stride=whole.stride())
+    elif fault == "late" and rank == 2:
+
+        def fail(bucket: shards.Bucket) -> None:
+            nonlocal num_batches
+            num_batches += 1
+            if num_batches == 3:
+                raise MemoryError("no room for a third bucket")
+            allocate(bucket)
+
+        shards.Bucket.allocate = fail
+    before = live_bytes(model)
+    try:
+        with gathered(sharded, bucket_bytes=50_000, timeout_s=20) as weights:
+            if refitter is not None:
+                refitter.refit(weights)
+            elif fault == "interrupted" and rank == 1:
+                raise KeyboardInterrupt
+    except (RefitError, MemoryError, KeyboardInterrupt) as error:
+        return error_of(error), live_bytes(model) != before
+    finally:
+        shards.Bucket.allocate = allocate
+    return "no error", False
+
+
+def read_partly(rank: int, how: str) -> str:
+    """Rank 0 stops in the middle, of its own will or by an error."""
+    _, sharded = policy_and_shards(FakeModel(), 5)
+    try:
+        with gathered(sharded, bucket_bytes=50_000, timeout_s=20) as weights:
+            if rank == 0:
+                for count, _ in enumerate(weights):
+                    if count == 3 and how == "break":
+                        break
+                    if count == 3:
+                        raise ValueError("a reader of its own")
+    except (RefitError, ValueError) as error:
+        return error_of(error)
+    return "no error"
+
+
+def come_alone(rank: int, timeout_s: float) -> str:
+    """Rank 0 waits for ranks that never come."""
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3])
+    sharded = {"w": shard(torch.ones(8, 8), mesh, (Shard(0),))}
+    group = torch.distributed.new_group()
+    if rank:
+        return "elsewhere"
+    with gathered(sharded, group, timeout_s=timeout_s) as weights:
+        dict(weights)
+    return "no error"
+
+
+def die_in_the_middle(rank: int) -> str:
+    """The last rank dies while the others gather."""
+    _, sharded = policy_and_shards(FakeModel(), 5)
+    with gathered(sharded, bucket_bytes=50_000, timeout_s=3) as weights:
+        for count, _ in enumerate(weights):
+            if count == 3 and rank == 3:
+                os._exit(1)
+    return "no error"
+
+
+def peak_bytes(rank: int, placements: tuple[Placement, ...], max_bytes: int) -> tuple[int, int]:
+    """Most bytes that a pass takes beside the model, and those of the model; nothing is kept of what is read.
+
+    Nothing is communicated: gloo's threads let go of a buffer some time after its operation is over.
+    """
+    all_gather, broadcast = shards._all_gather, shards._broadcast
+    shards._all_gather = shards._broadcast = lambda *_: nullcontext()
+    wait, shards._wait = shards._wait, lambda works, timeout_s: None
+    mesh = mesh_of(2, 2)
+    state_dict: dict[str, Any] = {f"layers.{index}.weight": torch.randn(256, 64) for index in range(20)}
+    state_dict["embed_tokens.weight"] = torch.randn(4096, 64)
+    num_bytes = sum(tensor.nbytes for tensor in state_dict.values())
+    for name, tensor in state_dict.items():
+        state_dict[name] = shard(tensor, mesh, placements)
+    source = Gathered(state_dict)
+    for _ in source.pieces(max_bytes):
+        pass
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        for piece in source.pieces(max_bytes):
+            del piece
+    source.close()
+    shards._all_gather, shards._broadcast, shards._wait = all_gather, broadcast, wait
+    held = peak = 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak, num_bytes

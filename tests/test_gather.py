@@ -1,17 +1,13 @@
 """Sharded state dicts on two and four gloo ranks, each a process."""
 
+import re
+from functools import partial
+
 import pytest
 from torch.distributed.tensor import Replicate, Shard
 
 from tests import sharded
 from tests.trainer_ranks import TrainerRanks
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    ranks = TrainerRanks(2, str(tmp_path_factory.mktemp("two") / "store"))
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +17,7 @@ def four(tmp_path_factory):
     ranks.close()
 
 
-@pytest.mark.parametrize("max_bytes", [1 << 20, 8192, 2000])
+@pytest.mark.parametrize("max_bytes", [1 << 20, 5000])
 @pytest.mark.parametrize(
     ("mesh", "placements"),
     [
@@ -40,3 +36,90 @@ def four(tmp_path_factory):
 )
 def test_what_is_gathered_is_the_model(four, mesh, placements, max_bytes):
     assert four.run(sharded.gather_all, mesh, placements, max_bytes) == [[]] * 4
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=["fsdp", "hsdp"])
+def test_an_fsdp_model_is_gathered(four, mesh):
+    assert four.run(sharded.gather_fsdp, *mesh) == [[]] * 4
+
+
+def test_what_two_libraries_cut_and_partial_sums_are_left_to_torch(four):
+    (placements,), *others = four.run(sharded.gather_oddly)
+    assert "_StridedShard" in placements and others == [[]] * 3
+
+
+def test_every_rank_refits_its_engine_from_shards(four):
+    assert four.run(sharded.refit_everywhere) == [[1, 2, -2, 3]] * 4
+
+
+def test_an_engine_that_is_busy_keeps_all_ranks_from_the_first_gather(four):
+    for error, is_written in four.run(sharded.refit_where_one_is_busy):
+        assert error == "EngineBusyError: rank 3: 2 requests are unfinished" or error.endswith(
+            ": 2 requests are unfinished"
+        )
+        assert not is_written
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["fused", "strict"])
+def test_one_rank_refits_its_engines_while_the_others_take_part(four, strict):
+    assert four.run(partial(sharded.refit_one, strict=strict)) == [1, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "match"),
+    [
+        ("missing everywhere", "InvalidSourceError", r"o_proj\.weight"),
+        ("missing on one", "InvalidSourceError", r"o_proj\.weight: on rank 0, 2, 3 bfloat16 .*; on rank 1 absent"),
+        ("placed otherwise", "InvalidSourceError", r"o_proj\.weight: on rank 0, 1, 3 .*dim=0.*; on rank 2 .*dim=1"),
+        ("other order", "InvalidSourceError", "same tensors in different orders"),
+        ("broken shard", "InvalidSourceError", r"o_proj\.weight: on rank 0, 2, 3 .*; on rank 1 its shard here is"),
+    ],
+)
+def test_what_differs_between_ranks_is_found_before_the_first_gather(four, fault, kind, match):
+    for error, is_written in four.run(sharded.refit_in_vain, fault):
+        assert error.startswith(kind) and re.search(match, error), error
+        assert not is_written
+
+
+def test_a_rank_that_fails_in_the_middle_ends_the_pass_on_every_rank(four):
+    errors = [error for error, _ in four.run(sharded.refit_in_vain, "late")]
+    assert errors[2] == "MemoryError: no room for a third bucket"
+    for error in (errors[0], errors[1], errors[3]):
+        assert error == "RankFailedError: rank 2: MemoryError: no room for a third bucket"
+
+
+def test_an_interrupt_on_one_rank_ends_it_on_all(four):
+    errors = [error for error, _ in four.run(sharded.refit_in_vain, "interrupted")]
+    assert errors[1] == "KeyboardInterrupt: "
+    assert errors[0] == errors[2] == errors[3] == "RankFailedError: rank 1: KeyboardInterrupt: "
+
+
+@pytest.mark.parametrize(
+    ("how", "own", "others"),
+    [
+        ("break", "no error", "RankFailedError: rank 0: a rank of the trainer stopped in the middle of the state dict"),
+        ("raise", "ValueError: a reader of its own", "RankFailedError: rank 0: ValueError: a reader of its own"),
+    ],
+)
+def test_a_reader_that_stops_lets_the_others_go(four, how, own, others):
+    assert four.run(sharded.read_partly, how) == [own, others, others, others]
+
+
+@pytest.mark.parametrize(
+    "placements", [(Replicate(), Shard(0)), (Replicate(), Shard(1)), (Shard(0), Shard(1))], ids=str
+)
+def test_a_pass_takes_two_buckets_beside_the_model(four, placements):
+    max_bytes = 1 << 18
+    for peak, num_model_bytes in four.run(sharded.peak_bytes, placements, max_bytes):
+        assert max_bytes < peak <= 2.5 * max_bytes < num_model_bytes
+
+
+def test_ranks_that_never_come_are_an_error_in_time(four):
+    assert four.run(sharded.come_alone, 1.0)[0].startswith(
+        "RankFailedError: rank 0 of 4 of the trainer was at 'read' and did not hear from every other rank within 1 s"
+    )
+
+
+def test_a_rank_that_dies_in_the_middle_is_an_error_on_the_others(four):
+    for error in four.run(sharded.die_in_the_middle, dying=[3]):
+        assert error.startswith("RankFailedError")

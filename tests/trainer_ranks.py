@@ -29,13 +29,12 @@ class TrainerRanks:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def run(self, scenario: Callable[..., Any], *args: Any, only: Sequence[int] | None = None) -> list[Any]:
-        """What `scenario(rank, *args)` gives on each rank, in order; an error is given as its type and text."""
-        ranks = range(len(self._pipes)) if only is None else only
-        for rank in ranks:
-            self._pipes[rank].send((scenario, args))
+    def run(self, scenario: Callable[..., Any], *args: Any, dying: Sequence[int] = ()) -> list[Any]:
+        """What `scenario(rank, *args)` gives on each rank that lives on, in order; an error as its type and text."""
+        for pipe in self._pipes:
+            pipe.send((scenario, args))
         results = []
-        for rank in ranks:
+        for rank in sorted({*range(len(self._pipes))} - {*dying}):
             assert self._pipes[rank].poll(TIMEOUT_S), f"rank {rank} hangs in {scenario.__name__}"
             results.append(self._pipes[rank].recv())
         return results
