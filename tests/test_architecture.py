@@ -25,6 +25,7 @@ LAYERS = [
     "shards",
     "trainers",
     "gather",
+    "megatron",
     "wire",
     "plan",
     "kernels",
