@@ -17,7 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 import fp8refit.engine
 from fp8refit import RefitError, Refitter, gathered, shards
 from fp8refit.gather import Gathered, Piece
+from fp8refit.megatron import MegatronNames
 from tests.fakes import FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy
+from tests.test_megatron import GROUPS, HEAD, checkpoint, megatron
 
 SHAPES = {
     "embedding": (1000, 24),
@@ -310,3 +312,18 @@ def peak_bytes(rank: int, placements: tuple[Placement, ...], max_bytes: int) -> 
             held += event.nbytes()
             peak = max(peak, held)
     return peak, num_bytes
+
+
+def gather_megatron(rank: int, max_bytes: int) -> list[str]:
+    """Gather a Megatron model that two ranks share, each half of them twice."""
+    weights, mesh = checkpoint(), mesh_of(2, 2)["inner"]
+    columns = ("linear_proj.weight", "linear_fc2.weight")
+    sharded = {
+        name: shard(tensor, mesh, (Shard(int(name.endswith(columns))),))
+        if "linear_" in name and "experts" not in name and "norm" not in name
+        else tensor
+        for name, tensor in megatron(weights, 2).items()
+    }
+    rename = MegatronNames(num_query_groups=GROUPS, head_dim=HEAD, tensor_parallel=2)
+    with gathered(sharded, rename=rename) as source:
+        return put_together(source.pieces(max_bytes), weights, max_bytes)

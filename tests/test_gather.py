@@ -48,6 +48,11 @@ def test_what_two_libraries_cut_and_partial_sums_are_left_to_torch(four):
     assert "_StridedShard" in placements and others == [[]] * 3
 
 
+@pytest.mark.parametrize("max_bytes", [1 << 20, 1000])
+def test_a_megatron_model_is_gathered_under_checkpoint_names(four, max_bytes):
+    assert four.run(sharded.gather_megatron, max_bytes) == [[]] * 4
+
+
 def test_every_rank_refits_its_engine_from_shards(four):
     assert four.run(sharded.refit_everywhere) == [[1, 2, -2, 3]] * 4
 
