@@ -1,6 +1,7 @@
 """How requests are kept from an engine while it is refitted, and in which words they are refused."""
 
 import asyncio
+from collections.abc import Callable
 
 from fp8refit.errors import CacheFlushError, EngineBusyError, EngineDirtyError
 
@@ -44,9 +45,13 @@ class Gate:
     """Where requests to one asynchronous engine wait for the end of a refit, or are refused.
 
     An adapter lets every request `pass_through` while it stands in the place of the engine's own entries.
+
+    Args:
+        refuse_with: Gives the error for a reason to refuse requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, refuse_with: Callable[[str], Exception] = refusal) -> None:
+        self._refuse_with = refuse_with
         self._may_decide = asyncio.Event()
         self.reason: str | None = None
 
@@ -73,8 +78,8 @@ class Gate:
         """Wait until the gate is open.
 
         Raises:
-            EngineDirtyError: Requests are refused.
+            Exception: Requests are refused; by default an `EngineDirtyError`.
         """
         await self.until_decided()
         if self.reason is not None:
-            raise refusal(self.reason)
+            raise self._refuse_with(self.reason)

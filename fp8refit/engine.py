@@ -17,6 +17,7 @@ from fp8refit.layout import EngineLayout
 from fp8refit.rank import Rank
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources import Source
+from fp8refit.transport.http import Server
 
 ENTRY_POINT_GROUP = "fp8refit.engines"
 _ATTACHED = "_fp8refit_engine"
@@ -195,6 +196,7 @@ class LocalRanks:
 class Engine(Protocol):
     """One live engine, as its adapter presents it.
 
+    An adapter whose engine has servers of its own says so by a class attribute `server`, a `fp8refit.transport.http.Server`.
     The methods of a synchronous engine never suspend: `Refitter.refit` runs them without an event loop.
     """
 
@@ -297,11 +299,15 @@ def _nothing() -> None:
 def attach_engine(candidate: object) -> AttachedEngine:
     """Give the adapter attached to `candidate`, attaching one if there is none yet.
 
-    It stays on the candidate, so that every `Refitter` of one engine shares its plan, version and state.
+    It stays on the candidate, so that every `Refitter` of one engine shares its plan, version and state. A URL is no
+    candidate for that: each time it is given, it is asked anew who answers there.
 
     Raises:
         UnsupportedEngineError: No installed adapter takes it.
+        EngineLostError: It is a URL at which nobody answers.
     """
+    if isinstance(candidate, str) and "://" in candidate:
+        candidate = connect(candidate)
     attached: AttachedEngine | None = getattr(candidate, _ATTACHED, None)
     if attached is not None:
         return attached
@@ -315,6 +321,31 @@ def attach_engine(candidate: object) -> AttachedEngine:
     raise UnsupportedEngineError(
         f"{kind.__module__}.{kind.__qualname__} is no engine that an installed adapter knows ({name_adapters(adapters)})",
         broken,
+    )
+
+
+def connect(url: str, *, api_key: str | None = None, token: str | None = None) -> Server:
+    """Find out which engine's server listens at `url`.
+
+    Args:
+        url: As `http://127.0.0.1:8000`.
+        api_key: See `fp8refit.transport.http.Server`.
+        token: See there.
+
+    Raises:
+        EngineLostError: Nobody answers.
+        UnsupportedEngineError: None that an installed adapter knows, or it asks for another API key.
+    """
+    adapters, broken = find_adapters()
+    kinds: dict[str, type[Server]] = {
+        name: adapter.server for name, adapter in adapters.items() if hasattr(adapter, "server")
+    }
+    for kind in kinds.values():
+        server = kind(url, api_key=api_key, token=token)
+        if server.recognise():
+            return server
+    raise UnsupportedEngineError(
+        f"{url} is no server of an engine that an installed adapter knows ({name_adapters(kinds)})", broken
     )
 
 

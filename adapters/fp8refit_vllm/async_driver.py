@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from fp8refit.admission import still_running
+from fp8refit.admission import refusal, still_running
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
 from fp8refit_vllm.compat import token_ids
@@ -22,14 +22,16 @@ class AsyncDriver:
     Args:
         llm: The AsyncLLM.
         method: Name of the worker's method that `call` calls.
+        refuse_with: Gives the error for a reason to refuse requests.
     """
 
     is_asynchronous = True
     worker = None
 
-    def __init__(self, llm: Any, method: str) -> None:
+    def __init__(self, llm: Any, method: str, *, refuse_with: Callable[[str], Exception] = refusal) -> None:
         self._ref = weakref.ref(llm)
         self._method = method
+        self._refuse_with = refuse_with
         self._gate: LlmGate | None = None
         self._was_paused = False
         self._timeout_s = RefitConfig().timeout_s
@@ -138,7 +140,7 @@ class AsyncDriver:
 
     def _close_gate(self) -> LlmGate:
         if self._gate is None:
-            self._gate = LlmGate(self._llm, self._do_not_stay_paused)
+            self._gate = LlmGate(self._llm, self._do_not_stay_paused, self._refuse_with)
         self._gate.close()
         return self._gate
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from http import HTTPStatus
 from importlib.metadata import entry_points
 from inspect import isawaitable
 from threading import Thread
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fp8refit.admission import refusal
 from fp8refit.layers.rules import Why
 from fp8refit.slots import ScaleFormat
 
@@ -27,6 +29,29 @@ PLUGIN_GROUP = "vllm.general_plugins"
 def is_async_client(candidate: Any) -> bool:
     """Whether `candidate` is an AsyncLLM rather than an LLM."""
     return hasattr(candidate, "pause_generation") and hasattr(candidate, "output_processor")
+
+
+def num_api_servers(config: Any) -> int:
+    """How many processes take the requests of one server."""
+    return int(getattr(config.parallel_config, "_api_process_count", 1))
+
+
+def has_api_key(arguments: Any) -> bool:
+    """Whether a server asks those who call for an API key."""
+    import vllm.envs
+
+    return any(getattr(arguments, "api_key", None) or [vllm.envs.VLLM_API_KEY])
+
+
+def http_refusal(reason: str) -> Exception:
+    """What a server answers to a request that is not admitted: 503, with the reason."""
+    try:
+        from vllm.exceptions import RetryableRequestError as Refused
+    except ImportError:  # 0.26
+        from vllm.entrypoints.openai.engine.protocol import GenerationError as Refused
+    error: Exception = Refused(str(refusal(reason)))
+    error.status_code = HTTPStatus.SERVICE_UNAVAILABLE  # type: ignore[attr-defined]
+    return error
 
 
 def in_process_executor(engine: Any) -> Any:

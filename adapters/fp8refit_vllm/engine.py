@@ -1,4 +1,4 @@
-"""vLLM as an engine: `LLM` and `AsyncLLM`, with workers in this process or in others."""
+"""vLLM as an engine: `LLM` and `AsyncLLM`, with workers in this process or in others, and servers."""
 
 import os
 from collections.abc import Sequence
@@ -8,41 +8,53 @@ from fp8refit.config import RefitConfig
 from fp8refit.engine import LocalRanks, Ranks
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote import RemoteRanks
+from fp8refit.served import ServedRanks, ServerDriver
 from fp8refit_vllm.async_driver import AsyncDriver
-from fp8refit_vllm.compat import is_async_client, loads_plugin
+from fp8refit_vllm.clients import check_layout, check_workers, method_of
+from fp8refit_vllm.compat import is_async_client
 from fp8refit_vllm.driver import SyncDriver
-from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD, WorkerExtension, make_rank
-
-PLUGIN = "fp8refit"
-"""Name of our entry point among vLLM's general plugins."""
+from fp8refit_vllm.server import VllmServer
+from fp8refit_vllm.worker import make_rank
 
 
 class VllmEngine:
-    """Implements `fp8refit.engine.Engine` for `vllm.LLM` and `AsyncLLM`.
+    """Implements `fp8refit.engine.Engine` for `vllm.LLM`, `AsyncLLM` and `VllmServer`.
 
     Args:
-        candidate: The LLM or AsyncLLM.
+        candidate: The LLM, AsyncLLM or server.
 
     Raises:
         UnsupportedEngineError: It is something else of vLLM's, runs data-parallel replicas, or its workers do not have our
             method.
+        EngineLostError: The server cannot be reached.
     """
 
     name = "vllm"
+    server = VllmServer
 
     def __init__(self, candidate: Any) -> None:
-        self._driver = _drive(candidate)
-        self.is_asynchronous = self._driver.is_asynchronous
+        self._driver: SyncDriver | AsyncDriver | ServerDriver
         self.ranks: Ranks
+        if isinstance(candidate, VllmServer):
+            self._driver = ServerDriver(candidate)
+            self.ranks = ServedRanks(self._driver)
+            return
+        self._driver = _drive(candidate)
         if self._driver.worker is not None:
             self.ranks = LocalRanks(make_rank(self._driver.worker))
         else:
             self.ranks = RemoteRanks(self._driver)
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """See `fp8refit.engine.Engine`. A server is both: asynchronous where an event loop runs."""
+        return self._driver.is_asynchronous
+
     @classmethod
     def accepts(cls, candidate: object) -> bool:
         """See `fp8refit.engine.Engine`."""
-        return any(base.__module__.split(".")[0] == "vllm" for base in type(candidate).__mro__)
+        packages = {base.__module__.split(".")[0] for base in type(candidate).__mro__}
+        return "vllm" in packages or isinstance(candidate, VllmServer)
 
     @classmethod
     def boot(cls, model: str) -> Any:
@@ -105,18 +117,9 @@ def _drive(candidate: Any) -> SyncDriver | AsyncDriver:
         raise UnsupportedEngineError(
             f"{type(candidate).__name__} is neither a vllm.LLM nor an AsyncLLM; pass the LLM itself"
         )
-    parallel = engine.vllm_config.parallel_config
-    if parallel.data_parallel_size > 1:
-        raise UnsupportedEngineError(
-            f"the engine runs {parallel.data_parallel_size} data-parallel replicas behind one client, which hears from "
-            "one of them; start one engine a replica, and refit each"
-        )
-    is_extended = parallel.worker_extension_cls == f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
-    driver = (AsyncDriver if is_async else SyncDriver)(candidate, EXTENSION_METHOD if is_extended else PLUGIN_METHOD)
-    if driver.worker is None and not is_extended and not loads_plugin(PLUGIN):
-        raise UnsupportedEngineError(
-            "the workers of this engine run in other processes, where vLLM does not load fp8refit's plugin: install fp8refit "
-            "(a path alone has no entry points), leave it in VLLM_PLUGINS, or boot the engine with "
-            f'worker_extension_cls="{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"'
-        )
+    check_layout(engine.vllm_config)
+    method = method_of(engine.vllm_config)
+    driver = (AsyncDriver if is_async else SyncDriver)(candidate, method)
+    if driver.worker is None:
+        check_workers(method)
     return driver

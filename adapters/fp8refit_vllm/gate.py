@@ -14,12 +14,15 @@ class LlmGate(Gate):
     Args:
         llm: The AsyncLLM.
         on_resume: What to do when somebody asks for generation to be resumed.
+        refuse_with: Gives the error for a reason to refuse requests.
     """
 
     _ENTRIES = ("generate", "encode", "add_request", "resume_generation", "wake_up")
 
-    def __init__(self, llm: Any, on_resume: Callable[[], None]) -> None:
-        super().__init__()
+    def __init__(
+        self, llm: Any, on_resume: Callable[[], None], refuse_with: Callable[[str], Exception] = refusal
+    ) -> None:
+        super().__init__(refuse_with)
         self._llm = llm
         self._on_resume = on_resume
         for name in self._ENTRIES:
@@ -35,7 +38,7 @@ class LlmGate(Gate):
         super().refuse(reason)
 
         def refuse_late(*_: Any, **__: Any) -> None:
-            raise refusal(reason)
+            raise self._refuse_with(reason)
 
         # Every request, and every part of one, passes here after its input was processed and before the core has it.
         self._llm.output_processor.__dict__["add_request"] = refuse_late

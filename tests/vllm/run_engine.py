@@ -33,6 +33,7 @@ from latent import run_fresh_latent, run_latent
 from layouts import run_fresh_layout, run_layout
 from live_engine import run_live
 from lora import run_fresh_lora, run_lora
+from served import run_served
 
 from fp8refit import Refitter
 from fp8refit.bench import RefitBenchConfig, run_refit_bench
@@ -161,6 +162,7 @@ SCENARIOS = {
     "fresh lora": run_fresh_lora,
     "online": run_online,
     "live": run_live,
+    "served": run_served,
     "kv cache": run_kv_cache,
     "bench": run_bench,
     "cross engine": run_cross_engine,

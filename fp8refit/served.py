@@ -1,0 +1,148 @@
+"""The driver's side of an engine behind HTTP, whatever the engine.
+
+Its control plane, the channel to its ranks, and ranks that are found again when the server was started anew.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.errors import InvalidSourceError, TransportError
+from fp8refit.remote import GRACE_S, RemoteRanks
+from fp8refit.sources import SafetensorsSource, Source, StreamSource
+from fp8refit.transport import messages
+from fp8refit.transport.http import Server
+from fp8refit.transport.orders import Answer, AnyOrder, Call, Flush, Pause, Publish, Refuse, Resume, Tokenize
+
+T = TypeVar("T")
+
+
+class ServerDriver:
+    """The control plane of `fp8refit.engine.Engine`, and `fp8refit.remote.Channel`, by posting to a server.
+
+    Args:
+        server: The server.
+
+    Raises:
+        EngineLostError: It cannot be reached.
+        UnsupportedEngineError: It does not have our plugin, or does not take orders from here.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._timeout_s = RefitConfig().timeout_s
+        self.greeted = server.greet()
+        """Which server it was that answered."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether an event loop runs in this thread."""
+        return asyncio._get_running_loop() is not None
+
+    async def check_ready(self) -> None:
+        """See `fp8refit.engine.Engine`: `pause` is for running requests, and the ranks know whether their weights sleep."""
+
+    async def pause(self, config: RefitConfig) -> int:
+        """See `fp8refit.engine.Engine`."""
+        self._timeout_s = config.timeout_s
+        return (await self._post(Pause(config=config))).value
+
+    async def resume(self) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._post(Resume())
+
+    async def refuse(self, reason: str) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._post(Refuse(reason=reason))
+
+    async def flush_caches(self) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._post(Flush())
+
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        """See `fp8refit.engine.Engine`."""
+        return (await self._post(Tokenize(prompts=tuple(prompts)))).token_ids
+
+    async def publish_version(self, version: int) -> None:
+        """See `fp8refit.engine.Engine`."""
+        await self._post(Publish(version=version))
+
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        """See `fp8refit.remote.Channel`."""
+        return (await self._post(Call(message=message, timeout_s=timeout_s), timeout_s)).said
+
+    async def greet(self) -> str:
+        """Which server answers now."""
+        return await self._do(self.server.greet)
+
+    async def sees(self, path: str) -> bool:
+        """Whether the server can read a path."""
+        return await self._do(partial(self.server.sees, path))
+
+    async def _post(self, order: AnyOrder, timeout_s: float | None = None) -> Answer:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return await self._do(partial(self.server.post, order, timeout_s=timeout_s + GRACE_S))
+
+    async def _do(self, step: Callable[[], T]) -> T:
+        """In a thread of its own if others run in this one's loop; otherwise without ever suspending."""
+        return await asyncio.to_thread(step) if self.is_asynchronous else step()
+
+
+class ServedRanks(RemoteRanks):
+    """The ranks of a server, which may be started again between two refits.
+
+    Args:
+        driver: Reaches them.
+    """
+
+    def __init__(self, driver: ServerDriver) -> None:
+        super().__init__(driver)
+        self._driver = driver
+
+    async def _meet(self) -> None:
+        server = await self._driver.greet()
+        if server != self._driver.greeted or self._lost_because is not None:
+            self._start_over()
+            self._driver.greeted = server
+        await super()._meet()
+
+    def _start_over(self) -> None:
+        """Forget a server that is gone: another one answers in its place."""
+        config = self._config
+        self._broadcast.close()
+        self._exporter.close()
+        for bucket in self._buckets.values():
+            bucket.close()
+        super().__init__(self._driver)
+        self._config = config
+
+    async def _prepare(
+        self, source: Source, kv: KvOrder | None
+    ) -> messages.MappedTensors | messages.Files | messages.Pushed:
+        """See `RemoteRanks`.
+
+        Raises:
+            TransportError: The server's processes cannot map memory of this one.
+        """
+        server = self._driver.server
+        if isinstance(source, SafetensorsSource) and not await self._driver.sees(str(source.path.resolve())):
+            source = self._source = as_stream(source)
+        if not isinstance(source, SafetensorsSource) and not server.is_here:
+            raise TransportError(
+                f"the server at {server.url} runs on another host than this process, or in another container, and cannot map "
+                'its memory; set transport="collective", or pass the path of a checkpoint that the server can read'
+            )
+        return await super()._prepare(source, kv)
+
+
+def as_stream(files: SafetensorsSource) -> StreamSource:
+    """The same tensors, read in this process.
+
+    Raises:
+        InvalidSourceError: Names are stored twice.
+    """
+    if files.problems:
+        raise InvalidSourceError(files.problems)
+    return StreamSource(lambda: iter(files), is_repeatable=True, manifest=files.metadata)

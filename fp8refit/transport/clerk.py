@@ -1,0 +1,232 @@
+"""The end of a driver's line in the process of a server: carries out orders on the engine there, one after another.
+
+A driver that asked for a pause holds the server until it lets requests go on or refuses them. If it dies or falls silent
+before that, the clerk ends the refit: requests go on if every rank holds a whole policy, and are refused if not.
+"""
+
+import asyncio
+import hmac
+import logging
+import os
+import select
+import uuid
+from collections.abc import Sequence
+from typing import Protocol
+
+from pydantic import ValidationError
+
+from fp8refit._version import __version__
+from fp8refit.config import RefitConfig
+from fp8refit.errors import EngineBusyError, RankFailedError, RefitError, UnsupportedEngineError
+from fp8refit.transport import messages, orders
+from fp8refit.transport.orders import Answer, AnyOrder, Caller, OrderRequest, Place
+from fp8refit.vote import ErrorRecord
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S = 60.0
+"""How much longer than `RefitConfig.timeout_s` a driver may say nothing."""
+_HEALED = "the next refit that succeeds heals it"
+
+
+class Controls(Protocol):
+    """What a clerk does with its engine. The methods mean what they mean in `fp8refit.engine.Engine`."""
+
+    async def pause(self, config: RefitConfig) -> int:
+        """Keep requests from the engine."""
+        ...
+
+    async def resume(self) -> None:
+        """Let them go on."""
+        ...
+
+    async def refuse(self, reason: str) -> None:
+        """Refuse them."""
+        ...
+
+    async def flush_caches(self) -> None:
+        """Drop what was computed under the old policy."""
+        ...
+
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Token ids of prompts."""
+        ...
+
+    async def publish_version(self, version: int) -> None:
+        """Show a version on outputs."""
+        ...
+
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        """Give a message to every rank; their answers."""
+        ...
+
+
+class Clerk:
+    """Carries out drivers' orders in the event loop that drives an engine.
+
+    Args:
+        controls: The engine's.
+        token: What a driver has to know; None if those whom the server trusts need to know nothing.
+    """
+
+    def __init__(self, controls: Controls, *, token: str | None = None) -> None:
+        self._controls = controls
+        self._token = token
+        self._id, self._place = uuid.uuid4().hex, Place.here()
+        self._turn = asyncio.Lock()
+        self._holder: Caller | None = None
+        self._silence_s = 0.0
+        self._silence: asyncio.TimerHandle | None = None
+        self._process = -1
+        self._version = 0
+        self._ending: asyncio.Task[None] | None = None
+        self._obeying: asyncio.Task[Answer] | None = None
+
+    async def answer(self, message: str, *, is_trusted: bool) -> Answer:
+        """Carry out one order, after those before it. Errors are values; a caller that leaves does not stop it.
+
+        Args:
+            message: The order, as JSON.
+            is_trusted: Whether the server knows who asks: by its API key, or because the caller is on its host.
+        """
+        self._obeying = asyncio.ensure_future(self._answer(message, is_trusted))
+        return await asyncio.shield(self._obeying)
+
+    async def _answer(self, message: str, is_trusted: bool) -> Answer:
+        async with self._turn:
+            try:
+                request = _read(message)
+                self._check_may_ask(request.token, is_trusted)
+                await self._check_is_free_for(request.driver)
+                found = await self._obey_watched(request)
+            except Exception as error:
+                if not isinstance(error, RefitError):
+                    logger.exception("an order could not be carried out")
+                found = Answer(error=ErrorRecord.of(error))
+            return found.model_copy(update={"server": self._id, "place": self._place})
+
+    def _check_may_ask(self, token: str, is_trusted: bool) -> None:
+        if self._token is not None:
+            if not hmac.compare_digest(token.encode(), self._token.encode()):
+                raise UnsupportedEngineError(
+                    f"the token is not that of the server; set {orders.TOKEN_VARIABLE} to the same value for both"
+                )
+        elif not is_trusted:
+            raise UnsupportedEngineError(
+                "this server takes weights from its own host alone; start it with an API key, or with "
+                f"{orders.TOKEN_VARIABLE} set"
+            )
+
+    async def _check_is_free_for(self, driver: Caller) -> None:
+        if self._holder in (None, driver):
+            return
+        if self._process < 0 or not select.select([self._process], [], [], 0)[0]:
+            raise EngineBusyError("another driver refits this server; wait for it")
+        await self._end("the driver of a refit died")
+
+    async def _obey_watched(self, request: OrderRequest) -> Answer:
+        """Carry out an order. While its driver holds the server, it may not fall silent from then on."""
+        if self._silence is not None:
+            self._silence.cancel()
+        try:
+            return await self._obey(request.order, request.driver)
+        finally:
+            if self._holder is not None:
+                reason = f"the driver of a refit fell silent {self._silence_s:g} s ago"
+                self._silence = asyncio.get_running_loop().call_later(self._silence_s, self._end_soon, reason)
+
+    async def _obey(self, order: AnyOrder, driver: Caller) -> Answer:
+        controls = self._controls
+        if isinstance(order, orders.Pause):
+            num_requests = await controls.pause(order.config)
+            self._hold_for(driver, order.config.timeout_s + SILENCE_S)
+            return Answer(value=num_requests)
+        if isinstance(order, orders.Call):
+            return Answer(said=tuple(await controls.call(order.message, timeout_s=order.timeout_s)))
+        if isinstance(order, orders.Tokenize):
+            return Answer(token_ids=await controls.tokenize(order.prompts))
+        if isinstance(order, orders.Look):
+            return Answer(value=int(os.access(order.path, os.R_OK)))
+        if isinstance(order, orders.Flush):
+            await controls.flush_caches()
+        elif isinstance(order, orders.Publish):
+            await controls.publish_version(order.version)
+            self._version = order.version
+        elif isinstance(order, orders.Refuse):
+            await controls.refuse(order.reason)
+            self._let_go()
+        elif isinstance(order, orders.Resume):
+            await controls.resume()
+            self._let_go()
+        return Answer()
+
+    def _hold_for(self, driver: Caller, silence_s: float) -> None:
+        self._let_go()
+        self._holder, self._silence_s = driver, silence_s
+        if driver.place == self._place:
+            try:
+                self._process = os.pidfd_open(driver.pid)
+            except OSError:  # it died since, or is of a kernel that has none: silence will tell
+                return
+            asyncio.get_running_loop().add_reader(self._process, self._end_soon, "the driver of a refit died")
+
+    def _let_go(self) -> None:
+        self._holder = None
+        if self._silence is not None:
+            self._silence.cancel()
+        if self._process >= 0:
+            asyncio.get_running_loop().remove_reader(self._process)
+            os.close(self._process)
+            self._process = -1
+
+    def _end_soon(self, reason: str) -> None:
+        """End the refit of the driver that holds the server, once its last order is done."""
+        if self._process >= 0:
+            asyncio.get_running_loop().remove_reader(self._process)
+        holder = self._holder
+
+        async def end() -> None:
+            async with self._turn:
+                if self._holder == holder:
+                    await self._end(reason)
+
+        self._ending = asyncio.ensure_future(end())
+
+    async def _end(self, reason: str) -> None:
+        self._let_go()
+        logger.warning("%s; its refit is given up", reason)
+        try:
+            version = await self._whole_version()
+            if version is None:
+                await self._controls.refuse(f"{reason}, part way; {_HEALED}")
+                return
+            if version != self._version:
+                await self._controls.publish_version(version)
+                self._version = version
+            await self._controls.resume()
+        except RefitError as error:
+            await self._controls.refuse(f"{reason}, and the engine did not go on ({error}); {_HEALED}")
+
+    async def _whole_version(self) -> int | None:
+        """Have every rank let go of an unfinished refit; the version that all hold, or None if there is none."""
+        request = messages.Request(id=uuid.uuid4().hex, order=messages.Close())
+        said = await self._controls.call(request.encode(), timeout_s=self._silence_s)
+        replies = [messages.Reply.model_validate_json(answer) for answer in said]
+        versions = {reply.version for reply in replies}
+        is_whole = len(versions) == 1 and not any(reply.is_dirty or reply.error for reply in replies)
+        return versions.pop() if is_whole else None
+
+
+def _read(message: str) -> OrderRequest:
+    """The order.
+
+    Raises:
+        RankFailedError: It is none that this version knows.
+    """
+    try:
+        return OrderRequest.model_validate_json(message)
+    except ValidationError as error:
+        raise RankFailedError(
+            f"this server, fp8refit {__version__}, cannot read what the driver says; install the same version on both sides "
+            f"({error.error_count()} problems, {error.errors(include_input=False, include_url=False)[:1]})"
+        ) from error

@@ -1,0 +1,168 @@
+"""The driver's end of a line to a server: orders are posted to the engine's own HTTP server, answers are what it returns.
+
+The driver opens no port. It neither follows redirects nor uses proxies, and takes no answer that is too long.
+"""
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from http import HTTPStatus
+from typing import Any, ClassVar
+
+from pydantic import ValidationError
+
+from fp8refit.errors import EngineLostError, UnsupportedEngineError
+from fp8refit.transport.orders import (
+    API_KEY_VARIABLE,
+    MAX_BYTES,
+    TOKEN_VARIABLE,
+    Answer,
+    AnyOrder,
+    Caller,
+    Hello,
+    Look,
+    OrderRequest,
+    Place,
+)
+
+ASKING_S = 60.0
+"""How long a server may take for what it does not have to work for."""
+
+
+class Server:
+    """A running server of one kind of engine. An adapter says by which route orders reach our plugin there.
+
+    Args:
+        url: Where it listens, as `http://127.0.0.1:8000`.
+        api_key: Its API key. `FP8REFIT_API_KEY` in the environment if not given.
+        token: What it was told in `FP8REFIT_TOKEN`, if it was. The same variable here if not given.
+
+    Raises:
+        UnsupportedEngineError: It is no URL.
+    """
+
+    engine: ClassVar[str] = ""
+
+    def __init__(self, url: str, *, api_key: str | None = None, token: str | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UnsupportedEngineError(f'{url!r} is no URL of a server; pass one like "http://127.0.0.1:8000"')
+        self.url = url.rstrip("/")
+        self.place: Place | None = None
+        """Where it runs, once it was asked."""
+        self._caller = Caller.new()
+        self._token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+        self._headers = {"Content-Type": "application/json"}
+        api_key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs where this process runs, so that they can share memory."""
+        return self.place == Place.here()
+
+    def recognise(self) -> bool:
+        """Whether this kind of engine answers at the URL.
+
+        Raises:
+            EngineLostError: Nobody answers.
+            UnsupportedEngineError: It asks for another API key.
+        """
+        raise NotImplementedError
+
+    def deliver(self, message: str, *, timeout_s: float) -> str:
+        """Hand an order to our plugin in the server's process, and what it says.
+
+        Raises:
+            EngineLostError: The server cannot be reached, or does not answer in time.
+            UnsupportedEngineError: It does not have our plugin.
+        """
+        raise NotImplementedError
+
+    def post(self, order: AnyOrder, *, timeout_s: float) -> Answer:
+        """Have an order carried out.
+
+        Raises:
+            EngineLostError: The server cannot be reached, or does not answer in time.
+            UnsupportedEngineError: It does not have our plugin, or does not take orders from here.
+            RefitError: What came of it.
+        """
+        request = OrderRequest(driver=self._caller, token=self._token, order=order)
+        said = self.deliver(request.encode(), timeout_s=timeout_s)
+        try:
+            answer = Answer.model_validate_json(said)
+        except ValidationError as error:
+            raise UnsupportedEngineError(
+                f"{self.url} answered what this version of fp8refit cannot read; install the same version on both sides "
+                f"({said[:200]!r})"
+            ) from error
+        self.place = answer.place
+        if answer.error is not None:
+            raise answer.error.error()
+        return answer
+
+    def greet(self) -> str:
+        """Which server is there: another name after every start."""
+        return self.post(Hello(), timeout_s=ASKING_S).server
+
+    def sees(self, path: str) -> bool:
+        """Whether the server can read a path; its ranks can then, too."""
+        return bool(self.post(Look(path=path), timeout_s=ASKING_S).value)
+
+    def send(self, route: str, body: str | None, *, timeout_s: float) -> tuple[int, str]:
+        """Post `body`, or get if there is none; status and answer.
+
+        Raises:
+            EngineLostError: It cannot be reached, or does not answer in time.
+            UnsupportedEngineError: It asks for another API key, or says more than any answer of ours is long.
+        """
+        data = None if body is None else body.encode()
+        request = urllib.request.Request(self.url + route, data=data, headers=self._headers)
+        try:
+            with self._opener.open(request, timeout=timeout_s) as response:
+                return response.status, self._read(response, route)
+        except urllib.error.HTTPError as error:
+            with error:
+                text = self._read(error, route)
+            if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                raise UnsupportedEngineError(
+                    f"{self.url} answered {error.code} to {route}: it asks for an API key; pass api_key, or set "
+                    f"{API_KEY_VARIABLE} ({text[:200]})"
+                ) from error
+            return error.code, text
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineLostError(
+                f"the server at {self.url} cannot be reached ({type(error).__name__}: {error}); start it again"
+            ) from error
+
+    def _read(self, response: Any, route: str) -> str:
+        """What a server says, if it is not too long; looked at before it is taken in."""
+        announced = response.headers.get("Content-Length")
+        if announced is None or (announced.isdecimal() and int(announced) <= MAX_BYTES):
+            text: bytes = response.read(MAX_BYTES + 1)
+            if announced is not None and len(text) < int(announced):
+                raise http.client.IncompleteRead(text[:80], int(announced) - len(text))
+            if len(text) <= MAX_BYTES:
+                return text.decode(errors="replace")
+        raise UnsupportedEngineError(
+            f"{self.url} answered more than {MAX_BYTES} bytes to {route}, which is none of ours"
+        )
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """An API key goes nowhere else."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """The JSON object that `text` is, or an empty one if it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

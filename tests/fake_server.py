@@ -1,0 +1,122 @@
+"""A fake server over a fake engine of several ranks: a clerk in an event loop of its own, and an adapter that finds it."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from fp8refit.config import RefitConfig
+from fp8refit.remote import RemoteRanks
+from fp8refit.served import ServedRanks, ServerDriver
+from fp8refit.server import RankServer
+from fp8refit.transport.clerk import Clerk
+from fp8refit.transport.http import Server
+from tests.fake_ranks import Cluster, ThreadChannel
+
+URL = "http://fake:1"
+
+
+class FakeControls:
+    """See `fp8refit.transport.clerk.Controls`."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.channel = ThreadChannel([RankServer(lambda rank=rank: rank) for rank in cluster.ranks], suspends=True)
+        self.events: list[str] = []
+
+    async def pause(self, config: RefitConfig) -> int:
+        self.events.append("pause")
+        return 3
+
+    async def resume(self) -> None:
+        self.events.append("resume")
+
+    async def refuse(self, reason: str) -> None:
+        self.events.append(f"refuse: {reason}")
+
+    async def flush_caches(self) -> None:
+        self.events.append("flush")
+
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        return [[len(prompt)] for prompt in prompts]
+
+    async def publish_version(self, version: int) -> None:
+        self.events.append(f"publish {version}")
+
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        return await self.channel.call(message, timeout_s=timeout_s)
+
+
+class Running:
+    """A server that runs.
+
+    Args:
+        token: What drivers have to know.
+        is_trusted: Whether it knows who asks.
+    """
+
+    def __init__(self, *, token: str | None = None, is_trusted: bool = True) -> None:
+        self.token, self.is_trusted = token, is_trusted
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.kind = _server_of(self)
+        """The kind of server that reaches it."""
+        self.start()
+
+    def start(self) -> None:
+        """Another engine, in the place of the one before."""
+        self.cluster = Cluster()
+        self.controls = FakeControls(self.cluster)
+        self.clerk = Clerk(self.controls, token=self.token)
+
+    @property
+    def events(self) -> list[str]:
+        return self.controls.events
+
+    def answer(self, message: str) -> str:
+        return self.do(self.clerk.answer(message, is_trusted=self.is_trusted)).model_dump_json()
+
+    def do(self, steps: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(steps, self._loop).result(20)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(20)
+        self._loop.close()
+
+
+def _server_of(running: Running) -> type[Server]:
+    class FakeServer(Server):
+        engine = "fake"
+
+        def recognise(self) -> bool:
+            return self.url == URL
+
+        def deliver(self, message: str, *, timeout_s: float) -> str:
+            return running.answer(message)
+
+    return FakeServer
+
+
+def entry_point_of(running: Running) -> Any:
+    """Entry point of the adapter of its kind of server."""
+
+    class ServedEngine(ServerDriver):
+        name = "fake"
+        server = running.kind
+
+        def __init__(self, candidate: Server) -> None:
+            super().__init__(candidate)
+            self.ranks: RemoteRanks = ServedRanks(self)
+
+        @classmethod
+        def accepts(cls, candidate: object) -> bool:
+            return isinstance(candidate, cls.server)
+
+    class EntryPoint:
+        name = "fake"
+
+        def load(self) -> type[ServedEngine]:
+            return ServedEngine
+
+    return EntryPoint()

@@ -1,0 +1,101 @@
+"""A running vLLM server is refitted by its URL. What is and is not real here: `conftest.py`."""
+
+import signal
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(160)]
+
+
+@pytest.fixture(scope="module")
+def served(run_engine, tmp_path_factory):
+    """What one server says and holds through refits over HTTP."""
+    return run_engine("served", work=tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture
+def new(served):
+    return served["policies"]["new"]
+
+
+def test_a_refit_over_http_leaves_the_bytes_of_an_engine_booted_from_that_policy(served):
+    assert served["policies"]["live"] == served["fresh"]["live"]
+    assert served["policies"]["fingerprints"] == served["fresh"]["fingerprints"]
+    assert served["policies"]["version"] == 2
+
+
+def test_requests_are_answered_by_the_policy_of_the_last_refit(served):
+    assert [answer["status"] for answer in served["policies"]["old"]] == [200] * 3
+    assert served["policies"]["old"] != served["policies"]["new"] == served["policies"]["again"]
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "files",
+        "collective",
+        "meanwhile",
+        "bad values",
+        "bad names",
+        "killed while it writes",
+        "killed before it writes",
+        "strangers",
+    ],
+)
+def test_the_next_refit_gives_the_same_bytes_and_answers_as_before(attempt, served):
+    assert served[attempt]["healed"]
+
+
+@pytest.mark.parametrize("attempt", ["files", "collective"])
+def test_files_are_read_by_the_server_and_tensors_may_be_broadcast(attempt, served):
+    assert served[attempt]["live"] == served["fresh"]["live"]
+
+
+def test_a_request_that_comes_meanwhile_waits_and_is_answered_by_the_new_policy(served, new):
+    assert served["meanwhile"]["waits"]
+    assert served["meanwhile"]["late"] == served["meanwhile"]["new"] == served["policies"]["old"][0] != new[0]
+
+
+def test_a_second_driver_at_once_is_refused_and_disturbs_nobody(served):
+    assert served["meanwhile"]["refused"]["error"] == "EngineBusyError"
+    assert "another driver refits this server" in served["meanwhile"]["refused"]["message"]
+
+
+def test_a_dirty_server_answers_503_with_the_reason_at_once(served):
+    assert served["bad values"]["refit"]["error"] == "NonFiniteError"
+    assert served["bad values"]["status"]["status"] == 503
+    assert "NaN or Inf in 1 tensor(s)" in served["bad values"]["status"]["body"]["error"]["message"]
+    assert served["bad values"]["seconds"] < 1
+
+
+def test_a_policy_that_does_not_fit_is_named_and_nothing_is_written(served):
+    assert served["bad names"]["refit"]["error"] == "InvalidSourceError"
+    assert "model.layers.9.mlp.up_proj.weight" in served["bad names"]["refit"]["message"]
+    assert served["bad names"]["untouched"]
+
+
+def test_a_driver_killed_while_it_writes_leaves_the_server_refusing(served):
+    killed = served["killed while it writes"]
+    assert killed["code"] == -signal.SIGKILL
+    assert killed["status"]["status"] == 503
+    assert "the driver of a refit died, part way" in killed["status"]["body"]["error"]["message"]
+
+
+def test_a_driver_killed_before_it_writes_lets_requests_go_on_under_the_old_policy(served, new):
+    killed = served["killed before it writes"]
+    assert killed["code"] == -signal.SIGKILL
+    assert killed["status"] == new[0]
+    assert killed["untouched"]
+
+
+def test_strangers_are_refused(served):
+    strangers = served["strangers"]
+    assert strangers["key"]["error"] == strangers["token"]["error"] == "UnsupportedEngineError"
+    assert "it asks for an API key" in strangers["key"]["message"]
+    assert "the token is not that of the server" in strangers["token"]["message"]
+    assert strangers["no key"]["status"] == 401
+
+
+def test_a_truncated_order_is_answered(served):
+    assert served["strangers"]["truncated"]["status"] == 200
+    assert "cannot read what the driver says" in served["strangers"]["truncated"]["body"]["error"]["message"]
