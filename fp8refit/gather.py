@@ -81,8 +81,8 @@ def gathered(
         state_dict: Names to DTensors (FSDP2, or any placement on any mesh) and plain tensors, which are the same everywhere.
         group: All ranks that take part. By default those of the shards' mesh.
         rename: Makes checkpoint tensors of them; see `Renamer` and `fp8refit.megatron.MegatronNames`.
-        bucket_bytes: Size of one bucket, for readers that do not say it themselves. A tensor that is larger comes in blocks
-            of rows. Beside the model a rank holds about two buckets, and what the reader keeps.
+        bucket_bytes: Size of one bucket, or less if a reader says so. A tensor that is larger comes in blocks of rows. Beside
+            the model a rank holds about two buckets, and what the reader keeps.
         timeout_s: Seconds to wait for the other ranks at each step.
 
     Raises:
@@ -157,6 +157,7 @@ class Gathered(AbstractContextManager["Gathered"]):
             RankFailedError: A rank died, does not come, or does something else.
             RefitError: What another rank raised.
         """
+        max_bytes = min(max_bytes, self._bucket_bytes)
         for part, first, tensor in self._pass(max_bytes):
             yield from self._changed(part.name, first, tensor, max_bytes)
             del tensor  # nothing is held while the next bucket is gathered

@@ -10,6 +10,7 @@ from torch import Tensor
 from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError
 from fp8refit.fill import ResidentFill, StreamFill
+from fp8refit.gather import Gathered, Piece
 from fp8refit.plan import PlanBuilder, RefitPlan, Step, compile_plan
 from fp8refit.received import ReceivedFill
 from fp8refit.slots import Inventory, TensorMeta
@@ -66,8 +67,10 @@ class Job:
         """Names that may come and that this rank has no slot for."""
         return self.foreign.union(self.inventory.unneeded)
 
-    def staged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that go through staging, from the source."""
+    def staged_tensors(self) -> Iterator[tuple[str, Tensor] | Piece]:
+        """The tensors that go through staging, from the source, or runs of their rows."""
+        if isinstance(self.source, Gathered):
+            return self.source.pieces(self.config.bucket_bytes)
         if isinstance(self.source, MappingSource):
             tensors = self.source.tensors
             return ((name, tensors[name]) for name in self.stream_steps or ())
@@ -81,6 +84,8 @@ class Arrivals:
         self._job = job
         self._stream = stream
         self._names: set[str] = set()
+        self._cut_steps: Sequence[Step] = ()
+        self._whole: Tensor | None = None
         inventory = job.inventory
         self._builder = (
             PlanBuilder(inventory.slots, aliases=inventory.aliases, unneeded=job.unneeded, stacked=inventory.stacked)
@@ -88,15 +93,44 @@ class Arrivals:
             else None
         )
 
-    def take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def take(self, tensors: Iterable[tuple[str, Tensor] | Piece]) -> None:
         """Stage what comes.
 
         Raises:
             InvalidSourceError: A tensor came twice, or otherwise than announced.
         """
-        for name, tensor in named_tensors:
-            for step in self._steps_of(name, TensorMeta.of(tensor)):
-                self._stream.add(step, tensor, is_stable=self._job.is_stable)
+        for tensor in tensors:
+            if isinstance(tensor, Piece):
+                self._take_rows(tensor)
+            else:
+                self._take_whole(*tensor)
+
+    def _take_whole(self, name: str, tensor: Tensor) -> None:
+        for step in self._steps_of(name, TensorMeta.of(tensor)):
+            self._stream.add(step, tensor, is_stable=self._job.is_stable)
+
+    def _take_rows(self, piece: Piece) -> None:
+        """Stage rows as they come. Where a slot's blocks are not those of the pieces, all rows are put together first."""
+        assert self._job.metadata is not None, "what is gathered is known before"
+        rows, meta = piece.tensor, self._job.metadata[piece.name]
+        if not meta.shape or rows.shape[0] == meta.shape[0]:
+            self._take_whole(piece.name, rows)
+            return
+        if piece.first_row == 0:
+            steps = self._steps_of(piece.name, meta)
+            self._cut_steps = [step for step in steps if self._stream.can_be_cut(step)]
+            self._whole = rows.new_empty(meta.shape) if len(self._cut_steps) < len(steps) else None
+        for step in self._cut_steps:
+            self._stream.add_rows(step, rows, piece.first_row)
+        if self._whole is None:
+            return
+        end = piece.first_row + rows.shape[0]
+        self._whole[piece.first_row : end].copy_(rows)
+        if end == meta.shape[0]:
+            for step in self._job.stream_steps[piece.name] if self._job.stream_steps is not None else ():
+                if step not in self._cut_steps:
+                    self._stream.add(step, self._whole, is_stable=False)
+            self._whole = None
 
     def finish(self) -> None:
         """Hold that everything came.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # takes a second to import, and who has shards has done so
 BLOCK_ROWS = 128
 """Rows of one block of a weight: no block is cut."""
 _ALIGNMENT_BYTES = 16
+_CPU = torch.device("cpu")
 Gathered: TypeAlias = Iterator[tuple["Part", int, Tensor]]
 """Whose rows, the first of them, and the rows."""
 
@@ -113,6 +114,8 @@ class Part:
     """How the tensor lies on the trainer's ranks, equal on all of them."""
     mesh: "DeviceMesh | None" = None
     """The ranks that it is gathered from; None if all of it is here."""
+    device: torch.device = _CPU
+    """Where those communicate: what is offloaded to the CPU goes through buckets there."""
     layout: ShardLayout | None = None
     """None if it is not cut into boxes."""
 
@@ -128,6 +131,7 @@ class PartReader:
 
     def __init__(self) -> None:
         self._layouts: dict[Any, ShardLayout | None] = {}
+        self._devices: dict[DeviceMesh, torch.device] = {}
 
     def read(self, name: str, tensor: Any) -> Part:
         """Describe a plain tensor or a DTensor. No communication.
@@ -155,7 +159,14 @@ class PartReader:
             )
         if not layout.stages:
             return Part(name=name, meta=meta, local=local, placed=placed)
-        return Part(name=name, meta=meta, local=local, placed=placed, mesh=mesh, layout=layout)
+        device = local.device if local.device.type == mesh.device_type else self._device_of(mesh)
+        return Part(name=name, meta=meta, local=local, placed=placed, mesh=mesh, device=device, layout=layout)
+
+    def _device_of(self, mesh: "DeviceMesh") -> torch.device:
+        """Asked of the thread that makes the source: one that reads it may have another current device."""
+        if mesh not in self._devices:
+            self._devices[mesh] = torch.empty(0, device=mesh.device_type).device
+        return self._devices[mesh]
 
 
 def _layout_of(shape: tuple[int, ...], mesh: "DeviceMesh", placements: Sequence[Any]) -> ShardLayout | None:
@@ -317,7 +328,7 @@ class _Round:
                     self.entries[index] = entry
                     end += -(-entry.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._num_bytes = end
-        self._device = _device_of(parts[next(iter(self.entries))])
+        self._device = parts[next(iter(self.entries))].device
         self._sent: Tensor | None = None
         self._came: Tensor | None = None
 
@@ -389,7 +400,7 @@ class Rows:
         """See `Batch`."""
         own = self._layout.box(self._coordinate, len(self._layout.stages))
         first, count = own.rows(self._first, self._count)
-        rows = self._part.local.narrow(0, first - own.start[0] if count else 0, count).to(_device_of(self._part))
+        rows = self._part.local.narrow(0, first - own.start[0] if count else 0, count).to(self._part.device)
         for depth, stage in reversed(list(enumerate(self._layout.stages))):
             if stage.dim == 0:
                 rows = self._broadcast(
@@ -417,7 +428,7 @@ class Rows:
         return (box.rows(self._first, self._count)[1], *box.shape[1:])
 
     def _empty(self, depth: int) -> Tensor:
-        return torch.empty(self._shape(depth), dtype=self._part.meta.dtype, device=_device_of(self._part))
+        return torch.empty(self._shape(depth), dtype=self._part.meta.dtype, device=self._part.device)
 
     def _broadcast(self, depth: int, own: Tensor, rows: Tensor, timeout_s: float) -> Tensor:
         stage, coordinate = self._layout.stages[depth], self._coordinate
@@ -488,13 +499,6 @@ def _join(boxes: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
     joined = boxes.new_empty((*merged.shape[:dim], merged.shape[dim] * merged.shape[dim + 1], *merged.shape[dim + 2 :]))
     joined.view(merged.shape).copy_(merged)
     return joined.narrow(dim, 0, shape[dim]).contiguous()
-
-
-def _device_of(part: Part) -> torch.device:
-    """Where the mesh communicates: parts that are offloaded to the CPU go through its buckets."""
-    assert part.mesh is not None, "gathered"
-    kind = part.mesh.device_type
-    return part.local.device if part.local.device.type == kind else torch.empty(0, device=kind).device
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from fp8refit.errors import (
 )
 from fp8refit.fill import ResidentFill, StreamFill, misfit_scales, required_format, scale_problem
 from fp8refit.fingerprint import fingerprint
+from fp8refit.gather import Piece
 from fp8refit.job import Arrivals, Job, Write, by_source
 from fp8refit.kv_scales import KvScales, Measured, refuse_unfit, report_of
 from fp8refit.layout import EngineLayout
@@ -553,7 +554,7 @@ def _assert_in_place(inventory: Inventory) -> None:
         )
 
 
-def _take_all(arrivals: Arrivals, tensors: Iterator[tuple[str, Tensor]], *, drain: bool) -> None:
+def _take_all(arrivals: Arrivals, tensors: Iterator[tuple[str, Tensor] | Piece], *, drain: bool) -> None:
     try:
         arrivals.take(tensors)
     except Exception:

@@ -9,7 +9,7 @@ from fp8refit.config import RefitConfig
 from fp8refit.fill import ResidentFill, StreamFill, bind, misfit_scales
 from fp8refit.kernels.table import have_layouts
 from fp8refit.plan import compile_plan
-from fp8refit.slots import Op, ScaleFormat, Slot, TensorMeta
+from fp8refit.slots import Op, ScaleFormat, Slot, Stacked, TensorMeta
 from fp8refit.sources import MappingSource
 from tests.fakes import FakeModel, assert_holds, bytes_of, live_bytes, make_policy, prequantize
 
@@ -81,6 +81,64 @@ def test_tensors_larger_than_a_bucket_are_cut_without_changing_a_byte():
     for slot, other in zip(slots, expected, strict=True):
         assert bytes_of(slot.weight) == bytes_of(other.weight)
         assert slot.scale is None or torch.equal(slot.scale, other.scale)
+
+
+def expert_slots() -> tuple[Slot, ...]:
+    """Two experts of a stack of four, of each the lower half of gate and up, and the right half of down."""
+    slots = []
+    for expert in (3, 1):
+        for name, full, offset, shape in (
+            ("gate", (128, 96), (64, 0), (64, 96)),
+            ("up", (128, 96), (64, 0), (64, 96)),
+            ("down", (96, 128), (0, 64), (96, 64)),
+        ):
+            codes = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+            scale = torch.zeros(-(-shape[0] // 64), -(-shape[1] // 64))
+            slots.append(
+                Slot(
+                    name=f"{expert}.{name}",
+                    full_shape=full,
+                    offset=offset,
+                    weight=codes,
+                    scale=scale,
+                    block_size=(64, 64),
+                )
+            )
+    return tuple(slots)
+
+
+STACKS = (
+    Stacked(
+        name="gate_up",
+        shape=(4, 256, 96),
+        parts={f"{e}.{n}": (e, r) for e in (3, 1) for n, r in (("gate", 0), ("up", 128))},
+    ),
+    Stacked(name="down", shape=(4, 96, 128), parts={f"{e}.down": (e, 0) for e in (3, 1)}),
+)
+
+
+@pytest.mark.parametrize("is_turned", [False, True], ids=["as linears", "turned"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_stack_of_experts_may_come_in_runs(num_rows, is_turned):
+    stacks = {stack.name: torch.randn(stack.shape).to(torch.bfloat16) for stack in STACKS}
+    if is_turned:
+        stacks = {name: stack.mT.contiguous() for name, stack in stacks.items()}
+    filled = [expert_slots() for _ in range(2)]
+    plan = compile_plan(filled[0], {name: TensorMeta.of(stack) for name, stack in stacks.items()}, stacked=STACKS)
+    for slots, is_whole in zip(filled, (True, False), strict=True):
+        stream = StreamFill(slots, CPU, RefitConfig())
+        for step in plan.steps:
+            stack = stacks[step.source]
+            if is_whole:
+                stream.add(step, stack, is_stable=False)
+                continue
+            assert stream.can_be_cut(step)
+            for first in range(0, len(stack), num_rows):
+                stream.add_rows(step, stack[first : first + num_rows].clone(), first)
+        assert stream.bad_sources() == []
+    for slot, other in zip(*filled, strict=True):
+        assert bytes_of(slot.weight) == bytes_of(other.weight) and torch.equal(slot.scale, other.scale)
+        assert slot.weight.view(torch.uint8).any()
 
 
 def test_a_stream_holds_no_tensor_it_was_given():

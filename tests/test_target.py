@@ -21,6 +21,7 @@ from fp8refit.errors import (
     StagingMemoryError,
     UnsupportedEngineError,
 )
+from fp8refit.gather import gathered
 from fp8refit.slots import FP8_DTYPE, Refusal, ScaleFormat, TensorMeta
 from fp8refit.sources import PushedSource, as_source
 from fp8refit.target import Target
@@ -970,6 +971,29 @@ def test_a_tensor_of_another_rank_in_another_dtype_is_another_source(target, mod
         for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)
     }
     assert len(digests) == 2
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 60_000, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("validate", ["fused", "strict"])
+def test_tensors_may_come_in_runs_of_rows(bucket_bytes, dtype, validate, target, model):
+    """Among them one whose slot begins off the blocks of the runs: it is put together first."""
+    policy = make_policy(model, seed=1, dtype=dtype)
+    source = gathered(policy, bucket_bytes=bucket_bytes)
+    num_pieces = len(list(source.pieces(1 << 30)))
+    assert (num_pieces > len(policy)) == (bucket_bytes < 1 << 20)
+    refit_target(target, source, validate=validate)
+    assert_holds(model, policy)
+
+
+def test_a_bad_value_in_a_run_of_rows_is_named(target, model):
+    policy = make_policy(model, seed=1)
+    for name in (NORM, UP_PROJ):
+        policy[name].view(-1)[-1] = float("nan")
+    with pytest.raises(NonFiniteError) as caught:
+        refit_target(target, gathered(policy, bucket_bytes=1000))
+    assert set(caught.value.names) == {NORM, UP_PROJ}
+    assert_heals(target, model)
 
 
 @pytest.mark.parametrize("drain", [True, False])
