@@ -72,6 +72,12 @@ def order_in(request: Any) -> str | None:
     return order
 
 
+def has_api_key(manager: Any) -> bool:
+    """Whether a server asks those who call for an API key."""
+    arguments = manager.server_args
+    return bool(getattr(arguments, "api_key", None) or getattr(arguments, "admin_api_key", None))
+
+
 def http_refusal(reason: str, request: Any) -> Exception:
     """What a server answers to a request that is not admitted: 503, with the reason."""
     from fastapi import HTTPException

@@ -14,7 +14,7 @@ _POLL_S = 0.005
 
 
 class TokenizerControls:
-    """Implements `fp8refit_sglang.driver.Controls` in the event loop that drives the engine.
+    """Keeps requests from one engine, in the event loop that drives it.
 
     Args:
         manager: The engine's tokenizer manager.
@@ -36,26 +36,31 @@ class TokenizerControls:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """See `fp8refit_sglang.driver.Controls`."""
+        """The event loop in which these methods are awaited, unless one runs in this thread."""
         return self._tokenizer.loop or self._first_loop
 
     @property
     def bound_loop(self) -> asyncio.AbstractEventLoop | None:
-        """See `fp8refit_sglang.driver.Controls`."""
+        """The only event loop in which these methods may be awaited, if the engine has chosen one."""
         return self._tokenizer.loop
 
     @property
     def num_ranks(self) -> int:
-        """See `fp8refit_sglang.driver.Controls`."""
+        """How many ranks the engine has."""
         return self._tokenizer.num_ranks
 
     @property
     def num_unfinished(self) -> int:
-        """See `fp8refit_sglang.driver.Controls`."""
+        """How many requests wait or run."""
         return self._tokenizer.num_unfinished
 
     async def pause(self, config: RefitConfig, *, may_wait: bool) -> int:
-        """See `fp8refit_sglang.driver.Controls`. New requests wait at a gate of ours, and so are refused if the refit fails."""
+        """See `fp8refit.engine.Engine`. New requests wait at a gate of ours, and so are refused if the refit fails.
+
+        Args:
+            config: How to refit.
+            may_wait: Whether new requests can wait for the end of the refit; else they are refused meanwhile.
+        """
         refused_because = self._gate.reason if self._gate is not None else None
         num_unfinished = self._tokenizer.num_unfinished
         gate = self._close_gate()
@@ -93,7 +98,7 @@ class TokenizerControls:
             await self._tokenizer.go_on()
 
     async def resume(self) -> None:
-        """See `fp8refit_sglang.driver.Controls`. Generation that was paused before the refit stays paused."""
+        """See `fp8refit.engine.Engine`. Generation that was paused before the refit stays paused."""
         if self._gate is None:
             return
         if not self._was_paused:
@@ -101,13 +106,13 @@ class TokenizerControls:
         self._open_gate()
 
     async def refuse(self, reason: str) -> None:
-        """See `fp8refit_sglang.driver.Controls`. The schedulers stay paused: what they might still hold may not run."""
+        """See `fp8refit.engine.Engine`. The schedulers stay paused: what they might still hold may not run."""
         self._close_gate().refuse(reason)
         self._tokenizer.abort_all()
         await self._tokenizer.wake_those_that_wait()
 
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit_sglang.driver.Controls`."""
+        """See `fp8refit.engine.Engine`."""
         token_ids = self._tokenizer.tokenize(prompts)
         if token_ids is None:
             raise UnsupportedEngineError(
@@ -116,11 +121,11 @@ class TokenizerControls:
         return token_ids
 
     async def publish_version(self, version: int) -> None:
-        """See `fp8refit_sglang.driver.Controls`."""
+        """See `fp8refit.engine.Engine`."""
         await self._tokenizer.set_version(str(version))
 
-    async def ring(self, address: str, *, timeout_s: float) -> tuple[bool, str]:
-        """See `fp8refit_sglang.driver.Controls`."""
+    async def ring(self, address: str) -> tuple[bool, str]:
+        """Have every rank answer at `address`; whether rank 0 did, and what SGLang said."""
         return await self._tokenizer.ring(address)
 
     def _close_gate(self) -> TokenizerGate:

@@ -1,14 +1,14 @@
-"""The driver's side of an SGLang engine, be it in this process or behind a server."""
+"""The driver's side of an SGLang engine, in the process that takes its requests: the user's, or a server's."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fp8refit.admission import cache_kept, unfinished
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.transport.loopback import Switchboard
+from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.worker import FLUSH, KEPT
 
 T = TypeVar("T")
@@ -22,64 +22,6 @@ _SETTLING_S = 1.0
 """How long a scheduler may take to notice that its last request has finished."""
 
 
-class Controls(Protocol):
-    """What keeps requests from one engine, in this process or in a server's."""
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop in which these methods are awaited, unless one runs in this thread."""
-        ...
-
-    @property
-    def bound_loop(self) -> asyncio.AbstractEventLoop | None:
-        """The only event loop in which these methods may be awaited, if the engine has chosen one."""
-        ...
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks the engine has."""
-        ...
-
-    @property
-    def num_unfinished(self) -> int:
-        """How many requests wait or run that only this process can drive."""
-        ...
-
-    async def pause(self, config: RefitConfig, *, may_wait: bool) -> int:
-        """See `fp8refit.engine.Engine`.
-
-        Args:
-            config: How to refit.
-            may_wait: Whether new requests can wait for the end of the refit; else they are refused meanwhile.
-        """
-        ...
-
-    async def resume(self) -> None:
-        """See `fp8refit.engine.Engine`."""
-        ...
-
-    async def refuse(self, reason: str) -> None:
-        """See `fp8refit.engine.Engine`."""
-        ...
-
-    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit.engine.Engine`."""
-        ...
-
-    async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`."""
-        ...
-
-    async def ring(self, address: str, *, timeout_s: float) -> tuple[bool, str]:
-        """Have every rank answer at `address`; whether rank 0 did, and what SGLang said.
-
-        Args:
-            address: Where.
-            timeout_s: How long that may take, for whoever has to say so beforehand.
-        """
-        ...
-
-
 class Driver:
     """The control plane of `fp8refit.engine.Engine`, and `fp8refit.remote.Channel`, over an engine's controls.
 
@@ -87,7 +29,7 @@ class Driver:
         controls: The engine's.
     """
 
-    def __init__(self, controls: Controls) -> None:
+    def __init__(self, controls: TokenizerControls) -> None:
         self._controls = controls
         self._switchboard = Switchboard(controls.num_ranks)
         self._timeout_s = RefitConfig().timeout_s
@@ -134,11 +76,10 @@ class Driver:
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         """See `fp8refit.remote.Channel`."""
-        ring = partial(self._ring, timeout_s=timeout_s)
-        return await self._drive(self._switchboard.ask(message, ring, timeout_s=timeout_s))
+        return await self._drive(self._switchboard.ask(message, self._ring, timeout_s=timeout_s))
 
-    async def _ring(self, address: str, *, timeout_s: float) -> None:
-        success, said = await self._controls.ring(address, timeout_s=timeout_s)
+    async def _ring(self, address: str) -> None:
+        success, said = await self._controls.ring(address)
         if success:
             return
         if not self._switchboard.has_been_called:

@@ -8,11 +8,12 @@ from fp8refit.config import RefitConfig
 from fp8refit.engine import Ranks
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote import RemoteRanks
+from fp8refit.served import ServedRanks, ServerDriver
 from fp8refit_sglang.compat import loop_of, why_not_refitted
 from fp8refit_sglang.controls import TokenizerControls
-from fp8refit_sglang.driver import NOT_LOADED, Controls, Driver
+from fp8refit_sglang.driver import NOT_LOADED, Driver
 from fp8refit_sglang.plugin import is_loaded
-from fp8refit_sglang.server import Hello, ServerControls, SglangServer
+from fp8refit_sglang.server import SglangServer
 
 BLOCK_FP8 = {
     "quantization_config": {
@@ -37,10 +38,18 @@ class SglangEngine:
     """
 
     name = "sglang"
+    server = SglangServer
 
     def __init__(self, candidate: Any) -> None:
-        self._driver = Driver(_controls_of(candidate))
-        self.ranks: Ranks = RemoteRanks(self._driver)
+        self._driver: Driver | ServerDriver
+        self.ranks: Ranks
+        if isinstance(candidate, SglangServer):
+            _check_arguments(candidate.arguments())
+            self._driver = ServerDriver(candidate)
+            self.ranks = ServedRanks(self._driver)
+        else:
+            self._driver = Driver(_controls_of(candidate))
+            self.ranks = RemoteRanks(self._driver)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -107,17 +116,12 @@ class SglangEngine:
         await self._driver.publish_version(version)
 
 
-def _controls_of(candidate: Any) -> Controls:
-    """What keeps requests from the engine.
+def _controls_of(candidate: Any) -> TokenizerControls:
+    """What keeps requests from an engine in this process.
 
     Raises:
         UnsupportedEngineError: See `SglangEngine`.
     """
-    if isinstance(candidate, SglangServer):
-        arguments = candidate.arguments()
-        _check_arguments(arguments)
-        candidate.post(Hello(), timeout_s=RefitConfig().timeout_s)
-        return ServerControls(candidate, arguments.tp_size)
     if not hasattr(candidate, "tokenizer_manager") or not hasattr(candidate, "server_args"):
         raise UnsupportedEngineError(f"{type(candidate).__name__} is no sglang.Engine; pass the engine itself")
     _check_arguments(candidate.server_args)

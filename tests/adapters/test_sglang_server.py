@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import json
-import os
 import subprocess
 import threading
 import time
@@ -13,8 +11,6 @@ import pytest
 import torch
 from fp8refit_sglang import SglangServer, server
 from fp8refit_sglang.compat import handles_for, http_refusal
-from fp8refit_sglang.controls import TokenizerControls
-from fp8refit_sglang.server import Hello, Pause, Resume, ServerClerk, _Request
 
 from fp8refit import (
     EngineBusyError,
@@ -23,8 +19,8 @@ from fp8refit import (
     RefitConfig,
     Refitter,
     UnsupportedEngineError,
-    remote,
 )
+from fp8refit.transport.orders import Answer, Caller, Hello, OrderRequest, Pause, Place, Resume
 from tests.adapters import fake_sglang
 from tests.adapters.fake_sglang import (
     Engine,
@@ -157,7 +153,7 @@ def test_weights_of_others_are_sglang_s_affair(solo):
 @pytest.mark.parametrize("info", ["<html>", [], {"name": "a model"}], ids=str)
 def test_another_server_is_refused(info, solo):
     solo.info = info
-    with pytest.raises(UnsupportedEngineError, match="is no SGLang server: it answered 404 to /get_server_info"):
+    with pytest.raises(UnsupportedEngineError, match="is no SGLang server: it answered otherwise"):
         Refitter(SglangServer(solo.url))
 
 
@@ -196,56 +192,52 @@ def test_every_request_bears_the_api_key(api_key, solo):
     assert {headers.get("Authorization") for headers in solo.headers} == {expected}
 
 
-# Drivers that fall silent or are interrupted.
+# Drivers that die or are interrupted. What any server owes them: `tests/test_served.py`.
 
 
-def order(message, driver: str = f"{os.getpid()}:tests") -> UpdateWeightsFromIPCReqInput:
-    request = _Request(driver=driver, order=message)
-    return UpdateWeightsFromIPCReqInput(zmq_handles=handles_for(request.model_dump_json(by_alias=True)))
+def order(message, driver: Caller) -> UpdateWeightsFromIPCReqInput:
+    return UpdateWeightsFromIPCReqInput(zmq_handles=handles_for(OrderRequest(driver=driver, order=message).encode()))
 
 
 def pause(timeout_s: float) -> Pause:
     return Pause(config=RefitConfig(timeout_s=timeout_s))
 
 
-def test_requests_do_not_wait_for_a_driver_that_falls_silent(solo, monkeypatch):
-    monkeypatch.setattr(server, "_GRACE_S", 0.02)
-    assert solo.do(solo.manager.update_weights_from_ipc(order(pause(timeout_s=0.05))))[0]
-    waiting = solo.start(solo.engine.async_generate("waiting"))
-    for refused in (waiting, solo.start(solo.engine.async_generate("new"))):
-        with pytest.raises(HTTPException, match=r"the driver of a refit fell silent 0\.09 s ago"):
-            refused.result(10)
-    Refitter(SglangServer(solo.url)).refit(solo.engine.make_policy(1))
-    assert_serves(solo)
+def test_requests_do_not_wait_for_a_driver_that_died_before_it_wrote(running):
+    process = subprocess.Popen(["sleep", "60"])
+    driver = Caller(place=Place.here(), pid=process.pid, name="dying")
+    assert running.do(running.manager.update_weights_from_ipc(order(pause(timeout_s=5), driver)))[0]
+    waiting = running.start(running.engine.async_generate("waiting"))
+    process.kill()
+    assert waiting.result(10) == "stop"
+    process.wait()
+    assert_serves(running)
 
 
-def test_a_driver_that_says_something_is_waited_for_anew(make_server, monkeypatch):
-    monkeypatch.setattr(server, "_GRACE_S", 0.1)
-    solo = make_server()
-
-    async def steps():
-        await solo.manager.update_weights_from_ipc(order(pause(timeout_s=0.1)))
-        for _ in range(5):
-            await asyncio.sleep(0.1)
-            await solo.manager.update_weights_from_ipc(order(Hello()))
-        waiting = asyncio.create_task(solo.engine.async_generate("waiting"))
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        await solo.manager.update_weights_from_ipc(order(Resume()))
-        assert await waiting == "stop"
-        await asyncio.sleep(0.4)
-
-    solo.do(steps())
-    assert_serves(solo)
+def test_a_server_refuses_requests_after_a_driver_that_died_part_way(running):
+    with pytest.raises(NonFiniteError):
+        Refitter(SglangServer(running.url)).refit(spoilt(running.engine.make_policy(1)))
+    process = subprocess.Popen(["sleep", "60"])
+    driver = Caller(place=Place.here(), pid=process.pid, name="dying")
+    running.do(running.manager.update_weights_from_ipc(order(pause(timeout_s=5), driver)))
+    waiting = running.start(running.engine.async_generate("waiting"))
+    process.kill()
+    with pytest.raises(HTTPException, match="the driver of a refit died, part way"):
+        waiting.result(10)
+    process.wait()
+    Refitter(SglangServer(running.url)).refit(running.engine.make_policy(2))
+    assert_serves(running)
 
 
 def test_a_driver_that_is_interrupted_while_requests_run_out_leaves_the_server_running(solo):
+    driver = Caller.new()
+
     async def steps():
         running = asyncio.create_task(solo.engine.async_generate("long", is_long=True))
         await asyncio.sleep(0.01)
-        pausing = asyncio.create_task(solo.manager.update_weights_from_ipc(order(pause(timeout_s=5))))
+        pausing = asyncio.create_task(solo.manager.update_weights_from_ipc(order(pause(timeout_s=5), driver)))
         await asyncio.sleep(0.01)
-        resuming = asyncio.create_task(solo.manager.update_weights_from_ipc(order(Resume())))
+        resuming = asyncio.create_task(solo.manager.update_weights_from_ipc(order(Resume(), driver)))
         await asyncio.sleep(0.01)
         solo.manager.finish("long")
         await asyncio.gather(running, pausing, resuming)
@@ -254,47 +246,30 @@ def test_a_driver_that_is_interrupted_while_requests_run_out_leaves_the_server_r
     assert_serves(solo)
 
 
-def test_orders_that_cannot_be_read_are_answered(solo):
-    async def steps():
-        return await ServerClerk(TokenizerControls(solo.manager)).answer(
-            json.dumps({"driver": "1:tests", "order": {"step": "dance"}})
-        )
-
-    answer = solo.do(steps())
-    assert answer.error.kind == "RankFailedError"
-    assert "dance" in answer.error.message
+def hello_from(host: str | None, solo: Server) -> str:
+    request = None if host is None else SimpleNamespace(client=SimpleNamespace(host=host))
+    return solo.do(solo.manager.update_weights_from_ipc(order(Hello(), Caller.new()), request))[1]
 
 
-def test_a_driver_waits_for_the_server_as_long_as_it_may_take(solo, monkeypatch):
-    asked, post = [], SglangServer.post
-
-    def recording(self, message, *, timeout_s):
-        asked.append((message.step, timeout_s))
-        return post(self, message, timeout_s=timeout_s)
-
-    monkeypatch.setattr(SglangServer, "post", recording)
-    Refitter(SglangServer(solo.url), timeout_s=7).refit(solo.engine.make_policy(1))
-    after = asked[[step for step, _ in asked].index("pause") :]
-    assert {timeout_s for step, timeout_s in after if step != "ring"} == {7 + server._GRACE_S}
-    assert {timeout_s for step, timeout_s in asked if step == "ring"} >= {7 + server._GRACE_S + remote.GRACE_S}
+def test_callers_on_other_hosts_are_known_by_the_server_s_api_key(solo):
+    for host in (None, "127.0.0.1", "::1"):
+        assert Answer.model_validate_json(hello_from(host, solo)).error is None
+    for host in ("10.0.0.7", "somewhere"):
+        assert "takes weights from its own host alone" in hello_from(host, solo)
+    solo.manager.server_args.api_key = "secret"
+    assert Answer.model_validate_json(hello_from("10.0.0.7", solo)).error is None
 
 
-def test_a_driver_that_holds_the_server_keeps_others_out_while_it_lives(solo):
-    mine, other = SglangServer(solo.url), SglangServer(solo.url)
-    mine.post(pause(timeout_s=5), timeout_s=5)
-    with pytest.raises(EngineBusyError, match="another driver refits this server"):
-        Refitter(other)
-    mine.post(Resume(), timeout_s=5)
-    Refitter(other).refit(solo.engine.make_policy(1))
-    assert_serves(solo)
+def test_an_order_that_is_too_long_is_refused(solo, monkeypatch):
+    monkeypatch.setattr(server, "MAX_BYTES", 10)
+    assert "bytes is none of ours" in hello_from(None, solo)
 
 
-def test_a_driver_that_died_holds_nothing(solo):
-    process = subprocess.Popen(["true"])
-    process.wait()
-    solo.do(solo.manager.update_weights_from_ipc(order(pause(timeout_s=5), driver=f"{process.pid}:dead")))
-    Refitter(SglangServer(solo.url)).refit(solo.engine.make_policy(1))
-    assert_serves(solo)
+def test_a_server_is_found_by_its_url(running):
+    policy = running.engine.make_policy(1)
+    Refitter(running.url).refit(policy)
+    running.engine.assert_holds(policy)
+    assert_serves(running)
 
 
 def test_drivers_that_take_turns_do_not_disturb_each_other(solo):

@@ -1,6 +1,9 @@
 """One server in a process of its own, refitted over HTTP, idle and under load."""
 
 import json
+import multiprocessing
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -8,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +28,9 @@ LONG = SAMPLING | {"max_new_tokens": 200}
 
 def run_served(family: str, work: Path) -> dict:
     """Policy 2 as booted, policy 1, policy 2 again; then a request that is kept, and a policy with NaN."""
+    os.environ["FP8REFIT_TOKEN"] = "a token"
     with Server(fp8_of(family, 1, work)) as server:
-        refitter = Refitter(SglangServer(server.url), in_flight="keep")
+        refitter = Refitter(server.url, in_flight="keep")
         found: dict[str, Any] = {"booted": server.state()}
         report = refitter.refit(make_policy(family, 1))
         found["version"] = {"reported": report.version, "on outputs": server.version()}
@@ -41,7 +46,40 @@ def run_served(family: str, work: Path) -> dict:
         found["dirty"] = {"status": status, "body": json.dumps(body), "s": time.perf_counter() - start_s}
         refitter.refit(make_policy(family, 2))
         found["healed"] = server.state()
+        found["killed"] = run_driver(lambda: Refitter(server.url).refit(policy(family, half_way=die)))
+        found["refused"] = server.post("/generate", {"input_ids": PROMPTS[0], **ASKED})
+        refitter.refit(policy(family, half_way=lambda: found.update(collide(server, family))))
+        refitter.refit(make_policy(family, 2))
+        found["after drivers"] = server.state()
         return found
+
+
+def collide(server: "Server", family: str) -> dict:
+    """Drivers that come while another one refits the server: one like it, and one that may not refit it at all."""
+    return {
+        "second": refused(lambda: Refitter(server.url).refit(make_policy(family, 2))),
+        "stranger": refused(lambda: Refitter(SglangServer(server.url, token="another"))),
+    }
+
+
+def policy(family: str, half_way: Callable[[], object]) -> Iterator:
+    """Policy 1, read once, with something that happens on the way."""
+    for index, named in enumerate(make_policy(family, 1).items()):
+        if index == 5:
+            half_way()
+        yield named
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_driver(refit: Callable[[], object]) -> int | None:
+    """In a process of its own; its exit status."""
+    process = multiprocessing.get_context("fork").Process(target=refit)
+    process.start()
+    process.join(60)
+    return process.exitcode
 
 
 def keep(server: "Server", refitter: Refitter, family: str) -> dict:

@@ -1,5 +1,7 @@
 """A running SGLang server with stubbed kernels is refitted by its URL. What is and is not real here: `conftest.py`."""
 
+import signal
+
 import pytest
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(160)]
@@ -34,3 +36,17 @@ def test_a_dirty_server_refuses_at_once_and_is_healed_by_the_next_refit(served):
     assert "this engine refuses requests" in served["dirty"]["body"]
     assert served["dirty"]["s"] < 1
     assert served["healed"] == served["booted"]
+
+
+def test_a_driver_killed_while_it_writes_leaves_the_server_refusing_until_the_next_refit(served):
+    status, body = served["refused"]
+    assert served["killed"] == -signal.SIGKILL
+    assert status == 503
+    assert "the driver of a refit died, part way" in str(body)
+    assert served["after drivers"] == served["booted"]
+
+
+def test_a_second_driver_and_one_without_the_token_are_refused(served):
+    assert served["second"]["error"] == "EngineBusyError"
+    assert served["stranger"]["error"] == "UnsupportedEngineError"
+    assert "the token is not that of the server" in served["stranger"]["message"]
