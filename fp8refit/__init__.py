@@ -1,7 +1,8 @@
 """Move a live block-FP8 inference engine to a new policy in place, at memory speed, all or nothing."""
 
 from fp8refit._version import __version__
-from fp8refit.config import KvConfig, RefitConfig
+from fp8refit.broadcaster import Broadcaster
+from fp8refit.config import CollectiveConfig, KvConfig, RefitConfig
 from fp8refit.errors import (
     CacheFlushError,
     CalibrationError,
@@ -26,9 +27,11 @@ from fp8refit.refitter import Refitter, refit
 from fp8refit.report import KvReport, RefitReport
 
 __all__ = [
+    "Broadcaster",
     "CacheFlushError",
     "CalibrationError",
     "CheckpointError",
+    "CollectiveConfig",
     "EngineAsleepError",
     "EngineBusyError",
     "EngineDirtyError",

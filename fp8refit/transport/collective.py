@@ -10,6 +10,7 @@ import math
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,7 +32,7 @@ _SLOWEST_POLL_S = 2e-3
 """A wait looks often while a bucket travels, and less often the longer it takes."""
 _STORE_POLL_S = 0.2
 """How often a wait asks the store whether somebody gave up, or is gone."""
-_NEVER = timedelta(days=1)
+_OUTLIVE_S = 0.1
 _ABORTED = "aborted"
 
 
@@ -64,8 +65,8 @@ class _Link(Protocol):
         """Whether it is ready for the next broadcast."""
         ...
 
-    def broadcast(self, buffer: Tensor) -> None:
-        """Begin one."""
+    def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
+        """Begin one, which will be waited for so long."""
         ...
 
     def transfer(self) -> Transfer:
@@ -188,7 +189,7 @@ class Communicator:
         """
         link = self._require_link()
         with _Failing(self):
-            link.broadcast(buffer)
+            link.broadcast(buffer, timeout_s)
             self._poll(link.is_settled, time.monotonic() + timeout_s)
             return link.transfer()
 
@@ -341,7 +342,7 @@ class _NcclLink:
     def is_settled(self) -> bool:
         return self._nccl.is_settled()
 
-    def broadcast(self, buffer: Tensor) -> None:
+    def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
         self._nccl.broadcast(buffer, root=0)
 
     def transfer(self) -> Transfer:
@@ -370,15 +371,17 @@ class _GlooLink:
         self._rank = rank
         self._group = ProcessGroupGloo(PrefixStore("gloo", store), rank, meeting.size, options)
         self._transfer: Transfer | None = None
+        self._works: list[Work] = []
 
     def is_settled(self) -> bool:
         return True
 
-    def broadcast(self, buffer: Tensor) -> None:
+    def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
         host = buffer.cpu() if buffer.is_cuda else buffer
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
-        options.timeout = _NEVER  # whoever waits has a deadline of its own
+        # One bucket may be begun while another is waited for; who waits has a deadline of its own.
+        options.timeout = timedelta(seconds=2 * timeout_s)
         work: Work = self._group.broadcast([host], options)  # type: ignore[attr-defined]
 
         def finish() -> None:
@@ -387,6 +390,7 @@ class _GlooLink:
                 buffer.copy_(host)
                 torch.cuda.synchronize(buffer.device)
 
+        self._works = [*(other for other in self._works if not other.is_completed()), work]
         self._transfer = Transfer(work.is_completed, finish)
 
     def transfer(self) -> Transfer:
@@ -395,9 +399,15 @@ class _GlooLink:
         return transfer
 
     def abort(self) -> None:
-        abort = getattr(self._group, "abort", None)
-        if abort is not None:  # else pending transfers end by their own deadline
-            abort()
+        # A group that goes while something is under way stops the whole process until that has timed out: a thread keeps it.
+        if not all(work.is_completed() for work in self._works):
+            threading.Thread(target=_outlive, args=(self._group, self._works), daemon=True).start()
+
+
+def _outlive(group: object, works: list[Work]) -> None:
+    """Hold a group until everything that it has under way has ended."""
+    while not all(work.is_completed() for work in works):
+        time.sleep(_OUTLIVE_S)
 
 
 def _own_address(meeting: Meeting) -> str:

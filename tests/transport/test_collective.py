@@ -1,0 +1,137 @@
+"""Members of a group that broadcasts: who comes, who goes, and that nobody waits for those who went."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8refit.errors import InvalidSourceError, TransportError
+from fp8refit.transport.collective import Communicator, Meeting
+from tests.fake_ranks import together
+
+CPU = torch.device("cpu")
+TRAINER = """
+import sys, torch
+from fp8refit.transport.collective import Communicator
+trainer = Communicator.open(host="127.0.0.1", port=0, size=3, backend="gloo", timeout_s=20)
+print(trainer.meeting.model_dump_json(), flush=True)
+trainer.join(torch.device("cpu"), timeout_s=20)
+buffer = torch.full((1000,), 7, dtype=torch.uint8)
+trainer.wait(trainer.broadcast(buffer, timeout_s=20), timeout_s=20)
+print("sent", flush=True)
+sys.stdin.readline()
+"""
+
+
+def open_trainer(size, timeout_s=20.0):
+    return Communicator.open(host="127.0.0.1", port=0, size=size, backend="gloo", timeout_s=timeout_s)
+
+
+def group(size):
+    """All members, joined."""
+    trainer = open_trainer(size)
+    members = [trainer, *(Communicator.find(trainer.meeting, rank, timeout_s=20.0) for rank in range(1, size))]
+    assert together([lambda member=member: member.join(CPU, timeout_s=20.0) for member in members]) == [None] * size
+    return members
+
+
+def receive(member, value, timeout_s=20.0):
+    buffer = torch.full((1000,), value, dtype=torch.uint8)
+    member.wait(member.broadcast(buffer, timeout_s=timeout_s), timeout_s=timeout_s)
+    return buffer.unique().tolist()
+
+
+def test_all_members_get_what_the_trainer_sends():
+    members = group(3)
+    assert together([lambda m=m: receive(m, 5 - m.rank) for m in members]) == [[5]] * 3
+    for member in members:
+        member.abort()
+
+
+def test_the_store_is_at_the_loopback_address_alone():
+    trainer = open_trainer(2)
+    listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening += [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+    port = f":{trainer.meeting.port:04X}"
+    assert [line[1] for line in listening if line[1].endswith(port) and line[3] == "0A"] == [f"0100007F{port}"]
+
+
+def test_an_address_that_is_taken_or_not_here_is_named():
+    trainer = open_trainer(2)
+    for host, port in (("127.0.0.1", trainer.meeting.port), ("192.0.2.1", 0)):
+        with pytest.raises(TransportError, match=host):
+            Communicator.open(host=host, port=port, size=2, backend="gloo", timeout_s=2.0)
+
+
+def test_who_does_not_come_is_named_to_all():
+    trainer = open_trainer(3)
+    early = Communicator.find(trainer.meeting, 1, timeout_s=5.0)
+    errors = together([lambda m=m: m.join(CPU, timeout_s=0.5) for m in (trainer, early)])
+    assert all(isinstance(error, TransportError) for error in errors)
+    assert any("member(s) 2 of 3" in str(error) for error in errors)
+
+
+def test_another_token_does_not_join():
+    trainer = open_trainer(2)
+    meeting = Meeting(**{**trainer.meeting.model_dump(), "token": "1" * 32})
+    stranger = Communicator.find(meeting, 1, timeout_s=5.0)
+    errors = together([lambda m=m: m.join(CPU, timeout_s=0.5) for m in (trainer, stranger)])
+    assert [type(error) for error in errors] == [TransportError] * 2
+
+
+def test_a_failure_of_one_is_heard_by_all_and_the_group_goes_on():
+    members = group(3)
+    problem = InvalidSourceError(["w: missing"])
+    outcomes = together([lambda m=m: m.agree(problem if m.rank == 1 else None, timeout_s=20.0) for m in members])
+    assert [outcome.problems for outcome in outcomes] == [("w: missing",)] * 3
+    assert together([lambda m=m: m.agree(None, timeout_s=20.0) for m in members]) == [None] * 3
+    assert together([lambda m=m: receive(m, 9 - m.rank) for m in members]) == [[9]] * 3
+
+
+def test_who_gives_up_ends_the_wait_of_all_others():
+    trainer, first, second = group(3)
+    start_s = time.monotonic()
+    threading.Timer(0.2, lambda: trainer.abort("no more weights")).start()
+    errors = together([lambda m=m: receive(m, 0) for m in (first, second)])
+    assert time.monotonic() - start_s < 5
+    assert all("no more weights" in str(error) for error in errors)
+    assert not first.is_joined
+
+
+def test_a_member_that_does_not_answer_ends_at_the_deadline():
+    members = group(2)
+    with pytest.raises(TransportError):
+        members[1].agree(None, timeout_s=0.3)
+    with pytest.raises(TransportError, match="ended"):
+        receive(members[1], 0)
+
+
+def test_a_trainer_that_is_killed_ends_the_wait_of_all_others():
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )
+    try:
+        meeting = Meeting.model_validate_json(process.stdout.readline())
+        members = [Communicator.find(meeting, rank, timeout_s=20.0) for rank in (1, 2)]
+        together([lambda m=m: m.join(CPU, timeout_s=20.0) for m in members])
+        assert together([lambda m=m: receive(m, 0) for m in members]) == [[7]] * 2
+        assert process.stdout.readline() == "sent\n"
+        threading.Timer(0.2, process.kill).start()
+        start_s = time.monotonic()
+        errors = together([lambda m=m: receive(m, 0) for m in members])
+        assert time.monotonic() - start_s < 5
+        assert [type(error) for error in errors] == [TransportError] * 2
+    finally:
+        process.kill()
+        process.communicate()
