@@ -9,6 +9,7 @@ them in the same order.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -27,6 +28,8 @@ BLOCK_ROWS = 128
 """Rows of one block of a weight: no block is cut."""
 _ALIGNMENT_BYTES = 16
 _CPU = torch.device("cpu")
+_all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+"""Newer versions of PyTorch warn of the older name."""
 Gathered: TypeAlias = Iterator[tuple["Part", int, Tensor]]
 """Whose rows, the first of them, and the rows."""
 
@@ -62,9 +65,9 @@ class Box:
         return begin, max(min(first + count, self.start[0] + self.shape[0]) - begin, 0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardLayout:
-    """Which box of a tensor each rank of a mesh holds.
+    """Which box of a tensor each rank of a mesh holds. Tensors that are cut alike share one.
 
     Rows, columns or experts are cut into as many equal chunks as there are ranks, rounded up: the last ranks hold less, or
     nothing.
@@ -91,7 +94,7 @@ class ShardLayout:
         shape[stage.dim] = self._chunk(shape, stage)
         return tuple(shape)
 
-    @property
+    @cached_property
     def num_padded(self) -> int:
         """Elements of the tensor if every rank held a box as large as the first one's. Equal on every rank."""
         return prod(self.box((0,) * len(self.mesh_shape), len(self.stages)).shape) * prod(
@@ -143,7 +146,8 @@ class PartReader:
             return Part(name=name, meta=TensorMeta.of(tensor), local=tensor.detach(), placed="whole")
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         meta, placed = TensorMeta.of(tensor), f"{placements} on {tuple(mesh.shape)}"
-        local = tensor.detach().to_local()
+        with torch.no_grad():
+            local = tensor.to_local().detach()
         if problem := _what_is_wrong(local, mesh, placements):
             raise InvalidSourceError([f"{name}: {problem}"])
         key = meta.shape, placements, mesh
@@ -228,17 +232,18 @@ class Batch(Protocol):
 def batches(parts: Iterable[Part], max_bytes: int) -> Iterator[Batch]:
     """Cut `parts` into batches of at most `max_bytes` of whole tensors, in their order. Equal on every rank."""
     waiting: list[Part] = []
-    num_bytes = 0
+    mesh, num_bytes = None, 0
     for part in parts:
-        fits = part.mesh is None or (part.layout is not None and part.num_bytes <= max_bytes)
-        added = part.num_bytes if part.mesh is not None else 0
-        meshes = {waited.mesh for waited in waiting if waited.mesh is not None}
-        if waiting and not (fits and num_bytes + added <= max_bytes and (part.mesh is None or meshes <= {part.mesh})):
+        needed = part.num_bytes if part.mesh is not None else 0
+        fits = part.mesh is None or (part.layout is not None and needed <= max_bytes)
+        is_apart = part.mesh is not None and mesh is not None and part.mesh is not mesh and part.mesh != mesh
+        if waiting and (not fits or is_apart or num_bytes + needed > max_bytes):
             yield Bucket(waiting)
-            waiting, num_bytes = [], 0
+            waiting, mesh, num_bytes = [], None, 0
         if fits:
             waiting.append(part)
-            num_bytes += added + _ALIGNMENT_BYTES * bool(added)
+            mesh = part.mesh if part.mesh is not None else mesh
+            num_bytes += needed + _ALIGNMENT_BYTES * bool(needed)
         elif part.layout is None:
             yield Whole(part)
         else:
@@ -315,18 +320,22 @@ class _Round:
     """One collective operation along one axis of the mesh, for every part of a bucket that is cut along it."""
 
     def __init__(self, parts: Sequence[Part], mesh: "DeviceMesh", coordinate: Sequence[int], axis: int) -> None:
-        self._parts, self._group, self._coordinate = parts, mesh.get_group(axis), coordinate
+        self._parts, self._group = parts, mesh.get_group(axis)
         self._size = mesh.shape[axis]
         self.entries: dict[int, _Entry] = {}
+        joins: dict[int, _Join | None] = {}
         end = 0
         for index, part in enumerate(parts):
-            stages = part.layout.stages if part.layout is not None else ()
-            for depth, stage in enumerate(stages):
-                if stage.axis == axis and part.layout is not None:
-                    padded = part.layout.padded(coordinate, depth)
-                    entry = _Entry(depth=depth, dim=stage.dim, start=end, padded=padded, dtype=part.meta.dtype)
-                    self.entries[index] = entry
-                    end += -(-entry.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            layout = part.layout
+            if layout is None:
+                continue
+            if id(layout) not in joins:
+                joins[id(layout)] = _Join.along(axis, layout, coordinate)
+            join = joins[id(layout)]
+            if join is not None:
+                num_bytes = join.num_elements * part.meta.dtype.itemsize
+                self.entries[index] = _Entry(join=join, start=end, end=end + num_bytes, dtype=part.meta.dtype)
+                end += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._num_bytes = end
         self._device = parts[next(iter(self.entries))].device
         self._sent: Tensor | None = None
@@ -338,8 +347,11 @@ class _Round:
         self._came = torch.empty(self._num_bytes * self._size, dtype=torch.uint8, device=self._device)
         for index, entry in self.entries.items():
             box = inner.pop(index, self._parts[index].local)
-            place = self._sent[entry.start : entry.start + entry.num_bytes].view(entry.dtype).view(entry.padded)
-            place.narrow(entry.dim, 0, box.shape[entry.dim]).copy_(box)
+            place = self._sent[entry.start : entry.end].view(entry.dtype).view(entry.join.padded)
+            dim = entry.join.dim
+            if box.shape[dim] != place.shape[dim]:
+                place = place.narrow(dim, 0, box.shape[dim])
+            place.copy_(box)
 
     def gather(self, timeout_s: float) -> None:
         assert self._sent is not None and self._came is not None, "packed"
@@ -349,28 +361,44 @@ class _Round:
     def take(self, index: int) -> Tensor:
         """The box that lay on the ranks of this axis, put together."""
         assert self._came is not None, "gathered"
-        entry, layout = self.entries[index], self._parts[index].layout
-        assert layout is not None, "cut"
-        boxes = self._came.view(self._size, -1)[:, entry.start : entry.start + entry.num_bytes].view(entry.dtype)
-        return _join(boxes.view(self._size, *entry.padded), entry.dim, layout.box(self._coordinate, entry.depth).shape)
+        entry = self.entries[index]
+        boxes = self._came.view(self._size, -1)[:, entry.start : entry.end].view(entry.dtype)
+        return _join(boxes.view(self._size, *entry.join.padded), entry.join.dim, entry.join.shape)
 
     def release(self) -> None:
         self._came = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Join:
+    """How boxes of one layout are put together along one axis."""
+
+    dim: int
+    padded: tuple[int, ...]
+    """Shape of what every rank sends."""
+    shape: tuple[int, ...]
+    """Of all of it together."""
+    num_elements: int
+
+    @classmethod
+    def along(cls, axis: int, layout: ShardLayout, coordinate: Sequence[int]) -> "_Join | None":
+        """None if `layout` is not cut along `axis`."""
+        for depth, stage in enumerate(layout.stages):
+            if stage.axis == axis:
+                padded = layout.padded(coordinate, depth)
+                shape = layout.box(coordinate, depth).shape
+                return cls(dim=stage.dim, padded=padded, shape=shape, num_elements=prod(padded))
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
     """Where one part lies in what one rank sends."""
 
-    depth: int
-    dim: int
+    join: _Join
     start: int
-    padded: tuple[int, ...]
+    end: int
     dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.padded) * self.dtype.itemsize
 
 
 class Rows:
@@ -498,7 +526,7 @@ def _join(boxes: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
     merged = boxes.movedim(0, dim)
     joined = boxes.new_empty((*merged.shape[:dim], merged.shape[dim] * merged.shape[dim + 1], *merged.shape[dim + 2 :]))
     joined.view(merged.shape).copy_(merged)
-    return joined.narrow(dim, 0, shape[dim]).contiguous()
+    return joined if joined.shape[dim] == shape[dim] else joined.narrow(dim, 0, shape[dim]).contiguous()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -507,7 +535,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _all_gather(came: Tensor, sent: Tensor, group: ProcessGroup) -> Any:
     try:
-        return torch.distributed.all_gather_into_tensor(came, sent, group=group, async_op=True)
+        return _all_gather_single(came, sent, group=group, async_op=True)
     except RuntimeError as error:
         raise _lost(error) from error
 
