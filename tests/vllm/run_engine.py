@@ -12,6 +12,7 @@ from pathlib import Path
 
 import cpu_kernel
 import torch
+from broadcast import run_broadcast
 from conformance import run_conformance
 from engines import (
     booted,
@@ -163,6 +164,7 @@ SCENARIOS = {
     "online": run_online,
     "live": run_live,
     "served": run_served,
+    "broadcast": run_broadcast,
     "kv cache": run_kv_cache,
     "bench": run_bench,
     "cross engine": run_cross_engine,

@@ -1,0 +1,57 @@
+"""An engine of two ranks in processes of their own, to which policies are broadcast; beside it the same by ordinary refits."""
+
+import time
+from pathlib import Path
+
+import torch
+from engines import make_policy
+from subject import NOISE, booted_as
+
+from fp8refit import Broadcaster
+
+FAMILY, KERNEL = "qwen2_wide", "ue8m0"
+DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
+TIMEOUT_S = 20.0
+
+
+def run_broadcast(work: str) -> dict:
+    """Policy 1 by an ordinary refit, 2 by a broadcast, both again the other way round; what goes wrong; and a rank killed."""
+    policies = {seed: make_policy(FAMILY, seed) for seed in (1, 2)}
+    with booted_as("tensor parallel", Path(work) / f"{FAMILY}-bf16", KERNEL, **NOISE) as subject:
+        llm = subject.llm
+        found: dict = {"ordinary": {}, "broadcast": {}}
+        broadcaster = Broadcaster([llm], timeout_s=TIMEOUT_S)
+        wide = Broadcaster([llm], timeout_s=TIMEOUT_S, collective={"wire": "bf16"})
+        for seed, policy in policies.items():
+            subject.refit(policy)
+            found["ordinary"][seed] = subject.state()
+        for seed, policy in policies.items():
+            report = broadcaster.push(policy)
+            found["broadcast"][seed] = subject.state() | {"version": report.version, "is_first": report.is_first}
+        wide.push(policies[1])
+        found["bf16"] = subject.live()
+        bad = dict(policies[2])
+        bad[DOWN_PROJ] = bad[DOWN_PROJ].clone()
+        bad[DOWN_PROJ][3, -1] = torch.nan
+        found["nan"] = {
+            "push": subject.refused(broadcaster.push, bad),
+            "dirty": broadcaster.is_dirty,
+            "generate": subject.refused(subject.generate),
+        }
+        broadcaster.push(policies[2])
+        found["nan"]["healed"] = subject.live()
+
+        def gives_out():
+            yield from list(policies[1].items())[:5]
+            raise OSError("the disk is gone")
+
+        manifest = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in policies[1].items()}
+        found["source"] = subject.refused(lambda: broadcaster.push(gives_out(), manifest=manifest))
+        broadcaster.push(policies[1])
+        found["source"]["healed"] = subject.live()
+        subject.look("arm", 1, "die")
+        start_s = time.monotonic()
+        found["killed"] = subject.refused(broadcaster.push, policies[2])
+        found["killed"]["seconds"] = time.monotonic() - start_s
+        found["killed"]["generate"] = subject.refused(subject.generate)
+        return found

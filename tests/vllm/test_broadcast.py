@@ -1,0 +1,57 @@
+"""Policies broadcast to the ranks of a real vLLM engine, by gloo in the place of NCCL. What is real here: `conftest.py`."""
+
+import pytest
+
+from tests.tiny_models import save_model
+from tests.vllm.processes import run_scenario
+
+FAMILY, DOWN_PROJ, TIMEOUT_S = "qwen2_wide", "model.layers.1.mlp.down_proj.weight", 20
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
+
+
+@pytest.fixture(scope="module")
+def found(starter, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("broadcast")
+    save_model(FAMILY, 2, folder / f"{FAMILY}-bf16")
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    outcome = run_scenario(starter, "broadcast", {"work": folder}, folder, timeout_s=100, environment=environment)
+    assert outcome.left == []
+    return outcome.drivers[0]
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_every_rank_holds_and_says_what_it_does_after_an_ordinary_refit(seed, found):
+    broadcast, ordinary = found["broadcast"][seed], found["ordinary"][seed]
+    assert len(broadcast["live"]) == 2
+    assert broadcast["live"] == ordinary["live"]
+    assert broadcast["outputs"] == ordinary["outputs"]
+    assert found["ordinary"]["1"]["live"] != found["ordinary"]["2"]["live"]
+
+
+def test_the_same_with_bf16_on_the_wire(found):
+    assert found["bf16"] == found["ordinary"]["1"]["live"]
+
+
+def test_the_second_broadcast_compiles_nothing(found):
+    assert [found["broadcast"][seed]["is_first"] for seed in ("1", "2")] == [True, False]
+    assert [found["broadcast"][seed]["version"] for seed in ("1", "2")] == [3, 4]
+
+
+def test_nan_leaves_the_engine_dirty_and_the_next_broadcast_heals_it(found):
+    assert found["nan"]["push"]["error"] == "NonFiniteError"
+    assert found["nan"]["push"]["named"] == [DOWN_PROJ]
+    assert found["nan"]["dirty"]
+    assert found["nan"]["generate"]["error"] == "EngineDirtyError"
+    assert found["nan"]["healed"] == found["ordinary"]["2"]["live"]
+
+
+def test_a_source_that_raises_ends_the_broadcast_and_the_next_one_heals(found):
+    assert found["source"]["error"] == "OSError"
+    assert found["source"]["seconds"] < TIMEOUT_S
+    assert found["source"]["healed"] == found["ordinary"]["1"]["live"]
+
+
+def test_a_rank_that_is_killed_loses_the_engine_and_nobody_waits(found):
+    assert found["killed"]["error"] == "EngineLostError"
+    assert found["killed"]["seconds"] < TIMEOUT_S
+    assert found["killed"]["generate"] is not None
