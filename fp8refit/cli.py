@@ -17,10 +17,19 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from fp8refit._version import __version__
+from fp8refit.config import RefitConfig
 from fp8refit.engine import find_adapter
 from fp8refit.errors import CheckpointError, RefitError, UnsupportedEngineError
 from fp8refit.layout import EngineLayout, SlotLayout
@@ -30,6 +39,7 @@ from fp8refit.slots import ScaleFormat
 
 if TYPE_CHECKING:
     from fp8refit.demo import DemoConfig, DemoResult, Round
+    from fp8refit.push import PushResult
 
 EXIT_FAILED = 1
 """The command ran and its result is bad."""
@@ -130,6 +140,38 @@ def quantize(
         _write_json(report)
     else:
         _show_fields(report, title=str(dst))
+
+
+@app.command()
+def push(
+    checkpoint: Annotated[Path, typer.Argument(exists=True, help="Safetensors file or folder.")],
+    to: Annotated[list[str], typer.Option(help="URL of a running server; again for each replica.")],
+    in_flight: Annotated[
+        str, typer.Option(help="What becomes of requests that run: wait, abort or keep.")
+    ] = RefitConfig().in_flight,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to wait at each step; reading the checkpoint is one.")
+    ] = RefitConfig().timeout_s,
+    as_json: AsJson = False,
+) -> None:
+    """Send a checkpoint into running vLLM and SGLang servers, in place.
+
+    FP8REFIT_API_KEY is shown to servers that ask for an API key, FP8REFIT_TOKEN to those that were started with it.
+    """
+    from fp8refit.push import push_checkpoint
+
+    try:
+        config = RefitConfig(in_flight=in_flight, timeout_s=timeout_s)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise typer.BadParameter(f"{in_flight!r} is not wait, abort or keep", param_hint="--in-flight") from error
+    with _push_progress(to) as on_progress:
+        result = push_checkpoint(checkpoint, to, config, on_progress=on_progress)
+    if as_json:
+        _write_json(result)
+    else:
+        _show_push(result)
+    if result.failed:
+        raise typer.Exit(EXIT_REFUSED if len(result.failed) == len(result.servers) else EXIT_FAILED)
 
 
 bench = typer.Typer(no_args_is_help=True, help="Measure refits on this machine, on models of random weights.")
@@ -409,6 +451,26 @@ def _byte_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task(label, total=None, visible=False)
         yield lambda done, total: progress.update(bar, completed=done, total=total, visible=True)
+
+
+@contextlib.contextmanager
+def _push_progress(urls: Iterable[str]) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar a server on standard error, moved by (URL, bytes done, bytes in all). Until then it pulses."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bars = {url.rstrip("/"): progress.add_task(escape(url), total=None) for url in urls}
+        yield lambda url, done, total: progress.update(bars[url], completed=done, total=total)
+
+
+def _show_push(result: "PushResult") -> None:
+    table = Table("server", "engine", "version", "read by", title=result.checkpoint)
+    table.add_column("seconds", justify="right")
+    for pushed in result.servers:
+        version = str(pushed.report.version) if pushed.report is not None else "failed"
+        table.add_row(escape(pushed.url), pushed.engine, version, pushed.read_by, f"{pushed.seconds:.2f}")
+    Console().print(table)
+    for pushed in result.failed:
+        Console(stderr=True).print(f"{pushed.url}: {pushed.error}", style="red", markup=False, highlight=False)
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ LAYERS = [
     "engine",
     "fleet",
     "refitter",
+    "push",
     "broadcaster",
     "checkpoint",
     "bench",

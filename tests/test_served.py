@@ -117,7 +117,7 @@ def test_a_refit_that_fails_part_way_leaves_the_server_refusing_until_the_next(r
 
 
 def test_files_that_the_server_cannot_see_are_read_by_the_driver(running, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(clerk, "can_read", lambda path: False)
     policy = running.cluster.make_policy(1)
     Refitter(URL).refit(**as_files(policy, tmp_path))
     running.cluster.assert_holds(policy, version=1)
@@ -201,7 +201,7 @@ def test_files_are_read_by_a_server_on_another_host(running, tmp_path):
 
 def test_files_that_a_server_on_another_host_cannot_see_are_refused(running, tmp_path, monkeypatch):
     running.clerk._place = ELSEWHERE
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(clerk, "can_read", lambda path: False)
     with pytest.raises(TransportError, match="pass the path of a checkpoint that the server can read"):
         Refitter(URL).refit(**as_files(running.cluster.make_policy(1), tmp_path))
 

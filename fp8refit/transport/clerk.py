@@ -146,7 +146,7 @@ class Clerk:
         if isinstance(order, orders.Tokenize):
             return Answer(token_ids=await controls.tokenize(order.prompts))
         if isinstance(order, orders.Look):
-            return Answer(value=int(os.access(order.path, os.R_OK)))
+            return Answer(value=int(can_read(order.path)))
         if isinstance(order, orders.Flush):
             await controls.flush_caches()
         elif isinstance(order, orders.Publish):
@@ -215,6 +215,11 @@ class Clerk:
         versions = {reply.version for reply in replies}
         is_whole = len(versions) == 1 and not any(reply.is_dirty or reply.error for reply in replies)
         return versions.pop() if is_whole else None
+
+
+def can_read(path: str) -> bool:
+    """Whether this process may read what is there."""
+    return os.access(path, os.R_OK)
 
 
 def _read(message: str) -> OrderRequest:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engines import ASKED, PROMPTS, SAMPLING, make_policy, said, settings
+from engines import ASKED, PROMPTS, SAMPLING, bf16_of, make_policy, said, settings
 from fp8refit_sglang import SglangServer
 from fresh import fp8_of
 from refits import bad_policy, refused
+from typer.testing import CliRunner
 
-from fp8refit import Refitter
+from fp8refit import Refitter, cli
 
 START_S = 90
 LONG = SAMPLING | {"max_new_tokens": 200}
@@ -49,7 +50,8 @@ def run_served(family: str, work: Path) -> dict:
         found["killed"] = run_driver(lambda: Refitter(server.url).refit(policy(family, half_way=die)))
         found["refused"] = server.post("/generate", {"input_ids": PROMPTS[0], **ASKED})
         refitter.refit(policy(family, half_way=lambda: found.update(collide(server, family))))
-        refitter.refit(make_policy(family, 2))
+        pushed = CliRunner().invoke(cli.app, ["push", str(bf16_of(family, 2, work)), "--to", server.url, "--json"])
+        found["push"] = {"code": pushed.exit_code, "said": pushed.stdout, "log": pushed.stderr}
         found["after drivers"] = server.state()
         return found
 

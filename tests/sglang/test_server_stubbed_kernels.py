@@ -1,5 +1,6 @@
 """A running SGLang server with stubbed kernels is refitted by its URL. What is and is not real here: `conftest.py`."""
 
+import json
 import signal
 
 import pytest
@@ -43,6 +44,13 @@ def test_a_driver_killed_while_it_writes_leaves_the_server_refusing_until_the_ne
     assert served["killed"] == -signal.SIGKILL
     assert status == 503
     assert "the driver of a refit died, part way" in str(body)
+    assert served["after drivers"] == served["booted"]
+
+
+def test_push_sends_a_checkpoint_that_the_server_reads(served):
+    assert served["push"]["code"] == 0, served["push"]["log"]
+    (pushed,) = json.loads(served["push"]["said"])["servers"]
+    assert (pushed["engine"], pushed["read_by"]) == ("sglang", "server")
     assert served["after drivers"] == served["booted"]
 
 

@@ -18,8 +18,9 @@ from attempts import bad_policy
 from engines import CONFIG, PROMPTS, booted, live_bytes, make_policy, refused, settings
 from fp8refit_vllm import VllmServer
 from processes import free_port
+from typer.testing import CliRunner
 
-from fp8refit import Refitter
+from fp8refit import Refitter, cli
 from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.served import ServerDriver
 from tests.tiny_models import save_model
@@ -70,6 +71,13 @@ def try_files(server: "Server", refitter: Refitter, folder: Path) -> dict:
     server.call("observe", "scribble")
     refitter.refit(folder)
     return {"live": server.live()}
+
+
+def try_push(server: "Server", refitter: Refitter, folder: Path) -> dict:
+    """The same by the command line."""
+    server.call("observe", "scribble")
+    result = CliRunner().invoke(cli.app, ["push", str(folder), "--to", server.url, "--json"])
+    return {"live": server.live(), "code": result.exit_code, "said": result.stdout, "log": result.stderr}
 
 
 def try_collective(server: "Server", refitter: Refitter, folder: Path) -> dict:
@@ -143,6 +151,7 @@ def try_strangers(server: "Server", refitter: Refitter, folder: Path) -> dict:
 
 ATTEMPTS: dict[str, Callable[["Server", Refitter, Path], dict]] = {
     "files": try_files,
+    "push": try_push,
     "collective": try_collective,
     "meanwhile": try_meanwhile,
     "bad values": try_bad_values,

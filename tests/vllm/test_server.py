@@ -1,5 +1,6 @@
 """A running vLLM server is refitted by its URL. What is and is not real here: `conftest.py`."""
 
+import json
 import signal
 
 import pytest
@@ -33,6 +34,7 @@ def test_requests_are_answered_by_the_policy_of_the_last_refit(served):
     "attempt",
     [
         "files",
+        "push",
         "collective",
         "meanwhile",
         "bad values",
@@ -46,9 +48,15 @@ def test_the_next_refit_gives_the_same_bytes_and_answers_as_before(attempt, serv
     assert served[attempt]["healed"]
 
 
-@pytest.mark.parametrize("attempt", ["files", "collective"])
+@pytest.mark.parametrize("attempt", ["files", "push", "collective"])
 def test_files_are_read_by_the_server_and_tensors_may_be_broadcast(attempt, served):
     assert served[attempt]["live"] == served["fresh"]["live"]
+
+
+def test_push_says_what_it_did(served):
+    assert served["push"]["code"] == 0, served["push"]["log"]
+    (pushed,) = json.loads(served["push"]["said"])["servers"]
+    assert (pushed["engine"], pushed["read_by"]) == ("vllm", "server")
 
 
 def test_a_request_that_comes_meanwhile_waits_and_is_answered_by_the_new_policy(served, new):
