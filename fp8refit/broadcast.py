@@ -90,6 +90,7 @@ class Broadcast:
         self._layouts: list[EngineLayout] | None = None
         self._chosen: tuple[dict[str, TensorMeta], RefitConfig, tuple[WireTensor, ...]] | None = None
         self._sender: Sender | None = None
+        self._offered: tuple[messages.Broadcast, str] | None = None
         self._known_digest = ""
         self._source: Source | None = None
         self._refit = ""
@@ -194,7 +195,9 @@ class Broadcast:
             odd_scales=said.odd_scales,
             unfit=said.unfit,
         )
-        digest = digest_of(offer)
+        if self._offered is None or self._offered[0] != offer:
+            self._offered = offer, digest_of(offer)
+        digest = self._offered[1]
         known = {"tensors": None} if digest == self._known_digest else {}
         return offer.model_copy(update={"token": communicator.meeting.token, "digest": digest, **known})
 

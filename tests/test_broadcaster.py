@@ -34,6 +34,8 @@ from tests.fake_ranks import (
     arm,
     fail_once,
 )
+from tests.sharded_push import push_shards
+from tests.trainer_ranks import TrainerRanks
 
 TIMEOUT_S = 10.0
 
@@ -256,3 +258,12 @@ def test_a_rank_that_fails_once_while_it_fills(replicas):
         replicas.broadcaster.push(replicas.make_policy(1))
     assert replicas.states == [(True, 0)] * 4
     replicas.heals()
+
+
+def test_every_rank_of_a_trainer_pushes_its_shards_and_hears_the_same(tmp_path):
+    ranks = TrainerRanks(2, str(tmp_path / "store"))
+    try:
+        heard = ranks.run(push_shards)
+    finally:
+        ranks.close()
+    assert heard == [["pushed", "NonFiniteError", "EngineBusyError", "pushed"]] * 2

@@ -384,6 +384,7 @@ class _GlooLink:
         options.timeout = timedelta(seconds=2 * timeout_s)
         work: Work = self._group.broadcast([host], options)  # type: ignore[attr-defined]
 
+        @torch.inference_mode()
         def finish() -> None:
             work.wait()  # at once; raises what befell a peer
             if host is not buffer and self._rank:

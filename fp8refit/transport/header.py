@@ -21,6 +21,7 @@ class Status(IntEnum):
     """The trainer failed, said why in the store, and sends no more weights."""
 
 
+@torch.inference_mode()
 def write_header(bucket: Tensor, ordinal: int, status: Status) -> None:
     """Begin `bucket`, (N,) uint8 on any device."""
     packed = _FIELDS.pack(_MAGIC, ordinal, status).ljust(HEADER_BYTES, b"\0")

@@ -1,0 +1,189 @@
+"""What `run_broadcast.py` does."""
+
+import argparse
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import policies
+import torch
+import vllm
+from broadcast_observer import TIMEOUT_S, broadcast_rate
+from layout_modes import DUMMY, SHORT, settings
+from measuring import PROMPTS, log
+from vllm import LLM
+
+from fp8refit import Broadcaster, NonFiniteError, Refitter
+from fp8refit.transport.collective import Communicator
+
+NUM_ROUNDS = 7
+NUM_PUSHES = 50
+RATE_BYTES = 1 << 30
+DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
+
+
+class Ways:
+    """The same policy by every way that it can go."""
+
+    def __init__(self, llms: list[LLM]) -> None:
+        self.fp8 = Broadcaster(llms, timeout_s=TIMEOUT_S)
+        self.bf16 = Broadcaster(llms, timeout_s=TIMEOUT_S, collective={"wire": "bf16"})
+        self.pulls = [Refitter(llm, timeout_s=TIMEOUT_S) for llm in llms]
+
+    def pull(self, policy: dict) -> list:
+        """By mapped memory, one engine after another: each rank reads its own slices."""
+        return [refitter.refit(policy) for refitter in self.pulls]
+
+    def fingerprints(self) -> list[str]:
+        return self.fp8.fingerprints()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    num_gpus = torch.cuda.device_count()  # before engines are given some of them each
+    llms = [boot(args, replica) for replica in range(args.replicas)]
+    trainer = torch.device("cuda", args.replicas * args.tp)
+    assert trainer.index < num_gpus, f"{num_gpus=}"
+    torch.cuda.set_device(trainer)
+    found = {
+        "gpu": torch.cuda.get_device_name(trainer),
+        "versions": {"torch": torch.__version__, "vllm": vllm.__version__, "cuda": torch.version.cuda},
+        "nccl": list(torch.cuda.nccl.version()),
+        **measure(llms, args, trainer),
+    }
+    args.out.write_text(json.dumps(found))
+    for llm in llms:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def boot(args: argparse.Namespace, replica: int) -> LLM:
+    """An engine of noise, on GPUs of its own."""
+    model = args.work / f"dummy-{args.tp}"
+    policies.write_config(args.shape, model)
+    all_gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = all_gpus.split(",") if all_gpus else [str(index) for index in range(torch.cuda.device_count())]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[replica * args.tp : (replica + 1) * args.tp])
+    try:
+        llm = LLM(
+            **settings(
+                model,
+                tensor_parallel_size=args.tp,
+                worker_extension_cls="broadcast_observer.BroadcastObserver",
+                **DUMMY,
+            )
+        )
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if all_gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = all_gpus
+    log(f"booted replica {replica}")
+    return llm
+
+
+def measure(llms: list[LLM], args: argparse.Namespace, trainer: torch.device) -> dict:
+    policy = policies.fill_policy(policies.allocate(args.shape), 1)
+    ways = Ways(llms)
+    found: dict = {"fingerprints": compare(ways, policy), "broadcast_bytes_a_second": [], "rounds": []}
+    log("compared")
+    for _ in range(3):
+        found["broadcast_bytes_a_second"].append(measure_rate(llms, args.tp, trainer))
+    log("measured the wire")
+    for _ in range(NUM_ROUNDS):
+        found["rounds"].append(
+            {
+                "fp8": timed(ways.fp8.push, policy),
+                "bf16": timed(ways.bf16.push, policy),
+                "pull": timed(ways.pull, policy),
+            }
+        )
+    # A refit in another way leaves the group; from here on it is kept.
+    ways.fp8.push(policy)
+    found["steady"] = [timed(ways.fp8.push, policy) for _ in range(NUM_ROUNDS)]
+    found["wire_bytes"] = {
+        name: way._refitter._engine.ranks._broadcast._sender.num_bytes
+        for name, way in (("fp8", ways.fp8), ("bf16", ways.bf16))
+    }
+    log("timed")
+    found["steady_bf16"] = [timed(ways.bf16.push, policy) for _ in range(NUM_ROUNDS + 1)][1:]
+    found["load"] = push_under_load(llms, ways, policy)
+    log("pushed under load")
+    found["nan"] = push_nan(ways, policy)
+    ways.fp8.close()
+    return found
+
+
+def compare(ways: Ways, policy: dict) -> dict:
+    """Digests of what every rank holds after policy 1 and 2, by every way."""
+    found: dict = {}
+    for seed in (1, 2):
+        policies.fill_policy(policy, seed)
+        for name, way in (("pull", ways.pull), ("fp8", ways.fp8.push), ("bf16", ways.bf16.push)):
+            way(policy)
+            found[f"{name} {seed}"] = ways.fingerprints()
+    return found
+
+
+def measure_rate(llms: list[LLM], tp: int, trainer: torch.device) -> float:
+    """Bytes a second to the slowest rank, of NCCL's broadcasts alone."""
+    opened = Communicator.open(host="127.0.0.1", port=0, size=1 + tp * len(llms), backend="nccl", timeout_s=TIMEOUT_S)
+    meeting = opened.meeting.model_dump_json()
+
+    def receive(place: int) -> list[float]:
+        return llms[place].collective_rpc("observe_broadcast_rate", args=(meeting, 1 + place * tp, RATE_BYTES))
+
+    with ThreadPoolExecutor(len(llms)) as pool:
+        received = [pool.submit(receive, place) for place in range(len(llms))]
+        opened.join(trainer, timeout_s=TIMEOUT_S)
+        sent = broadcast_rate(opened, trainer, RATE_BYTES)
+        rates = [rate for future in received for rate in future.result()]
+    opened.abort()
+    return min(sent, *rates)
+
+
+def timed(push, policy: dict) -> dict:
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    report = push(policy)
+    wall_s = time.perf_counter() - start_s
+    reports = report if isinstance(report, list) else [report]
+    return {"wall_s": wall_s, "phases_s": [report.phases_s for report in reports]}
+
+
+def push_under_load(llms: list[LLM], ways: Ways, policy: dict) -> dict:
+    """Pushes and requests in turn: seconds, tokens, and memory that was free once everything was there."""
+    free, tokens, seconds = [], [], []
+    load = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    for step in range(NUM_PUSHES):
+        policies.fill_policy(policy, 1 + step % 2)
+        seconds.append(timed(ways.fp8.push, policy)["wall_s"])
+        outputs = [llm.generate(load, SHORT, use_tqdm=False) for llm in llms]
+        tokens.append([[list(one.outputs[0].token_ids) for one in of_llm] for of_llm in outputs])
+        memory = [rank["free"] for llm in llms for rank in llm.collective_rpc("observe_memory")]
+        free.append([*memory, torch.cuda.mem_get_info()[0]])
+    return {"seconds": seconds, "tokens": tokens, "free_bytes": free}
+
+
+def push_nan(ways: Ways, policy: dict) -> dict:
+    """What a NaN ends in, and whether the next push heals it."""
+    policies.fill_policy(policy, 1)
+    before = ways.fp8.push(policy) and ways.fingerprints()
+    value = policy[DOWN_PROJ][3, 5].clone()
+    policy[DOWN_PROJ][3, 5] = float("nan")
+    try:
+        ways.fp8.push(policy)
+        names: list[str] = []
+    except NonFiniteError as error:
+        names = list(error.names)
+    policy[DOWN_PROJ][3, 5] = value
+    was_dirty = ways.fp8.is_dirty
+    ways.fp8.push(policy)
+    return {"names": names, "was_dirty": was_dirty, "healed": ways.fingerprints() == before}

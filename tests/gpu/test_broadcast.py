@@ -1,0 +1,134 @@
+"""A trainer on one GPU, vLLM on others: bytes of a broadcast against those of a direct refit, its speed against the wire's.
+
+    python -m pytest tests/gpu/test_broadcast.py                  # every case that fits the GPUs of this machine
+    FP8REFIT_BROADCAST=tp1 python -m pytest tests/gpu/test_broadcast.py
+
+The wire's rate is that of NCCL's broadcasts between the same processes in the same run.
+"""
+
+import json
+import os
+import statistics
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.scripts import run_script
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.timeout(1200),
+]
+
+SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
+RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
+WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "broadcast"
+TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "420"))
+NUM_WARM_UP = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    tp: int = 1
+    replicas: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        return 1 + self.tp * self.replicas
+
+
+CASES = {"tp1": Case(), "tp2": Case(tp=2), "three-replicas": Case(replicas=3)}
+ASKED = os.environ.get("FP8REFIT_BROADCAST", ",".join(CASES)).split(",")
+RUN = [name for name, case in CASES.items() if name in ASKED and case.num_gpus <= torch.cuda.device_count()]
+
+
+@pytest.fixture(scope="module", params=RUN)
+def case(request):
+    name, case = request.param, CASES[request.param]
+    arguments = ["--shape", SHAPE, "--tp", case.tp, "--replicas", case.replicas, "--work", WORK / name]
+    found = run_script(
+        "run_broadcast.py",
+        arguments,
+        out=WORK / f"{name}.json",
+        log=RESULTS / f"broadcast-{name}.log",
+        timeout_s=TIMEOUT_S,
+        environment={"VLLM_USE_DEEP_GEMM": "0"},
+    )
+    return name, found
+
+
+def rate_of(found):
+    return statistics.median(found["broadcast_bytes_a_second"])
+
+
+def seconds_of(found, key):
+    return statistics.median(each["wall_s"] for each in found[key])
+
+
+def over_wire(found):
+    """Seconds of a push over those that its bytes take on the wire."""
+    return seconds_of(found, "steady") * rate_of(found) / found["wire_bytes"]["fp8"]
+
+
+def test_every_way_gives_the_same_bytes_on_every_rank(case):
+    name, found = case
+    digests = found["fingerprints"]
+    assert len(digests["pull 1"]) == CASES[name].tp * CASES[name].replicas
+    for seed in (1, 2):
+        assert digests[f"fp8 {seed}"] == digests[f"bf16 {seed}"] == digests[f"pull {seed}"]
+    assert digests["pull 1"] != digests["pull 2"]
+
+
+def test_a_push_takes_little_longer_than_its_bytes_on_the_wire(case):
+    _, found = case
+    assert over_wire(found) <= 1.25, found["steady"]
+
+
+def test_fp8_on_the_wire_is_faster_than_bf16(case):
+    _, found = case
+    assert seconds_of(found, "steady_bf16") / seconds_of(found, "steady") >= 1.6
+
+
+def test_pushes_between_requests_fail_none_and_grow_nothing(case):
+    _, found = case
+    load = found["load"]
+    assert len(load["seconds"]) == 50
+    assert load["tokens"][0::2] == [load["tokens"][0]] * 25
+    assert load["tokens"][1::2] == [load["tokens"][1]] * 25
+    grown = [was - left for was, left in zip(load["free_bytes"][NUM_WARM_UP], load["free_bytes"][-1], strict=True)]
+    assert max(grown) < 16 << 20
+
+
+def test_nan_is_named_and_healed(case):
+    _, found = case
+    assert found["nan"] == {"names": ["model.layers.1.mlp.down_proj.weight"], "was_dirty": True, "healed": True}
+
+
+def test_write_the_result(case):
+    name, found = case
+    result = {
+        "what": f"broadcast of {SHAPE} by NCCL to {CASES[name].replicas} vLLM engine(s) of {CASES[name].tp} rank(s)",
+        "command": f"FP8REFIT_BROADCAST={name} python -m pytest tests/gpu/test_broadcast.py",
+        "gpu": found["gpu"],
+        "versions": found["versions"] | {"nccl": ".".join(map(str, found["nccl"]))},
+        "broadcast_gb_per_s": rate_of(found) / 1e9,
+        "wire_bytes": found["wire_bytes"],
+        "seconds": {
+            "fp8": seconds_of(found, "steady"),
+            "bf16": seconds_of(found, "steady_bf16"),
+            "pull": statistics.median(each["pull"]["wall_s"] for each in found["rounds"]),
+            "fp8_on_the_wire_alone": found["wire_bytes"]["fp8"] / rate_of(found),
+        },
+        "over_wire": over_wire(found),
+        "rounds": found["rounds"],
+        "steady": found["steady"],
+        "pushes_under_load_s": found["load"]["seconds"],
+        "nan": found["nan"],
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"broadcast_{name}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
