@@ -34,6 +34,7 @@ from tests.fake_ranks import (
     arm,
     fail_once,
 )
+from tests.fake_server import URL, Running, entry_point_of
 from tests.sharded_push import push_shards
 from tests.trainer_ranks import TrainerRanks
 
@@ -258,6 +259,23 @@ def test_a_rank_that_fails_once_while_it_fills(replicas):
         replicas.broadcaster.push(replicas.make_policy(1))
     assert replicas.states == [(True, 0)] * 4
     replicas.heals()
+
+
+def test_a_server_takes_broadcasts_and_after_it_was_started_again_too(monkeypatch):
+    running = Running()
+    entry_point = entry_point_of(running)
+    monkeypatch.setattr(fp8refit.engine, "entry_points", lambda group: [entry_point])
+    broadcaster = Broadcaster([URL], timeout_s=TIMEOUT_S)
+    try:
+        for seed in (1, 2):
+            broadcaster.push(running.cluster.make_policy(seed))
+            running.cluster.assert_holds(running.cluster.make_policy(seed), version=seed)
+        running.start()
+        broadcaster.push(running.cluster.make_policy(3))
+        running.cluster.assert_holds(running.cluster.make_policy(3), version=1)
+    finally:
+        broadcaster.close()
+        running.close()
 
 
 def test_every_rank_of_a_trainer_pushes_its_shards_and_hears_the_same(tmp_path):
