@@ -32,12 +32,14 @@ class Refitter:
     """Moves one live engine from policy to policy.
 
     Args:
-        engine: A `vllm.LLM` or `AsyncLLM`, an `sglang.Engine` or `fp8refit_sglang.SglangServer`, or a transformers model made
-            block FP8 by `fp8refit_transformers.to_block_fp8`.
+        engine: A `vllm.LLM` or `AsyncLLM`, an `sglang.Engine`, a transformers model made block FP8 by
+            `fp8refit_transformers.to_block_fp8`, or a running vLLM or SGLang server: its URL, or a `VllmServer` or
+            `SglangServer` of the adapters.
         config: How to refit; or give its fields as keywords.
 
     Raises:
         UnsupportedEngineError: No installed adapter takes the engine, or it cannot be refitted; says what to set.
+        EngineLostError: Nobody answers at the URL.
 
     Example:
         >>> refitter = Refitter(llm)                            # doctest: +SKIP

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -80,6 +81,13 @@ def try_push(server: "Server", refitter: Refitter, folder: Path) -> dict:
     return {"live": server.live(), "code": result.exit_code, "said": result.stdout, "log": result.stderr}
 
 
+def try_example(server: "Server", refitter: Refitter, folder: Path) -> dict:
+    """What a user copies."""
+    script = Path(__file__).parents[2] / "examples" / "vllm_server.py"
+    result = subprocess.run([sys.executable, script, folder, server.url], capture_output=True, text=True)
+    return {"code": result.returncode, "lines": result.stdout.splitlines(), "log": result.stderr}
+
+
 def try_collective(server: "Server", refitter: Refitter, folder: Path) -> dict:
     """By a broadcast, as from another host."""
     server.call("observe", "scribble")
@@ -152,6 +160,7 @@ def try_strangers(server: "Server", refitter: Refitter, folder: Path) -> dict:
 ATTEMPTS: dict[str, Callable[["Server", Refitter, Path], dict]] = {
     "files": try_files,
     "push": try_push,
+    "example": try_example,
     "collective": try_collective,
     "meanwhile": try_meanwhile,
     "bad values": try_bad_values,

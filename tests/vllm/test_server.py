@@ -35,6 +35,7 @@ def test_requests_are_answered_by_the_policy_of_the_last_refit(served):
     [
         "files",
         "push",
+        "example",
         "collective",
         "meanwhile",
         "bad values",
@@ -57,6 +58,13 @@ def test_push_says_what_it_did(served):
     assert served["push"]["code"] == 0, served["push"]["log"]
     (pushed,) = json.loads(served["push"]["said"])["servers"]
     assert (pushed["engine"], pushed["read_by"]) == ("vllm", "server")
+
+
+def test_the_example_prints_what_every_version_says(served):
+    assert served["example"]["code"] == 0, served["example"]["log"]
+    versions = [line.partition(": rollout [")[0] for line in served["example"]["lines"]]
+    assert [version.partition(" ")[0] for version in versions] == ["version"] * 3
+    assert len(set(versions)) == 3
 
 
 def test_a_request_that_comes_meanwhile_waits_and_is_answered_by_the_new_policy(served, new):
