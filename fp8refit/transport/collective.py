@@ -268,6 +268,12 @@ class Communicator:
         if link is not None:
             link.abort()
 
+    def last_word(self) -> str:
+        """What the first member said that left the group, or nothing."""
+        with contextlib.suppress(RuntimeError):  # the store went with the trainer
+            return self._store.get(_ABORTED).decode() if self._has([_ABORTED]) else ""
+        return ""
+
     @property
     def is_joined(self) -> bool:
         """Whether it can be used."""
@@ -321,12 +327,14 @@ class _Failing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is None:
             return
+        # A connection may break before the word of the member that left it is looked for.
+        said = self._communicator.last_word() if isinstance(error, RuntimeError) else ""
         self._communicator.abort(
             f"{type(error).__name__}: {error}" if not isinstance(error, RefitError) else str(error)
         )
         if isinstance(error, _TooLateError | RuntimeError):
             raise TransportError(
-                f"the broadcast ended: {error}. A member died, or does not answer; the next refit joins anew"
+                f"the broadcast ended: {said or error}. A member died, or does not answer; the next refit joins anew"
             ) from error
 
 
