@@ -2,19 +2,23 @@
 
 What is real: SGLang's engine, tokenizer manager, scheduler processes, loaders, post-processing, torch-native attention,
 sampling, radix cache, tensor parallelism over gloo. What is not: the block-FP8 product, which is torch's (`cpu_linear.py`),
-and `sgl_kernel` and `cutlass`, stubs of which nothing runs (`stubs/`). Nothing here speaks for GPU kernels, for DeepGEMM,
-CUTLASS or FlashInfer and the layouts that they pack weights into, for CUDA graphs, for CUDA IPC, for the memory saver, for
-an FP8 KV cache, or for speed. SGLang and torchvision are installed without their dependencies, on a CPU build of a torch that
-SGLang does not pin: `requirements-*.txt` are what they need here.
+and `sgl_kernel` and `cutlass`, stubs of which nothing runs (`stubs/`). Scheduler processes are forks of one that has imported
+SGLang, but for those that `run_engine.SPAWNED` names, and those of the server, which begin as SGLang has it. Nothing here
+speaks for GPU kernels, for DeepGEMM, CUTLASS or FlashInfer and the layouts that they pack weights into, for CUDA graphs, for
+CUDA IPC, for the memory saver, for an FP8 KV cache, or for speed. SGLang and torchvision are installed without their
+dependencies, on a CPU build of a torch that SGLang does not pin: `requirements-*.txt` are what they need here.
 """
 
 import importlib.util
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from tests.sglang.processes import HERE, run_scenario
+from tests.vllm.processes import ProcessFailure, Starter, run_scenario
+
+HERE = Path(__file__).parent
 
 PLUGIN = "fp8refit_cpu_kernel"
 """Name of the tests' own plugin for SGLang, `cpu_plugin.py`."""
@@ -44,12 +48,25 @@ def environment(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def run_engine(environment, tmp_path_factory):
+def starter(environment, tmp_path_factory):
+    """Of every scenario's processes."""
+    modules = ["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler"]
+    starter = Starter(modules, environment, tmp_path_factory.mktemp("starter"))
+    yield starter
+    starter.close()
+
+
+@pytest.fixture(scope="session")
+def run_engine(starter, tmp_path_factory):
     """Run one scenario of `run_engine.py` in its own process and give what it found."""
     folder = tmp_path_factory.mktemp("scenarios")
 
     def run(name, **arguments):
-        return run_scenario(name, arguments | {"work": folder}, environment, folder, timeout_s=TIMEOUT_S)
+        outcome = run_scenario(starter, name, arguments | {"work": folder}, folder, timeout_s=TIMEOUT_S)
+        if outcome.left:
+            raise ProcessFailure(f"{name}: its engines outlived it: {outcome.left}")
+        (found,) = outcome.drivers
+        return found
 
     return run
 

@@ -1,9 +1,11 @@
 """What vLLM's plugin mechanism loads in every process of a test's engine: the CPU kernel, and a way to look at a worker.
 
 `conftest.py` makes the entry point. `FP8REFIT_TEST_KERNEL` names the kernel; without it nothing is registered.
+`FP8REFIT_TEST_START_METHOD` says how an engine's processes begin: as forks, as on a GPU, unless it is `spawn`.
 """
 
 import os
+import time
 
 
 def register() -> None:
@@ -14,9 +16,19 @@ def register() -> None:
     import torch
     from faults import raise_in_worker
     from observer import observe
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.worker_base import WorkerBase
 
     torch.compiler.set_stance("force_eager")  # as `run_engine.py` says
     cpu_kernel.register(kind)
     WorkerBase.observe = observe
     WorkerBase.raise_in_worker = raise_in_worker
+    shm_broadcast.sched_yield = lambda: time.sleep(5e-4)  # who waits for a message leaves the core to who makes it
+    check_and_update_config = CpuPlatform.check_and_update_config
+
+    def check_and_choose_start_method(config) -> None:
+        check_and_update_config(config)  # which always chooses `spawn`; importing vLLM takes longer than a tiny boot
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = os.environ.get("FP8REFIT_TEST_START_METHOD", "fork")
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_choose_start_method)

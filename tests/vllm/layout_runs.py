@@ -27,6 +27,7 @@ class Case:
     fresh_ending: str
     num_drivers: int = 1
     is_core_in_process: bool = False
+    start_method: str = "fork"
     fresh_environment: tuple[tuple[str, str], ...] = ()
     fresh_options: tuple[tuple[str, Any], ...] = ()
 
@@ -41,6 +42,7 @@ CASES = {
         ending="worker killed while idle",
         fresh_ending="refused",
         fresh_environment=NO_PLUGIN,
+        start_method="spawn",
     ),
     "tensor parallel": Case(
         family="qwen2_wide",
@@ -121,7 +123,10 @@ class LayoutRuns:
     ) -> Outcome | ProcessFailure:
         case = CASES[layout]
         arguments |= {"layout": layout, "family": case.family, "kernel": case.kernel, "work": self._folder}
-        environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not case.is_core_in_process))}
+        environment = environment | {
+            "FP8REFIT_TEST_START_METHOD": case.start_method,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not case.is_core_in_process)),
+        }
         try:
             return run_scenario(
                 self._starter,

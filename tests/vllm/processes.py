@@ -67,13 +67,19 @@ class Run:
 
 
 class Starter:
-    """A process that has imported vLLM, `start_scenarios.py`, and forks one of its kind for every scenario."""
+    """A process that has imported an engine, `start_scenarios.py`, and forks one of its kind for every scenario.
 
-    def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
+    Args:
+        modules: What scenarios import when an engine boots.
+        environment: Of all processes.
+        folder: For its log.
+    """
+
+    def __init__(self, modules: Collection[str], environment: Mapping[str, str], folder: Path) -> None:
         self._errors = folder / "starter.err"
         with open(self._errors, "w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, HERE / "start_scenarios.py"],
+                [sys.executable, "-P", HERE.parent / "start_scenarios.py", *modules],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -35,6 +35,7 @@ from layouts import run_fresh_layout, run_layout
 from live_engine import run_live
 from lora import run_fresh_lora, run_lora
 from served import run_served
+from vllm.model_executor.models import registry
 
 from fp8refit import Refitter
 from fp8refit.bench import RefitBenchConfig, run_refit_bench
@@ -183,6 +184,7 @@ TAKE_NOTES = ("layout", "fresh layout")
 
 def main(scenario: Path, result: Path) -> None:
     torch.compiler.set_stance("force_eager")
+    registry._run_in_subprocess = lambda look: look()  # for the sake of CUDA; each would import vLLM
     faulthandler.dump_traceback_later(100)  # into the log: what hangs is ended soon after
     asked = json.loads(scenario.read_text())
 

@@ -1,10 +1,13 @@
 """A process that imports what scenarios import, once, and forks itself for each: an import takes longer than a tiny boot.
 
+python -P start_scenarios.py MODULE...      `run_engine.py` of the engine's folder is imported, and these modules
+
 It never boots an engine. Requests and answers are lines of JSON on its standard input and output; `processes.Starter` asks.
-Spawned processes of engines read this file too, as multiprocessing's main module: it imports nothing of vLLM at its top.
+Spawned processes of engines read this file too, as multiprocessing's main module: it imports no engine at its top.
 """
 
 import gc
+import importlib
 import json
 import os
 import sys
@@ -14,10 +17,11 @@ from pathlib import Path
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
-    import run_engine
-    import vllm.v1.worker.cpu_worker  # noqa: F401 - what an engine in this process imports when it boots
-
-    gc.freeze()  # what is here for good; vLLM collects garbage several times a boot
+    run_engine, torch, *_ = map(importlib.import_module, ["run_engine", "torch", *sys.argv[1:]])
+    # Else threads of a fork, as loaders have them, would race to make torch's pool of threads anew.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+    gc.freeze()  # what is here for good; engines collect garbage several times a boot,
+    gc.unfreeze = lambda: None  # and vLLM has all of it looked at again when it shuts one down
     for line in sys.stdin:
         request = json.loads(line)
         if "ended" in request:
