@@ -27,7 +27,7 @@ CONFIG = FP8_CONFIG | {"modules_to_not_convert": [*FP8_CONFIG["modules_to_not_co
 KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 PROMPTS = [[(31 * i + 7 * j) % 256 for j in range(length)] for i, length in enumerate((24, 40, 200))]
 """The last is longer than one block of the prefix cache, which is 128 tokens on a CPU."""
-SAMPLING = SamplingParams(max_tokens=12, temperature=0, logprobs=4, detokenize=False, ignore_eos=True)
+SAMPLING = SamplingParams(max_tokens=6, temperature=0, logprobs=4, detokenize=False, ignore_eos=True)
 
 
 def settings(model: Path) -> dict:

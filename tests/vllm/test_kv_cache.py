@@ -229,7 +229,7 @@ def test_an_engine_with_unfinished_requests_is_not_calibrated(found):
     busy = found["busy"]
     assert busy["refused"]["error"] == "EngineBusyError"
     assert busy["untouched"] and not busy["dirty"]
-    assert busy["finished"] == 12
+    assert busy["finished"] == 6
 
 
 @pytest.mark.parametrize("kind", FAILURES)
