@@ -4,6 +4,7 @@ Without a GPU the Triton kernels run in Triton's CPU interpreter. Triton reads t
 the kernels are imported here, before a test module can import Triton otherwise; subprocesses do not inherit it.
 """
 
+import gc
 from contextlib import suppress
 
 import pytest
@@ -15,6 +16,16 @@ if not torch.cuda.is_available():
     with pytest.MonkeyPatch.context() as patch, suppress(ImportError):
         patch.setenv("TRITON_INTERPRET", "1")
         import fp8refit.kernels.triton_table  # noqa: F401
+
+
+def pytest_collection_finish():
+    """What was imported is here for good: tests that collect garbage need not go through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -55,7 +55,9 @@ def test_an_adapter_that_keeps_its_promises_passes(check, subject):
 
 @pytest.fixture(scope="module")
 def asynchronous():
-    with under_test(Broken(check="", message="", engine=AsynchronousEngine, subject=AsynchronousSubject)) as subject:
+    broken = Broken(check="", message="", engine=AsynchronousEngine, subject=AsynchronousSubject)
+    with under_test(broken) as subject, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fp8refit.testing.threads.OTHER_THREAD_S", 0.5)  # of a request that waits nothing else is seen
         yield subject
         subject.stop()
 

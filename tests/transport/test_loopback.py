@@ -148,7 +148,7 @@ def test_a_rank_that_its_driver_does_not_wait_for_hears_so(switchboard):
     async def talk():
         with pytest.raises(EngineLostError, match="did not answer"):
             await switchboard.ask("hello", ranks.ring, timeout_s=0.2)
-        line = await asyncio.to_thread(Line, switchboard.address, 0, timeout_s=5)
+        line = await asyncio.to_thread(Line, switchboard.address, 0, timeout_s=1)
         switchboard.close()
         with pytest.raises(RankFailedError, match=r"hung up|says nothing"):
             await asyncio.to_thread(line.hear)
