@@ -3,12 +3,15 @@
 - `nox -s demo`: the main job on the embedded default: no GPU, no download
 - `nox -s tests`: core and transformers, then real vLLM, then real SGLang with stubbed kernels, on the CPU
 - `nox -s lint types`
+
+`-j 2` runs two sessions at once: most tests of engines are one process that works, or several that wait for each other.
 """
 
 import nox
 
 nox.options.sessions = ["lint", "types", "tests"]
 nox.options.stop_on_first_error = False
+nox.options.allow_parallel = True
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = "torch==2.13.0"
@@ -31,13 +34,16 @@ def demo(session: nox.Session) -> None:
     session.run("fp8refit", "demo", *session.posargs, env=ENVIRONMENT)
 
 
-@nox.session
+@nox.session(requires=["tests_core", "tests_vllm", "tests_sglang"], venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Core and transformers here; then every engine that runs on a CPU, each in its own environment."""
+    """Core and transformers, and every engine that runs on a CPU, each in its own environment."""
+
+
+@nox.session
+def tests_core(session: nox.Session) -> None:
+    """Core and transformers."""
     session.install(TORCH, "-e", ".[demo]", *group("test"))
     session.run("pytest", "-n", "2", "-m", "not gpu and not vllm and not sglang", *session.posargs, env=ENVIRONMENT)
-    session.notify("tests_vllm")
-    session.notify("tests_sglang")
 
 
 @nox.session
