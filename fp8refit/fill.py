@@ -17,6 +17,7 @@ from fp8refit.guard import LayoutGuard
 from fp8refit.kernels import Task, WorkTable, compile_table
 from fp8refit.kernels.table import fits_scale_format, have_layouts, source_layout
 from fp8refit.plan import RefitPlan, Step
+from fp8refit.rows import cut_to_run, rows_of
 from fp8refit.shards import BLOCK_ROWS
 from fp8refit.slots import Op, ScaleFormat, Slot
 from fp8refit.sources import MappingSource
@@ -182,17 +183,9 @@ class StreamFill:
 
     def add_rows(self, step: Step, rows: Tensor, first_row: int) -> None:
         """Stage what `step` reads of some rows of its tensor, `first_row` the first of them. See `can_be_cut`."""
-        task = bind(step, self._slots[step.slot], rows, self._config)
-        if step.select:
-            expert = step.select[0] - first_row
-            if 0 <= expert < rows.shape[0]:
-                self._stage(step.source, replace(task, select=(expert, *step.select[1:])), is_stable=False)
-            return
-        start = max(first_row - step.offset[0], 0)
-        count = min(first_row + rows.shape[0] - step.offset[0], step.shape[0]) - start
-        if count > 0:
-            offset = (step.offset[0] + start - first_row, *step.offset[1:])
-            self._stage(step.source, replace(_rows_of(task, start, count), offset=offset), is_stable=False)
+        task = cut_to_run(bind(step, self._slots[step.slot], rows, self._config), first_row, rows.shape[0])
+        if task is not None:
+            self._stage(step.source, task, is_stable=False)
 
     def can_be_cut(self, step: Step) -> bool:
         """Whether `step` can be done with blocks of rows of its tensor, cut at multiples of `BLOCK_ROWS`."""
@@ -286,16 +279,7 @@ def _split(task: Task, num_bytes: int) -> Iterator[Task]:
     step = task.block_size[0] if task.op is Op.QUANTIZE else 1
     rows = max(num_bytes // row_bytes // step, 1) * step
     for start in range(0, length, rows):
-        yield _rows_of(task, start, min(rows, length - start))
-
-
-def _rows_of(task: Task, start: int, count: int) -> Task:
-    """The part of a task that writes `count` rows of its target from `start` on."""
-    scale = task.scale
-    if scale is not None:
-        scale = scale.narrow(0, start // task.block_size[0], -(-count // task.block_size[0]))
-    offset = (task.offset[0] + start, *task.offset[1:])
-    return replace(task, offset=offset, target=task.target.narrow(0, start, count), scale=scale)
+        yield rows_of(task, start, min(rows, length - start))
 
 
 def _places(sources: Sequence[str]) -> list[int]:

@@ -4,7 +4,6 @@ So a bucket's table is compiled once and replayed, and no address in it changes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +12,8 @@ from fp8refit.config import RefitConfig
 from fp8refit.fill import bind
 from fp8refit.kernels import Task, WorkTable, compile_table
 from fp8refit.plan import RefitPlan, Step
-from fp8refit.slots import Op, Slot, TensorMeta
+from fp8refit.rows import cut_to_run
+from fp8refit.slots import Slot, TensorMeta
 from fp8refit.sources import PushedSource
 from fp8refit.transport.buckets import BucketLayout, Part
 
@@ -109,25 +109,7 @@ class ReceivedFill:
 
 
 def _cut(task: Task, part: Part) -> Task | None:
-    """What of a task can be done with some rows of its source; None if nothing. The task's source is those rows already."""
+    """What of a task can be done with a part of a bucket; None if nothing. The task's source is the part already."""
     if not part.shape or not task.target.ndim:
         return task
-    first, end = part.first_row, part.first_row + part.shape[0]
-    if task.select:
-        index = task.select[0]
-        return replace(task, select=(index - first, *task.select[1:])) if first <= index < end else None
-    start, length = task.offset[0], task.target.shape[0]
-    low, high = max(start, first), min(start + length, end)
-    if low >= high:
-        return None
-    scale = task.scale
-    if task.op is Op.QUANTIZE and scale is not None:
-        block = task.block_size[0]
-        assert (low - start) % block == 0, f"{part.name=} {start=} {low=}"
-        scale = scale.narrow(0, (low - start) // block, -(-(high - low) // block))
-    return replace(
-        task,
-        offset=(low - first, *task.offset[1:]),
-        target=task.target.narrow(0, low - start, high - low),
-        scale=scale,
-    )
+    return cut_to_run(task, part.first_row, part.shape[0])
