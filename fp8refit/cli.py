@@ -146,6 +146,16 @@ def quantize(
 def push(
     checkpoint: Annotated[Path, typer.Argument(exists=True, help="Safetensors file or folder.")],
     to: Annotated[list[str], typer.Option(help="URL of a running server; again for each replica.")],
+    transport: Annotated[
+        str,
+        typer.Option(
+            help="auto: every server by itself, from files that it sees or this process's memory. collective: one broadcast to "
+            "all servers, which commit together or not at all."
+        ),
+    ] = RefitConfig().transport,
+    host: Annotated[
+        str | None, typer.Option(help="For a broadcast to other hosts: address of this one that servers can reach.")
+    ] = None,
     in_flight: Annotated[
         str, typer.Option(help="What becomes of requests that run: wait, abort or keep.")
     ] = RefitConfig().in_flight,
@@ -160,10 +170,15 @@ def push(
     """
     from fp8refit.push import push_checkpoint
 
+    if host is not None and transport != "collective":
+        raise typer.BadParameter("is for --transport collective", param_hint="--host")
+    chosen = {"transport": transport, "collective": {} if host is None else {"host": host}, "in_flight": in_flight}
     try:
-        config = RefitConfig(in_flight=in_flight, timeout_s=timeout_s)  # type: ignore[arg-type]
+        config = RefitConfig.model_validate(chosen | {"timeout_s": timeout_s})
     except ValidationError as error:
-        raise typer.BadParameter(f"{in_flight!r} is not wait, abort or keep", param_hint="--in-flight") from error
+        problem = error.errors()[0]
+        option = str(problem["loc"][-1]).replace("_", "-")
+        raise typer.BadParameter(f"{problem['input']!r}: {problem['msg']}", param_hint=f"--{option}") from error
     with _push_progress(to) as on_progress:
         result = push_checkpoint(checkpoint, to, config, on_progress=on_progress)
     if as_json:
@@ -466,7 +481,7 @@ def _show_push(result: "PushResult") -> None:
     table = Table("server", "engine", "version", "read by", title=result.checkpoint)
     table.add_column("seconds", justify="right")
     for pushed in result.servers:
-        version = str(pushed.report.version) if pushed.report is not None else "failed"
+        version = str(pushed.report.version) if pushed.report is not None else "dirty" if pushed.is_dirty else "failed"
         table.add_row(escape(pushed.url), pushed.engine, version, pushed.read_by, f"{pushed.seconds:.2f}")
     Console().print(table)
     for pushed in result.failed:

@@ -1,7 +1,10 @@
-"""A checkpoint sent into running servers, for the command line: each reads it itself where it can; else it is read here."""
+"""A checkpoint sent into running servers, for the command line.
+
+Apart: each server reads it itself where it can; else it is read here. Together: it is read here and broadcast to all of them.
+"""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
@@ -11,12 +14,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from fp8refit.config import RefitConfig
+from fp8refit.broadcaster import Broadcaster
+from fp8refit.config import RefitConfig, Transport
 from fp8refit.engine import connect
 from fp8refit.errors import RefitError
 from fp8refit.refitter import Refitter
 from fp8refit.report import RefitReport
-from fp8refit.served import as_stream
+from fp8refit.slots import TensorMeta
 from fp8refit.sources import SafetensorsSource
 from fp8refit.transport.http import Server
 
@@ -35,8 +39,11 @@ class Pushed(BaseModel):
     """Who read the checkpoint: the server's own ranks, or this process, which handed it over."""
     seconds: float
     report: RefitReport | None = None
+    """After a broadcast, of all servers as one."""
     error: str | None = None
     """Why there is no report."""
+    is_dirty: bool = False
+    """Whether requests are refused, as far as was heard: the server was written in part, or is lost."""
 
 
 class PushResult(BaseModel):
@@ -46,6 +53,8 @@ class PushResult(BaseModel):
 
     checkpoint: str
     num_bytes: int
+    transport: Transport
+    """`collective` if all servers were to commit together, or none."""
     servers: tuple[Pushed, ...]
 
     @property
@@ -57,7 +66,10 @@ class PushResult(BaseModel):
 def push_checkpoint(
     checkpoint: Path, urls: Sequence[str], config: RefitConfig, *, on_progress: OnProgress = lambda *_: None
 ) -> PushResult:
-    """Refit every server to a checkpoint, all at once. Each takes it wholly or not at all; what failed is in the result.
+    """Refit every server to a checkpoint, all at once. What failed is in the result.
+
+    Each takes it wholly or not at all, whatever becomes of the others; with `config.transport="collective"` all of them do, or
+    none does.
 
     Args:
         checkpoint: A safetensors file or folder.
@@ -71,34 +83,64 @@ def push_checkpoint(
         UnsupportedEngineError: A server is none that can be refitted. Nothing was sent to any.
     """
     source = SafetensorsSource(checkpoint.resolve())
-    num_bytes = sum(prod(meta.shape) * meta.dtype.itemsize for meta in source.metadata.values())
     servers = [connect(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+    push = _push_together if config.transport == "collective" else _push_apart
+    return PushResult(
+        checkpoint=str(checkpoint),
+        num_bytes=_num_bytes(source),
+        transport=config.transport,
+        servers=tuple(push(source, servers, config, on_progress)),
+    )
+
+
+def _push_together(
+    source: SafetensorsSource, servers: Sequence[Server], config: RefitConfig, on_progress: OnProgress
+) -> Iterator[Pushed]:
+    def on_read(done: int, total: int) -> None:
+        for server in servers:
+            on_progress(server.url, done, total)
+
+    start_s, report, error = time.perf_counter(), None, None
+    broadcaster = Broadcaster(servers, config=config)
+    try:
+        with broadcaster:
+            report = broadcaster.push(_Counted(source, on_read))
+    except RefitError as failure:
+        error = _describe(failure)
+    seconds = time.perf_counter() - start_s
+    for server in servers:
+        yield Pushed(
+            url=server.url,
+            engine=server.engine,
+            read_by="driver",
+            seconds=seconds,
+            report=report,
+            error=error,
+            is_dirty=broadcaster.is_dirty,
+        )
+
+
+def _push_apart(
+    source: SafetensorsSource, servers: Sequence[Server], config: RefitConfig, on_progress: OnProgress
+) -> Iterable[Pushed]:
     refitters = [Refitter(server, config) for server in servers]
-
-    def push(server: Server, refitter: Refitter) -> Pushed:
-        return _push(source, num_bytes, server, refitter, on_progress)
-
     with ThreadPoolExecutor(len(servers)) as pool:
-        pushed = tuple(pool.map(push, servers, refitters))
-    return PushResult(checkpoint=str(checkpoint), num_bytes=num_bytes, servers=pushed)
+        return list(pool.map(lambda server, refitter: _push(source, server, refitter, on_progress), servers, refitters))
 
 
-def _push(
-    source: SafetensorsSource, num_bytes: int, server: Server, refitter: Refitter, on_progress: OnProgress
-) -> Pushed:
-    start_s = time.perf_counter()
+def _push(source: SafetensorsSource, server: Server, refitter: Refitter, on_progress: OnProgress) -> Pushed:
+    start_s, num_bytes = time.perf_counter(), _num_bytes(source)
     is_seen, report, error = True, None, None
     try:
         is_seen = server.sees(str(source.path))
         if is_seen or not server.is_here:
             report = refitter.refit(source.path)
         else:
-            on_read = partial(on_progress, server.url)
-            report = refitter.refit(lambda: _counted(source, num_bytes, on_read), manifest=source.metadata)
+            report = refitter.refit(_Counted(source, partial(on_progress, server.url)))
         refitter.close()
         on_progress(server.url, num_bytes, num_bytes)
     except RefitError as failure:
-        error = f"{type(failure).__name__}: {failure}"
+        error = _describe(failure)
     return Pushed(
         url=server.url,
         engine=server.engine,
@@ -106,15 +148,40 @@ def _push(
         seconds=time.perf_counter() - start_s,
         report=report,
         error=error,
+        is_dirty=refitter.is_dirty,
     )
 
 
-def _counted(
-    source: SafetensorsSource, num_bytes: int, on_read: Callable[[int, int], None]
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor; tells after each how many bytes there were so far."""
-    done = 0
-    for name, tensor in as_stream(source):
-        done += tensor.nbytes
-        yield name, tensor
-        on_read(done, num_bytes)
+class _Counted:
+    """A checkpoint that tells, after each tensor that is read, how many bytes there were so far, and in all."""
+
+    is_repeatable = True
+
+    def __init__(self, files: SafetensorsSource, on_read: Callable[[int, int], None]) -> None:
+        self._files, self._on_read = files, on_read
+        self._num_bytes = _num_bytes(files)
+
+    def scan(self) -> tuple[Mapping[str, TensorMeta], Sequence[str]]:
+        """See `fp8refit.sources.Source`."""
+        return self._files.scan()
+
+    def pick(self, names: Iterable[str]) -> Mapping[str, Tensor]:
+        """See `fp8refit.sources.RandomAccess`."""
+        return self._files.pick(names)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """See `fp8refit.sources.Source`."""
+        done = 0
+        for name, tensor in self._files:
+            done += tensor.nbytes
+            yield name, tensor
+            self._on_read(done, self._num_bytes)
+
+
+def _num_bytes(source: SafetensorsSource) -> int:
+    return sum(prod(meta.shape) * meta.dtype.itemsize for meta in source.metadata.values())
+
+
+def _describe(error: RefitError) -> str:
+    """Which error, what it says, and which server it comes from."""
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])

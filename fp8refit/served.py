@@ -4,12 +4,13 @@ Its control plane, the channel to its ranks, and ranks that are found again when
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
 from fp8refit.config import KvOrder, RefitConfig
-from fp8refit.errors import InvalidSourceError, TransportError
+from fp8refit.errors import InvalidSourceError, RefitError, TransportError
 from fp8refit.remote import GRACE_S, RemoteRanks
 from fp8refit.sources import SafetensorsSource, Source, StreamSource
 from fp8refit.transport import messages
@@ -83,7 +84,18 @@ class ServerDriver:
 
     async def _post(self, order: AnyOrder, timeout_s: float | None = None) -> Answer:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return await self._do(partial(self.server.post, order, timeout_s=timeout_s + GRACE_S))
+        with self.named():
+            return await self._do(partial(self.server.post, order, timeout_s=timeout_s + GRACE_S))
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Note on an error which server it comes from: it may be one of several."""
+        try:
+            yield
+        except RefitError as error:
+            if self.server.url not in str(error):
+                error.add_note(f"from the server at {self.server.url}")
+            raise
 
     async def _do(self, step: Callable[[], T]) -> T:
         """In a thread of its own if others run in this one's loop; otherwise without ever suspending."""
@@ -106,7 +118,29 @@ class ServedRanks(RemoteRanks):
         if server != self._driver.greeted or self._lost_because is not None:
             self._start_over()
             self._driver.greeted = server
+        self._check_can_be_met()
         await super()._meet()
+
+    def _check_can_be_met(self) -> None:
+        """Hold that a broadcast is not offered on this host's loopback address to a server elsewhere, by default.
+
+        Raises:
+            TransportError: It would be.
+        """
+        server, collective = self._driver.server, self._config.collective
+        if self._config.transport == "collective" and not server.is_here and "host" not in collective.model_fields_set:
+            raise TransportError(
+                f"the server at {server.url} runs on another host than this process, or in another container, and meets it at "
+                f'no loopback address: name an address of this host that it can reach, collective={{"host": ADDRESS}}, or '
+                "--host"
+            )
+
+    async def prepare_offered(
+        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None
+    ) -> None:
+        """See `fp8refit.broadcast.Audience`."""
+        with self._driver.named():
+            await super().prepare_offered(offer, config, refit=refit, kv=kv)
 
     def _start_over(self) -> None:
         """Forget a server that is gone: another one answers in its place."""

@@ -3,13 +3,16 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from fp8refit import cli
-from fp8refit.errors import EngineLostError
+from fp8refit import RefitConfig, cli
+from fp8refit.errors import EngineBusyError, EngineLostError
+from fp8refit.push import push_checkpoint
 from fp8refit.transport import clerk
-from tests.fake_ranks import NORM
+from fp8refit.transport.orders import Place
+from tests.fake_ranks import NORM, Q_PROJ, arm
 from tests.fake_server import URL, Running, entry_point_of
 
 OTHER = "http://fake:2"
@@ -116,7 +119,113 @@ def test_what_is_no_checkpoint_is_refused(running, tmp_path):
     assert running.events == []
 
 
-def test_in_flight_is_one_of_three(running, checkpoint):
-    result = push(checkpoint, "--to", URL, "--in-flight", "drop")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--in-flight", "drop"], "--in-flight: 'drop': Input should be 'wait', 'abort' or 'keep'"),
+        (["--transport", "pigeon"], "--transport: 'pigeon': Input should be 'auto' or 'collective'"),
+        (["--host", "10.0.0.1"], "--host: is for --transport collective"),
+        (["--transport", "collective", "--host", 300 * "a"], "at most 255 characters"),
+    ],
+)
+def test_options_that_are_none_are_refused(options, said, running, checkpoint):
+    result = push(checkpoint, "--to", URL, *options)
     assert result.exit_code == 2
-    assert "wait, abort or keep" in result.stderr
+    assert said in result.stderr
+    assert running.events == []
+
+
+# All or none.
+
+
+def push_together(checkpoint, *options):
+    return push(checkpoint, "--to", URL, "--to", OTHER, "--transport", "collective", "--timeout-s", "10", *options)
+
+
+def test_replicas_that_see_no_file_take_one_broadcast_together(running, replica, policy, checkpoint, monkeypatch):
+    monkeypatch.setattr(clerk, "can_read", lambda path: False)
+    result = push_together(checkpoint, "--json")
+    assert result.exit_code == 0, result.stderr
+    said = json.loads(result.stdout)
+    assert said["transport"] == "collective"
+    assert [(each["url"], each["read_by"], each["report"]["version"]) for each in said["servers"]] == [
+        (URL, "driver", 1),
+        (OTHER, "driver", 1),
+    ]
+    for each in (running, replica):
+        each.cluster.assert_holds(policy, version=1)
+        assert "take" in each.controls.channel.steps
+
+
+def test_servers_on_other_hosts_are_told_where_to_meet(running, replica, policy, checkpoint):
+    replica.clerk._place = Place(boot_id="another host", pid_namespace=1)
+    result = push_together(checkpoint)
+    assert result.exit_code == cli.EXIT_REFUSED
+    assert f"the server at {OTHER} runs on another host" in result.stderr
+    assert "--host" in result.stderr
+    assert running.events == replica.events == []
+    assert push_together(checkpoint, "--host", "127.0.0.1").exit_code == 0
+    replica.cluster.assert_holds(policy, version=1)
+
+
+def fail_to_pause(replica):
+    async def pause(config):
+        raise EngineBusyError("requests still run")
+
+    replica.controls.pause = pause
+
+
+def fail_to_prepare(replica):
+    arm(replica.cluster.targets[1], "prepared", RuntimeError("injected"))
+
+
+@pytest.mark.parametrize(
+    ("fail", "said"), [(fail_to_pause, "requests still run"), (fail_to_prepare, "RuntimeError: injected")]
+)
+def test_one_that_refuses_is_named_and_leaves_the_others_as_they_were(fail, said, running, replica, checkpoint):
+    assert push_together(checkpoint).exit_code == 0
+    before = [each.cluster.live_bytes() for each in (running, replica)]
+    fail(replica)
+    result = push_together(checkpoint)
+    assert result.exit_code == cli.EXIT_REFUSED
+    for url in (URL, OTHER):
+        (line,) = [line for line in result.stderr.splitlines() if line.startswith(f"{url}: ")]
+        assert said in line
+        assert line.endswith(f"; from the server at {OTHER}")
+    assert [each.cluster.live_bytes() for each in (running, replica)] == before
+    assert running.cluster.states == replica.cluster.states == [(False, 1)] * 2
+    assert running.events[-1] == "resume"
+
+
+def test_an_error_in_mid_transfer_leaves_all_refusing_and_the_next_push_heals(
+    running, replica, policy, checkpoint, tmp_path
+):
+    bad = tmp_path / "bad.safetensors"
+    save_file(policy | {Q_PROJ: torch.full_like(policy[Q_PROJ], torch.nan)}, bad)
+    result = push_together(bad, "--json")
+    assert result.exit_code == cli.EXIT_REFUSED
+    assert [(each["report"], each["is_dirty"]) for each in json.loads(result.stdout)["servers"]] == [(None, True)] * 2
+    for each in (running, replica):
+        assert each.cluster.states == [(True, 0)] * 2
+        assert each.events[-1].startswith("refuse: ")
+    bad.unlink()
+    assert push_together(checkpoint).exit_code == 0
+    for each in (running, replica):
+        each.cluster.assert_holds(policy, version=1)
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+def test_progress_counts_bytes_that_are_read(transport, running, replica, policy, checkpoint, monkeypatch):
+    monkeypatch.setattr(clerk, "can_read", lambda path: False)
+    seen = {URL: [], OTHER: []}
+    push_checkpoint(
+        checkpoint,
+        [URL, OTHER],
+        RefitConfig(transport=transport),
+        on_progress=lambda url, done, total: seen[url].append((done, total)),
+    )
+    num_bytes = sum(tensor.nbytes for tensor in policy.values())
+    for steps in seen.values():
+        assert steps == sorted(steps)
+        assert len({done for done, _ in steps}) == len(policy)
+        assert steps[-1] == (num_bytes, num_bytes)
