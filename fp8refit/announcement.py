@@ -12,6 +12,7 @@ from fp8refit.errors import InvalidSourceError, NonFiniteError
 from fp8refit.fill import scale_problem
 from fp8refit.kernels import fits_scale_format
 from fp8refit.names import is_kv_scale
+from fp8refit.pieces import in_pieces
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, TensorMeta
 from fp8refit.sources import RandomAccess, Source, check_can_be_read_twice
 
@@ -44,7 +45,9 @@ def announce(source: Source, config: RefitConfig) -> Announcement | None:
     odd_scales: list[str] = []
     may_refuse = source.is_repeatable and config.on_scale_mismatch == "refuse"
     if may_refuse and any(meta.dtype is FP8_DTYPE for meta in metadata.values()):
-        odd_scales = [name for name, tensor in source if name.endswith(SCALE_SUFFIX) and _is_odd(tensor)]
+        pieces = in_pieces(source, config.bucket_bytes)
+        odd = {piece.name for piece in pieces if piece.name.endswith(SCALE_SUFFIX) and _is_odd(piece.tensor)}
+        odd_scales = sorted(odd)
     unfit: dict[str, str] = {}
     if isinstance(source, RandomAccess):
         scales = source.pick(name for name, meta in metadata.items() if is_kv_scale(name) and meta.shape in ((), (1,)))
@@ -60,7 +63,8 @@ def _look_for_bad_values(source: Source, config: RefitConfig) -> None:
         InvalidSourceError: The source can be read only once, or holds scales that fit no slot.
     """
     check_can_be_read_twice(source)
-    names = sorted(name for name, tensor in source if _has_bad_value(name, tensor, config))
+    pieces = in_pieces(source, config.bucket_bytes)
+    names = sorted({piece.name for piece in pieces if _has_bad_value(piece.name, piece.tensor, config)})
     if names and all(name.endswith(SCALE_SUFFIX) for name in names):
         raise InvalidSourceError([scale_problem(name, ScaleFormat.FP32) for name in names])
     if names:

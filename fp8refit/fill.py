@@ -17,8 +17,7 @@ from fp8refit.guard import LayoutGuard
 from fp8refit.kernels import Task, WorkTable, compile_table
 from fp8refit.kernels.table import fits_scale_format, have_layouts, source_layout
 from fp8refit.plan import RefitPlan, Step
-from fp8refit.rows import cut_to_run, rows_of
-from fp8refit.shards import BLOCK_ROWS
+from fp8refit.rows import Seams, cut_to_run, rows_of
 from fp8refit.slots import Op, ScaleFormat, Slot
 from fp8refit.sources import MappingSource
 
@@ -164,7 +163,8 @@ class StreamFill:
     """Steps filled from tensors that arrive one after another, through two buckets.
 
     Peak memory: two buckets on the engine's device and, for a GPU, two of pinned host memory. A bucket is
-    `config.bucket_bytes`, or one row of blocks of the widest tensor if that is more.
+    `config.bucket_bytes`, or one row of blocks of the widest tensor if that is more. A tensor that comes in runs of rows
+    which cut its blocks takes one row of blocks more.
     """
 
     def __init__(self, slots: Sequence[Slot], device: torch.device, config: RefitConfig, *, write: bool = True) -> None:
@@ -174,6 +174,7 @@ class StreamFill:
         self._check = config.validate_values != "off"
         num_bytes = max([config.bucket_bytes, *(_least_bytes(slot) for slot in slots)])
         self._buckets = [_Bucket(num_bytes, device) for _ in range(2)]
+        self._seams = Seams()
         self._bad: set[str] = set()
         self.num_device_bytes = sum(bucket.num_bytes for bucket in self._buckets)
 
@@ -182,16 +183,18 @@ class StreamFill:
         self._stage(step.source, bind(step, self._slots[step.slot], tensor, self._config), is_stable=is_stable)
 
     def add_rows(self, step: Step, rows: Tensor, first_row: int) -> None:
-        """Stage what `step` reads of some rows of its tensor, `first_row` the first of them. See `can_be_cut`."""
-        task = cut_to_run(bind(step, self._slots[step.slot], rows, self._config), first_row, rows.shape[0])
-        if task is not None:
-            self._stage(step.source, task, is_stable=False)
-
-    def can_be_cut(self, step: Step) -> bool:
-        """Whether `step` can be done with blocks of rows of its tensor, cut at multiples of `BLOCK_ROWS`."""
-        block_rows = self._slots[step.slot].block_size[0]
-        is_aligned = BLOCK_ROWS % block_rows == 0 and (not step.offset or step.offset[0] % block_rows == 0)
-        return bool(step.select) or (not step.is_transposed and (step.op is not Op.QUANTIZE or is_aligned))
+        """Stage what `step` reads of some rows of its tensor, `first_row` the first of them. Runs of rows come in order."""
+        slot = self._slots[step.slot]
+        if step.op is not Op.QUANTIZE or step.select:
+            runs: Iterable[tuple[int, Tensor]] = [(first_row, rows)]
+        else:
+            runs = self._seams.runs_of_blocks(
+                step.slot, range(step.offset[0], step.offset[0] + step.shape[0]), slot.block_size[0], first_row, rows
+            )
+        for first, run in runs:
+            task = cut_to_run(bind(step, slot, run, self._config), first, run.shape[0])
+            if task is not None:
+                self._stage(step.source, task, is_stable=False)
 
     def _stage(self, name: str, task: Task, *, is_stable: bool) -> None:
         for piece in _split(task, self._buckets[0].num_bytes):

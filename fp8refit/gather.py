@@ -8,7 +8,6 @@ pass or in the middle of it, ends on every rank with the same error.
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
@@ -20,7 +19,8 @@ from torch.distributed import ProcessGroup
 
 from fp8refit.caught import Caught
 from fp8refit.errors import InvalidSourceError, RankFailedError, RefitError
-from fp8refit.shards import Part, PartReader, batches, has_shards, is_shard, row_ranges
+from fp8refit.pieces import Piece, cut
+from fp8refit.shards import Part, PartReader, batches, has_shards, is_shard
 from fp8refit.slots import TensorMeta
 from fp8refit.sources import NamedTensors, StateDict, named, what_is_wrong
 from fp8refit.trainers import Statement, Step, Trainers, trainer_group
@@ -29,16 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 BUCKET_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """Some rows of a tensor, or all of them."""
-
-    name: str
-    """Checkpoint name of the whole tensor."""
-    first_row: int
-    tensor: Tensor
 
 
 class Renamer(Protocol):
@@ -159,7 +149,7 @@ class Gathered(AbstractContextManager["Gathered"]):
         """
         max_bytes = min(max_bytes, self._bucket_bytes)
         for part, first, tensor in self._pass(max_bytes):
-            yield from self._changed(part.name, first, tensor, max_bytes)
+            yield from self._changed(part, first, tensor, max_bytes)
             del tensor  # nothing is held while the next bucket is gathered
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -167,18 +157,16 @@ class Gathered(AbstractContextManager["Gathered"]):
 
         See `pieces` for who has to do so, and what is raised.
         """
-        metadata = self.metadata
         whole: Tensor | None = None
         for piece in self.pieces(self._bucket_bytes):
-            meta, count = metadata[piece.name], piece.tensor.shape[0] if piece.tensor.ndim else 1
-            if not meta.shape or count == meta.shape[0]:
+            if piece.is_whole:
                 yield piece.name, piece.tensor
                 continue
             if piece.first_row == 0:
-                whole = piece.tensor.new_empty(meta.shape)
+                whole = piece.tensor.new_empty(piece.full_shape)
             assert whole is not None, "pieces come in order"
-            whole.narrow(0, piece.first_row, count).copy_(piece.tensor)
-            if piece.first_row + count == meta.shape[0]:
+            whole[piece.first_row : piece.end_row].copy_(piece.tensor)
+            if piece.end_row == piece.full_shape[0]:
                 yield piece.name, whole
                 whole = None
 
@@ -303,9 +291,12 @@ class Gathered(AbstractContextManager["Gathered"]):
             with suppress(RefitError, type(error)):
                 self._trainers.hear(Statement(step="done"), error)
 
-    def _changed(self, name: str, first: int, tensor: Tensor, max_bytes: int) -> Iterator[Piece]:
-        for new_name, renamed in [(name, tensor)] if self._rename is None else self._rename(name, tensor):
-            yield from _cut(new_name, first, renamed, max_bytes)
+    def _changed(self, part: Part, first: int, tensor: Tensor, max_bytes: int) -> Iterator[Piece]:
+        """Pieces of what becomes of a part, of which `tensor` is all or, if it gets no more than a name, some rows."""
+        is_whole = tuple(tensor.shape) == part.meta.shape
+        for name, changed in [(part.name, tensor)] if self._rename is None else self._rename(part.name, tensor):
+            full_shape = None if is_whole else part.meta.shape
+            yield from cut(name, changed, max_bytes, first_row=first, full_shape=full_shape)
 
     def _whole_to_change(self, rows: Iterator[tuple[Part, int, Tensor]]) -> Iterator[tuple[Part, int, Tensor]]:
         """Rows of tensors that are just renamed, and all of those that change."""
@@ -340,13 +331,6 @@ def opened(state_dict: StateDict, *, bucket_bytes: int, timeout_s: float) -> Abs
 
 def _on_meta(part: Part) -> Tensor:
     return torch.empty(part.meta.shape, dtype=part.meta.dtype, device="meta")
-
-
-def _cut(name: str, first: int, tensor: Tensor, max_bytes: int) -> Iterator[Piece]:
-    """Views of `tensor`, which begins at row `first` of the whole."""
-    for start, count in row_ranges(TensorMeta.of(tensor), max_bytes):
-        rows = tensor.narrow(0, start, count) if tensor.ndim else tensor
-        yield Piece(name=name, first_row=first + start, tensor=rows)
 
 
 def _least_bytes(heard: Sequence[Statement]) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError
 from fp8refit.fill import ResidentFill, StreamFill
-from fp8refit.gather import Gathered, Piece
+from fp8refit.pieces import InPieces, Piece
 from fp8refit.plan import PlanBuilder, RefitPlan, Step, compile_plan
 from fp8refit.received import ReceivedFill
 from fp8refit.slots import Inventory, TensorMeta
@@ -69,12 +69,26 @@ class Job:
 
     def staged_tensors(self) -> Iterator[tuple[str, Tensor] | Piece]:
         """The tensors that go through staging, from the source, or runs of their rows."""
-        if isinstance(self.source, Gathered):
+        if isinstance(self.source, InPieces):
             return self.source.pieces(self.config.bucket_bytes)
         if isinstance(self.source, MappingSource):
             tensors = self.source.tensors
             return ((name, tensors[name]) for name in self.stream_steps or ())
         return iter(self.source)
+
+
+@dataclass(kw_only=True, slots=True)
+class _CutTensor:
+    """A tensor of which some rows came."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    steps: Sequence[Step]
+    next_row: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.full_shape[0] if self.full_shape else 0
 
 
 class Arrivals:
@@ -84,8 +98,7 @@ class Arrivals:
         self._job = job
         self._stream = stream
         self._names: set[str] = set()
-        self._cut_steps: Sequence[Step] = ()
-        self._whole: Tensor | None = None
+        self._cut: _CutTensor | None = None
         inventory = job.inventory
         self._builder = (
             PlanBuilder(inventory.slots, aliases=inventory.aliases, unneeded=job.unneeded, stacked=inventory.stacked)
@@ -97,40 +110,34 @@ class Arrivals:
         """Stage what comes.
 
         Raises:
-            InvalidSourceError: A tensor came twice, or otherwise than announced.
+            InvalidSourceError: A tensor came twice, in part, or otherwise than announced.
         """
         for tensor in tensors:
-            if isinstance(tensor, Piece):
-                self._take_rows(tensor)
-            else:
+            if not isinstance(tensor, Piece):
                 self._take_whole(*tensor)
+            elif tensor.is_whole:
+                self._take_whole(tensor.name, tensor.tensor)
+            else:
+                self._take_rows(tensor)
 
     def _take_whole(self, name: str, tensor: Tensor) -> None:
+        self._check_is_complete()
         for step in self._steps_of(name, TensorMeta.of(tensor)):
             self._stream.add(step, tensor, is_stable=self._job.is_stable)
 
     def _take_rows(self, piece: Piece) -> None:
-        """Stage rows as they come. Where a slot's blocks are not those of the pieces, all rows are put together first."""
-        assert self._job.metadata is not None, "what is gathered is known before"
-        rows, meta = piece.tensor, self._job.metadata[piece.name]
-        if not meta.shape or rows.shape[0] == meta.shape[0]:
-            self._take_whole(piece.name, rows)
-            return
-        if piece.first_row == 0:
-            steps = self._steps_of(piece.name, meta)
-            self._cut_steps = [step for step in steps if self._stream.can_be_cut(step)]
-            self._whole = rows.new_empty(meta.shape) if len(self._cut_steps) < len(steps) else None
-        for step in self._cut_steps:
-            self._stream.add_rows(step, rows, piece.first_row)
-        if self._whole is None:
-            return
-        end = piece.first_row + rows.shape[0]
-        self._whole[piece.first_row : end].copy_(rows)
-        if end == meta.shape[0]:
-            for step in self._job.stream_steps[piece.name] if self._job.stream_steps is not None else ():
-                if step not in self._cut_steps:
-                    self._stream.add(step, self._whole, is_stable=False)
-            self._whole = None
+        """Stage rows as they come."""
+        cut = self._cut
+        if cut is None or piece.name != cut.name:
+            self._check_is_complete()
+            steps = self._steps_of(piece.name, TensorMeta(shape=piece.full_shape, dtype=piece.tensor.dtype))
+            cut = self._cut = _CutTensor(name=piece.name, full_shape=piece.full_shape, steps=steps)
+        self._check_follows(piece, cut)
+        for step in cut.steps:
+            self._stream.add_rows(step, piece.tensor, piece.first_row)
+        cut.next_row = piece.end_row
+        if cut.next_row == cut.num_rows:
+            self._cut = None
 
     def finish(self) -> None:
         """Hold that everything came.
@@ -138,12 +145,35 @@ class Arrivals:
         Raises:
             InvalidSourceError: Something announced did not come, or what came without announcement does not fit.
         """
+        self._check_is_complete()
         if self._builder is not None:
             self._job.plan = self._builder.finish()
             return
         absent = [name for name in self._job.stream_steps or () if name not in self._names]
         if absent:
             raise InvalidSourceError([f"{name}: was announced but did not come" for name in absent])
+
+    def _check_is_complete(self) -> None:
+        """Hold that the last tensor which came in runs of rows came whole.
+
+        Raises:
+            InvalidSourceError: It did not.
+        """
+        cut = self._cut
+        if cut is not None:
+            raise InvalidSourceError([f"{cut.name}: came up to row {cut.next_row} of {cut.num_rows}"])
+
+    def _check_follows(self, piece: Piece, cut: _CutTensor) -> None:
+        """Hold that rows are those after the last.
+
+        Raises:
+            InvalidSourceError: They are not.
+        """
+        came = f"{piece.name}: rows {piece.first_row} to {piece.end_row} of {list(piece.full_shape)} came"
+        if (piece.first_row, piece.full_shape) != (cut.next_row, cut.full_shape) or piece.end_row > cut.num_rows:
+            raise InvalidSourceError([f"{came} where row {cut.next_row} of {list(cut.full_shape)} belongs"])
+        if tuple(piece.tensor.shape[1:]) != cut.full_shape[1:]:
+            raise InvalidSourceError([f"{came} with the shape {list(piece.tensor.shape)}"])
 
     def _steps_of(self, name: str, meta: TensorMeta) -> Sequence[Step]:
         if self._builder is not None:

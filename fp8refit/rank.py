@@ -20,6 +20,7 @@ from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import EngineDirtyError, EngineLostError
 from fp8refit.kv_scales import report_of
 from fp8refit.layout import EngineLayout
+from fp8refit.pieces import Piece
 from fp8refit.report import KvReport, RankReport
 from fp8refit.slots import Inventory
 from fp8refit.sources import Source
@@ -121,9 +122,9 @@ class Rank:
         """See `Target.begin`."""
         self.target.begin()
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def push(self, tensors: Iterable[tuple[str, Tensor] | Piece]) -> None:
         """See `Target.push`."""
-        self.target.push(named_tensors)
+        self.target.push(tensors)
 
     def write(self, config: RefitConfig) -> list[RankReport]:
         """Write what was prepared, agree that it is whole on every rank, and commit it.

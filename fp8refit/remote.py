@@ -23,6 +23,7 @@ from fp8refit.caught import Caught
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import EngineLostError, InvalidSourceError, RankFailedError, RefitError
 from fp8refit.layout import EngineLayout
+from fp8refit.pieces import in_pieces
 from fp8refit.report import KvReport, RankReport
 from fp8refit.slots import dtype_name
 from fp8refit.sources import MappingSource, SafetensorsSource, Source
@@ -306,23 +307,27 @@ class RemoteRanks:
         )
 
     async def _push(self, source: Source | None) -> None:
-        """Read the source, and hand it over bucket by bucket."""
+        """Read the source, and hand it over bucket by bucket: what no bucket takes whole, in runs of rows."""
         assert source is not None, "prepared"
-        refs: list[TensorRef] = []
-        for name, tensor in source:
+        refs: dict[str, TensorRef] = {}
+        runs: dict[str, messages.Run] = {}
+        for piece in in_pieces(source, self._config.bucket_bytes):
+            name, tensor = piece.name, piece.tensor
             if dtype_name(tensor.dtype) not in DTYPES:
                 raise InvalidSourceError(
                     [f"{name}: has dtype {dtype_name(tensor.dtype)}, which no weight has"], written=True
                 )
             bucket = self._bucket_for(tensor)
-            if not bucket.has_room(tensor):
-                await self._flush(refs)
+            if name in refs or not bucket.has_room(tensor):
+                await self._flush(refs, runs)
                 if not bucket.has_room(tensor):
                     bucket = await self._grow(bucket, tensor)
-            refs.append(bucket.put(name, tensor.detach()))
-        await self._flush(refs)
+            refs[name] = bucket.put(name, tensor.detach())
+            if not piece.is_whole:
+                runs[name] = messages.Run(first_row=piece.first_row, full_shape=piece.full_shape)
+        await self._flush(refs, runs)
 
-    async def _flush(self, refs: list[TensorRef]) -> None:
+    async def _flush(self, refs: dict[str, TensorRef], runs: dict[str, messages.Run]) -> None:
         """Let the ranks take what is in the buckets, and empty them."""
         if not refs:
             return
@@ -330,8 +335,9 @@ class RemoteRanks:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         segments = tuple(bucket.segment for bucket in self._buckets.values())
-        await self._ask(messages.Push(refit=self._refit, segments=segments, refs=tuple(refs)))
+        await self._ask(messages.Push(refit=self._refit, segments=segments, refs=tuple(refs.values()), runs=dict(runs)))
         refs.clear()
+        runs.clear()
         for bucket in self._buckets.values():
             bucket.clear()
 
@@ -342,7 +348,10 @@ class RemoteRanks:
         return self._buckets[device]
 
     async def _grow(self, bucket: Bucket, tensor: Tensor) -> Bucket:
-        """A larger bucket in the place of one that cannot take `tensor`, and of which every rank has let go."""
+        """A larger bucket in the place of one that cannot take `tensor`, and of which every rank has let go.
+
+        There is need of one where a single row of blocks is larger than a bucket.
+        """
         del self._buckets[tensor.device]
         kept = tuple(other.segment for other in self._buckets.values())
         await self._ask(messages.Push(refit=self._refit, segments=kept, refs=()))

@@ -1,7 +1,7 @@
 """The rank side of an engine in other processes: takes one request after another and answers with values, never errors."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8refit._version import __version__
 from fp8refit.config import RefitConfig
 from fp8refit.errors import RankFailedError, RefitError
+from fp8refit.pieces import Piece
 from fp8refit.rank import Rank
 from fp8refit.receiver import Receiver
 from fp8refit.slots import TensorMeta
@@ -104,7 +105,7 @@ class RankServer:
             rank.begin()
         elif isinstance(order, messages.Push):
             importer.keep_only(segment.id for segment in order.segments)
-            rank.push(importer.open(order.segments, order.refs).items())
+            rank.push(_pieces(importer.open(order.segments, order.refs), order.runs))
         elif isinstance(order, messages.Write):
             reports = rank.write(self._config)
             if not order.keeps_mapped:
@@ -204,6 +205,15 @@ def _read(message: str) -> Request:
             f"{messages.PROTOCOL}; install the same version on both sides"
         )
     return request
+
+
+def _pieces(tensors: Mapping[str, Tensor], runs: Mapping[str, messages.Run]) -> Iterator[tuple[str, Tensor] | Piece]:
+    for name, tensor in tensors.items():
+        run = runs.get(name)
+        if run is None:
+            yield name, tensor
+        else:
+            yield Piece(name=name, first_row=run.first_row, tensor=tensor, full_shape=run.full_shape)
 
 
 def _metadata(manifest: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, TensorMeta]:

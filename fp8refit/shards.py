@@ -19,13 +19,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fp8refit.errors import InvalidSourceError, RankFailedError
+from fp8refit.pieces import row_ranges
 from fp8refit.slots import TensorMeta
 
 if TYPE_CHECKING:  # takes a second to import, and who has shards has done so
     from torch.distributed.device_mesh import DeviceMesh
 
-BLOCK_ROWS = 128
-"""Rows of one block of a weight: no block is cut."""
 _ALIGNMENT_BYTES = 16
 _CPU = torch.device("cpu")
 _all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
@@ -250,21 +249,6 @@ def batches(parts: Iterable[Part], max_bytes: int) -> Iterator[Batch]:
             yield from (Rows(part, first, count) for first, count in row_ranges(part.meta, max_bytes))
     if waiting:
         yield Bucket(waiting)
-
-
-def row_ranges(meta: TensorMeta, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """First row and number of rows of each piece of a tensor.
-
-    A piece has at most `max_bytes`, unless one row of blocks, or one row of what is no matrix, has more.
-    """
-    if prod(meta.shape) * meta.dtype.itemsize <= max_bytes or not meta.shape:
-        yield 0, meta.shape[0] if meta.shape else 1
-        return
-    row_bytes = prod(meta.shape[1:]) * meta.dtype.itemsize
-    step = BLOCK_ROWS if len(meta.shape) == 2 else 1
-    rows = max(max_bytes // row_bytes // step, 1) * step
-    for first in range(0, meta.shape[0], rows):
-        yield first, min(rows, meta.shape[0] - first)
 
 
 class Bucket:

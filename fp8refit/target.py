@@ -26,10 +26,10 @@ from fp8refit.errors import (
 )
 from fp8refit.fill import ResidentFill, StreamFill, misfit_scales, required_format, scale_problem
 from fp8refit.fingerprint import fingerprint
-from fp8refit.gather import Piece
 from fp8refit.job import Arrivals, Job, Write, by_source
 from fp8refit.kv_scales import KvScales, Measured, refuse_unfit, report_of
 from fp8refit.layout import EngineLayout
+from fp8refit.pieces import Piece
 from fp8refit.plan import RefitPlan
 from fp8refit.received import ReceivedFill, ReceivedSource
 from fp8refit.report import KvReport, RankReport
@@ -180,16 +180,16 @@ class Target:
         with self._writing():
             self._write = self._begin(self._job)
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write a part of a `PushedSource`. The tensors may be overwritten as soon as this returns.
+    def push(self, tensors: Iterable[tuple[str, Tensor] | Piece]) -> None:
+        """Write a part of a `PushedSource`: tensors, and runs of rows. They may be overwritten as soon as this returns.
 
         Raises:
-            InvalidSourceError: A tensor came twice, or otherwise than announced.
+            InvalidSourceError: A tensor came twice, in part, or otherwise than announced.
         """
         write = self._write
         assert write is not None and write.arrivals is not None, "push() follows begin()"
         with self._writing():
-            write.arrivals.take(named_tensors)
+            write.arrivals.take(tensors)
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
 

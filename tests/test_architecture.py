@@ -22,6 +22,7 @@ LAYERS = [
     "layout",
     "sources",
     "transport",
+    "pieces",
     "shards",
     "trainers",
     "gather",

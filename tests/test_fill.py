@@ -1,5 +1,7 @@
 """Fills: through a table, and through buckets, to the same bytes."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -132,13 +134,43 @@ def test_a_stack_of_experts_may_come_in_runs(num_rows, is_turned):
             if is_whole:
                 stream.add(step, stack, is_stable=False)
                 continue
-            assert stream.can_be_cut(step)
             for first in range(0, len(stack), num_rows):
                 stream.add_rows(step, stack[first : first + num_rows].clone(), first)
         assert stream.bad_sources() == []
     for slot, other in zip(*filled, strict=True):
         assert bytes_of(slot.weight) == bytes_of(other.weight) and torch.equal(slot.scale, other.scale)
         assert slot.weight.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("lengths", [[128] * 4, [1, 200, 3, 60, 248], [512], [30, 482], [1] * 512], ids=str)
+@pytest.mark.parametrize("start", [0, 40, 100])
+@pytest.mark.parametrize("num_rows", [20, 256, 300])
+def test_runs_of_rows_may_cut_the_blocks_of_a_slot(start, num_rows, lengths):
+    tensor = torch.randn(512, 96).to(torch.bfloat16)
+    slots = [
+        Slot(
+            name="w",
+            full_shape=tuple(tensor.shape),
+            offset=(start, 32),
+            weight=torch.zeros(num_rows, 64, dtype=torch.float8_e4m3fn),
+            scale=torch.zeros(-(-num_rows // 64), 1),
+            block_size=(64, 64),
+        )
+        for _ in range(2)
+    ]
+    (step,) = compile_plan((slots[0],), {"w": TensorMeta.of(tensor)}).steps
+    for slot, is_whole in zip(slots, (True, False), strict=True):
+        stream = StreamFill((slot,), CPU, RefitConfig())
+        if is_whole:
+            stream.add(step, tensor, is_stable=False)
+        else:
+            ends = list(accumulate(lengths))
+            for first, end in zip([0, *ends], ends, strict=False):
+                stream.add_rows(step, tensor[first:end].clone(), first)
+        assert stream.bad_sources() == []
+    whole, cut = slots
+    assert bytes_of(whole.weight) == bytes_of(cut.weight) and torch.equal(whole.scale, cut.scale)
+    assert whole.scale.all()
 
 
 def test_a_stream_holds_no_tensor_it_was_given():

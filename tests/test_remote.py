@@ -8,9 +8,10 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8refit.remote
-from fp8refit import KvConfig, RefitConfig, RefitReport, __version__
+from fp8refit import KvConfig, RefitConfig, RefitReport, __version__, gathered
 from fp8refit.errors import (
     CacheFlushError,
     CalibrationError,
@@ -37,6 +38,7 @@ from tests.fake_ranks import (
     Q_PROJ,
     SHAPES,
     STATE_DICTS,
+    UP_PROJ,
     WRITES_NO_SCALE,
     WRITES_NOTHING,
     ClientEngine,
@@ -44,6 +46,7 @@ from tests.fake_ranks import (
     Cluster,
     Remote,
     arm,
+    as_announced_iterator,
     as_files,
     as_function,
     as_iterator,
@@ -53,6 +56,8 @@ from tests.fake_ranks import (
 from tests.fakes import bytes_of, prequantize
 from tests.test_server import exporter_of, mapped_segments, on_the_gpu
 from tests.transport.test_memory import FakeDriver
+
+aten = torch.ops.aten
 
 
 @pytest.fixture(autouse=True)
@@ -584,24 +589,110 @@ def test_a_driver_that_vanishes_with_the_last_step_leaves_every_rank_on_the_whol
 
 @pytest.fixture
 def large(monkeypatch):
-    """A matrix of 2.5 MiB among the others."""
-    monkeypatch.setitem(SHAPES, Q_PROJ, (1024, 1280))
+    """Matrices larger than 1 MiB, of rows, of columns, and of a half that begins within a block."""
+    for name, shape in ((Q_PROJ, (1024, 1280)), (O_PROJ, (640, 1024)), (UP_PROJ, (1344, 640)), (K_PROJ, (2304, 640))):
+        monkeypatch.setitem(SHAPES, name, shape)
     return Cluster()
 
 
-@pytest.mark.parametrize("make_arguments", [as_mapping, as_function, as_iterator])
-def test_a_tensor_larger_than_the_bucket_makes_it_grow(make_arguments, large, tmp_path):
+def as_gathered(policy, folder) -> dict:
+    return {"state_dict": gathered(policy)}
+
+
+IN_PARTS = [as_mapping, as_function, as_iterator, as_announced_iterator, as_gathered]
+
+
+@pytest.mark.parametrize("make_arguments", IN_PARTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_tensor_larger_than_the_bucket_comes_in_runs_of_rows(dtype, make_arguments, large, tmp_path):
     before, num_descriptors = mapped_segments(), len(os.listdir("/proc/self/fd"))
     remote = Remote(large, bucket_bytes=1 << 20)
     for version in (1, 2):
-        policy = large.make_policy(seed=version)
-        items = sorted(policy.items(), key=lambda item: item[1].numel())
-        remote.refitter.refit(**make_arguments(dict(items), tmp_path))
+        policy = large.make_policy(version, dtype)
+        remote.refitter.refit(**make_arguments(policy, tmp_path))
         large.assert_holds(policy, version=version)
     assert len(mapped_segments() - before) == 1
-    assert sum(bucket.num_bytes for bucket in remote.ranks._buckets.values()) == policy[Q_PROJ].nbytes
+    assert [bucket.num_bytes for bucket in remote.ranks._buckets.values()] == [1 << 20]
+    pushed = [request.order for request in remote.channel.requests if request.order.step == "push"]
+    assert {name for order in pushed for name in order.runs} == {
+        name for name, tensor in policy.items() if tensor.nbytes > 1 << 20
+    }
     remote.refitter.close()
     assert (mapped_segments(), len(os.listdir("/proc/self/fd"))) == (before, num_descriptors)
+
+
+@pytest.mark.parametrize("make_arguments", IN_PARTS)
+def test_fp8_larger_than_the_bucket_is_copied_bit_for_bit(make_arguments, large, tmp_path):
+    remote = Remote(large, bucket_bytes=1 << 20)
+    sent = prequantize(large.make_policy(1), K_PROJ, ScaleFormat.FP32)
+    assert sent[K_PROJ].nbytes > 1 << 20
+    remote.refitter.refit(**make_arguments(sent, tmp_path))
+    large.assert_holds(large.make_policy(1), version=1)
+    remote.refitter.close()
+
+
+class Largest(TorchDispatchMode):
+    """The largest memory that is taken while it is entered, to hold something in."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (aten.empty, aten.new_empty, aten.empty_like, aten.cat, aten.clone):
+            self.num_bytes = max(self.num_bytes, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("make_arguments", IN_PARTS)
+def test_neither_side_ever_holds_more_than_a_bucket_of_a_tensor(make_arguments, large, tmp_path):
+    remote = Remote(large, bucket_bytes=1 << 20)
+    largest = [Largest() for _ in range(3)]
+
+    def observed(handle, seen):
+        def observe(message):
+            with seen:
+                return handle(message)
+
+        return observe
+
+    for server, seen in zip(remote.servers, largest, strict=False):
+        server.handle = observed(server.handle, seen)
+    arguments = make_arguments(large.make_policy(1), tmp_path)
+    with largest[2]:
+        remote.refitter.refit(**arguments)
+    assert max(tensor.nbytes for tensor in large.make_policy(1).values()) > 2 << 20
+    assert [seen.num_bytes for seen in largest[:2]] == [1 << 20] * 2
+    assert largest[2].num_bytes <= 1 << 20
+    remote.refitter.close()
+
+
+def test_a_row_of_blocks_larger_than_the_bucket_makes_it_grow(monkeypatch):
+    monkeypatch.setitem(SHAPES, K_PROJ, (256, 8192))
+    cluster = Cluster()
+    before = mapped_segments()
+    remote = Remote(cluster, bucket_bytes=1 << 20)
+    policy = cluster.make_policy(1)
+    remote.refitter.refit(policy)
+    cluster.assert_holds(policy, version=1)
+    assert [bucket.num_bytes for bucket in remote.ranks._buckets.values()] == [128 * 8192 * 2]
+    assert len(mapped_segments() - before) == 1
+    remote.refitter.close()
+
+
+@pytest.mark.parametrize("validate", ["fused", "strict"])
+def test_nan_in_the_middle_of_a_large_tensor_is_named(validate, large):
+    remote = Remote(large, bucket_bytes=1 << 20, validate=validate)
+    policy = large.make_policy(1)
+    policy[UP_PROJ][700, 3] = float("nan")
+    with pytest.raises(NonFiniteError) as caught:
+        remote.refitter.refit(gathered(policy))
+    assert caught.value.names == (UP_PROJ,)
+    assert cluster_is_dirty(large) == (validate == "fused")
+    remote.refitter.close()
+
+
+def cluster_is_dirty(cluster: Cluster) -> bool:
+    return any(is_dirty for is_dirty, _ in cluster.states)
 
 
 def test_a_policy_larger_than_the_bucket_comes_in_parts(monkeypatch):

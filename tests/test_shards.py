@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fp8refit.shards import Box, Bucket, Part, ShardLayout, Stage, batches, row_ranges
+from fp8refit.pieces import row_ranges
+from fp8refit.shards import Box, Bucket, Part, ShardLayout, Stage, batches
 from fp8refit.slots import TensorMeta
 
 

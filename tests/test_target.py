@@ -22,6 +22,7 @@ from fp8refit.errors import (
     UnsupportedEngineError,
 )
 from fp8refit.gather import gathered
+from fp8refit.pieces import Piece
 from fp8refit.slots import FP8_DTYPE, Refusal, ScaleFormat, TensorMeta
 from fp8refit.sources import PushedSource, as_source
 from fp8refit.target import Target
@@ -844,6 +845,64 @@ def test_parts_that_are_not_what_was_announced_leave_the_rank_dirty(change, prob
         target.finish()
     assert caught.value.written
     assert (target.is_dirty, target.version) == (True, 1)
+    assert_heals(target, model)
+
+
+def runs_of(policy, *names: str, rows: int = 40) -> list:
+    """All of a policy, some tensors of it in runs of rows."""
+    items: list = []
+    for name, tensor in policy.items():
+        if name not in names:
+            items.append((name, tensor))
+            continue
+        for first in range(0, tensor.shape[0], rows):
+            run = tensor[first : first + rows]
+            items.append(Piece(name=name, first_row=first, tensor=run, full_shape=tuple(tensor.shape)))
+    return items
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_runs_of_rows_give_the_same_bytes(announced, target, model):
+    policy = make_policy(model, seed=1)
+    target.prepare(announce(policy) if announced else PushedSource(None), RefitConfig())
+    target.begin()
+    for item in runs_of(policy, *(name for name, tensor in policy.items() if tensor.ndim == 2)):
+        target.push([item])
+    target.finish()
+    target.commit()
+    assert_holds(model, policy)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda runs: runs[1:], r"rows 40 to 80 of \[192, 256\] came where row 0 of \[192, 256\] belongs"),
+        (lambda runs: [runs[0], *runs[2:]], r"rows 80 to 120 of \[192, 256\] came where row 40"),
+        (lambda runs: [*runs[:2], runs[1], *runs[2:]], r"rows 40 to 80 of \[192, 256\] came where row 80"),
+        (lambda runs: runs[:-1], "came up to row 160 of 192"),
+        (lambda runs: [*runs, *runs], "sent twice"),
+        (lambda runs: [*runs[:-1], dataclasses.replace(runs[-1], tensor=runs[0].tensor)], "rows 160 to 200"),
+        (
+            lambda runs: [*runs[:-1], dataclasses.replace(runs[-1], full_shape=(193, 256))],
+            r".* of \[193, 256\] came where",
+        ),
+        (
+            lambda runs: [dataclasses.replace(runs[0], tensor=runs[0].tensor[:, :7]), *runs[1:]],
+            r"rows 0 to 40 .* with the shape \[40, 7\]",
+        ),
+    ],
+    ids=["no first", "a gap", "a repetition", "no last", "twice", "too many", "another shape", "narrow"],
+)
+def test_runs_of_rows_that_are_not_the_tensor_leave_the_rank_dirty(change, problem, announced, target, model):
+    policy = make_policy(model, seed=1)
+    runs = runs_of({O_PROJ: policy[O_PROJ]}, O_PROJ)
+    target.prepare(announce(policy) if announced else PushedSource(None), RefitConfig())
+    target.begin()
+    with pytest.raises(InvalidSourceError, match=f"{O_PROJ}: {problem}"):
+        target.push([*change(runs), *((name, tensor) for name, tensor in policy.items() if name != O_PROJ)])
+        target.finish()
+    assert target.is_dirty
     assert_heals(target, model)
 
 

@@ -15,7 +15,7 @@ from fp8refit.transport.collective import Meeting
 from fp8refit.transport.memory import Segment, TensorRef
 from fp8refit.vote import ErrorRecord
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Number of this language; both sides have to speak the same."""
 
 
@@ -108,6 +108,14 @@ class Begin(_Message):
     refit: str
 
 
+class Run(_Message):
+    """Where the rows begin of a part of a tensor."""
+
+    first_row: int = Field(ge=0)
+    full_shape: tuple[int, ...] = Field(min_length=1)
+    """Of the whole tensor."""
+
+
 class Push(_Message):
     """Write these tensors; see `Rank.push`."""
 
@@ -115,6 +123,8 @@ class Push(_Message):
     refit: str
     segments: tuple[Segment, ...]
     refs: tuple[TensorRef, ...]
+    runs: dict[str, Run] = {}
+    """Which of them are not the whole tensor of their name, but rows of it. The runs of one tensor come in order."""
 
 
 class Finish(_Message):

@@ -53,6 +53,9 @@ ORDERS = [
     *(messages.Prepare(refit="r", config=CONFIG, source=source) for source in SOURCES),
     messages.Begin(refit="r"),
     messages.Push(refit="r", segments=(SEGMENT,), refs=(REF,)),
+    messages.Push(
+        refit="r", segments=(SEGMENT,), refs=(REF,), runs={"w": messages.Run(first_row=128, full_shape=(300, 3))}
+    ),
     messages.Write(refit="r", keeps_mapped=True),
     messages.Finish(refit="r"),
     messages.Join(meeting=MEETING, first_rank=1, timeout_s=2.5),
