@@ -22,6 +22,7 @@ from fp8refit.errors import (
     UnsupportedEngineError,
 )
 from fp8refit.gather import gathered
+from fp8refit.hosted import EngineHost, HostedEngine
 from fp8refit.kernels import dequantize_blockwise, quantize_blockwise
 from fp8refit.refitter import Refitter, refit
 from fp8refit.report import KvReport, RefitReport
@@ -35,7 +36,9 @@ __all__ = [
     "EngineAsleepError",
     "EngineBusyError",
     "EngineDirtyError",
+    "EngineHost",
     "EngineLostError",
+    "HostedEngine",
     "InvalidCalibrationError",
     "InvalidSourceError",
     "KvConfig",

@@ -140,6 +140,11 @@ class LocalRanks:
         self._config = RefitConfig()
 
     @property
+    def rank(self) -> Rank:
+        """The rank itself."""
+        return self._rank
+
+    @property
     def version(self) -> int:
         """See `Ranks`."""
         return self._rank.target.version

@@ -89,6 +89,11 @@ class RemoteRanks:
         self._num_buckets = 0
         self._lost_because: str | None = None
 
+    @property
+    def channel(self) -> Channel:
+        """How the ranks are reached."""
+        return self._channel
+
     async def prepare(
         self,
         make_source: Callable[[], Source],
@@ -142,7 +147,8 @@ class RemoteRanks:
 
     async def layouts(self) -> list[EngineLayout]:
         """See `fp8refit.broadcast.Audience`."""
-        return [reply.layout for reply in await self._ask(messages.Describe()) if reply.layout is not None]
+        replies = sorted(await self._ask(messages.Describe()), key=lambda reply: reply.rank)
+        return [reply.layout for reply in replies if reply.layout is not None]
 
     async def prepare_offered(
         self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None

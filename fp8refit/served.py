@@ -1,4 +1,4 @@
-"""The driver's side of an engine behind HTTP, whatever the engine.
+"""The driver's side of an engine in a process that takes orders, a server's for one, whatever the engine.
 
 Its control plane, the channel to its ranks, and ranks that are found again when the server was started anew.
 """
@@ -14,24 +14,24 @@ from fp8refit.errors import InvalidSourceError, RefitError, TransportError
 from fp8refit.remote import GRACE_S, RemoteRanks
 from fp8refit.sources import SafetensorsSource, Source, StreamSource
 from fp8refit.transport import messages
-from fp8refit.transport.http import Server
+from fp8refit.transport.line import Line
 from fp8refit.transport.orders import Answer, AnyOrder, Call, Flush, Pause, Publish, Refuse, Resume, Tokenize
 
 T = TypeVar("T")
 
 
 class ServerDriver:
-    """The control plane of `fp8refit.engine.Engine`, and `fp8refit.remote.Channel`, by posting to a server.
+    """The control plane of `fp8refit.engine.Engine`, and `fp8refit.remote.Channel`, by orders to a server.
 
     Args:
-        server: The server.
+        server: The line to it.
 
     Raises:
         EngineLostError: It cannot be reached.
         UnsupportedEngineError: It does not have our plugin, or does not take orders from here.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Line) -> None:
         self.server = server
         self._timeout_s = RefitConfig().timeout_s
         self.greeted = server.greet()
@@ -93,8 +93,8 @@ class ServerDriver:
         try:
             yield
         except RefitError as error:
-            if self.server.url not in str(error):
-                error.add_note(f"from the server at {self.server.url}")
+            if self.server.label not in str(error):
+                error.add_note(f"from {self.server.label}")
             raise
 
     async def _do(self, step: Callable[[], T]) -> T:
@@ -130,7 +130,7 @@ class ServedRanks(RemoteRanks):
         server, collective = self._driver.server, self._config.collective
         if self._config.transport == "collective" and not server.is_here and "host" not in collective.model_fields_set:
             raise TransportError(
-                f"the server at {server.url} runs on another host than this process, or in another container, and meets it at "
+                f"{server.label} runs on another host than this process, or in another container, and meets it at "
                 f'no loopback address: name an address of this host that it can reach, collective={{"host": ADDRESS}}, or '
                 "--host"
             )
@@ -165,7 +165,7 @@ class ServedRanks(RemoteRanks):
             source = self._source = as_stream(source)
         if not isinstance(source, SafetensorsSource) and not server.is_here:
             raise TransportError(
-                f"the server at {server.url} runs on another host than this process, or in another container, and cannot map "
+                f"{server.label} runs on another host than this process, or in another container, and cannot map "
                 'its memory; set transport="collective", or pass the path of a checkpoint that the server can read'
             )
         return await super()._prepare(source, kv)

@@ -46,6 +46,7 @@ LAYERS = [
     "remote",
     "served",
     "engine",
+    "hosted",
     "fleet",
     "refitter",
     "broadcaster",

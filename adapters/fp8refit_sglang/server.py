@@ -15,7 +15,7 @@ from typing import Any
 
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.transport.clerk import Clerk
-from fp8refit.transport.http import ASKING_S, Server, read_object
+from fp8refit.transport.http import Server, read_object
 from fp8refit.transport.orders import MAX_BYTES, TOKEN_VARIABLE, Answer
 from fp8refit.vote import ErrorRecord
 from fp8refit_sglang.compat import handles_for, has_api_key, http_refusal, order_in
@@ -89,7 +89,7 @@ class SglangServer(Server):
 
     def _arguments(self) -> dict[str, Any] | None:
         for route in _INFO_ROUTES:
-            status, text = self.send(route, None, timeout_s=ASKING_S)
+            status, text = self.send(route, None, timeout_s=self.asking_s)
             found = read_object(text) if status == HTTPStatus.OK else {}
             if "tp_size" in found:
                 return found

@@ -12,7 +12,7 @@ from typing import Any
 
 from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.transport.clerk import Clerk
-from fp8refit.transport.http import ASKING_S, Server, read_object
+from fp8refit.transport.http import Server, read_object
 from fp8refit.transport.orders import MAX_BYTES, TOKEN_VARIABLE, Answer
 from fp8refit.vote import ErrorRecord
 from fp8refit_vllm.async_driver import AsyncDriver
@@ -105,7 +105,7 @@ class VllmServer(Server):
 
     def recognise(self) -> bool:
         """See `Server`."""
-        status, text = self.send("/version", None, timeout_s=ASKING_S)
+        status, text = self.send("/version", None, timeout_s=self.asking_s)
         return status == HTTPStatus.OK and isinstance(read_object(text).get("version"), str)
 
     def deliver(self, message: str, *, timeout_s: float) -> str:

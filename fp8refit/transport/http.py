@@ -11,27 +11,12 @@ import urllib.request
 from http import HTTPStatus
 from typing import Any, ClassVar
 
-from pydantic import ValidationError
-
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
-from fp8refit.transport.orders import (
-    API_KEY_VARIABLE,
-    MAX_BYTES,
-    TOKEN_VARIABLE,
-    Answer,
-    AnyOrder,
-    Caller,
-    Hello,
-    Look,
-    OrderRequest,
-    Place,
-)
-
-ASKING_S = 60.0
-"""How long a server may take for what it does not have to work for."""
+from fp8refit.transport.line import Line
+from fp8refit.transport.orders import API_KEY_VARIABLE, MAX_BYTES, TOKEN_VARIABLE
 
 
-class Server:
+class Server(Line):
     """A running server of one kind of engine. An adapter says by which route orders reach our plugin there.
 
     Args:
@@ -49,20 +34,14 @@ class Server:
         if not url.startswith(("http://", "https://")):
             raise UnsupportedEngineError(f'{url!r} is no URL of a server; pass one like "http://127.0.0.1:8000"')
         self.url = url.rstrip("/")
-        self.place: Place | None = None
-        """Where it runs, once it was asked."""
-        self._caller = Caller.new()
-        self._token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
+        super().__init__(
+            f"the server at {self.url}", token=os.environ.get(TOKEN_VARIABLE, "") if token is None else token
+        )
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
         self._headers = {"Content-Type": "application/json"}
         api_key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it runs where this process runs, so that they can share memory."""
-        return self.place == Place.here()
 
     def recognise(self) -> bool:
         """Whether this kind of engine answers at the URL.
@@ -72,45 +51,6 @@ class Server:
             UnsupportedEngineError: It asks for another API key.
         """
         raise NotImplementedError
-
-    def deliver(self, message: str, *, timeout_s: float) -> str:
-        """Hand an order to our plugin in the server's process, and what it says.
-
-        Raises:
-            EngineLostError: The server cannot be reached, or does not answer in time.
-            UnsupportedEngineError: It does not have our plugin.
-        """
-        raise NotImplementedError
-
-    def post(self, order: AnyOrder, *, timeout_s: float) -> Answer:
-        """Have an order carried out.
-
-        Raises:
-            EngineLostError: The server cannot be reached, or does not answer in time.
-            UnsupportedEngineError: It does not have our plugin, or does not take orders from here.
-            RefitError: What came of it.
-        """
-        request = OrderRequest(driver=self._caller, token=self._token, order=order)
-        said = self.deliver(request.encode(), timeout_s=timeout_s)
-        try:
-            answer = Answer.model_validate_json(said)
-        except ValidationError as error:
-            raise UnsupportedEngineError(
-                f"{self.url} answered what this version of fp8refit cannot read; install the same version on both sides "
-                f"({said[:200]!r})"
-            ) from error
-        self.place = answer.place
-        if answer.error is not None:
-            raise answer.error.error()
-        return answer
-
-    def greet(self) -> str:
-        """Which server is there: another name after every start."""
-        return self.post(Hello(), timeout_s=ASKING_S).server
-
-    def sees(self, path: str) -> bool:
-        """Whether the server can read a path; its ranks can then, too."""
-        return bool(self.post(Look(path=path), timeout_s=ASKING_S).value)
 
     def send(self, route: str, body: str | None, *, timeout_s: float) -> tuple[int, str]:
         """Post `body`, or get if there is none; status and answer.
@@ -135,7 +75,7 @@ class Server:
             return error.code, text
         except (OSError, http.client.HTTPException) as error:
             raise EngineLostError(
-                f"the server at {self.url} cannot be reached ({type(error).__name__}: {error}); start it again"
+                f"{self.label} cannot be reached ({type(error).__name__}: {error}); start it again"
             ) from error
 
     def _read(self, response: Any, route: str) -> str:

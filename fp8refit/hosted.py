@@ -1,0 +1,176 @@
+"""An engine in a process of the user's own, such as an actor of Ray, refitted from another process.
+
+No port is opened and no framework imported: orders are text, which the user's framework carries from a `HostedEngine`, where
+the trainer is, to the `EngineHost` beside the engine. Tensors go as they do to any engine in other processes.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self, cast
+
+from fp8refit.config import RefitConfig
+from fp8refit.engine import AttachedEngine, Engine, LocalRanks, Ranks, attach_engine
+from fp8refit.errors import EngineLostError, UnsupportedEngineError
+from fp8refit.remote import Channel, RemoteRanks
+from fp8refit.served import ServedRanks, ServerDriver
+from fp8refit.server import RankServer
+from fp8refit.transport.clerk import Clerk
+from fp8refit.transport.line import Line
+
+
+class EngineHost:
+    """Carries out on an engine of this process what a `HostedEngine` elsewhere asks for.
+
+    If the trainer dies in the middle of a refit, a synchronous engine refuses requests until the next one; an asynchronous one
+    goes on by itself if nothing was written.
+
+    Args:
+        engine: What `Refitter` takes.
+
+    Raises:
+        UnsupportedEngineError: It is not that, or one of several ranks that have a driver each.
+
+    Example:
+        >>> @ray.remote                                              # doctest: +SKIP
+        ... class Rollouts:
+        ...     def __init__(self, model):
+        ...         self.llm = LLM(model)
+        ...         self.host = fp8refit.EngineHost(self.llm)
+        ...     def order(self, message):
+        ...         return self.host.answer(message)
+    """
+
+    def __init__(self, engine: object) -> None:
+        self._engine = attach_engine(engine).engine
+        self._clerk = Clerk(_HostControls(self._engine))
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+
+    def answer(self, message: str) -> str:
+        """Carry out one order on a synchronous engine; errors go back to who ordered it.
+
+        Raises:
+            UnsupportedEngineError: The engine is asynchronous.
+        """
+        if self._engine.is_asynchronous:
+            raise UnsupportedEngineError(
+                f"this {self._engine.name} engine is asynchronous; await answer_async in the event loop that drives it"
+            )
+        return self._runner.run(self._clerk.answer(message, is_trusted=True)).model_dump_json()
+
+    async def answer_async(self, message: str) -> str:
+        """`answer` for an asynchronous engine, in the event loop that drives it."""
+        return (await self._clerk.answer(message, is_trusted=True)).model_dump_json()
+
+
+class HostedEngine(ServerDriver):
+    """An engine that has an `EngineHost` in its process, for `Refitter` and `Broadcaster`.
+
+    Args:
+        ask: Called with an order, and the seconds that it may take. Has the other process's `EngineHost` answer the order, and
+            returns what it said. Whatever it raises means that the engine is lost.
+        label: What errors call the engine.
+
+    Raises:
+        EngineLostError: It cannot be asked.
+
+    Example:
+        >>> def ask(message, timeout_s):                             # doctest: +SKIP
+        ...     return ray.get(rollouts.order.remote(message), timeout=timeout_s)
+        >>> refitter = Refitter(HostedEngine(ask))                   # doctest: +SKIP
+    """
+
+    name = "hosted"
+
+    def __init__(self, ask: Callable[[str, float], str], *, label: str = "the hosted engine") -> None:
+        super().__init__(_Asked(ask, label))
+        self.ranks: Ranks = ServedRanks(self)
+        self._fp8refit_engine = AttachedEngine(cast(Engine, self))
+
+    @classmethod
+    def accepts(cls, candidate: object) -> bool:
+        """See `fp8refit.engine.Engine`: it is its own adapter."""
+        return isinstance(candidate, cls)
+
+    @classmethod
+    def boot(cls, model: str) -> Self:
+        """See `fp8refit.engine.Engine`.
+
+        Raises:
+            UnsupportedEngineError: Whoever hosts it boots it.
+        """
+        raise UnsupportedEngineError(f"a hosted engine runs already; boot it on {model} where it is hosted")
+
+
+class _Asked(Line):
+    """See `HostedEngine`."""
+
+    asking_s: ClassVar[float] = RefitConfig().timeout_s
+    """An actor does one thing after another, and may be in the middle of a rollout."""
+
+    def __init__(self, ask: Callable[[str, float], str], label: str) -> None:
+        super().__init__(label)
+        self._ask = ask
+
+    def deliver(self, message: str, *, timeout_s: float) -> str:
+        """See `Line`."""
+        try:
+            return self._ask(message, timeout_s)
+        except Exception as error:
+            raise EngineLostError(
+                f"{self.label} does not answer ({type(error).__name__}: {error}); start it again if it died"
+            ) from error
+
+
+class _HostControls:
+    """See `fp8refit.transport.clerk.Controls`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._channel = _channel_of(engine)
+
+    async def pause(self, config: RefitConfig) -> int:
+        await self._engine.check_ready()
+        return await self._engine.pause(config)
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def refuse(self, reason: str) -> None:
+        await self._engine.refuse(reason)
+
+    async def flush_caches(self) -> None:
+        await self._engine.flush_caches()
+
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        return await self._engine.tokenize(prompts)
+
+    async def publish_version(self, version: int) -> None:
+        await self._engine.publish_version(version)
+
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        return await self._channel.call(message, timeout_s=timeout_s)
+
+
+class _OwnRank:
+    """See `fp8refit.remote.Channel`: the one rank of an engine whose model is in this process."""
+
+    def __init__(self, ranks: LocalRanks) -> None:
+        self._server = RankServer(lambda: ranks.rank)
+
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        return [self._server.handle(message)]
+
+
+def _channel_of(engine: Any) -> Channel:
+    """How to reach every rank.
+
+    Raises:
+        UnsupportedEngineError: From here only one of several can be.
+    """
+    if isinstance(engine.ranks, RemoteRanks):
+        return engine.ranks.channel
+    if isinstance(engine.ranks, LocalRanks) and engine.ranks.rank.group.size == 1:
+        return _OwnRank(engine.ranks)
+    raise UnsupportedEngineError(
+        f"this {engine.name} engine has a driver for each rank; call refit on every one of them, in their own processes"
+    )
