@@ -17,10 +17,11 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fp8refit.batches import PartRows, batches
 from fp8refit.caught import Caught
 from fp8refit.errors import InvalidSourceError, RankFailedError, RefitError
 from fp8refit.pieces import Piece, cut
-from fp8refit.shards import Part, PartReader, batches, has_shards, is_shard
+from fp8refit.shards import Part, PartReader, has_shards, is_shard
 from fp8refit.slots import TensorMeta
 from fp8refit.sources import NamedTensors, StateDict, named, what_is_wrong
 from fp8refit.trainers import Statement, Step, Trainers, trainer_group
@@ -259,12 +260,12 @@ class Gathered(AbstractContextManager["Gathered"]):
             raise InvalidSourceError(_differences([said.names for said in compared]))
         return heard
 
-    def _pass(self, max_bytes: int) -> Iterator[tuple[Part, int, Tensor]]:
+    def _pass(self, max_bytes: int) -> PartRows:
         heard = self._agree("read", max_bytes=max_bytes)
         rows = self._gather(_least_bytes(heard), reads=True)
         return rows if self._rename is None else self._whole_to_change(rows)
 
-    def _gather(self, max_bytes: int, *, reads: bool) -> Iterator[tuple[Part, int, Tensor]]:
+    def _gather(self, max_bytes: int, *, reads: bool) -> PartRows:
         """Make every batch, and vote before each."""
         trainers = self._trainers
         try:
@@ -298,7 +299,7 @@ class Gathered(AbstractContextManager["Gathered"]):
             full_shape = None if is_whole else part.meta.shape
             yield from cut(name, changed, max_bytes, first_row=first, full_shape=full_shape)
 
-    def _whole_to_change(self, rows: Iterator[tuple[Part, int, Tensor]]) -> Iterator[tuple[Part, int, Tensor]]:
+    def _whole_to_change(self, rows: PartRows) -> PartRows:
         """Rows of tensors that are just renamed, and all of those that change."""
         assert self._rename is not None, "there is something to change"
         whole: Tensor | None = None

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.profiler import ProfilerActivity, profile
 
 import fp8refit.engine
-from fp8refit import RefitError, Refitter, gathered, shards
+from fp8refit import RefitError, Refitter, batches, gathered
 from fp8refit.gather import Gathered, Piece
 from fp8refit.megatron import MegatronNames
 from tests.fakes import FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy
@@ -211,7 +211,7 @@ def refit_in_vain(rank: int, fault: str) -> tuple[str, bool]:
     refitter = Refitter(model) if rank == 0 else None
     _, sharded = policy_and_shards(model, 5)
     name = "model.layers.0.self_attn.o_proj.weight"
-    allocate, num_batches = shards.Bucket.allocate, 0
+    allocate, num_batches = batches.Bucket.allocate, 0
     if fault == "missing everywhere" or (fault == "missing on one" and rank == 1):
         del sharded[name]
     elif fault == "placed otherwise" and rank == 2:
@@ -224,14 +224,14 @@ def refit_in_vain(rank: int, fault: str) -> tuple[str, bool]:
         sharded[name] = DTensor.from_local(short, mesh_of(4), [Shard(0)], shape=whole.shape, stride=whole.stride())
     elif fault == "late" and rank == 2:
 
-        def fail(bucket: shards.Bucket) -> None:
+        def fail(bucket: batches.Bucket) -> None:
             nonlocal num_batches
             num_batches += 1
             if num_batches == 3:
                 raise MemoryError("no room for a third bucket")
             allocate(bucket)
 
-        shards.Bucket.allocate = fail
+        batches.Bucket.allocate = fail
     before = live_bytes(model)
     try:
         with gathered(sharded, bucket_bytes=50_000, timeout_s=20) as weights:
@@ -242,7 +242,7 @@ def refit_in_vain(rank: int, fault: str) -> tuple[str, bool]:
     except (RefitError, MemoryError, KeyboardInterrupt) as error:
         return error_of(error), live_bytes(model) != before
     finally:
-        shards.Bucket.allocate = allocate
+        batches.Bucket.allocate = allocate
     return "no error", False
 
 
@@ -289,9 +289,9 @@ def peak_bytes(rank: int, placements: tuple[Placement, ...], max_bytes: int) -> 
 
     Nothing is communicated: gloo's threads let go of a buffer some time after its operation is over.
     """
-    all_gather, broadcast = shards._all_gather, shards._broadcast
-    shards._all_gather = shards._broadcast = lambda *_: nullcontext()
-    wait, shards._wait = shards._wait, lambda works, timeout_s: None
+    all_gather, broadcast = batches._all_gather, batches._broadcast
+    batches._all_gather = batches._broadcast = lambda *_: nullcontext()
+    wait, batches._wait = batches._wait, lambda works, timeout_s: None
     mesh = mesh_of(2, 2)
     state_dict: dict[str, Any] = {f"layers.{index}.weight": torch.randn(256, 64) for index in range(20)}
     state_dict["embed_tokens.weight"] = torch.randn(4096, 64)
@@ -305,7 +305,7 @@ def peak_bytes(rank: int, placements: tuple[Placement, ...], max_bytes: int) -> 
         for piece in source.pieces(max_bytes):
             del piece
     source.close()
-    shards._all_gather, shards._broadcast, shards._wait = all_gather, broadcast, wait
+    batches._all_gather, batches._broadcast, batches._wait = all_gather, broadcast, wait
     held = peak = 0
     for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from fp8refit.batches import Bucket, batches
 from fp8refit.pieces import row_ranges
-from fp8refit.shards import Box, Bucket, Part, ShardLayout, Stage, batches
+from fp8refit.shards import Box, Part, ShardLayout, Stage
 from fp8refit.slots import TensorMeta
 
 

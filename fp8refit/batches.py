@@ -1,0 +1,370 @@
+"""Gathers what every rank of a trainer holds a part of, in buckets and in blocks of rows.
+
+A `Batch` is what one vote of the trainer's ranks is for: a `Bucket` of whole tensors in one collective operation a dimension of
+the mesh, the `Rows` of a tensor that is larger than a bucket, or a `Whole` tensor that is sharded in a way only its own library
+undoes. Every rank of the mesh makes the same batches and gathers them in the same order.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fp8refit.errors import RankFailedError
+from fp8refit.pieces import row_ranges
+from fp8refit.shards import Part, ShardLayout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_ALIGNMENT_BYTES = 16
+_all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+"""Newer versions of PyTorch warn of the older name."""
+PartRows: TypeAlias = Iterator[tuple[Part, int, Tensor]]
+"""Whose rows, the first of them, and the rows."""
+
+
+class Batch(Protocol):
+    """What is gathered between two votes of the trainer's ranks."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors in it."""
+        ...
+
+    def allocate(self) -> None:
+        """Take the memory, and put in what this rank has: all that may fail on one rank alone."""
+        ...
+
+    def gather(self, timeout_s: float) -> None:
+        """Communicate. Every rank of the mesh calls it.
+
+        Raises:
+            RankFailedError: A rank died, or did not come in time.
+        """
+        ...
+
+    def tensors(self) -> PartRows:
+        """What was gathered, once: each in memory of its own or of the trainer, and nothing kept after the last."""
+        ...
+
+
+def batches(parts: Iterable[Part], max_bytes: int) -> Iterator[Batch]:
+    """Cut `parts` into batches of at most `max_bytes` of whole tensors, in their order. Equal on every rank."""
+    waiting: list[Part] = []
+    mesh, num_bytes = None, 0
+    for part in parts:
+        needed = part.num_bytes if part.mesh is not None else 0
+        fits = part.mesh is None or (part.layout is not None and needed <= max_bytes)
+        is_apart = part.mesh is not None and mesh is not None and part.mesh is not mesh and part.mesh != mesh
+        if waiting and (not fits or is_apart or num_bytes + needed > max_bytes):
+            yield Bucket(waiting)
+            waiting, mesh, num_bytes = [], None, 0
+        if fits:
+            waiting.append(part)
+            mesh = part.mesh if part.mesh is not None else mesh
+            num_bytes += needed + _ALIGNMENT_BYTES * bool(needed)
+        elif part.layout is None:
+            yield Whole(part)
+        else:
+            yield from (Rows(part, first, count) for first, count in row_ranges(part.meta, max_bytes))
+    if waiting:
+        yield Bucket(waiting)
+
+
+class Bucket:
+    """Whole tensors on one mesh, and tensors that need no gather.
+
+    Peak memory: what is sent, and what comes, or what comes and one tensor of it.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._mesh = next((part.mesh for part in parts if part.mesh is not None), None)
+        self._rounds: list[_Round] = []
+        self._boxes: dict[int, Tensor] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `Batch`."""
+        return tuple(part.name for part in self._parts)
+
+    def allocate(self) -> None:
+        """See `Batch`."""
+        if self._mesh is None:
+            return
+        coordinate = self._mesh.get_coordinate()
+        assert coordinate is not None, "checked when it was read"
+        axes = {stage.axis for part in self._parts if part.layout is not None for stage in part.layout.stages}
+        self._rounds = [_Round(self._parts, self._mesh, coordinate, axis) for axis in sorted(axes, reverse=True)]
+        if self._rounds:
+            self._rounds[0].pack(self._boxes)
+
+    def gather(self, timeout_s: float) -> None:
+        """See `Batch`."""
+        for number, one in enumerate(self._rounds):
+            if number:
+                before = self._rounds[number - 1]
+                self._boxes |= {index: before.take(index) for index in before.entries}
+                before.release()
+                one.pack(self._boxes)
+            one.gather(timeout_s)
+
+    def tensors(self) -> PartRows:
+        """See `Batch`."""
+        last = self._rounds[-1] if self._rounds else None
+        for index, part in enumerate(self._parts):
+            if last is not None and index in last.entries:
+                yield part, 0, last.take(index)
+            else:
+                yield part, 0, self._boxes.pop(index, part.local)
+        self._rounds.clear()
+
+
+class _Round:
+    """One collective operation along one axis of the mesh, for every part of a bucket that is cut along it."""
+
+    def __init__(self, parts: Sequence[Part], mesh: "DeviceMesh", coordinate: Sequence[int], axis: int) -> None:
+        self._parts, self._group = parts, mesh.get_group(axis)
+        self._size = mesh.shape[axis]
+        self.entries: dict[int, _Entry] = {}
+        joins: dict[int, _Join | None] = {}
+        end = 0
+        for index, part in enumerate(parts):
+            layout = part.layout
+            if layout is None:
+                continue
+            if id(layout) not in joins:
+                joins[id(layout)] = _Join.along(axis, layout, coordinate)
+            join = joins[id(layout)]
+            if join is not None:
+                num_bytes = join.num_elements * part.meta.dtype.itemsize
+                self.entries[index] = _Entry(join=join, start=end, end=end + num_bytes, dtype=part.meta.dtype)
+                end += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._num_bytes = end
+        self._device = parts[next(iter(self.entries))].device
+        self._sent: Tensor | None = None
+        self._came: Tensor | None = None
+
+    def pack(self, inner: dict[int, Tensor]) -> None:
+        """Put in this rank's boxes; those that an earlier round put together are taken out of `inner`."""
+        self._sent = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        self._came = torch.empty(self._num_bytes * self._size, dtype=torch.uint8, device=self._device)
+        for index, entry in self.entries.items():
+            box = inner.pop(index, self._parts[index].local)
+            place = self._sent[entry.start : entry.end].view(entry.dtype).view(entry.join.padded)
+            dim = entry.join.dim
+            if box.shape[dim] != place.shape[dim]:
+                place = place.narrow(dim, 0, box.shape[dim])
+            place.copy_(box)
+
+    def gather(self, timeout_s: float) -> None:
+        assert self._sent is not None and self._came is not None, "packed"
+        _wait([_all_gather(self._came, self._sent, self._group)], timeout_s)
+        self._sent = None
+
+    def take(self, index: int) -> Tensor:
+        """The box that lay on the ranks of this axis, put together."""
+        assert self._came is not None, "gathered"
+        entry = self.entries[index]
+        boxes = self._came.view(self._size, -1)[:, entry.start : entry.end].view(entry.dtype)
+        return _join(boxes.view(self._size, *entry.join.padded), entry.join.dim, entry.join.shape)
+
+    def release(self) -> None:
+        self._came = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Join:
+    """How boxes of one layout are put together along one axis."""
+
+    dim: int
+    padded: tuple[int, ...]
+    """Shape of what every rank sends."""
+    shape: tuple[int, ...]
+    """Of all of it together."""
+    num_elements: int
+
+    @classmethod
+    def along(cls, axis: int, layout: ShardLayout, coordinate: Sequence[int]) -> "_Join | None":
+        """None if `layout` is not cut along `axis`."""
+        for depth, stage in enumerate(layout.stages):
+            if stage.axis == axis:
+                padded = layout.padded(coordinate, depth)
+                shape = layout.box(coordinate, depth).shape
+                return cls(dim=stage.dim, padded=padded, shape=shape, num_elements=prod(padded))
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """Where one part lies in what one rank sends."""
+
+    join: _Join
+    start: int
+    end: int
+    dtype: torch.dtype
+
+
+class Rows:
+    """Some rows of a tensor that is larger than a bucket.
+
+    Ranks that hold rows of it broadcast them into place; columns and the like come from every rank at once. Peak memory:
+    these rows, and as much again where they are put together from columns.
+    """
+
+    def __init__(self, part: Part, first: int, count: int) -> None:
+        assert part.layout is not None and part.mesh is not None, f"{part.name=}"
+        self._part, self._layout, self._mesh = part, part.layout, part.mesh
+        self._first, self._count = first, count
+        self._rows: Tensor | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `Batch`."""
+        return (self._part.name,)
+
+    def allocate(self) -> None:
+        """See `Batch`. What is put together in several steps takes its memory step by step, so as to hold less at once."""
+        if [stage.dim for stage in self._layout.stages] == [0]:
+            self._rows = self._empty(0)
+
+    def gather(self, timeout_s: float) -> None:
+        """See `Batch`."""
+        own = self._layout.box(self._coordinate, len(self._layout.stages))
+        first, count = own.rows(self._first, self._count)
+        rows = self._part.local.narrow(0, first - own.start[0] if count else 0, count).to(self._part.device)
+        for depth, stage in reversed(list(enumerate(self._layout.stages))):
+            if stage.dim == 0:
+                rows = self._broadcast(
+                    depth, rows, self._rows if self._rows is not None else self._empty(depth), timeout_s
+                )
+            else:
+                rows = self._all_gather(depth, rows, timeout_s)
+        self._rows = rows
+
+    def tensors(self) -> PartRows:
+        """See `Batch`."""
+        rows, self._rows = self._rows, None
+        assert rows is not None, "gathered"
+        yield self._part, self._first, rows
+
+    @property
+    def _coordinate(self) -> list[int]:
+        coordinate = self._mesh.get_coordinate()
+        assert coordinate is not None, "checked when it was read"
+        return list(coordinate)
+
+    def _shape(self, depth: int) -> tuple[int, ...]:
+        """Of what this rank and those along the axis of cut number `depth` hold of these rows."""
+        box = self._layout.box(self._coordinate, depth)
+        return (box.rows(self._first, self._count)[1], *box.shape[1:])
+
+    def _empty(self, depth: int) -> Tensor:
+        return torch.empty(self._shape(depth), dtype=self._part.meta.dtype, device=self._part.device)
+
+    def _broadcast(self, depth: int, own: Tensor, rows: Tensor, timeout_s: float) -> Tensor:
+        stage, coordinate = self._layout.stages[depth], self._coordinate
+        group, me = self._mesh.get_group(stage.axis), coordinate[stage.axis]
+        begin, _ = self._layout.box(coordinate, depth).rows(self._first, self._count)
+        works = []
+        for owner in range(self._mesh.shape[stage.axis]):
+            coordinate[stage.axis] = owner
+            first, count = self._layout.box(coordinate, depth + 1).rows(self._first, self._count)
+            if not count:
+                continue
+            place = rows.narrow(0, first - begin, count)
+            if owner == me:
+                place.copy_(own)
+            works.append(_broadcast(place, owner, group))
+        _wait(works, timeout_s)
+        return rows
+
+    def _all_gather(self, depth: int, own: Tensor, timeout_s: float) -> Tensor:
+        stage, shape = self._layout.stages[depth], self._shape(depth)
+        if not shape[0]:
+            return own.new_empty(shape)
+        size = self._mesh.shape[stage.axis]
+        padded = (shape[0], *self._layout.padded(self._coordinate, depth)[1:])
+        sent, came = own.new_empty(padded), own.new_empty((size, *padded))
+        sent.narrow(stage.dim, 0, own.shape[stage.dim]).copy_(own)
+        _wait([_all_gather(_bytes(came), _bytes(sent), self._mesh.get_group(stage.axis))], timeout_s)
+        del sent
+        return _join(came, stage.dim, shape)
+
+
+class Whole:
+    """A tensor that PyTorch gathers by itself: partial sums, or shards that two libraries cut one after the other.
+
+    Peak memory: the tensor, and whatever PyTorch needs beside it.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._tensor: Tensor | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `Batch`."""
+        return (self._part.name,)
+
+    def allocate(self) -> None:
+        """See `Batch`: PyTorch does it."""
+
+    def gather(self, timeout_s: float) -> None:
+        """See `Batch`."""
+        try:
+            with torch.no_grad():
+                self._tensor = self._part.local.full_tensor()  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def tensors(self) -> PartRows:
+        """See `Batch`."""
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None, "gathered"
+        yield self._part, 0, tensor
+
+
+def _join(boxes: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+    """Boxes (number, ...) side by side along `dim`, without their padding, in memory that holds nothing else."""
+    merged = boxes.movedim(0, dim)
+    joined = boxes.new_empty((*merged.shape[:dim], merged.shape[dim] * merged.shape[dim + 1], *merged.shape[dim + 2 :]))
+    joined.view(merged.shape).copy_(merged)
+    return joined if joined.shape[dim] == shape[dim] else joined.narrow(dim, 0, shape[dim]).contiguous()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _all_gather(came: Tensor, sent: Tensor, group: ProcessGroup) -> Any:
+    try:
+        return _all_gather_single(came, sent, group=group, async_op=True)
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _broadcast(rows: Tensor, owner: int, group: ProcessGroup) -> Any:
+    try:
+        return torch.distributed.broadcast(_bytes(rows), group_src=owner, group=group, async_op=True)
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _wait(works: Sequence[Any], timeout_s: float) -> None:
+    try:
+        for work in works:
+            work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _lost(error: RuntimeError) -> RankFailedError:
+    return RankFailedError(f"a rank of the trainer died or did not come while its shards were gathered ({error})")
