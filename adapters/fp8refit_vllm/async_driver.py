@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fp8refit.admission import refusal, still_running
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
-from fp8refit_vllm.compat import token_ids
+from fp8refit_vllm.compat import pause_generation, token_ids
 from fp8refit_vllm.driver import channel_lost, error_of, kept, tokenized
 from fp8refit_vllm.gate import LlmGate
 
@@ -57,9 +57,7 @@ class AsyncDriver:
         num_unfinished = self._num_unfinished
         self._close_gate()
         try:
-            await asyncio.wait_for(
-                self._llm.pause_generation(mode=config.in_flight, clear_cache=False), config.timeout_s
-            )
+            await asyncio.wait_for(pause_generation(self._llm, config.in_flight), config.timeout_s)
         except BaseException as error:
             # Also when the caller is cancelled: nothing may wait at a gate that nobody opens.
             if refused_because is not None:

@@ -1,11 +1,13 @@
 """The only file that reaches into a live vLLM engine. It probes attributes, not versions (seen with 0.26 and 0.32)."""
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from importlib.metadata import entry_points
-from inspect import isawaitable
+from inspect import currentframe, isawaitable, signature
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -18,6 +20,8 @@ from fp8refit.layers.rules import Why
 from fp8refit.slots import ScaleFormat
 
 _LEAST_FLASHINFER_SCALE = 1e-10
+_LAST_OUTPUTS_S = 0.02
+_LOOK_S = 5e-4
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
@@ -54,6 +58,18 @@ def http_refusal(reason: str) -> Exception:
     return error
 
 
+async def pause_generation(llm: Any, mode: str) -> None:
+    """What `AsyncLLM.pause_generation` does for a mode of `RefitConfig.in_flight`; caches stay.
+
+    It sleeps at its end, for longer than a refit of most models takes, in case outputs are still on their way. Here they are
+    waited for as long, and no longer than until they are there.
+    """
+    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+    deadline_s = time.monotonic() + _LAST_OUTPUTS_S
+    while mode != "keep" and llm.output_processor.get_num_unfinished_requests() and time.monotonic() < deadline_s:
+        await asyncio.sleep(_LOOK_S)
+
+
 def in_process_executor(engine: Any) -> Any:
     """The executor of an LLM's engine, if its engine core is in this process."""
     core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
@@ -83,6 +99,58 @@ def engine_process_group(num_ranks: int) -> ProcessGroup | None:
             process_group: ProcessGroup = group.cpu_group
             return process_group
     return None
+
+
+def register_transfer(name: str, worker_class: str, trainer_class: str) -> None:
+    """Make our weight-transfer engines known to vLLM, which imports them when they are asked for. May be repeated.
+
+    Args:
+        name: The backend.
+        worker_class: Module and name of the worker's side.
+        trainer_class: Of the trainer's.
+    """
+    from vllm.distributed.weight_transfer import factory
+
+    for registry, path in (
+        (factory.WeightTransferEngineFactory, worker_class),
+        (factory.WeightTransferTrainerFactory, trainer_class),
+    ):
+        module, _, class_name = path.rpartition(".")
+        with suppress(ValueError):  # it is registered
+            registry.register_engine(name, module, class_name)
+
+
+def booting_worker() -> Any:
+    """The worker that is loading its model while this is called; None if none is.
+
+    vLLM makes a weight-transfer engine there, and gives it the model but not the worker.
+    """
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    frame = currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), WorkerBase):
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
+
+
+def end_weight_update(worker: Any) -> None:
+    """Let the next weight update begin on this worker, whether or not the last one came to its end."""
+    if hasattr(worker, "_weight_update_active"):
+        worker._weight_update_active = False
+
+
+def takes_version(client: Any) -> bool:
+    """Whether a client of vLLM's weight updates can name the version of what it brought (since 0.32)."""
+    return "weight_version" in signature(client.finish_weight_update).parameters
+
+
+def module_of(source: Any) -> nn.Module | None:
+    """The module whose weights vLLM's `ModuleSource` gives; None for another source."""
+    from vllm.distributed.weight_transfer.base import ModuleSource
+
+    return source._module if type(source) is ModuleSource else None
 
 
 def call_in_time(call: Callable[[], T], timeout_s: float) -> T:
