@@ -1,0 +1,27 @@
+"""Servers on some GPUs that answer without end, a trainer on another; `test_servers.py` judges. The result is a JSON file.
+
+    python run_servers.py --engine vllm --shape S [--tp N] [--replicas R] --work DIR --out FILE
+
+`--shape tiny --pushes 6` tries it without a GPU, where vLLM runs on a CPU.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("VLLM_PLUGINS", "fp8refit")
+os.environ |= {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_NO_USAGE_STATS": "1",
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+    "HF_HUB_OFFLINE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+if __name__ == "__main__":
+    from server_modes import main
+
+    main()

