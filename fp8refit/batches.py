@@ -42,8 +42,16 @@ class Batch(Protocol):
         """Take the memory, and put in what this rank has: all that may fail on one rank alone."""
         ...
 
-    def gather(self, timeout_s: float) -> None:
-        """Communicate. Every rank of the mesh calls it.
+    def begin(self) -> None:
+        """Communicate, as far as this goes without waiting. Every rank of the mesh calls it.
+
+        Raises:
+            RankFailedError: A rank died.
+        """
+        ...
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for what is under way, and communicate the rest.
 
         Raises:
             RankFailedError: A rank died, or did not come in time.
@@ -78,7 +86,29 @@ def batches(parts: Iterable[Part], max_bytes: int) -> Iterator[Batch]:
         yield Bucket(waiting)
 
 
-class Bucket:
+class _StepByStep:
+    """A batch whose steps are each begun at once and waited for before the next."""
+
+    _steps: Iterator[Sequence[Any]]
+    _works: Sequence[Any] | None
+
+    def begin(self) -> None:
+        """See `Batch`."""
+        self._steps = self._communicate()
+        self._works = next(self._steps, None)
+
+    def finish(self, timeout_s: float) -> None:
+        """See `Batch`."""
+        while self._works is not None:
+            _wait(self._works, timeout_s)
+            self._works = next(self._steps, None)
+
+    def _communicate(self) -> Iterator[Sequence[Any]]:
+        """What is under way after each step; it is done when the next one is asked for."""
+        raise NotImplementedError
+
+
+class Bucket(_StepByStep):
     """Whole tensors on one mesh, and tensors that need no gather.
 
     Peak memory: what is sent, and what comes, or what comes and one tensor of it.
@@ -106,16 +136,6 @@ class Bucket:
         if self._rounds:
             self._rounds[0].pack(self._boxes)
 
-    def gather(self, timeout_s: float) -> None:
-        """See `Batch`."""
-        for number, one in enumerate(self._rounds):
-            if number:
-                before = self._rounds[number - 1]
-                self._boxes |= {index: before.take(index) for index in before.entries}
-                before.release()
-                one.pack(self._boxes)
-            one.gather(timeout_s)
-
     def tensors(self) -> PartRows:
         """See `Batch`."""
         last = self._rounds[-1] if self._rounds else None
@@ -125,6 +145,16 @@ class Bucket:
             else:
                 yield part, 0, self._boxes.pop(index, part.local)
         self._rounds.clear()
+
+    def _communicate(self) -> Iterator[Sequence[Any]]:
+        for number, one in enumerate(self._rounds):
+            if number:
+                before = self._rounds[number - 1]
+                self._boxes |= {index: before.take(index) for index in before.entries}
+                before.release()
+                one.pack(self._boxes)
+            yield [one.gather()]
+            one.forget_sent()
 
 
 class _Round:
@@ -164,9 +194,11 @@ class _Round:
                 place = place.narrow(dim, 0, box.shape[dim])
             place.copy_(box)
 
-    def gather(self, timeout_s: float) -> None:
+    def gather(self) -> Any:
         assert self._sent is not None and self._came is not None, "packed"
-        _wait([_all_gather(self._came, self._sent, self._group)], timeout_s)
+        return _all_gather(self._came, self._sent, self._group)
+
+    def forget_sent(self) -> None:
         self._sent = None
 
     def take(self, index: int) -> Tensor:
@@ -212,7 +244,7 @@ class _Entry:
     dtype: torch.dtype
 
 
-class Rows:
+class Rows(_StepByStep):
     """Some rows of a tensor that is larger than a bucket.
 
     Ranks that hold rows of it broadcast them into place; columns and the like come from every rank at once. Peak memory:
@@ -235,25 +267,29 @@ class Rows:
         if [stage.dim for stage in self._layout.stages] == [0]:
             self._rows = self._empty(0)
 
-    def gather(self, timeout_s: float) -> None:
-        """See `Batch`."""
-        own = self._layout.box(self._coordinate, len(self._layout.stages))
-        first, count = own.rows(self._first, self._count)
-        rows = self._part.local.narrow(0, first - own.start[0] if count else 0, count).to(self._part.device)
-        for depth, stage in reversed(list(enumerate(self._layout.stages))):
-            if stage.dim == 0:
-                rows = self._broadcast(
-                    depth, rows, self._rows if self._rows is not None else self._empty(depth), timeout_s
-                )
-            else:
-                rows = self._all_gather(depth, rows, timeout_s)
-        self._rows = rows
-
     def tensors(self) -> PartRows:
         """See `Batch`."""
         rows, self._rows = self._rows, None
         assert rows is not None, "gathered"
         yield self._part, self._first, rows
+
+    def _communicate(self) -> Iterator[Sequence[Any]]:
+        own = self._layout.box(self._coordinate, len(self._layout.stages))
+        first, count = own.rows(self._first, self._count)
+        rows = self._part.local.narrow(0, first - own.start[0] if count else 0, count).to(self._part.device)
+        for depth, stage in reversed(list(enumerate(self._layout.stages))):
+            if stage.dim == 0:
+                own_rows, rows = rows, self._rows if self._rows is not None else self._empty(depth)
+                yield self._broadcast(depth, own_rows, rows)
+                del own_rows
+            else:
+                sent, came = self._pack(depth, rows)
+                if came.numel():
+                    yield [_all_gather(_bytes(came), _bytes(sent), self._mesh.get_group(stage.axis))]
+                del sent
+                rows = _join(came, stage.dim, self._shape(depth))
+                del came
+        self._rows = rows
 
     @property
     def _coordinate(self) -> list[int]:
@@ -269,7 +305,8 @@ class Rows:
     def _empty(self, depth: int) -> Tensor:
         return torch.empty(self._shape(depth), dtype=self._part.meta.dtype, device=self._part.device)
 
-    def _broadcast(self, depth: int, own: Tensor, rows: Tensor, timeout_s: float) -> Tensor:
+    def _broadcast(self, depth: int, own: Tensor, rows: Tensor) -> list[Any]:
+        """Put what each rank along the axis of cut number `depth` holds into its place in `rows`."""
         stage, coordinate = self._layout.stages[depth], self._coordinate
         group, me = self._mesh.get_group(stage.axis), coordinate[stage.axis]
         begin, _ = self._layout.box(coordinate, depth).rows(self._first, self._count)
@@ -283,20 +320,15 @@ class Rows:
             if owner == me:
                 place.copy_(own)
             works.append(_broadcast(place, owner, group))
-        _wait(works, timeout_s)
-        return rows
+        return works
 
-    def _all_gather(self, depth: int, own: Tensor, timeout_s: float) -> Tensor:
-        stage, shape = self._layout.stages[depth], self._shape(depth)
-        if not shape[0]:
-            return own.new_empty(shape)
-        size = self._mesh.shape[stage.axis]
-        padded = (shape[0], *self._layout.padded(self._coordinate, depth)[1:])
-        sent, came = own.new_empty(padded), own.new_empty((size, *padded))
+    def _pack(self, depth: int, own: Tensor) -> tuple[Tensor, Tensor]:
+        """What this rank sends along the axis of cut number `depth`, and where that of every rank comes."""
+        stage = self._layout.stages[depth]
+        padded = (self._shape(depth)[0], *self._layout.padded(self._coordinate, depth)[1:])
+        sent, came = own.new_empty(padded), own.new_empty((self._mesh.shape[stage.axis], *padded))
         sent.narrow(stage.dim, 0, own.shape[stage.dim]).copy_(own)
-        _wait([_all_gather(_bytes(came), _bytes(sent), self._mesh.get_group(stage.axis))], timeout_s)
-        del sent
-        return _join(came, stage.dim, shape)
+        return sent, came
 
 
 class Whole:
@@ -317,7 +349,10 @@ class Whole:
     def allocate(self) -> None:
         """See `Batch`: PyTorch does it."""
 
-    def gather(self, timeout_s: float) -> None:
+    def begin(self) -> None:
+        """See `Batch`: PyTorch waits."""
+
+    def finish(self, timeout_s: float) -> None:
         """See `Batch`."""
         try:
             with torch.no_grad():

@@ -1,8 +1,8 @@
 """A trainer's sharded state dict as a source: whole tensors, or blocks of rows, gathered while they are read.
 
 Every rank of the trainer makes a `Gathered` of its state dict. Names, shapes and placements are known without a gather, and
-compared before the first one. A pass gathers everything once, through one bucket at a time. What fails on one rank, before a
-pass or in the middle of it, ends on every rank with the same error.
+compared before the first one. A pass gathers everything once, half a bucket on its way while the last half is read. What fails
+on one rank, before a pass or in the middle of it, ends on every rank with the same error.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fp8refit.batches import PartRows, batches
+from fp8refit.batches import Batch, PartRows, batches
 from fp8refit.caught import Caught
 from fp8refit.errors import InvalidSourceError, RankFailedError, RefitError
 from fp8refit.pieces import Piece, cut
@@ -72,8 +72,9 @@ def gathered(
         state_dict: Names to DTensors (FSDP2, or any placement on any mesh) and plain tensors, which are the same everywhere.
         group: All ranks that take part. By default those of the shards' mesh.
         rename: Makes checkpoint tensors of them; see `Renamer` and `fp8refit.megatron.MegatronNames`.
-        bucket_bytes: Size of one bucket, or less if a reader says so. A tensor that is larger comes in blocks of rows. Beside
-            the model a rank holds about two buckets, and what the reader keeps.
+        bucket_bytes: Size of one bucket, or less if a reader says so. Half of one is gathered while the other half is read. A
+            tensor that is larger than that comes in blocks of rows. Beside the model a rank holds about two buckets, and what
+            the reader keeps.
         timeout_s: Seconds to wait for the other ranks at each step.
 
     Raises:
@@ -266,18 +267,23 @@ class Gathered(AbstractContextManager["Gathered"]):
         return rows if self._rename is None else self._whole_to_change(rows)
 
     def _gather(self, max_bytes: int, *, reads: bool) -> PartRows:
-        """Make every batch, and vote before each."""
+        """Make every batch, and vote before each. One is on its way while the last is read: each is half a bucket."""
         trainers = self._trainers
         try:
             if self._problems:
                 raise InvalidSourceError(self.problems)
-            for place, batch in enumerate(batches(self._parts, max_bytes)):
+            arrived: Batch | None = None
+            for place, batch in enumerate(batches(self._parts, max_bytes // 2)):
                 with Caught() as failed:
                     batch.allocate()
                 trainers.hear(Statement(step="batch", place=place), failed.error)
-                batch.gather(trainers.timeout_s)
-                if reads:
-                    yield from batch.tensors()
+                batch.begin()
+                if arrived is not None:
+                    yield from arrived.tensors()
+                batch.finish(trainers.timeout_s)
+                arrived = batch if reads else None
+            if arrived is not None:
+                yield from arrived.tensors()
             trainers.hear(Statement(step="end"))
         except GeneratorExit:
             self._has_stopped = True  # close() says why: an error that the reader has not told yet

@@ -282,9 +282,9 @@ class RemoteRanks:
             return messages.Files(path=str(Path(source.path).resolve()))
         if isinstance(source, MappingSource):
             export = self._exporter.export(source.tensors)
+            for device in {tensor.device for tensor in source.tensors.values() if tensor.is_cuda}:
+                torch.cuda.synchronize(device)  # what the trainer computes has to be there before it is read
             if not export.leftover:
-                for device in {tensor.device for tensor in source.tensors.values() if tensor.is_cuda}:
-                    torch.cuda.synchronize(device)  # what the trainer computes has to be there before others read it
                 if export.digest == self._mapped_digest and not source.problems:
                     return messages.MappedTensors(digest=export.digest)
                 return messages.MappedTensors(
@@ -339,7 +339,7 @@ class RemoteRanks:
             return
         for device in self._buckets:
             if device.type == "cuda":
-                torch.cuda.synchronize(device)
+                torch.cuda.current_stream(device).synchronize()  # and not what the trainer gathers meanwhile
         segments = tuple(bucket.segment for bucket in self._buckets.values())
         await self._ask(messages.Push(refit=self._refit, segments=segments, refs=tuple(refs.values()), runs=dict(runs)))
         refs.clear()

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.profiler import ProfilerActivity, profile
 
 import fp8refit.engine
+import fp8refit.gather
 from fp8refit import RefitError, Refitter, batches, gathered
 from fp8refit.gather import Gathered, Piece
 from fp8refit.megatron import MegatronNames
@@ -234,7 +236,7 @@ def refit_in_vain(rank: int, fault: str) -> tuple[str, bool]:
         batches.Bucket.allocate = fail
     before = live_bytes(model)
     try:
-        with gathered(sharded, bucket_bytes=50_000, timeout_s=20) as weights:
+        with gathered(sharded, bucket_bytes=100_000, timeout_s=20) as weights:
             if refitter is not None:
                 refitter.refit(weights)
             elif fault == "interrupted" and rank == 1:
@@ -282,6 +284,65 @@ def die_in_the_middle(rank: int) -> str:
             if count == 3 and rank == 3:
                 os._exit(1)
     return "no error"
+
+
+class Observed(Gathered):
+    """Says what is done, in its order, and what is finished to whoever looks into `store`."""
+
+    def __init__(self, state_dict: dict[str, Any], store: torch.distributed.Store, **options: Any) -> None:
+        super().__init__(state_dict, **options)
+        self.events: list[str] = []
+        self._store = store
+        hear = self._trainers.hear
+        self._trainers.hear = lambda own, error=None: self._see(f"vote {own.place}", own.step) or hear(own, error)
+
+    def _see(self, event: str, step: str) -> None:
+        if step == "batch":
+            self.events.append(event)
+
+    def observe(self, number: int, batch: batches.Batch) -> batches.Batch:
+        begin, finish, tensors = batch.begin, batch.finish, batch.tensors
+
+        def begin_it() -> None:
+            self.events.append(f"begin {number}")
+            begin()
+
+        def finish_it(timeout_s: float) -> None:
+            finish(timeout_s)
+            self.events.append(f"finish {number}")
+            self._store.set(f"{torch.distributed.get_rank()} finished {number}", "")
+
+        def read() -> batches.PartRows:
+            self.events.append(f"read {number}")
+            yield from tensors()
+
+        batch.begin, batch.finish, batch.tensors = begin_it, finish_it, read
+        return batch
+
+
+def read_slowly(rank: int, placements: tuple[Placement, ...], path: str) -> list[str]:
+    """Rank 0 reads, and goes on from each batch only once the others have finished the next. Gives what each rank did."""
+    mesh = mesh_of(4)
+    store = torch.distributed.FileStore(path, 4)
+    whole = {f"layers.{index}.weight": torch.full((256, 64), float(index)) for index in range(6)}
+    whole["embed_tokens.weight"] = torch.randn(1024, 64, generator=torch.Generator().manual_seed(3))
+    state_dict = {name: shard(tensor, mesh, placements) for name, tensor in whole.items()}
+    source = Observed(state_dict, store, bucket_bytes=1 << 18)
+    make = fp8refit.gather.batches
+    made = list(make(source._parts, 1 << 17))
+    fp8refit.gather.batches = lambda *_: (source.observe(number, batch) for number, batch in enumerate(made))
+    wrong: list[str] = []
+    try:
+        with source:
+            for piece in source.pieces(1 << 18) if rank == 0 else ():
+                rows = whole[piece.name][piece.first_row : piece.end_row]
+                wrong += [piece.name] * (not torch.equal(rows, piece.tensor))
+                following = int(source.events[-1].split()[1]) + 1
+                if following < len(made):
+                    store.wait([f"{other} finished {following}" for other in (1, 2, 3)], timedelta(seconds=20))
+    finally:
+        fp8refit.gather.batches = make
+    return wrong + source.events
 
 
 def peak_bytes(rank: int, placements: tuple[Placement, ...], max_bytes: int) -> tuple[int, int]:

@@ -52,5 +52,6 @@ def test_what_needs_no_gather_takes_no_room_in_a_bucket():
     (bucket,) = batches(plain, max_bytes=1)
     assert isinstance(bucket, Bucket) and bucket.names == ("0", "1", "2", "3", "4")
     bucket.allocate()
-    bucket.gather(timeout_s=1)
+    bucket.begin()
+    bucket.finish(timeout_s=1)
     assert [part.name for part, _, _ in bucket.tensors()] == ["0", "1", "2", "3", "4"]
