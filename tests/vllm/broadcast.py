@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 from engines import make_policy
-from subject import NOISE, booted_as
+from subject import NOISE, Subject, booted_as
 
-from fp8refit import Broadcaster
+from fp8refit import Broadcaster, gathered
+from tests.outliers import BATCH
 
 FAMILY, KERNEL = "qwen2_wide", "ue8m0"
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
@@ -30,6 +31,7 @@ def run_broadcast(work: str) -> dict:
             found["broadcast"][seed] = subject.state() | {"version": report.version, "is_first": report.is_first}
         wide.push(policies[1])
         found["bf16"] = subject.live()
+        found["kv"] = try_kv_scales(subject, broadcaster, policies[2])
         bad = dict(policies[2])
         bad[DOWN_PROJ] = bad[DOWN_PROJ].clone()
         bad[DOWN_PROJ][3, -1] = torch.nan
@@ -55,3 +57,28 @@ def run_broadcast(work: str) -> dict:
         found["killed"]["seconds"] = time.monotonic() - start_s
         found["killed"]["generate"] = subject.refused(subject.generate)
         return found
+
+
+def try_kv_scales(subject: Subject, broadcaster: Broadcaster, policy: dict) -> dict:
+    """Scales measured after an ordinary refit and after broadcasts, given to one, and sent with another."""
+    report = subject.refit(policy, calibration=BATCH)
+    found: dict = {"ordinary": subject.state() | {"scales": report.kv.scales, "copies": subject.look("kv_scales")}}
+    ones = dict.fromkeys(report.kv.scales, 1.0)
+    tensors = {name: torch.tensor(scale) for name, scale in report.kv.scales.items()}
+    ways = {
+        "calibration": lambda: broadcaster.push(policy, calibration=BATCH),
+        "calibration of what is gathered": lambda: broadcaster.push(gathered(policy), calibration=BATCH),
+        "kv_scales": lambda: broadcaster.push(policy, kv_scales=report.kv.scales),
+        "among the weights": lambda: broadcaster.push({**tensors, **policy}),
+    }
+    for name, push in ways.items():
+        broadcaster.push(policy, kv_scales=ones)
+        pushed = push()
+        found[name] = subject.state() | {"scales": pushed.kv.scales, "copies": subject.look("kv_scales")}
+    armed = subject.look("arm_measuring", subject.num_ranks - 1)
+    found["fault"] = {"armed": armed, "push": subject.refused(broadcaster.push, policy, calibration=BATCH)}
+    found["fault"]["generate"] = subject.refused(subject.generate)
+    broadcaster.push(policy)
+    found["healed"] = subject.state() | {"scales": report.kv.scales, "copies": subject.look("kv_scales")}
+    broadcaster.push(policy, kv_scales=ones)
+    return found

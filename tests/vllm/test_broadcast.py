@@ -37,6 +37,23 @@ def test_the_second_broadcast_compiles_nothing(found):
     assert [found["broadcast"][seed]["version"] for seed in ("1", "2")] == [3, 4]
 
 
+@pytest.mark.parametrize(
+    "way", ["calibration", "calibration of what is gathered", "kv_scales", "among the weights", "healed"]
+)
+def test_kv_scales_after_a_broadcast_are_those_after_an_ordinary_refit(way, found):
+    assert found["kv"][way] == found["kv"]["ordinary"]
+    scales = found["kv"]["ordinary"]["scales"]
+    assert len(set(scales.values())) > 2 and 1.0 not in scales.values()
+    copies = {f"{name.rpartition('.')[0]}.attn._{name.rpartition('.')[2]}": scale for name, scale in scales.items()}
+    assert all(copies.items() <= of_rank.items() for of_rank in found["kv"][way]["copies"])
+
+
+def test_a_rank_that_fails_while_it_measures_leaves_the_engine_dirty(found):
+    fault = found["kv"]["fault"]
+    assert fault["push"]["error"] == "RankFailedError" and "rank 1" in fault["push"]["message"]
+    assert fault["generate"]["error"] == "EngineDirtyError"
+
+
 def test_nan_leaves_the_engine_dirty_and_the_next_broadcast_heals_it(found):
     assert found["nan"]["push"]["error"] == "NonFiniteError"
     assert found["nan"]["push"]["named"] == [DOWN_PROJ]
