@@ -14,7 +14,7 @@ from fp8refit_vllm.clients import check_layout, check_workers, method_of
 from fp8refit_vllm.compat import is_async_client
 from fp8refit_vllm.driver import SyncDriver
 from fp8refit_vllm.server import VllmServer
-from fp8refit_vllm.worker import make_rank
+from fp8refit_vllm.worker import rank_of
 
 
 class VllmEngine:
@@ -41,7 +41,7 @@ class VllmEngine:
             return
         self._driver = _drive(candidate)
         if self._driver.worker is not None:
-            self.ranks = LocalRanks(make_rank(self._driver.worker))
+            self.ranks = LocalRanks(rank_of(self._driver.worker))
         else:
             self.ranks = RemoteRanks(self._driver)
 

@@ -20,20 +20,29 @@ from fp8refit.slots import Inventory, KvCache, Refresh, Refusal
 from fp8refit.target import Target
 from fp8refit.transport.group import ProcessGroupExchange
 from fp8refit.vote import Group
-from fp8refit_vllm.compat import draft_method, engine_process_group, has_dummy_weights, reset_kv_scales, sync_experts
+from fp8refit_vllm.compat import (
+    draft_method,
+    engine_process_group,
+    has_dummy_weights,
+    register_transfer,
+    reset_kv_scales,
+    sync_experts,
+)
 from fp8refit_vllm.kv_cache import read_kv_cache
 from fp8refit_vllm.layout import read_inventory
+from fp8refit_vllm.letters import BACKEND, TRAINER_TRANSFER, WORKER_TRANSFER
 
 PLUGIN_METHOD = "fp8refit_call"
 EXTENSION_METHOD = "fp8refit_extension_call"
-_SERVER = "_fp8refit_server"
+_RANK, _SERVER = "_fp8refit_rank", "_fp8refit_server"
 
 
 def register() -> None:
-    """Give vLLM's workers the method that a driver calls."""
+    """Give vLLM's workers the method that a driver calls, and vLLM a backend for its weight transfer."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, PLUGIN_METHOD, serve)
+    register_transfer(BACKEND, WORKER_TRANSFER, TRAINER_TRANSFER)
 
 
 class WorkerExtension:
@@ -48,17 +57,25 @@ def serve(worker: Any, message: str) -> str:
     """Answer one request of a driver, as `fp8refit.server.RankServer` does. Never raises."""
     server: RankServer | None = getattr(worker, _SERVER, None)
     if server is None:
-        server = RankServer(lambda: make_rank(worker))
+        server = RankServer(lambda: rank_of(worker))
         setattr(worker, _SERVER, server)
     return server.handle(message)
 
 
-def make_rank(worker: Any) -> Rank:
-    """The rank that `worker` is.
+def rank_of(worker: Any) -> Rank:
+    """The rank that `worker` is: one, whoever drives it.
 
     Raises:
         UnsupportedEngineError: Its ranks cannot agree with each other.
     """
+    rank: Rank | None = getattr(worker, _RANK, None)
+    if rank is None:
+        rank = _make_rank(worker)
+        setattr(worker, _RANK, rank)
+    return rank
+
+
+def _make_rank(worker: Any) -> Rank:
     import vllm
 
     model = LiveModel(worker)

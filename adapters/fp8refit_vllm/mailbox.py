@@ -1,0 +1,155 @@
+"""Where the ranks of an engine leave their answers for a trainer: a store that the trainer opens.
+
+vLLM's `update_weights` takes a message to every rank and brings nothing back. Answers are text; nothing is pickled.
+"""
+
+import os
+import secrets
+import socket
+from datetime import timedelta
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from fp8refit.errors import TransportError
+
+_PART_BYTES = 4 << 20
+"""The store takes no value of more than 8 MiB; a large engine's layout is more."""
+_ENDED = "ended"
+
+
+class Address(BaseModel):
+    """Where one mailbox is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    token: str = Field(min_length=16, max_length=64)
+    """Names it; without it nobody writes there by chance."""
+    host: str = Field(max_length=255)
+    port: int = Field(ge=1, le=65535)
+
+
+class Mailbox:
+    """One end of a mailbox. `open` it where the trainer is, and let every rank `find` its `address`."""
+
+    def __init__(self, address: Address, store: Store) -> None:
+        self.address = address
+        self._store = store
+
+    @classmethod
+    def open(cls, *, host: str, port: int, timeout_s: float) -> "Mailbox":
+        """Open a store.
+
+        Args:
+            host: Address of this host that the ranks reach, and that the store binds to.
+            port: 0 for any that is free.
+            timeout_s: For every exchange with it.
+
+        Raises:
+            TransportError: The address is none of this host's, or taken.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            family, _, _, _, bound = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.create_server(bound[:2], family=family) as listener:
+                port = listener.getsockname()[1]
+                descriptor = os.dup(listener.fileno())
+                store = TCPStore(
+                    host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
+                )
+        except (OSError, RuntimeError) as error:
+            raise TransportError(
+                f"{host}:{port} cannot be listened at ({error}); name an address of this host and a port that is free"
+            ) from error
+        address = Address(token=secrets.token_hex(16), host=host, port=port)
+        return cls(address, PrefixStore(address.token, store))
+
+    @classmethod
+    def find(cls, address: Address, *, timeout_s: float) -> "Mailbox":
+        """Go to a store that was opened elsewhere.
+
+        Raises:
+            TransportError: It cannot be reached.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            store = TCPStore(address.host, address.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        except (OSError, RuntimeError) as error:
+            raise TransportError(
+                f"the trainer cannot be reached at {address.host}:{address.port} ({error}); give its "
+                "RefitConfig.collective a host that this engine's hosts can reach"
+            ) from error
+        return cls(address, PrefixStore(address.token, store))
+
+    def leave(self, letter: str, rank: int, text: str) -> None:
+        """Leave the answer of a rank to a letter.
+
+        Raises:
+            TransportError: The trainer is gone.
+        """
+        content = text.encode()
+        parts = [content[start : start + _PART_BYTES] for start in range(0, len(content), _PART_BYTES)]
+        with _Reaching():
+            for place, part in enumerate(parts):
+                self._store.set(f"{letter}/{rank}/{place}", part)
+            self._set(f"{letter}/{rank}", str(len(parts)))
+
+    def collect(self, letter: str, rank: int) -> str | None:
+        """Take the answer of a rank to a letter; None if it left none.
+
+        Raises:
+            TransportError: The store is gone.
+        """
+        key = f"{letter}/{rank}"
+        with _Reaching():
+            if not self._store.check([key]):
+                return None
+            keys = [f"{key}/{place}" for place in range(int(self._store.get(key)))]
+            content = b"".join(self._store.get(part) for part in keys)
+            for part in (key, *keys):
+                self._store.delete_key(part)
+            return content.decode()
+
+    def count(self, name: str, *, more: int = 0) -> int:
+        """Count up, and say how many there are.
+
+        Raises:
+            TransportError: The store is gone.
+        """
+        with _Reaching():
+            total: int = self._store.add(f"count/{name}", more)
+            return total
+
+    def end(self, why: str) -> None:
+        """Let the trainer know that its letters are no longer read.
+
+        Raises:
+            TransportError: It is gone.
+        """
+        with _Reaching():
+            self._set(_ENDED, why)
+
+    def why_ended(self) -> str | None:
+        """What a rank said that reads no more letters, if one did.
+
+        Raises:
+            TransportError: The store is gone.
+        """
+        with _Reaching():
+            return self._store.get(_ENDED).decode() if self._store.check([_ENDED]) else None
+
+    def _set(self, key: str, value: str) -> None:
+        """Write, and wait until it is there: the store's own `set` does not, and the trainer looks once."""
+        self._store.set(key, value)
+        self._store.check([key])  # answered in turn
+
+
+class _Reaching:
+    """Makes what a store raises one of our errors."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise TransportError(f"the trainer's mailbox cannot be reached ({error}); the trainer died") from error

@@ -1,0 +1,99 @@
+"""The worker's side of vLLM's weight transfer: `--weight-transfer-config '{"backend": "fp8refit"}'`.
+
+vLLM imports this where the backend is asked for. Nothing is reloaded layer by layer: tensors are written where they lie.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from fp8refit.errors import UnsupportedEngineError
+from fp8refit_vllm.clients import check_layout
+from fp8refit_vllm.compat import booting_worker
+from fp8refit_vllm.transfer_rank import TransferRank
+from fp8refit_vllm.worker import serve
+
+
+@dataclass
+class RefitInitInfo(WeightTransferInitInfo):
+    """What came; judged where an error does not put vLLM's calls out of step."""
+
+    asked: dict[str, Any]
+
+
+@dataclass
+class RefitUpdateInfo(WeightTransferUpdateInfo):
+    """See `RefitInitInfo`."""
+
+    asked: dict[str, Any]
+
+
+class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
+    """Implements vLLM's `WeightTransferEngine`, driven by `fp8refit_vllm.trainer.RefitTrainer`. See vLLM for its methods.
+
+    Raises:
+        UnsupportedEngineError: Not made by a worker.
+    """
+
+    init_info_cls = RefitInitInfo
+    update_info_cls = RefitUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        worker = booting_worker()
+        if worker is None:
+            raise UnsupportedEngineError("this vLLM makes weight-transfer engines elsewhere than in its workers")
+        self._rank = TransferRank(worker, partial(serve, worker), partial(check_layout, vllm_config))
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> RefitInitInfo:
+        """See vLLM. Raises nothing."""
+        return RefitInitInfo(init_dict)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> RefitUpdateInfo:
+        """See vLLM. Raises nothing."""
+        return RefitUpdateInfo(update_dict)
+
+    def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
+        """See `TransferRank.invite`."""
+        self._rank.invite(init_info.asked)
+
+    def start_weight_update(self) -> None:
+        """See `TransferRank.begin`."""
+        self._rank.begin()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """See `TransferRank.receive`, which waits for the device where it has to."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: RefitUpdateInfo) -> None:
+        """See `TransferRank.receive`."""
+        self._rank.receive(update_info.asked)
+
+    def finish_weight_update(self) -> None:
+        """See `TransferRank.finish`."""
+        self._rank.finish()
+
+    def shutdown(self) -> None:
+        """See `TransferRank.close`."""
+        self._rank.close()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> NoReturn:
+        """What vLLM 0.26 asks for beside its trainer engines.
+
+        Raises:
+            UnsupportedEngineError: Always.
+        """
+        raise UnsupportedEngineError(
+            "send by WeightTransferTrainerFactory and fp8refit_vllm.trainer.RefitTrainerInitInfo"
+        )

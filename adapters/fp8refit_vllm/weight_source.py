@@ -1,0 +1,113 @@
+"""vLLM's `WeightSource` as what fp8refit refits from, on every rank of a trainer."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fp8refit.caught import Caught
+from fp8refit.config import RefitConfig
+from fp8refit.errors import InvalidSourceError
+from fp8refit.gather import Gathered
+from fp8refit.shards import has_shards
+from fp8refit.sources import Manifest, NamedTensors, StateDict
+from fp8refit.trainers import Statement, Trainers, trainer_group
+from fp8refit_vllm.compat import module_of
+
+Weights: TypeAlias = tuple[StateDict, Manifest | None]
+"""Arguments of `Refitter.refit`."""
+
+_PATIENCE = 4
+"""How often `timeout_s` the other ranks of a trainer wait for the one that prepares the engine."""
+
+
+def opened(source: Any, group: ProcessGroup | None, config: RefitConfig) -> AbstractContextManager[Weights]:
+    """What rank 0 of the trainer reads, as a context that every rank enters and leaves: the others take part in its gathers.
+
+    Args:
+        source: A `WeightSource`. The shards of a `ModuleSource` are gathered bucket by bucket, not tensor by tensor.
+        group: The ranks of the trainer; by default all that torch knows of.
+        config: How to refit.
+
+    Raises:
+        InvalidSourceError: It gives a part of the model only.
+    """
+    timeout_s = _PATIENCE * config.timeout_s
+    module = module_of(source)
+    if module is None:
+        return SharedPasses(source, Trainers(trainer_group(group), timeout_s=timeout_s))
+    state_dict: Mapping[str, Tensor] = module.state_dict()
+    if not has_shards(state_dict.values()):
+        return nullcontext((state_dict, None))
+    return _gathered(Gathered(state_dict, group, bucket_bytes=config.bucket_bytes, timeout_s=timeout_s))
+
+
+@contextmanager
+def _gathered(shards: Gathered) -> Iterator[Weights]:
+    with shards as weights:
+        yield weights, None
+
+
+class SharedPasses(AbstractContextManager[Weights]):
+    """A source of which every pass is a collective operation of the trainer: no rank makes one alone, nor half of one.
+
+    Args:
+        source: Gives whole tensors.
+        trainers: The ranks.
+
+    Raises:
+        InvalidSourceError: It gives a part of the model only.
+    """
+
+    def __init__(self, source: Any, trainers: Trainers) -> None:
+        held_names: Callable[[], object] = getattr(source, "held_names", lambda: None)
+        if held_names() is not None:
+            raise InvalidSourceError(
+                [
+                    "source: this rank holds a part of the model; give one whose rank 0 is given whole tensors, all of them"
+                ]
+            )
+        self._source = source
+        self._trainers = trainers
+        self._manifest = {meta.name: (meta.shape, meta.dtype) for meta in source.metadata()}
+        self._rest: Iterator[tuple[str, Tensor]] = iter(())
+        self._has_read = False
+
+    def __enter__(self) -> Weights:
+        return self._read, self._manifest
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._trainers.is_over:
+            return
+        if error is None and not self._has_read:
+            self._join()
+            return
+        for _ in self._rest:  # the other ranks are in the middle of it
+            pass
+        with suppress(type(error)) if error is not None else nullcontext():
+            self._trainers.hear(Statement(step="done"), error)
+
+    def _read(self) -> NamedTensors:
+        """One pass, on every rank."""
+        self._has_read = True
+        self._trainers.hear(Statement(step="read"))
+        self._rest = iter(self._source)
+        yield from self._rest
+        self._trainers.hear(Statement(step="end"))
+
+    def _join(self) -> None:
+        """Take part in the passes of the rank that reads.
+
+        Raises:
+            RefitError: What it failed with.
+        """
+        while any(said.step == "read" for said in self._trainers.hear(Statement(step="follow"))):
+            with Caught() as failed:
+                for _ in self._source:
+                    pass
+            self._trainers.hear(Statement(step="end"), failed.error)
