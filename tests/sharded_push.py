@@ -7,16 +7,20 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8refit.engine
 from fp8refit import Broadcaster, RefitError
+from fp8refit.calibration import to_float32
+from fp8refit.kv_scales import MARGIN
+from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE
 from tests.fake_ranks import O_PROJ, Q_PROJ, ClientEntryPoint, Cluster, Remote
 
 TIMEOUT_S = 20.0
+GIVEN = {K_SCALE: 0.5, V_SCALE: 0.25}
 
 
 def push_shards(rank: int) -> list[str]:
-    """Three policies that every rank holds half of: a good one, one with NaN, and a good one again."""
+    """Policies that every rank holds half of: one with KV scales, one with NaN, one too early, and one that is calibrated."""
     fp8refit.engine.entry_points = lambda group: [ClientEntryPoint()]
     mesh = init_device_mesh("cpu", (2,))
-    remotes = [Remote(Cluster()) for _ in range(2)] if rank == 0 else []
+    remotes = [Remote(Cluster(kv=[[ATTENTION]] * 2)) for _ in range(2)] if rank == 0 else []
     group = torch.distributed.group.WORLD
     broadcaster = Broadcaster([remote.client for remote in remotes], group=group, timeout_s=TIMEOUT_S)
     found = []
@@ -30,8 +34,10 @@ def push_shards(rank: int) -> list[str]:
             name: distribute_tensor(tensor, mesh, [Shard(1 if name == O_PROJ else 0)])
             for name, tensor in policy.items()
         }
+        if seed == 1:
+            cut |= {name: torch.tensor(scale) for name, scale in GIVEN.items()}
         try:
-            broadcaster.push(cut)
+            broadcaster.push(cut, calibration=[[1, 2, 3]] if seed == 4 else None)
             found.append("pushed")
         except RefitError as error:
             found.append(type(error).__name__)
@@ -39,5 +45,7 @@ def push_shards(rank: int) -> list[str]:
             remote.client.is_busy = False
             if found[-1] == "pushed":
                 remote.cluster.assert_holds(policy, version=remote.ranks.version)
+                measured = dict.fromkeys(GIVEN, to_float32(MARGIN))
+                assert remote.cluster.scales == [GIVEN if seed == 1 else measured] * 2
     broadcaster.close()
     return found
