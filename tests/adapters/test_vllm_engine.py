@@ -58,7 +58,11 @@ class QuietAsyncLLM:
     async def is_paused(self):
         return not self.is_running
 
-    async def pause_generation(self, *, mode, clear_cache):
+    @property
+    def engine_core(self):
+        return self
+
+    async def pause_scheduler_async(self, *, mode, clear_cache):
         self.is_running = False
 
     async def resume_generation(self):
@@ -95,7 +99,7 @@ class OutputProcessor:
 class BusyAsyncLLM(QuietAsyncLLM):
     """An AsyncLLM that never gets done with what it runs."""
 
-    async def pause_generation(self, *, mode, clear_cache):
+    async def pause_scheduler_async(self, *, mode, clear_cache):
         self.is_running = False
         await asyncio.Event().wait()
 
@@ -125,6 +129,21 @@ def test_a_pause_that_is_cancelled_lets_requests_in_again():
             await pause
         assert llm.is_running
         assert await asyncio.wait_for(llm.add_request(), 10) == "admitted"
+
+    asyncio.run(steps())
+
+
+def test_a_pause_waits_for_outputs_that_are_on_their_way_and_not_longer():
+    async def steps():
+        llm = QuietAsyncLLM()
+        llm.output_processor.add_request("request")
+        pause = asyncio.create_task(AsyncDriver(llm, "method").pause(RefitConfig()))
+        await asyncio.sleep(0)
+        assert not pause.done()
+        llm.output_processor.request_states.clear()
+        assert await pause == 0
+        llm.output_processor.add_request("one that never ends")
+        assert await AsyncDriver(llm, "method").pause(RefitConfig()) == 1
 
     asyncio.run(steps())
 
@@ -164,7 +183,7 @@ def test_a_scheduler_that_was_paused_stays_paused_unless_somebody_resumes_it():
     async def steps(resumes):
         llm = QuietAsyncLLM()
         driver = AsyncDriver(llm, "method")
-        await llm.pause_generation(mode="keep", clear_cache=False)
+        await llm.pause_scheduler_async(mode="keep", clear_cache=False)
         await driver.pause(RefitConfig())
         await driver.refuse("half written")
         if resumes:
