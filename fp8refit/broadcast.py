@@ -15,13 +15,13 @@ from fp8refit.errors import InvalidSourceError, RefitError, TransportError
 from fp8refit.layout import EngineLayout
 from fp8refit.receiver import digest_of
 from fp8refit.report import RankReport
+from fp8refit.sections import Sections, find_sections
 from fp8refit.sender import Sender, Sending
 from fp8refit.slots import TensorMeta
 from fp8refit.sources import MappingSource, Source
 from fp8refit.transport import messages
-from fp8refit.transport.buckets import WireTensor
 from fp8refit.transport.collective import Backend, Communicator
-from fp8refit.wire import choose_wire
+from fp8refit.wire import Wire, choose_wire
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Audience(Protocol):
         ...
 
     async def layouts(self) -> list[EngineLayout]:
-        """What each rank holds."""
+        """What each rank holds, in order of the ranks."""
         ...
 
     async def join(self, order: messages.Join) -> None:
@@ -88,7 +88,8 @@ class Broadcast:
         self._communicator: Communicator | None = None
         self._config = RefitConfig()
         self._layouts: list[EngineLayout] | None = None
-        self._chosen: tuple[dict[str, TensorMeta], RefitConfig, tuple[WireTensor, ...]] | None = None
+        self._sections = Sections()
+        self._chosen: tuple[dict[str, TensorMeta], RefitConfig, list[EngineLayout], Wire] | None = None
         self._sender: Sender | None = None
         self._offered: tuple[messages.Broadcast, str] | None = None
         self._known_digest = ""
@@ -177,18 +178,19 @@ class Broadcast:
             )
         device = _device_of(source)
         communicator = await self._join(config, device)
-        metadata = dict(said.metadata)
-        if self._chosen is None or self._chosen[:2] != (metadata, config):
+        metadata, layouts, sections = dict(said.metadata), await self._known_layouts(), self._sections
+        if self._chosen is None or self._chosen[:3] != (metadata, config, layouts):
             self._sender = None
-            self._chosen = metadata, config, choose_wire(metadata, await self._known_layouts(), config)
-        tensors = self._chosen[2]
+            self._chosen = metadata, config, layouts, choose_wire(metadata, layouts, config, sections)
+        wire = self._chosen[3]
         if self._sender is None or self._sender.device != device:
             self._sender = None
-            self._sender = Sender(tensors, config, device)
+            self._sender = Sender(wire, config, device, num_sections=sections.num_sections)
         offer = messages.Broadcast(
             token="",
             digest="",
-            tensors=tensors,
+            tensors=wire.tensors,
+            sections=sections.of_rank,
             bucket_bytes=config.bucket_bytes,
             num_buckets=self._sender.num_buckets,
             problems=tuple(said.problems),
@@ -224,7 +226,12 @@ class Broadcast:
         on_gpus = device.type == "cuda" and all(layout.device.startswith("cuda") for layout in layouts)
         backend: Backend = how.backend if how.backend != "auto" else "nccl" if on_gpus else "gloo"
         opened = Communicator.open(
-            host=how.host, port=how.port, size=1 + sum(sizes), backend=backend, timeout_s=config.timeout_s
+            host=how.host,
+            port=how.port,
+            size=1 + sum(sizes),
+            backend=backend,
+            timeout_s=config.timeout_s,
+            sections=self._sections.of_rank,
         )
         orders = [
             messages.Join(meeting=opened.meeting, first_rank=1 + sum(sizes[:place]), timeout_s=config.timeout_s)
@@ -252,6 +259,7 @@ class Broadcast:
     async def _known_layouts(self) -> list[EngineLayout]:
         if self._layouts is None:
             self._layouts = [layout for audience in self._audiences for layout in await audience.layouts()]
+            self._sections = find_sections(self._layouts)
         return self._layouts
 
 

@@ -1,11 +1,12 @@
 """An engine's slots, kernels, formats and refusals as JSON: what `fp8refit inspect` prints and `quantize --like` reads."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict
 
 from fp8refit.names import is_kv_scale
-from fp8refit.slots import Inventory, KvCache, ScaleFormat, dtype_name
+from fp8refit.slots import Inventory, KvCache, ScaleFormat, Stacked, dtype_name
 
 
 class SlotLayout(BaseModel):
@@ -65,6 +66,8 @@ class EngineLayout(BaseModel):
     slots: tuple[SlotLayout, ...]
     aliases: dict[str, str]
     """Checkpoint names that share another name's slot."""
+    stacked: tuple[Stacked, ...] = ()
+    """Tensors in which a source may send the weights of all experts of a layer at once."""
     refusals: tuple[str, ...]
     kv: KvLayout | None = None
     """None if the engine has no KV cache that fp8refit knows."""
@@ -92,6 +95,7 @@ class EngineLayout(BaseModel):
                 if not slot.is_optional
             ),
             aliases={name: slot for name, slot in inventory.aliases.items() if not is_kv_scale(name)},
+            stacked=inventory.stacked,
             kv=None if inventory.kv is None else KvLayout.of(inventory.kv),
             refusals=tuple(str(refusal) for refusal in inventory.refusals),
         )
@@ -105,8 +109,13 @@ class EngineLayout(BaseModel):
             for slot in rank.slots:
                 held.setdefault(slot.name, []).append(slot)
             slots |= {name: mine for name, mine in held.items() if name not in slots}
+        stacked: dict[str, Stacked] = {}
+        for stack in (stack for rank in ranks for stack in rank.stacked):
+            known = stacked.get(stack.name, stack)
+            stacked[stack.name] = replace(stack, parts={**stack.parts, **known.parts})
         return ranks[0].model_copy(
             update={
+                "stacked": tuple(stacked.values()),
                 "slots": tuple(slot for held in slots.values() for slot in held),
                 "aliases": {name: slot for rank in ranks for name, slot in rank.aliases.items()},
                 "refusals": tuple(dict.fromkeys(refusal for rank in ranks for refusal in rank.refusals)),

@@ -4,11 +4,14 @@ So a bucket's table is compiled once and replayed, and no address in it changes.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
+from fp8refit.errors import TransportError
 from fp8refit.fill import bind
 from fp8refit.kernels import Task, WorkTable, compile_table
 from fp8refit.plan import RefitPlan, Step
@@ -23,7 +26,7 @@ class ReceivedSource(PushedSource):
 
     Args:
         metadata: Shape and dtype of everything that is announced.
-        buckets: How it is laid out.
+        buckets: How it is laid out, as far as it comes to this rank.
         buffers: Two, uint8, on the engine's device; even buckets arrive in the first, odd ones in the second.
         **found: See `PushedSource`.
     """
@@ -56,6 +59,9 @@ class ReceivedFill:
         source: The policy; a fill serves it alone.
         device: Of slots and buffers.
         config: How to refit.
+
+    Raises:
+        TransportError: Something is not sent to this rank that it holds.
     """
 
     def __init__(
@@ -65,18 +71,28 @@ class ReceivedFill:
         steps: dict[str, list[Step]] = {}
         for step in plan.steps:
             steps.setdefault(step.source, []).append(step)
+        lacking = {step: prod(step.shape) for step in plan.steps}
         self._tables: list[WorkTable] = []
         self._names: list[list[str]] = []
         for ordinal, bucket in enumerate(source.buckets):
             tasks, names = [], []
-            for part in (part for placement in bucket.placements for part in placement.parts):
+            portions = bucket.portions(source.buffer(ordinal))
+            placements = (placement for run in bucket.runs for placement in run.placements)
+            for part, portion in ((part, portions[each.portion]) for each in placements for part in each.parts):
                 for step in steps.get(part.name, ()):
-                    task = _cut(bind(step, slots[step.slot], part.view(source.buffer(ordinal)), config), part)
+                    task = _cut(bind(step, slots[step.slot], part.view(portion), config), part)
                     if task is not None:
                         tasks.append(task)
                         names.append(part.name)
+                        lacking[step] -= task.target.numel()
             self._tables.append(compile_table(tasks, device))
             self._names.append(names)
+        absent = sorted({step.source for step, count in lacking.items() if count})
+        if absent:
+            raise TransportError(
+                f"this rank is not sent all that it holds of {absent[0]} and of {len(absent) - 1} other tensor(s): the engine "
+                "is not what it was when it joined; refit again"
+            )
         self._bad: set[str] = set()
         self.num_filled = 0
 
@@ -112,4 +128,12 @@ def _cut(task: Task, part: Part) -> Task | None:
     """What of a task can be done with a part of a bucket; None if nothing. The task's source is the part already."""
     if not part.shape or not task.target.ndim:
         return task
-    return cut_to_run(task, part.first_row, part.shape[0])
+    cut = cut_to_run(task, part.start[0], part.shape[0])
+    if cut is None or cut.select:
+        return cut
+    offset = tuple(own - first for own, first in zip(cut.offset[1:], part.start[1:], strict=True))
+    ends = (own + count for own, count in zip(offset, cut.target.shape[1:], strict=True))
+    is_there = all(own >= 0 for own in offset) and all(
+        end <= size for end, size in zip(ends, part.shape[1:], strict=True)
+    )
+    return replace(cut, offset=(cut.offset[0], *offset)) if is_there else None

@@ -34,7 +34,7 @@ class Receiver:
         self._rank = rank
         self._communicator: Communicator | None = None
         self._buffers: tuple[Tensor, ...] = ()
-        self._source: tuple[str, ReceivedSource] | None = None
+        self._source: tuple[tuple[str, int | None], ReceivedSource] | None = None
 
     def join(self, order: messages.Join) -> None:
         """Join the trainer's group, and leave the last one.
@@ -56,12 +56,17 @@ class Receiver:
             RankFailedError: It does not know the announcement.
             StagingMemoryError: No room for the buffers.
         """
-        self._require(offer.token)
+        communicator = self._require(offer.token)
+        if offer.sections != communicator.meeting.sections:
+            raise TransportError("this rank joined the trainer's group for other sections; refit again")
+        known_as = offer.digest, communicator.section
         if offer.tensors is not None:
             if digest_of(offer) != offer.digest:
                 raise RankFailedError("the announcement of a broadcast does not match its digest; refit again")
             self._source = None
-            buckets = lay_out(offer.tensors, offer.bucket_bytes)
+            buckets = lay_out(offer.tensors, offer.bucket_bytes, offer.num_sections)
+            if communicator.section is not None:
+                buckets = tuple(bucket.of_section(communicator.section) for bucket in buckets)
             metadata: dict[str, TensorMeta] = {}
             for tensor in offer.tensors:
                 metadata |= tensor.metas
@@ -73,8 +78,8 @@ class Receiver:
                 odd_scales=offer.odd_scales,
                 unfit=offer.unfit,
             )
-            self._source = offer.digest, source
-        elif self._source is None or self._source[0] != offer.digest:
+            self._source = known_as, source
+        elif self._source is None or self._source[0] != known_as:
             raise TransportError("this rank no longer knows what the last refit announced; refit again")
         return self._source[1]
 
@@ -121,7 +126,10 @@ class Receiver:
         def begin(ordinal: int) -> Transfer | None:
             if ordinal >= num_buckets:
                 return None
-            return communicator.broadcast(source.buffer(ordinal), timeout_s=timeout_s)
+            shared, *own = source.buckets[ordinal].portions(source.buffer(ordinal))
+            section = communicator.section
+            sections = {section: own[0]} if section is not None and own[0].numel() else {}
+            return communicator.broadcast(shared, sections=sections, timeout_s=timeout_s)
 
         arriving = begin(0)
         for ordinal in range(num_buckets):

@@ -5,8 +5,8 @@ every later refit. Peak memory beyond the trainer's own: the two buffers, and wh
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -20,10 +20,11 @@ from fp8refit.kernels import Task, WorkTable, compile_table
 from fp8refit.kernels.table import SourceLayout, source_layout
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat, dtype_name
 from fp8refit.sources import MappingSource, Source
-from fp8refit.transport.buckets import Placement, WireTensor, lay_out
+from fp8refit.transport.buckets import Placement, Run, WireTensor, lay_out
 from fp8refit.transport.collective import Communicator, Transfer
 from fp8refit.transport.header import Status, write_header
 from fp8refit.vote import ErrorRecord
+from fp8refit.wire import Wire
 
 _PIECE_BYTES = 256 << 20
 """In how large pieces a source is read that comes in pieces."""
@@ -52,8 +53,7 @@ class InPieces(Protocol):
 class Arrival:
     """Rows of one tensor of the source."""
 
-    tensor: int
-    """Index of the `WireTensor`."""
+    name: str
     first_row: int
     values: Tensor
 
@@ -76,19 +76,19 @@ class Sender:
     """Sends policies of one shape.
 
     Args:
-        tensors: What was announced, in the form in which it travels.
+        wire: What was announced, in the form in which it travels.
         config: How to refit.
         device: Of the buffers, and of what is quantized.
+        num_sections: Between how many of them tensors are cut.
 
     Raises:
         StagingMemoryError: No room for two buffers.
     """
 
-    def __init__(self, tensors: Sequence[WireTensor], config: RefitConfig, device: torch.device) -> None:
-        self._tensors = tuple(tensors)
-        self._index_of = {tensor.name: index for index, tensor in enumerate(tensors)}
+    def __init__(self, wire: Wire, config: RefitConfig, device: torch.device, *, num_sections: int = 0) -> None:
+        self._wire = wire
         self._config, self.device = config, device
-        self._buckets = lay_out(tensors, config.bucket_bytes)
+        self._buckets = lay_out(wire.tensors, config.bucket_bytes, num_sections)
         self._tables: dict[tuple[int, int], _Table] = {}
         self.was_told = False
         """Whether the ranks know how the last send ended, or will."""
@@ -108,8 +108,13 @@ class Sender:
 
     @property
     def num_bytes(self) -> int:
-        """That travel, once to all."""
+        """That the trainer sends: once what goes to all, and once what goes to each section."""
         return sum(bucket.num_bytes for bucket in self._buckets)
+
+    def num_bytes_to(self, section: int | None) -> int:
+        """That a rank of a section receives, or any rank if there are none."""
+        portions = (0,) if section is None else (0, 1 + section)
+        return sum(bucket.portion_bytes[portion] for bucket in self._buckets for portion in portions)
 
     def send(self, source: Source, communicator: Communicator, refit: str) -> None:
         """Send everything, and wait until every rank of every engine has it and says so.
@@ -128,21 +133,21 @@ class Sender:
         """
         self.was_told = False
         timeout_s = self._config.timeout_s
-        reader = _Reader(source, self._index_of, self._tensors, self.device)
+        reader = _Reader(source, self._wire, self.device)
         travelling: list[Transfer | None] = [None, None]
         bad: set[str] = set()
         error: BaseException | None = None
         for ordinal, bucket in enumerate(self._buckets):
-            buffer, previous = self._buffers[ordinal % 2][: bucket.num_bytes], travelling[ordinal % 2]
+            portions, previous = bucket.portions(self._buffers[ordinal % 2]), travelling[ordinal % 2]
             if previous is not None:
                 communicator.wait(previous, timeout_s=timeout_s)
             with Caught() as failed:
-                bad |= self._pack(ordinal, buffer, reader)
+                bad |= self._pack(ordinal, portions, reader)
             error, failed.error = failed.error, None
             if error is not None:
                 communicator.tell(refit, ErrorRecord.of(error).model_dump_json())
             status = Status.WEIGHTS if error is None else Status.NOTHING
-            travelling[ordinal % 2] = self._begin(communicator, buffer, ordinal, status)
+            travelling[ordinal % 2] = self._begin(communicator, portions, ordinal, status)
             if error is not None:
                 self._end(communicator, ordinal + 1)
                 break
@@ -162,54 +167,81 @@ class Sender:
         for table in self._tables.values():
             table.table.release()
 
-    def _begin(self, communicator: Communicator, buffer: Tensor, ordinal: int, status: Status) -> Transfer:
-        write_header(buffer, ordinal, status)
+    def _begin(self, communicator: Communicator, portions: Sequence[Tensor], ordinal: int, status: Status) -> Transfer:
+        shared, *of_sections = portions
+        write_header(shared, ordinal, status)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return communicator.broadcast(buffer, timeout_s=self._config.timeout_s)
+        sections = {section: portion for section, portion in enumerate(of_sections) if portion.numel()}
+        return communicator.broadcast(shared, sections=sections, timeout_s=self._config.timeout_s)
 
     def _end(self, communicator: Communicator, ordinal: int) -> None:
         """Send the bucket that the ranks wait for already when they read that there is nothing more."""
         if ordinal < len(self._buckets):
-            buffer = torch.empty(self._buckets[ordinal].num_bytes, dtype=torch.uint8, device=self.device)
-            transfer = self._begin(communicator, buffer, ordinal, Status.NOTHING)
+            bucket = self._buckets[ordinal]
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
+            transfer = self._begin(communicator, bucket.portions(buffer), ordinal, Status.NOTHING)
             communicator.wait(transfer, timeout_s=self._config.timeout_s)
 
-    def _pack(self, ordinal: int, buffer: Tensor, reader: "_Reader") -> set[str]:
+    def _pack(self, ordinal: int, portions: Sequence[Tensor], reader: "_Reader") -> set[str]:
         """Fill one bucket, and name the tensors that hold NaN or Inf."""
         bucket, launched = self._buckets[ordinal], []
-        runs = ((placement, *run) for placement in bucket.placements for run in reader.read(placement))
+        runs = ((run, *arrived) for run in bucket.runs for arrived in reader.read(run))
         batches = [list(runs)] if reader.is_resident else ([run] for run in runs)
         for place, batch in enumerate(batches):
             table = self._tables.get((ordinal, place))
-            sources = [arrival.values for _, arrival, _, _ in batch]
-            layouts = [source_layout(source) for source in sources]
+            arrived = {arrival.name: arrival.values for _, arrival, _, _ in batch}
+            sources, layouts = list(arrived.values()), [source_layout(values) for values in arrived.values()]
             if table is None or table.layouts != layouts or not table.table.refresh(sources):
-                tasks = [self._task(placement, arrival, buffer, row, end) for placement, arrival, row, end in batch]
-                names = [self._tensors[placement.tensor].name for placement, _, _, _ in batch]
-                table = _Table(table=compile_table(tasks, self.device), layouts=layouts, names=names)
+                table = self._compile(batch, portions, layouts)
                 self._tables[ordinal, place] = table
             table.table.launch(check=self._config.validate_values != "off")
             launched.append(table)
         return {table.names[index] for table in launched for index in table.table.bad_tasks()}
 
-    def _task(self, placement: Placement, arrival: Arrival, buffer: Tensor, row: int, end: int) -> Task:
-        """What brings rows from `row` to `end` of an arrival to their place in a bucket."""
-        tensor = self._tensors[placement.tensor]
-        views = [part.view(buffer) for part in placement.parts]
-        offset = (row - arrival.first_row, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
-        if tensor.shape:
-            views[0] = views[0].narrow(0, row - placement.first_row, end - row)
-        if tensor.block_size is None:
-            return Task(op=_copy_op(tensor), source=arrival.values, offset=offset, target=views[0])
-        block = tensor.block_size[0]
-        first, count = (row - placement.first_row) // block, -(-(end - row) // block)
-        return Task(
-            op=Op.QUANTIZE,
+    def _compile(
+        self, batch: Sequence[tuple[Run, Arrival, int, int]], portions: Sequence[Tensor], layouts: list[SourceLayout]
+    ) -> _Table:
+        """The table of some runs, or of parts of them that arrived together."""
+        places = {name: place for place, name in enumerate(dict.fromkeys(arrival.name for _, arrival, _, _ in batch))}
+        tasks, names = [], []
+        for run, arrival, row, end in batch:
+            for placement in run.placements:
+                low, high = row, end
+                if placement.start:
+                    low, high = max(row, placement.start[0]), min(end, placement.start[0] + placement.shape[0])
+                if low < high:
+                    tasks.append(self._task(run.tensor, placement, arrival, portions[placement.portion], low, high))
+                    names.append(arrival.name)
+        table = compile_table(tasks, self.device, [places[name] for name in names])
+        return _Table(table=table, layouts=layouts, names=names)
+
+    def _task(self, index: int, placement: Placement, arrival: Arrival, portion: Tensor, row: int, end: int) -> Task:
+        """What brings rows from `row` to `end` of a tensor that travels to their place in a portion of a bucket."""
+        tensor, origin = self._wire.tensors[index], self._wire.origins[index]
+        views, start = [part.view(portion) for part in placement.parts], placement.start
+        if start:
+            views[0] = views[0].narrow(0, row - start[0], end - row)
+        offset = (row - arrival.first_row, *start[1:]) if start else ()
+        select: tuple[int, ...] = ()
+        if origin.expert is not None:
+            offset, select = (origin.first_row + row, *start[1:]), (origin.expert - arrival.first_row,)
+        task = Task(
+            op=_copy_op(tensor),
             source=arrival.values,
             offset=offset,
             target=views[0],
-            scale=views[1].narrow(0, first, count),
+            select=select,
+            is_transposed=origin.is_transposed,
+        )
+        if tensor.block_size is None:
+            return task
+        block = tensor.block_size[0]
+        assert (row - start[0]) % block == 0, f"{tensor.name=} {start=} {row=}"
+        return replace(
+            task,
+            op=Op.QUANTIZE,
+            scale=views[1].narrow(0, (row - start[0]) // block, -(-(end - row) // block)),
             block_size=tensor.block_size,
             scale_format=tensor.scale_format,
             round_to_bf16=self._config.fp32_sources == "round_to_bf16",
@@ -219,10 +251,12 @@ class Sender:
 class _Reader:
     """Gives the rows of a source in the order of the buckets."""
 
-    def __init__(
-        self, source: Source, index_of: Mapping[str, int], tensors: Sequence[WireTensor], device: torch.device
-    ) -> None:
-        self._index_of, self._tensors, self._device = index_of, tensors, device
+    def __init__(self, source: Source, wire: Wire, device: torch.device) -> None:
+        self._wire, self._device = wire, device
+        self._shapes = {origin.name: origin.shape for origin in wire.origins}
+        self._travelling = {
+            origin.name for origin, tensor in zip(wire.origins, wire.tensors, strict=True) if tensor.travels
+        }
         self._held = source.tensors if isinstance(source, MappingSource) else None
         self._arrivals = iter(()) if self._held is not None else self._stream(source)
         self._last: Arrival | None = None
@@ -232,15 +266,19 @@ class _Reader:
         """Whether every tensor is there, and stays as it is until all are sent."""
         return self._held is not None
 
-    def read(self, placement: Placement) -> Iterator[tuple[Arrival, int, int]]:
-        """The arrivals that hold the rows of a placement, with the first row and the end of those in each.
+    def read(self, run: Run) -> Iterator[tuple[Arrival, int, int]]:
+        """The arrivals that hold a run of rows of a tensor that travels, with the first row and the end of those in each.
 
         Raises:
             InvalidSourceError: What came is not what was announced.
         """
-        row, end = placement.first_row, placement.first_row + placement.num_rows
+        origin = self._wire.origins[run.tensor]
+        row, end = run.first_row, run.first_row + run.num_rows
+        if origin.expert is not None:
+            yield self._arrival_with(origin.name, origin.expert), row, end
+            return
         while row < end:
-            arrival = self._arrival_with(placement.tensor, row)
+            arrival = self._arrival_with(origin.name, row)
             stop = min(end, arrival.end_row)
             yield arrival, row, stop
             row = stop
@@ -254,26 +292,28 @@ class _Reader:
         for arrival in self._arrivals:
             self._check_is_unsent(arrival)
 
-    def _arrival_with(self, tensor: int, row: int) -> Arrival:
+    def _arrival_with(self, name: str, row: int) -> Arrival:
+        """What holds a row of one of the trainer's tensors; of a stack, an expert is one."""
         if self._held is not None:
-            values = self._held[self._tensors[tensor].name].detach()
-            return Arrival(tensor=tensor, first_row=0, values=values.to(self._device))
-        while self._last is None or self._last.tensor != tensor or self._last.end_row <= row:
+            if self._last is None or self._last.name != name:
+                self._last = Arrival(name=name, first_row=0, values=self._held[name].detach().to(self._device))
+            return self._last
+        while self._last is None or self._last.name != name or self._last.end_row <= row:
             arrival = next(self._arrivals, None)
             if arrival is None:
-                raise InvalidSourceError(
-                    [f"{self._tensors[tensor].name}: was announced but did not come"], written=True
-                )
+                raise InvalidSourceError([f"{name}: was announced but did not come"], written=True)
+            if arrival.name != name:
+                self._check_is_unsent(arrival, before=name)
             self._last = arrival
-            if arrival.tensor != tensor:
-                self._check_is_unsent(arrival, before=self._tensors[tensor].name)
         return self._last
 
     def _check_is_unsent(self, arrival: Arrival, *, before: str = "the end") -> None:
-        tensor = self._tensors[arrival.tensor]
-        if tensor.travels and arrival.values.numel():
+        """Hold that nothing is passed over that has to be sent; the rest of a tensor is what nobody holds."""
+        last = self._last
+        is_rest = last is not None and (last.name, last.end_row) == (arrival.name, arrival.first_row)
+        if arrival.name in self._travelling and arrival.values.numel() and not is_rest:
             raise InvalidSourceError(
-                [f"{tensor.name}: came where {before} was announced; a broadcast is read in the order of its names"],
+                [f"{arrival.name}: came where {before} was announced; a broadcast is read in the order of its names"],
                 written=True,
             )
 
@@ -284,15 +324,14 @@ class _Reader:
         else:
             pieces = ((name, 0, tensor) for name, tensor in source)
         for name, first_row, values in pieces:
-            index = self._index_of.get(name)
-            if index is None:
+            shape = self._shapes.get(name)
+            if shape is None:
                 raise InvalidSourceError([f"{name}: came and was not announced"], written=True)
-            shape = self._tensors[index].shape
             if tuple(values.shape[1:]) != shape[1:] or values.ndim != len(shape):
                 raise InvalidSourceError(
                     [f"{name}: came as {list(values.shape)}, announced was {list(shape)}"], written=True
                 )
-            yield Arrival(tensor=index, first_row=first_row, values=values.detach().to(self._device))
+            yield Arrival(name=name, first_row=first_row, values=values.detach().to(self._device))
 
 
 def _copy_op(tensor: WireTensor) -> Op:

@@ -6,7 +6,7 @@ reaches every rank's `RankServer` over a channel.
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from fp8refit.engine import LocalRanks
 from fp8refit.rank import Rank
 from fp8refit.remote import RemoteRanks
 from fp8refit.server import RankServer
-from fp8refit.slots import FP8_DTYPE, Inventory, Refresh, Refusal, ScaleFormat, Slot, TensorMeta, live_tensors
+from fp8refit.slots import FP8_DTYPE, Inventory, Refresh, Refusal, ScaleFormat, Slot, Stacked, TensorMeta, live_tensors
 from fp8refit.target import Target
 from fp8refit.transport.messages import Request
 from tests.fake_kv import FakeKvCache
@@ -53,6 +53,11 @@ SHAPES = {
     EXPERT_0: (128, HIDDEN),
     EXPERT_1: (128, HIDDEN),
 }
+EXPERTS = "model.layers.2.mlp.experts"
+PARTS = {"gate_proj": (256, HIDDEN), "up_proj": (256, HIDDEN), "down_proj": (HIDDEN, 256)}
+SHAPES |= {f"{EXPERTS}.{expert}.{part}.weight": shape for expert in range(2) for part, shape in PARTS.items()}
+STACKS = {f"{EXPERTS}.gate_up_proj": ("gate_proj", "up_proj"), f"{EXPERTS}.down_proj": ("down_proj",)}
+"""What a state dict makes of the experts of a layer: the parts of each, one above the other."""
 UNQUANTIZED = {EMBED: torch.bfloat16, HEAD: torch.bfloat16, NORM: torch.bfloat16, BIAS: torch.float32}
 
 
@@ -73,6 +78,11 @@ def _tensor_parallel(rank: int) -> list[tuple[str, int, int]]:
     return [*split, whole(K_PROJ), whole(NORM), whole(BIAS)]
 
 
+def experts(expert: int, rank: int, num_ranks: int) -> list[tuple[str, int, int]]:
+    parts = (f"{EXPERTS}.{expert}.{part}.weight" for part in PARTS)
+    return [(name, rank, -num_ranks if "down" in name else num_ranks) for name in parts]
+
+
 LAYOUTS = {
     "tensor": [_tensor_parallel(0), _tensor_parallel(1)],
     "pipeline": [
@@ -83,6 +93,9 @@ LAYOUTS = {
         [rows(Q_PROJ, 0), whole(NORM), whole(EXPERT_0)],
         [rows(Q_PROJ, 1), whole(NORM), whole(EXPERT_1)],
     ],
+    "replicated": [[whole(Q_PROJ), whole(O_PROJ), whole(UP_PROJ), whole(K_PROJ), whole(NORM), whole(BIAS)]] * 2,
+    "experts in parts": [[whole(NORM), *experts(0, rank, 2), *experts(1, rank, 2)] for rank in range(2)],
+    "experts apart": [[whole(NORM), *experts(rank, 0, 1)] for rank in range(2)],
 }
 """What each rank holds: the name of a checkpoint tensor, and which one of how many equal parts; of columns if negative."""
 
@@ -128,13 +141,38 @@ class Shard(nn.Module):
             slots=tuple(self._slots),
             live=live_tensors(self),
             refreshes=(Refresh(name="total", run=self._refresh),),
+            stacked=tuple(self._stacks()),
             refusals=self.refusals,
             kv=self.kv.read() if self.kv is not None else None,
         )
 
+    def _stacks(self) -> Iterator[Stacked]:
+        """As `fp8refit.layers.experts` has them."""
+        held = {slot.name for slot in self._slots}
+        for name, parts in STACKS.items():
+            num_rows, num_columns = PARTS[parts[0]]
+            places = {
+                f"{EXPERTS}.{expert}.{part}.weight": (expert, place * num_rows)
+                for expert in range(2)
+                for place, part in enumerate(parts)
+            }
+            mine = {part: place for part, place in places.items() if part in held}
+            if mine:
+                yield Stacked(name=name, shape=(2, len(parts) * num_rows, num_columns), parts=mine)
+
     def _refresh(self) -> None:
         self.total.fill_(sum(slot.weight.float().sum() for slot in self._slots if slot.scale is None))
         self.on_refresh()
+
+
+def stack_experts(policy: dict[str, Tensor], *, is_transposed: bool = False) -> dict[str, Tensor]:
+    """A policy as transformers 5 gives it: the matrices of all experts of a layer in one tensor."""
+    stacked = {name: tensor for name, tensor in policy.items() if not name.startswith(EXPERTS)}
+    for name, parts in STACKS.items():
+        matrices = [torch.cat([policy[f"{EXPERTS}.{expert}.{part}.weight"] for part in parts]) for expert in range(2)]
+        stack = torch.stack(matrices)
+        stacked[name] = stack.mT.contiguous() if is_transposed else stack
+    return stacked
 
 
 class Meeting:

@@ -1,6 +1,7 @@
 """A policy broadcast to the ranks of an engine: the bytes of an ordinary refit, and one end for all when it goes wrong."""
 
 import time
+from math import prod
 
 import pytest
 import torch
@@ -22,9 +23,11 @@ from fp8refit.slots import ScaleFormat
 from fp8refit.transport import messages
 from fp8refit.transport.messages import Reply
 from tests.fake_ranks import (
+    EXPERTS,
     FAULTS,
     HEAD,
     K_PROJ,
+    LAYOUTS,
     NORM,
     O_PROJ,
     Q_PROJ,
@@ -40,8 +43,9 @@ from tests.fake_ranks import (
     as_iterator,
     fail_once,
     manifest_of,
+    stack_experts,
 )
-from tests.fakes import prequantize
+from tests.fakes import assert_slots_hold, prequantize
 
 TIMEOUT_S = 10.0
 
@@ -56,7 +60,9 @@ def small_buckets(monkeypatch):
     """Buckets that take no matrix whole."""
     for module in (sender_module, receiver_module):
         original = module.lay_out
-        monkeypatch.setattr(module, "lay_out", lambda tensors, _, original=original: original(tensors, 30_000))
+        monkeypatch.setattr(
+            module, "lay_out", lambda tensors, _, num, original=original: original(tensors, 30_000, num)
+        )
 
 
 @pytest.fixture
@@ -73,6 +79,11 @@ def open_remote():
         remote.refitter.close()
 
 
+def first_offer(remote):
+    """What was announced first."""
+    return next(r.order.source for r in remote.channel.requests if isinstance(r.order, messages.Prepare))
+
+
 def heals(remote, seed=9):
     """Hold that the next refit gives every byte."""
     policy = remote.cluster.make_policy(seed)
@@ -81,7 +92,7 @@ def heals(remote, seed=9):
     assert remote.client.blocked is None
 
 
-@pytest.mark.parametrize("layout", ["tensor", "pipeline", "expert"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("wire", ["fp8", "bf16"])
 def test_every_byte_is_that_of_the_policy(layout, wire, open_remote):
     remote = open_remote(layout, collective={"wire": wire})
@@ -89,6 +100,102 @@ def test_every_byte_is_that_of_the_policy(layout, wire, open_remote):
         policy = remote.cluster.make_policy(version)
         assert remote.refitter.refit(policy).version == version
         remote.cluster.assert_holds(policy, version=version)
+
+
+@pytest.mark.parametrize("layout", ["experts in parts", "experts apart"])
+@pytest.mark.parametrize("wire", ["fp8", "bf16"])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_experts_that_come_stacked_travel_one_by_one(
+    layout, wire, is_transposed, as_stream, open_remote, small_buckets
+):
+    remote = open_remote(layout, collective={"wire": wire})
+    for version in (1, 2):
+        policy = remote.cluster.make_policy(version)
+        stacked = stack_experts(policy, is_transposed=is_transposed)
+        remote.refitter.refit((lambda stacked=stacked: iter(stacked.items())) if as_stream else stacked)
+        remote.cluster.assert_holds(policy, version=version)
+    offer = first_offer(remote)
+    assert {tensor.name for tensor in offer.tensors} == policy.keys()
+    dtypes = {tensor.dtype for tensor in offer.tensors if tensor.name.startswith(EXPERTS)}
+    assert dtypes == {"float8_e4m3fn" if wire == "fp8" else "bfloat16"}
+
+
+def test_nan_in_a_stack_is_named_as_it_was_sent(open_remote):
+    remote = open_remote("experts apart")
+    stacked = stack_experts(remote.cluster.make_policy(1))
+    name = f"{EXPERTS}.down_proj"
+    stacked[name][1, 3, 5] = float("nan")
+    with pytest.raises(NonFiniteError) as caught:
+        remote.refitter.refit(stacked)
+    assert caught.value.names == (name,)
+
+
+@pytest.mark.parametrize("wrong", ["shape", "expert by expert too"])
+def test_a_stack_that_does_not_fit_is_named_before_a_byte_is_written(wrong, open_remote):
+    remote = open_remote("experts apart")
+    policy = remote.cluster.make_policy(1)
+    stacked, name = stack_experts(policy), f"{EXPERTS}.gate_up_proj"
+    if wrong == "shape":
+        stacked[name] = stacked[name][:, :-1]
+    else:
+        stacked = {f"{EXPERTS}.0.up_proj.weight": policy[f"{EXPERTS}.0.up_proj.weight"], **stacked}
+    with pytest.raises(InvalidSourceError, match=rf"{name}: (has shape|holds .*send it once)"):
+        remote.refitter.refit(stacked)
+    assert remote.cluster.states == [(False, 0)] * 2
+
+
+def test_a_rank_of_two_receives_its_half_and_what_both_need(open_remote):
+    remote = open_remote()
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    sender = remote.ranks._broadcast._sender
+    of_rank = [sender.num_bytes_to(section) for section in (0, 1)]
+    offer = first_offer(remote)
+    cut = sum(prod(tensor.shape) * (1 if tensor.block_size else 2) for tensor in offer.tensors if tensor.cut)
+    shared = sum(bucket.portion_bytes[0] for bucket in sender._buckets)
+    assert offer.sections == (0, 1)
+    assert of_rank[0] == pytest.approx(shared + cut / 2, rel=0.02) == of_rank[1]
+    assert sender.num_bytes == sum(of_rank) - shared
+    held = [sum(buffer.nbytes for buffer in server._receiver._buffers) for server in remote.servers]
+    assert max(held) < 0.7 * sum(buffer.nbytes for buffer in sender._buffers)
+
+
+def test_ranks_that_hold_the_same_take_one_broadcast(open_remote):
+    remote = open_remote("replicated")
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    offer = first_offer(remote)
+    assert offer.sections == () and {tensor.cut for tensor in offer.tensors} == {None}
+    sender = remote.ranks._broadcast._sender
+    assert sender.num_bytes == sender.num_bytes_to(None)
+
+
+def test_ranks_that_answer_out_of_order_get_their_own_parts(open_remote):
+    remote = open_remote()
+    remote.channel.on_answers = lambda answers: answers[::-1]
+    for version in (1, 2):
+        policy = remote.cluster.make_policy(version)
+        remote.refitter.refit(policy)
+        remote.cluster.assert_holds(policy, version=version)
+
+
+def test_a_rank_that_holds_more_than_it_is_sent_says_so_before_a_byte_is_written(open_remote):
+    remote = open_remote()
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    first, last = remote.servers
+    # As if the engine had been started again, its ranks the other way round, and nobody had noticed.
+    first._rank.target._inventory, last._rank.target._inventory = None, None
+    first._rank.target._read_inventory, last._rank.target._read_inventory = (
+        last._rank.target._read_inventory,
+        first._rank.target._read_inventory,
+    )
+    for server in remote.servers:
+        server._rank.target._received = None
+    remote.channel.requests.clear()
+    policy = remote.cluster.make_policy(2)
+    remote.refitter.refit(policy)
+    assert remote.channel.steps == ["prepare", "abandon", "describe", "join", "prepare", "take"]
+    for shard in remote.cluster.shards:
+        assert_slots_hold(shard.slots(), policy)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -133,7 +240,7 @@ def test_a_tensor_that_is_fp8_already_is_copied_bit_for_bit(open_remote):
 def test_fp8_travels_where_no_slice_cuts_a_block(open_remote):
     remote = open_remote()
     remote.refitter.refit(remote.cluster.make_policy(1))
-    (offer,) = [r.order.source for r in remote.channel.requests if isinstance(r.order, messages.Prepare)]
+    offer = first_offer(remote)
     forms = {tensor.name: (tensor.dtype, tensor.scale_format) for tensor in offer.tensors}
     assert forms[Q_PROJ] == ("float8_e4m3fn", "fp32")
     assert forms[O_PROJ] == ("float8_e4m3fn", "ue8m0")

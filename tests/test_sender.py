@@ -18,13 +18,13 @@ from tests.test_steady_state import ALLOCATIONS, Operations
 CPU = torch.device("cpu")
 
 
-class NoWire:
+class NoCommunicator:
     """See `fp8refit.transport.collective.Communicator`: remembers what it was given."""
 
     def __init__(self):
         self.sent = []
 
-    def broadcast(self, buffer, *, timeout_s):
+    def broadcast(self, buffer, *, timeout_s, sections):
         self.sent.append(buffer.numel())
         return Transfer(lambda: True)
 
@@ -50,16 +50,15 @@ def steady_state(num_layers, launches):
     model, config = FakeModel(num_layers), RefitConfig()
     policy = make_policy(model, 1)
     source = as_source(policy)
-    tensors = choose_wire(source.scan()[0], [make_target(model).layout()], config)
-    sender = Sender(tensors, config, CPU)
-    wire = NoWire()
+    sender = Sender(choose_wire(source.scan()[0], [make_target(model).layout()], config), config, CPU)
+    communicator = NoCommunicator()
     for _ in range(2):
-        sender.send(source, wire, "refit")
+        sender.send(source, communicator, "refit")
     launches.clear()
-    wire.sent.clear()
+    communicator.sent.clear()
     with Operations() as operations:
-        sender.send(as_source(policy), wire, "refit")
-    return list(launches), operations.counts, sum(wire.sent)
+        sender.send(as_source(policy), communicator, "refit")
+    return list(launches), operations.counts, sum(communicator.sent)
 
 
 def test_launches_are_as_many_for_any_number_of_tensors(launches):

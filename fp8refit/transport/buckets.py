@@ -1,13 +1,15 @@
 """How a policy is laid out in the buckets of a broadcast: pure, the same for whoever sends and whoever receives.
 
 Tensors lie in buckets in their order, aligned, a weight's scales behind its codes. One that no bucket takes whole is cut into
-runs of rows, of which each holds whole blocks.
+runs of rows, of which each holds whole blocks. A bucket has one portion that goes to all, and one for each section of the
+ranks: of a tensor that is cut between sections, each portion holds what its section gets of the run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
-from typing import Annotated, Self
+from typing import Annotated, Self, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -18,11 +20,24 @@ from fp8refit.transport.segment import DTYPES
 
 HEADER_BYTES = 256
 """What comes before the first tensor of a bucket."""
+MAX_SECTIONS = 1 << 16
 _ALIGNMENT_BYTES = 256
 _MAX_BYTES = 1 << 44
 _MAX_NAME = 1024
 
 _Length = Annotated[int, Field(ge=0, lt=1 << 40)]
+_Shape: TypeAlias = tuple[int, ...]
+
+
+class Cut(BaseModel):
+    """Which rows of a tensor each section of the ranks gets, or which columns."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dim: int = Field(ge=0, lt=8)
+    """Rows are 0."""
+    spans: tuple[tuple[_Length, _Length], ...] = Field(min_length=2, max_length=MAX_SECTIONS)
+    """Of each section the first, and how many; they may overlap."""
 
 
 class WireTensor(BaseModel):
@@ -43,6 +58,8 @@ class WireTensor(BaseModel):
     """A tensor larger than a bucket is cut at multiples of this many rows (entries of its first dimension); 0 for never."""
     travels: bool = True
     """False for what is only announced: a name that no engine reads."""
+    cut: Cut | None = None
+    """What each section gets; None if all get everything."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -55,7 +72,20 @@ class WireTensor(BaseModel):
                 raise ValueError(f"{self.name}: blocks are those of an FP8 matrix")
             if self.row_step % self.block_size[0]:
                 raise ValueError(f"{self.name}: is cut at {self.row_step} rows, off its blocks")
+        if self.cut is not None:
+            self._check_cut(self.cut)
         return self
+
+    def _check_cut(self, cut: Cut) -> None:
+        if cut.dim >= len(self.shape):
+            raise ValueError(f"{self.name}: {list(self.shape)} has no dimension {cut.dim} to be cut in")
+        length, block = self.shape[cut.dim], self.block_size[cut.dim] if self.block_size is not None else 1
+        for first, count in cut.spans:
+            end = first + count
+            if end > length or first % block or (end % block and end != length):
+                raise ValueError(
+                    f"{self.name}: {first} to {end} of {length} is cut off the tensor, or off its blocks of {block}"
+                )
 
     @property
     def num_rows(self) -> int:
@@ -67,37 +97,68 @@ class WireTensor(BaseModel):
         """What the ranks are told will come: the tensor, and the scales that travel with it."""
         metas = {self.name: TensorMeta(shape=self.shape, dtype=DTYPES[self.dtype])}
         if self.block_size is not None:
-            shape = tuple(-(-n // size) for n, size in zip(self.shape, self.block_size, strict=True))
-            metas[self.name + SCALE_SUFFIX] = TensorMeta(shape=shape, dtype=torch.float32)
+            metas[self.name + SCALE_SUFFIX] = TensorMeta(shape=self._in_blocks(self.shape), dtype=torch.float32)
         return metas
 
-    def parts(self, first_row: int, num_rows: int, offset_bytes: int) -> tuple["Part", ...]:
-        """Where the parts of a run of rows lie that begins `offset_bytes` into a bucket."""
-        parts = []
-        for name, meta in self.metas.items():
-            step = self.block_size[0] if name != self.name and self.block_size is not None else 1
-            shape = (-(-num_rows // step), *meta.shape[1:]) if meta.shape else ()
-            part = Part(
-                name=name, dtype=meta.dtype, shape=shape, first_row=first_row // step, offset_bytes=offset_bytes
-            )
-            parts.append(part)
-            offset_bytes += _aligned(part.num_bytes)
-        return tuple(parts)
+    def boxes(self, first_row: int, num_rows: int) -> Iterator[tuple[int, _Shape, _Shape]]:
+        """What each portion of a bucket holds of a run of rows: the portion, where the box begins, and its shape."""
+        if not self.shape:
+            yield 0, (), ()
+            return
+        start, shape = (first_row, *(0 for _ in self.shape[1:])), (num_rows, *self.shape[1:])
+        if self.cut is None:
+            yield 0, start, shape
+            return
+        dim = self.cut.dim
+        for section, (first, count) in enumerate(self.cut.spans):
+            low, high = max(first, start[dim]), min(first + count, start[dim] + shape[dim])
+            if low < high:
+                yield 1 + section, (*start[:dim], low, *start[dim + 1 :]), (*shape[:dim], high - low, *shape[dim + 1 :])
 
-    def num_bytes(self, num_rows: int) -> int:
-        """Bytes of so many rows in a bucket."""
-        return sum(_aligned(part.num_bytes) for part in self.parts(0, num_rows, 0))
+    def parts(self, start: _Shape, shape: _Shape, offset_bytes: int) -> tuple["Part", ...]:
+        """Where a box, and its scales, lie in a portion of a bucket, `offset_bytes` from its beginning on."""
+        values = Part(name=self.name, dtype=DTYPES[self.dtype], start=start, shape=shape, offset_bytes=offset_bytes)
+        if self.block_size is None:
+            return (values,)
+        scales = Part(
+            name=self.name + SCALE_SUFFIX,
+            dtype=torch.float32,
+            start=tuple(first // size for first, size in zip(start, self.block_size, strict=True)),
+            shape=self._in_blocks(shape),
+            offset_bytes=offset_bytes + _aligned(values.num_bytes),
+        )
+        return values, scales
+
+    def num_bytes(self, first_row: int, num_rows: int) -> int:
+        """Bytes of a run of rows in a bucket, those of all portions together."""
+        return sum(self.box_bytes(shape) for _, _, shape in self.boxes(first_row, num_rows))
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of the first run of rows that cannot be cut; others may have a little more, for their alignment."""
+        return self.num_bytes(0, min(self.row_step or self.num_rows, self.num_rows))
+
+    def box_bytes(self, shape: _Shape) -> int:
+        """Bytes of a box, and of its scales, in a bucket."""
+        num_bytes = _aligned(prod(shape) * DTYPES[self.dtype].itemsize)
+        if self.block_size is not None:
+            num_bytes += _aligned(prod(self._in_blocks(shape)) * torch.float32.itemsize)
+        return num_bytes
+
+    def _in_blocks(self, shape: _Shape) -> _Shape:
+        assert self.block_size is not None, f"{self.name=}"
+        return tuple(-(-n // size) for n, size in zip(shape, self.block_size, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Rows of one tensor in one bucket."""
+    """A box of one tensor in one portion of a bucket."""
 
     name: str
     dtype: torch.dtype
+    start: tuple[int, ...]
+    """Where the box begins in the tensor."""
     shape: tuple[int, ...]
-    first_row: int
-    """Row of the tensor that is the first here."""
     offset_bytes: int
 
     @property
@@ -105,82 +166,123 @@ class Part:
         """Without what aligns the next."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def view(self, bucket: Tensor) -> Tensor:
-        """The part in the bytes of its bucket, contiguous."""
-        memory = bucket[self.offset_bytes : self.offset_bytes + self.num_bytes]
+    def view(self, portion: Tensor) -> Tensor:
+        """The part in the bytes of its portion, contiguous."""
+        memory = portion[self.offset_bytes : self.offset_bytes + self.num_bytes]
         return memory.view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """A run of rows of one tensor, and of their scales, in one bucket."""
+    """A box of one tensor, and its scales, in one portion of a bucket."""
+
+    portion: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Some rows of one tensor in one bucket."""
 
     tensor: int
     """Index of the `WireTensor`."""
     first_row: int
     num_rows: int
-    parts: tuple[Part, ...]
+    placements: tuple[Placement, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketLayout:
     """What lies in one bucket."""
 
-    placements: tuple[Placement, ...]
-    num_bytes: int
-    """That travel, header included."""
+    runs: tuple[Run, ...]
+    portion_bytes: tuple[int, ...]
+    """Of what goes to all, header included, and of what goes to each section. They lie one behind the other."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all portions."""
+        return sum(self.portion_bytes)
+
+    def portions(self, buffer: Tensor) -> list[Tensor]:
+        """The portions in the bytes of the bucket."""
+        ends = accumulate(self.portion_bytes)
+        return [buffer[end - size : end] for end, size in zip(ends, self.portion_bytes, strict=True)]
+
+    def of_section(self, section: int) -> "BucketLayout":
+        """What a rank of one section gets of it: what goes to all, and what goes to its section, as portions 0 and 1."""
+        kept = {0: 0, 1 + section: 1}
+        runs = []
+        for run in self.runs:
+            own = tuple(
+                Placement(portion=kept[each.portion], start=each.start, shape=each.shape, parts=each.parts)
+                for each in run.placements
+                if each.portion in kept
+            )
+            if own:
+                runs.append(Run(tensor=run.tensor, first_row=run.first_row, num_rows=run.num_rows, placements=own))
+        return BucketLayout(runs=tuple(runs), portion_bytes=tuple(self.portion_bytes[place] for place in kept))
 
 
-def lay_out(tensors: Sequence[WireTensor], bucket_bytes: int) -> tuple[BucketLayout, ...]:
+def lay_out(tensors: Sequence[WireTensor], bucket_bytes: int, num_sections: int = 0) -> tuple[BucketLayout, ...]:
     """Distribute tensors over buckets, in order.
 
     Args:
         tensors: All that is announced; what does not travel, or has no elements, takes no room.
         bucket_bytes: Size of a bucket, or that of the largest run of rows that cannot be cut if this is more.
+        num_sections: Between how many the tensors are cut.
     """
     sent = [(index, tensor) for index, tensor in enumerate(tensors) if tensor.travels and 0 not in tensor.shape]
-    least = max(
-        (tensor.num_bytes(min(tensor.row_step or tensor.num_rows, tensor.num_rows)) for _, tensor in sent), default=0
-    )
-    capacity = max(bucket_bytes, HEADER_BYTES + least)
+    capacity = max([bucket_bytes, *(HEADER_BYTES + tensor.least_bytes for _, tensor in sent)])
     buckets: list[BucketLayout] = []
-    placements: list[Placement] = []
-    used = HEADER_BYTES
+    runs: list[Run] = []
+    used = [HEADER_BYTES] + [0] * num_sections
 
     def close() -> None:
-        nonlocal used
+        if runs:
+            buckets.append(BucketLayout(runs=tuple(runs), portion_bytes=tuple(used)))
+        runs.clear()
+        used[:] = [HEADER_BYTES] + [0] * num_sections
+
+    def put(index: int, tensor: WireTensor, first: int, count: int) -> None:
+        placements = []
+        for portion, start, shape in tensor.boxes(first, count):
+            parts = tensor.parts(start, shape, used[portion])
+            placements.append(Placement(portion=portion, start=start, shape=shape, parts=parts))
+            used[portion] += tensor.box_bytes(shape)
         if placements:
-            buckets.append(BucketLayout(placements=tuple(placements), num_bytes=used))
-        placements.clear()
-        used = HEADER_BYTES
+            runs.append(Run(tensor=index, first_row=first, num_rows=count, placements=tuple(placements)))
 
     for index, tensor in sent:
-        first = 0
-        if used + tensor.num_bytes(tensor.num_rows) > capacity >= HEADER_BYTES + tensor.num_bytes(tensor.num_rows):
+        first, num_bytes = 0, tensor.num_bytes(0, tensor.num_rows)
+        if sum(used) + num_bytes > capacity >= HEADER_BYTES + num_bytes:
             close()
         while first < tensor.num_rows:
-            count = _rows_that_fit(tensor, tensor.num_rows - first, capacity - used)
-            if not count:
+            count = _rows_that_fit(tensor, first, capacity - sum(used))
+            if not count and runs:
                 close()
                 continue
-            parts = tensor.parts(first, count, used)
-            placements.append(Placement(tensor=index, first_row=first, num_rows=count, parts=parts))
-            used += tensor.num_bytes(count)
+            count = count or min(tensor.row_step or tensor.num_rows, tensor.num_rows - first)
+            put(index, tensor, first, count)
             first += count
     close()
     return tuple(buckets)
 
 
-def _rows_that_fit(tensor: WireTensor, num_rows: int, num_bytes: int) -> int:
-    """The most rows of `num_rows` that may be cut off and fit into `num_bytes`; 0 if none do."""
-    if tensor.num_bytes(num_rows) <= num_bytes:
+def _rows_that_fit(tensor: WireTensor, first: int, num_bytes: int) -> int:
+    """The most rows from `first` on that may be cut off and fit into `num_bytes`; 0 if none do."""
+    num_rows = tensor.num_rows - first
+    if tensor.num_bytes(first, num_rows) <= num_bytes:
         return num_rows
     if not tensor.row_step:
         return 0
     low, high = 0, -(-num_rows // tensor.row_step)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if tensor.num_bytes(middle * tensor.row_step) <= num_bytes else (low, middle)
+        fits = tensor.num_bytes(first, middle * tensor.row_step) <= num_bytes
+        low, high = (middle, high) if fits else (low, middle)
     return low * tensor.row_step
 
 

@@ -3,6 +3,9 @@
 The group is its own: it touches neither torch's default process group nor those of the engines. Its members meet at a store
 that the trainer opens, which binds to the loopback address unless told another. Every wait has a deadline, notices when the
 trainer is gone or a member gave up, and then leaves nothing waiting.
+
+Members that get the same form a section, to which the trainer sends beside what it sends to all. The broadcasts of a member
+follow one another, first that to all and then those to sections in their order, so that none waits for one that waits for it.
 """
 
 import contextlib
@@ -12,16 +15,19 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol, TypeAlias
+from types import MappingProxyType
+from typing import Annotated, Literal, Protocol, Self, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCPStore, Work
 
 from fp8refit.errors import RefitError, TransportError
+from fp8refit.transport.buckets import MAX_SECTIONS
 from fp8refit.transport.nccl import NcclCommunicator, unique_id
 from fp8refit.vote import ErrorRecord
 
@@ -34,6 +40,7 @@ _STORE_POLL_S = 0.2
 """How often a wait asks the store whether somebody gave up, or is gone."""
 _OUTLIVE_S = 0.1
 _ABORTED = "aborted"
+_NO_SECTIONS: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class Meeting(BaseModel):
@@ -48,6 +55,20 @@ class Meeting(BaseModel):
     size: int = Field(ge=2, le=1 << 16)
     """The trainer, which is rank 0, and the ranks of all engines."""
     backend: Backend
+    sections: tuple[Annotated[int, Field(ge=0, lt=MAX_SECTIONS)], ...] = Field(default=(), max_length=1 << 16)
+    """In which section each member but the trainer is; empty if there are none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sections and len(self.sections) != self.size - 1:
+            raise ValueError(f"{len(self.sections)} members have a section, and there are {self.size - 1}")
+        return self
+
+    def members(self, section: int | None) -> tuple[int, ...]:
+        """Those of a section and the trainer, or all; the trainer is the first."""
+        if section is None:
+            return tuple(range(self.size))
+        return (0, *(rank for rank, found in enumerate(self.sections, 1) if found == section))
 
 
 class Transfer:
@@ -56,6 +77,16 @@ class Transfer:
     def __init__(self, is_done: Callable[[], bool], finish: Callable[[], None] = lambda: None) -> None:
         self.is_done = is_done
         self.finish = finish
+
+    @classmethod
+    def of(cls, transfers: Sequence["Transfer"]) -> "Transfer":
+        """Several that began one after another, as one."""
+
+        def finish() -> None:
+            for transfer in transfers:
+                transfer.finish()
+
+        return cls(lambda: all(transfer.is_done() for transfer in transfers), finish)
 
 
 class _Link(Protocol):
@@ -88,14 +119,16 @@ class Communicator:
         self.meeting = meeting
         self.rank = rank
         self._store = store
-        self._link: _Link | None = None
+        self._links: dict[int | None, _Link] = {}
         self._is_ended = False
         self._ends_at_s = math.inf
         self._why = "the group was left"
         self._num_votes = 0
 
     @classmethod
-    def open(cls, *, host: str, port: int, size: int, backend: Backend, timeout_s: float) -> "Communicator":
+    def open(
+        cls, *, host: str, port: int, size: int, backend: Backend, timeout_s: float, sections: tuple[int, ...] = ()
+    ) -> "Communicator":
         """Open the store that all members meet at, for rank 0.
 
         Args:
@@ -104,6 +137,7 @@ class Communicator:
             size: Members, this one among them.
             backend: What carries the bytes.
             timeout_s: For every exchange with the store.
+            sections: See `Meeting`.
 
         Raises:
             TransportError: The address is none of this host's, or taken.
@@ -124,7 +158,9 @@ class Communicator:
             raise TransportError(
                 f"{host}:{port} cannot be listened at ({error}); name an address of this host and a port that is free"
             ) from error
-        meeting = Meeting(token=secrets.token_hex(16), host=host, port=port, size=size, backend=backend)
+        meeting = Meeting(
+            token=secrets.token_hex(16), host=host, port=port, size=size, backend=backend, sections=sections
+        )
         return cls(meeting, 0, PrefixStore(meeting.token, store))
 
     @classmethod
@@ -170,28 +206,34 @@ class Communicator:
                 raise TransportError(
                     f"member(s) {absent} of {self.meeting.size} did not join within {timeout_s:g} s; 0 is the trainer"
                 ) from None
-            link = _NcclLink if self.meeting.backend == "nccl" else _GlooLink
-            self._link = link(self._store, self.meeting, self.rank, device, max(deadline_s - time.monotonic(), 1.0))
-            self._poll(self._link.is_settled, deadline_s)
+            self._connect(None, device, deadline_s)
+            for section in sorted(set(self.meeting.sections)):
+                if self.rank == 0 or section == self.section:
+                    self._connect(section, device, deadline_s)
         # Nobody may go on, fail, and leave while another still connects.
         self.agree(None, timeout_s=max(deadline_s - time.monotonic(), 1.0))
 
-    def broadcast(self, buffer: Tensor, *, timeout_s: float) -> Transfer:
+    def broadcast(self, buffer: Tensor, *, timeout_s: float, sections: Mapping[int, Tensor] = _NO_SECTIONS) -> Transfer:
         """Begin to send the bytes of `buffer` from rank 0 to all others; every member calls this in the same order.
 
         Args:
             buffer: uint8, contiguous, on the device that was joined with. What it holds is complete on that device, and it
                 is not touched before `wait` returned.
             timeout_s: Until the broadcast is under way.
+            sections: What rank 0 sends to each section besides; others give a buffer for their own.
 
         Raises:
             TransportError: A member is gone, or gave up.
         """
-        link = self._require_link()
+        links, deadline_s = self._require_links(), time.monotonic() + timeout_s
+        transfers = []
         with _Failing(self):
-            link.broadcast(buffer, timeout_s)
-            self._poll(link.is_settled, time.monotonic() + timeout_s)
-            return link.transfer()
+            for section, part in ((None, buffer), *sorted(sections.items())):
+                link = links[section]
+                link.broadcast(part, timeout_s)
+                self._poll(link.is_settled, deadline_s)
+                transfers.append(link.transfer())
+        return Transfer.of(transfers)
 
     def wait(self, transfer: Transfer, *, timeout_s: float) -> None:
         """Wait until a broadcast is over, on the device too.
@@ -262,10 +304,10 @@ class Communicator:
             self._is_ended = True
             if self._ends_at_s == math.inf:
                 self._why = why
-        link, self._link = self._link, None
+        links, self._links = self._links, {}
         with contextlib.suppress(RuntimeError):  # the store went with the trainer
             self._store.set(_ABORTED, f"member {self.rank}: {self._why}")
-        if link is not None:
+        for link in links.values():
             link.abort()
 
     def last_word(self) -> str:
@@ -277,12 +319,33 @@ class Communicator:
     @property
     def is_joined(self) -> bool:
         """Whether it can be used."""
-        return self._link is not None and not self._is_ended
+        return bool(self._links) and not self._is_ended
 
-    def _require_link(self) -> _Link:
-        if self._link is None:
+    @property
+    def section(self) -> int | None:
+        """In which this member is; None for the trainer, which is in all, and if there are none."""
+        return self.meeting.sections[self.rank - 1] if self.meeting.sections and self.rank else None
+
+    def _require_links(self) -> "dict[int | None, _Link]":
+        if not self._links:
             raise TransportError(f"this group has ended ({self._why}); refit again")
-        return self._link
+        return self._links
+
+    def _connect(self, section: int | None, device: torch.device, deadline_s: float) -> None:
+        """Connect with all members, or with those of a section. Those connect in the same order."""
+        members = self.meeting.members(section)
+        seat = _Seat(
+            store=PrefixStore("all" if section is None else f"section {section}", self._store),
+            meeting=self.meeting,
+            rank=members.index(self.rank),
+            size=len(members),
+            device=device,
+            timeout_s=max(deadline_s - time.monotonic(), 1.0),
+        )
+        first = self._links.get(None)
+        link = _NcclLink(seat, first) if self.meeting.backend == "nccl" else _GlooLink(seat)
+        self._links[section] = link
+        self._poll(link.is_settled, deadline_s)
 
     def _poll(self, is_done: Callable[[], bool], deadline_s: float) -> None:
         """Wait.
@@ -338,14 +401,36 @@ class _Failing:
             ) from error
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Seat:
+    """Of one member among those that one link connects."""
+
+    store: Store
+    meeting: Meeting
+    rank: int
+    size: int
+    device: torch.device
+    timeout_s: float
+
+
 class _NcclLink:
-    def __init__(self, store: Store, meeting: Meeting, rank: int, device: torch.device, timeout_s: float) -> None:
-        if rank == 0:
-            store.set("nccl", unique_id().hex())
-        store.wait(["nccl"], timedelta(seconds=timeout_s))
+    """Those of one member share a stream: their kernels run in the order in which they were asked for."""
+
+    def __init__(self, seat: _Seat, beside: "_Link | None") -> None:
+        if seat.rank == 0:
+            seat.store.set("nccl", unique_id().hex())
+        seat.store.wait(["nccl"], timedelta(seconds=seat.timeout_s))
         self._nccl = NcclCommunicator(
-            bytes.fromhex(store.get("nccl").decode()), rank=rank, size=meeting.size, device=device
+            bytes.fromhex(seat.store.get("nccl").decode()),
+            rank=seat.rank,
+            size=seat.size,
+            device=seat.device,
+            stream=beside.stream if isinstance(beside, _NcclLink) else None,
         )
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return self._nccl.stream
 
     def is_settled(self) -> bool:
         return self._nccl.is_settled()
@@ -369,15 +454,15 @@ class _NcclLink:
 class _GlooLink:
     """Tensors of a GPU go through memory of its host."""
 
-    def __init__(self, store: Store, meeting: Meeting, rank: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, seat: _Seat) -> None:
         from torch.distributed import ProcessGroupGloo
 
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(meeting))]
-        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(seat.meeting))]
+        options._timeout = timedelta(seconds=seat.timeout_s)
         options._threads = 2
-        self._rank = rank
-        self._group = ProcessGroupGloo(PrefixStore("gloo", store), rank, meeting.size, options)
+        self._rank = seat.rank
+        self._group = ProcessGroupGloo(seat.store, seat.rank, seat.size, options)
         self._transfer: Transfer | None = None
         self._works: list[Work] = []
 

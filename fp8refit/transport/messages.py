@@ -3,19 +3,19 @@
 Every request has an id that its reply echoes, and every step after `Prepare` names the refit it belongs to. Errors are values.
 """
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.layout import EngineLayout
 from fp8refit.report import KvReport, RankReport
-from fp8refit.transport.buckets import WireTensor
+from fp8refit.transport.buckets import MAX_SECTIONS, WireTensor
 from fp8refit.transport.collective import Meeting
 from fp8refit.transport.memory import Segment, TensorRef
 from fp8refit.vote import ErrorRecord
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Number of this language; both sides have to speak the same."""
 
 
@@ -67,12 +67,28 @@ class Broadcast(_Message):
     """sha256 over the rest."""
     tensors: tuple[WireTensor, ...] | None
     """None if this is the announcement of the last refit, by its digest."""
+    sections: tuple[Annotated[int, Field(ge=0, lt=MAX_SECTIONS)], ...] = Field(default=(), max_length=1 << 16)
+    """In which section each rank of the group is, the trainer apart; empty if all get the same."""
     bucket_bytes: int = 0
     num_buckets: int = 0
     problems: tuple[str, ...] = ()
     odd_scales: tuple[str, ...] = ()
     unfit: dict[str, str] = {}
     """KV scales that are none, and why."""
+
+    @property
+    def num_sections(self) -> int:
+        """Between how many tensors are cut."""
+        return max(self.sections, default=-1) + 1
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for tensor in self.tensors or ():
+            if tensor.cut is not None and len(tensor.cut.spans) != self.num_sections:
+                raise ValueError(
+                    f"{tensor.name}: is cut for {len(tensor.cut.spans)} sections, there are {self.num_sections}"
+                )
+        return self
 
 
 class Hello(_Message):

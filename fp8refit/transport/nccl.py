@@ -96,12 +96,16 @@ class NcclCommunicator:
         rank: Place among them.
         size: How many there are.
         device: The GPU of this rank, which no other rank may have.
+        stream: What its calls run on, one after another; a new one if none is given. Communicators that share one can be used
+            at the same time: two kernels that wait for others of their kind never hold the GPU against each other.
 
     Raises:
         TransportError: NCCL refuses.
     """
 
-    def __init__(self, name: bytes, *, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self, name: bytes, *, rank: int, size: int, device: torch.device, stream: torch.cuda.Stream | None = None
+    ) -> None:
         self._device = device
         self._handle = ctypes.c_void_p()
         config = _Config(
@@ -116,7 +120,7 @@ class NcclCommunicator:
             split_share=_UNDEFINED,
         )
         with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.stream = stream if stream is not None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             code = _library().ncclCommInitRankConfig(
                 ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(name), rank, ctypes.byref(config)
             )
@@ -142,14 +146,14 @@ class NcclCommunicator:
         """
         with torch.cuda.device(self._device):
             address = buffer.data_ptr()
-            stream = self._stream.cuda_stream
+            stream = self.stream.cuda_stream
             code = _library().ncclBroadcast(address, address, buffer.numel(), _UINT8, root, self._handle, stream)
         _check("ncclBroadcast", code)
 
     def event(self) -> torch.cuda.Event:
         """Comes when everything that was asked for, and has settled, is done on the GPU."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
+        event.record(self.stream)
         return event
 
     def abort(self) -> None:
