@@ -17,6 +17,8 @@ LAYOUTS = RESULTS / "vllm_layouts_h200.json"
 SGLANG = RESULTS / "sglang_qwen3-8b_h200.json"
 KV = {"vLLM": "kv_vllm_{shape}_h200.json", "SGLang": "kv_sglang_{shape}_h200.json"}
 EXPERTS = "experts_*_h200.json"
+BROADCASTS = "broadcast_*_h200.json"
+SERVERS = "servers_*_h200.json"
 ENGINES = ROOT / "docs" / "engines.toml"
 FAMILIES = ROOT / "docs" / "families.toml"
 
@@ -33,7 +35,8 @@ def render() -> dict[str, str]:
         "kv": render_kv(),
         "engines": render_engines(read_engines()),
         "families": render_families(),
-        "experts": render_experts([json.loads(file.read_text()) for file in sorted(RESULTS.glob(EXPERTS))]),
+        "experts": render_experts(_read_all(EXPERTS)),
+        "broadcasts": render_broadcasts(_read_all(BROADCASTS), _read_all(SERVERS)),
     }
 
 
@@ -304,6 +307,68 @@ def render_experts(results: list[dict[str, Any]]) -> str:
         f"tensors, {stacked['wall_ms_median']:.1f} ms. `python -m pytest tests/gpu/test_experts.py` measures it again; more is "
         "in [benchmarks](benchmarks/README.md).\n"
     )
+
+
+def render_broadcasts(broadcasts: list[dict[str, Any]], servers: list[dict[str, Any]]) -> str:
+    """What a push takes against its bytes on the wire, and what requests notice of one."""
+    if not broadcasts and not servers:
+        return "Tested on the CPU, with gloo; the NCCL side has not run yet.\n"
+    parts = []
+    if broadcasts:
+        parts.append(
+            f"On {_machines(broadcasts)}, the trainer on a GPU of its own; whole calls, medians, against the time that as many "
+            "bytes take in NCCL's broadcasts alone. *Pull*: the ranks read the trainer's memory over NVLink by CUDA IPC, one "
+            "engine after another.\n\n"
+            "| | NCCL | on the wire | BF16 on the wire | pull | FP8 on the wire | against NCCL alone |\n"
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n" + "".join(map(_broadcast_row, broadcasts))
+        )
+    if servers:
+        parts.append(
+            f"Servers that answer 16 clients without end, on {_machines(servers)}; with `wait` a push lets requests come to "
+            "their ends, with `keep` they go on afterwards. *Stands still*: from the flush of the caches to the resumption.\n\n"
+            "| | `in_flight` | pushes | requests | push, idle | push, loaded | stands still |\n"
+            "| --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
+            + "".join(_server_row(found, way) for found in servers for way in ("wait", "keep"))
+        )
+    return "\n".join(parts)
+
+
+def _broadcast_row(found: dict[str, Any]) -> str:
+    milliseconds = {way: f"{1e3 * seconds:.1f} ms" for way, seconds in found["seconds"].items()}
+    times = found["seconds"]["bf16"] / found["seconds"]["fp8"]
+    cells = [
+        found["what"],
+        f"{found['broadcast_gb_per_s']:.0f} GB/s",
+        f"{found['wire_bytes']['fp8'] / 1e9:.2f} of {found['wire_bytes']['bf16'] / 1e9:.2f} GB",
+        milliseconds["bf16"],
+        milliseconds["pull"],
+        f"**{milliseconds['fp8']}**, {times:.1f} x faster than BF16",
+        f"{found['over_wire']:.2f} x",
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _server_row(found: dict[str, Any], way: str) -> str:
+    pushed = found[way]
+    still_s = sum(pushed["phases_s"][phase] for phase in ("flush", "transfer", "fill", "verify", "resume"))
+    cells = [
+        found["what"],
+        f"`{way}`",
+        str(pushed["pushes"]),
+        f"{pushed['requests']}, {pushed['failed_requests']} failed",
+        *(f"{1e3 * seconds:.1f} ms" for seconds in (pushed["idle_push_s"], pushed["push_s"], still_s)),
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _machines(results: list[dict[str, Any]]) -> str:
+    """GPUs and versions."""
+    versions = {f"{name} {version}" for found in results for name, version in found["versions"].items()}
+    return f"{results[0]['gpu']}s; {', '.join(sorted(versions))}"
+
+
+def _read_all(pattern: str) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text()) for file in sorted(RESULTS.glob(pattern))]
 
 
 def name_of(what: str) -> str:

@@ -26,6 +26,25 @@ def test_the_readmes_figures_and_engines_are_those_of_the_committed_files():
     assert renderer.splice(readme, sections) == readme, "run: python benchmarks/render_readme.py"
 
 
+def test_a_broadcast_is_rendered_beside_its_wire_and_a_server_beside_its_requests():
+    machine = {"gpu": "a GPU", "versions": {"torch": "2"}}
+    broadcast = machine | {
+        "what": "a broadcast",
+        "broadcast_gb_per_s": 350.4,
+        "wire_bytes": {"fp8": 9.43e9, "bf16": 16.4e9},
+        "seconds": {"fp8": 0.030, "bf16": 0.054, "pull": 0.041},
+        "over_wire": 1.11,
+    }
+    pushed = {"pushes": 50, "requests": 900, "failed_requests": 0, "idle_push_s": 0.04, "push_s": 0.5}
+    pushed["phases_s"] = {"plan": 1, "pause": 1, "flush": 1, "transfer": 2, "fill": 3, "verify": 0, "resume": 1}
+    said = load_renderer().render_broadcasts(
+        [broadcast], [machine | {"what": "a server", "wait": pushed, "keep": pushed}]
+    )
+    wire = "| 350 GB/s | 9.43 of 16.40 GB | 54.0 ms | 41.0 ms | **30.0 ms**, 1.8 x faster than BF16 | 1.11 x |"
+    assert f"| a broadcast {wire}" in said
+    assert "| a server | `keep` | 50 | 900, 0 failed | 40.0 ms | 500.0 ms | 7000.0 ms |" in said
+
+
 ENGINES = {engine["package"]: engine for engine in load_renderer().read_engines()}
 
 
