@@ -1,13 +1,13 @@
 """The trainer's side of a broadcast: packs a policy into buckets, quantizing on the way, and sends them in a thread of its own.
 
 Two buffers: one is packed while the other travels. A bucket's tables are compiled once and pointed at the trainer's tensors in
-every later refit. Peak memory beyond the trainer's own: the two buffers, and what of the source is on another device.
+every later refit. Peak memory beyond the trainer's own: the two buffers, and what of the source is on another device, of a
+stream one piece.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError, Stag
 from fp8refit.fill import scale_problem
 from fp8refit.kernels import Task, WorkTable, compile_table
 from fp8refit.kernels.table import SourceLayout, source_layout
+from fp8refit.pieces import in_pieces
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat, dtype_name
 from fp8refit.sources import MappingSource, Source
 from fp8refit.transport.buckets import Placement, Run, WireTensor, lay_out
@@ -27,26 +28,9 @@ from fp8refit.vote import ErrorRecord
 from fp8refit.wire import Wire
 
 _PIECE_BYTES = 256 << 20
-"""In how large pieces a source is read that comes in pieces."""
+"""In how large pieces a stream is read."""
 NUM_VOTES = 3
 """For how many votes of the engines the trainer waits at the end: on what is written, and on KV scales."""
-
-
-class Rows(Protocol):
-    """Some rows of a tensor, or all of them."""
-
-    name: str
-    first_row: int
-    tensor: Tensor
-
-
-@runtime_checkable
-class InPieces(Protocol):
-    """A source that gives large tensors in runs of rows, in the order of its names; see `fp8refit.gather.Gathered`."""
-
-    def pieces(self, max_bytes: int) -> Iterable[Rows]:
-        """Everything once, in pieces that begin at multiples of 128 rows."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -318,20 +302,16 @@ class _Reader:
             )
 
     def _stream(self, source: Source) -> Iterator[Arrival]:
-        pieces: Iterable[tuple[str, int, Tensor]]
-        if isinstance(source, InPieces):
-            pieces = ((piece.name, piece.first_row, piece.tensor) for piece in source.pieces(_PIECE_BYTES))
-        else:
-            pieces = ((name, 0, tensor) for name, tensor in source)
-        for name, first_row, values in pieces:
-            shape = self._shapes.get(name)
+        for piece in in_pieces(source, _PIECE_BYTES):
+            shape = self._shapes.get(piece.name)
             if shape is None:
-                raise InvalidSourceError([f"{name}: came and was not announced"], written=True)
-            if tuple(values.shape[1:]) != shape[1:] or values.ndim != len(shape):
+                raise InvalidSourceError([f"{piece.name}: came and was not announced"], written=True)
+            if piece.full_shape != shape:
                 raise InvalidSourceError(
-                    [f"{name}: came as {list(values.shape)}, announced was {list(shape)}"], written=True
+                    [f"{piece.name}: came as {list(piece.full_shape)}, announced was {list(shape)}"], written=True
                 )
-            yield Arrival(name=name, first_row=first_row, values=values.detach().to(self._device))
+            values = piece.tensor.detach().to(self._device)
+            yield Arrival(name=piece.name, first_row=piece.first_row, values=values)
 
 
 def _copy_op(tensor: WireTensor) -> Op:

@@ -9,6 +9,7 @@ from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError
 from fp8refit.layout import EngineLayout, SlotLayout
 from fp8refit.names import is_not_a_weight
+from fp8refit.pieces import BLOCK_ROWS
 from fp8refit.sections import Sections
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, Stacked, TensorMeta, dtype_name
 from fp8refit.transport.buckets import WireTensor
@@ -138,7 +139,12 @@ class _Chooser:
         formats = {(slot.block_size, slot.scale_format) for slot in held}
         if fits and len(formats) == 1 and meta.dtype in SOURCE_DTYPES and self._config.collective.wire == "fp8":
             ((block_size, scale_format),) = formats
-            if block_size and scale_format and all(_is_on_grid(slot, block_size) for slot in held):
+            if (
+                block_size
+                and scale_format
+                and _fits_pieces(block_size)
+                and all(_is_on_grid(slot, block_size) for slot in held)
+            ):
                 return WireTensor(
                     name=name,
                     shape=meta.shape,
@@ -150,6 +156,11 @@ class _Chooser:
                 )
         dtype = _narrower(meta.dtype, held, self._config)
         return WireTensor(name=name, shape=meta.shape, dtype=dtype_name(dtype), row_step=_row_step(held), cut=cut)
+
+
+def _fits_pieces(block_size: tuple[int, int]) -> bool:
+    """Whether no block is cut where a tensor comes in runs of rows."""
+    return BLOCK_ROWS % block_size[0] == 0
 
 
 def _is_on_grid(slot: SlotLayout, block_size: tuple[int, int]) -> bool:

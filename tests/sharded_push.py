@@ -6,11 +6,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8refit.engine
-from fp8refit import Broadcaster, RefitError
+from fp8refit import Broadcaster, RefitError, gathered
 from fp8refit.calibration import to_float32
 from fp8refit.kv_scales import MARGIN
 from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE
-from tests.fake_ranks import O_PROJ, Q_PROJ, ClientEntryPoint, Cluster, Remote
+from tests.fake_ranks import EXPERTS, O_PROJ, Q_PROJ, ClientEntryPoint, Cluster, Remote, stack_experts
 
 TIMEOUT_S = 20.0
 GIVEN = {K_SCALE: 0.5, V_SCALE: 0.25}
@@ -49,3 +49,32 @@ def push_shards(rank: int) -> list[str]:
                 assert remote.cluster.scales == [GIVEN if seed == 1 else measured] * 2
     broadcaster.close()
     return found
+
+
+def push_stacks(rank: int, layout: str) -> list[str]:
+    """Experts stacked in one tensor a layer, which every rank holds half of, gathered expert by expert and broadcast."""
+    fp8refit.engine.entry_points = lambda group: [ClientEntryPoint()]
+    mesh = init_device_mesh("cpu", (2,))
+    remotes = [Remote(Cluster(layout)) for _ in range(2)] if rank == 0 else []
+    broadcaster = Broadcaster([remote.client for remote in remotes], timeout_s=TIMEOUT_S) if remotes else None
+    found = []
+    for seed, dim in enumerate((0, 1, 2), 1):
+        policy = Cluster(layout).make_policy(seed)
+        stacked = stack_experts(policy, is_transposed=seed == 3)
+        cut = {
+            name: distribute_tensor(tensor, mesh, [Shard(min(dim, tensor.ndim - 1))])
+            for name, tensor in stacked.items()
+        }
+        with gathered(cut, bucket_bytes=200_000, timeout_s=TIMEOUT_S) as weights:
+            if broadcaster is not None:
+                broadcaster.push(weights)
+                found += [
+                    tensor.dtype
+                    for tensor in broadcaster._refitter._engine.ranks._broadcast._chosen[-1].tensors
+                    if tensor.name.startswith(EXPERTS)
+                ]
+        for remote in remotes:
+            remote.cluster.assert_holds(policy, version=seed)
+    if broadcaster is not None:
+        broadcaster.close()
+    return sorted(set(found))

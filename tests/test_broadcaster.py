@@ -35,7 +35,7 @@ from tests.fake_ranks import (
     fail_once,
 )
 from tests.fake_server import URL, Running, entry_point_of
-from tests.sharded_push import push_shards
+from tests.sharded_push import push_shards, push_stacks
 from tests.trainer_ranks import TrainerRanks
 
 TIMEOUT_S = 10.0
@@ -278,10 +278,18 @@ def test_a_server_takes_broadcasts_and_after_it_was_started_again_too(monkeypatc
         running.close()
 
 
-def test_every_rank_of_a_trainer_pushes_its_shards_and_hears_the_same(tmp_path):
-    ranks = TrainerRanks(2, str(tmp_path / "store"))
-    try:
-        heard = ranks.run(push_shards)
-    finally:
-        ranks.close()
-    assert heard == [["pushed", "NonFiniteError", "EngineBusyError", "pushed"]] * 2
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    """Two ranks of a trainer."""
+    ranks = TrainerRanks(2, str(tmp_path_factory.mktemp("trainer") / "store"))
+    yield ranks
+    ranks.close()
+
+
+def test_every_rank_of_a_trainer_pushes_its_shards_and_hears_the_same(trainer):
+    assert trainer.run(push_shards) == [["pushed", "NonFiniteError", "EngineBusyError", "pushed"]] * 2
+
+
+@pytest.mark.parametrize("layout", ["experts in parts", "experts apart"])
+def test_stacks_of_experts_are_gathered_and_sent_expert_by_expert(layout, trainer):
+    assert trainer.run(push_stacks, layout) == [["float8_e4m3fn"], []]
