@@ -5,9 +5,10 @@ the mesh, the `Rows` of a tensor that is larger than a bucket, or a `Whole` tens
 undoes. Every rank of the mesh makes the same batches and gathers them in the same order.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _ALIGNMENT_BYTES = 16
 _all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 """Newer versions of PyTorch warn of the older name."""
+Launch: TypeAlias = Callable[[], Sequence[Any]]
+"""Begins collective operations, and gives what to wait for."""
 PartRows: TypeAlias = Iterator[tuple[Part, int, Tensor]]
 """Whose rows, the first of them, and the rows."""
 
@@ -87,24 +90,35 @@ def batches(parts: Iterable[Part], max_bytes: int) -> Iterator[Batch]:
 
 
 class _StepByStep:
-    """A batch whose steps are each begun at once and waited for before the next."""
+    """A batch that takes several collective operations, of which each needs what came with the one before.
 
-    _steps: Iterator[Sequence[Any]]
-    _works: Sequence[Any] | None
+    Only the memory of the first is taken beforehand, so as to hold less at once.
+    """
+
+    _steps: Iterator[Launch]
+    _launch: Launch | None
+    _works: Sequence[Any]
+
+    def allocate(self) -> None:
+        """See `Batch`."""
+        self._steps = self._communicate()
+        self._launch = next(self._steps, None)
 
     def begin(self) -> None:
         """See `Batch`."""
-        self._steps = self._communicate()
-        self._works = next(self._steps, None)
+        self._works = self._launch() if self._launch is not None else ()
 
     def finish(self, timeout_s: float) -> None:
         """See `Batch`."""
-        while self._works is not None:
+        while self._launch is not None:
             _wait(self._works, timeout_s)
-            self._works = next(self._steps, None)
+            self._launch, self._works = None, ()
+            self._launch = next(self._steps, None)
+            if self._launch is not None:
+                self._works = self._launch()
 
-    def _communicate(self) -> Iterator[Sequence[Any]]:
-        """What is under way after each step; it is done when the next one is asked for."""
+    def _communicate(self) -> Iterator[Launch]:
+        """What begins each step; its operations are over when the next one is asked for."""
         raise NotImplementedError
 
 
@@ -125,17 +139,6 @@ class Bucket(_StepByStep):
         """See `Batch`."""
         return tuple(part.name for part in self._parts)
 
-    def allocate(self) -> None:
-        """See `Batch`."""
-        if self._mesh is None:
-            return
-        coordinate = self._mesh.get_coordinate()
-        assert coordinate is not None, "checked when it was read"
-        axes = {stage.axis for part in self._parts if part.layout is not None for stage in part.layout.stages}
-        self._rounds = [_Round(self._parts, self._mesh, coordinate, axis) for axis in sorted(axes, reverse=True)]
-        if self._rounds:
-            self._rounds[0].pack(self._boxes)
-
     def tensors(self) -> PartRows:
         """See `Batch`."""
         last = self._rounds[-1] if self._rounds else None
@@ -146,14 +149,20 @@ class Bucket(_StepByStep):
                 yield part, 0, self._boxes.pop(index, part.local)
         self._rounds.clear()
 
-    def _communicate(self) -> Iterator[Sequence[Any]]:
+    def _communicate(self) -> Iterator[Launch]:
+        if self._mesh is None:
+            return
+        coordinate = self._mesh.get_coordinate()
+        assert coordinate is not None, "checked when it was read"
+        axes = {stage.axis for part in self._parts if part.layout is not None for stage in part.layout.stages}
+        self._rounds = [_Round(self._parts, self._mesh, coordinate, axis) for axis in sorted(axes, reverse=True)]
         for number, one in enumerate(self._rounds):
             if number:
                 before = self._rounds[number - 1]
                 self._boxes |= {index: before.take(index) for index in before.entries}
                 before.release()
-                one.pack(self._boxes)
-            yield [one.gather()]
+            one.pack(self._boxes)
+            yield one.gather
             one.forget_sent()
 
 
@@ -194,9 +203,9 @@ class _Round:
                 place = place.narrow(dim, 0, box.shape[dim])
             place.copy_(box)
 
-    def gather(self) -> Any:
+    def gather(self) -> Sequence[Any]:
         assert self._sent is not None and self._came is not None, "packed"
-        return _all_gather(self._came, self._sent, self._group)
+        return [_all_gather(self._came, self._sent, self._group)]
 
     def forget_sent(self) -> None:
         self._sent = None
@@ -262,30 +271,24 @@ class Rows(_StepByStep):
         """See `Batch`."""
         return (self._part.name,)
 
-    def allocate(self) -> None:
-        """See `Batch`. What is put together in several steps takes its memory step by step, so as to hold less at once."""
-        if [stage.dim for stage in self._layout.stages] == [0]:
-            self._rows = self._empty(0)
-
     def tensors(self) -> PartRows:
         """See `Batch`."""
         rows, self._rows = self._rows, None
         assert rows is not None, "gathered"
         yield self._part, self._first, rows
 
-    def _communicate(self) -> Iterator[Sequence[Any]]:
+    def _communicate(self) -> Iterator[Launch]:
         own = self._layout.box(self._coordinate, len(self._layout.stages))
         first, count = own.rows(self._first, self._count)
         rows = self._part.local.narrow(0, first - own.start[0] if count else 0, count).to(self._part.device)
         for depth, stage in reversed(list(enumerate(self._layout.stages))):
             if stage.dim == 0:
-                own_rows, rows = rows, self._rows if self._rows is not None else self._empty(depth)
-                yield self._broadcast(depth, own_rows, rows)
-                del own_rows
+                whole = torch.empty(self._shape(depth), dtype=self._part.meta.dtype, device=self._part.device)
+                yield partial(self._broadcast, depth, rows, whole)
+                rows = whole
             else:
                 sent, came = self._pack(depth, rows)
-                if came.numel():
-                    yield [_all_gather(_bytes(came), _bytes(sent), self._mesh.get_group(stage.axis))]
+                yield partial(self._all_gather, depth, sent, came)
                 del sent
                 rows = _join(came, stage.dim, self._shape(depth))
                 del came
@@ -301,9 +304,6 @@ class Rows(_StepByStep):
         """Of what this rank and those along the axis of cut number `depth` hold of these rows."""
         box = self._layout.box(self._coordinate, depth)
         return (box.rows(self._first, self._count)[1], *box.shape[1:])
-
-    def _empty(self, depth: int) -> Tensor:
-        return torch.empty(self._shape(depth), dtype=self._part.meta.dtype, device=self._part.device)
 
     def _broadcast(self, depth: int, own: Tensor, rows: Tensor) -> list[Any]:
         """Put what each rank along the axis of cut number `depth` holds into its place in `rows`."""
@@ -329,6 +329,11 @@ class Rows(_StepByStep):
         sent, came = own.new_empty(padded), own.new_empty((self._mesh.shape[stage.axis], *padded))
         sent.narrow(stage.dim, 0, own.shape[stage.dim]).copy_(own)
         return sent, came
+
+    def _all_gather(self, depth: int, sent: Tensor, came: Tensor) -> list[Any]:
+        if not came.numel():
+            return []
+        return [_all_gather(_bytes(came), _bytes(sent), self._mesh.get_group(self._layout.stages[depth].axis))]
 
 
 class Whole:
