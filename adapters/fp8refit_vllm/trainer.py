@@ -40,7 +40,7 @@ class RefitTrainerInitInfo(TrainerInitInfo):
     """The trainer's ranks, all of which call `send_weights`; by default all that torch knows of."""
 
 
-class RefitTrainer(TrainerWeightTransferEngine[RefitTrainerInitInfo]):
+class RefitTrainer(TrainerWeightTransferEngine):  # of two parameters in 0.26, of one since
     """Implements vLLM's `TrainerWeightTransferEngine`. Make one by `trainer_init`, on every rank of the trainer."""
 
     init_info_cls = RefitTrainerInitInfo

@@ -5,6 +5,7 @@ The real one: `tests/vllm/test_weight_transfer.py`.
 
 import gc
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from fp8refit_vllm import transfer_session, weight_source
 from fp8refit_vllm.letters import Invitation, Letter
 from fp8refit_vllm.mailbox import Address, Mailbox
 from fp8refit_vllm.transfer_session import TransferSession
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fp8refit import (
     EngineBusyError,
@@ -483,3 +486,29 @@ def send_source(rank, options):
             session.send(weights, manifest=manifest)
             cluster.assert_holds(policy, version=1)
     return f"{source.num_passes} passes, sent {session is not None}"
+
+
+@pytest.mark.parametrize("has_nan", [False, True], ids=["good", "nan"])
+def test_the_shards_of_a_module_are_gathered_on_every_rank(has_nan, two_ranks):
+    assert two_ranks.run(send_shards, has_nan) == ["NonFiniteError" if has_nan else "holds it"] * 2
+
+
+def send_shards(rank, has_nan):
+    """An FSDP trainer's ranks, of which the first drives the engine."""
+    cluster = Cluster()
+    policy = cluster.make_policy(seed=0)
+    mesh = init_device_mesh("cpu", (2,))
+    wanted = with_nan(policy) if has_nan else policy
+    shards = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in wanted.items()}
+    weight_source.module_of = lambda source: SimpleNamespace(state_dict=lambda: shards)
+    config = RefitConfig(timeout_s=TIMEOUT_S)
+    session = TransferSession(Engine(cluster), config) if rank == 0 else None
+    try:
+        with weight_source.opened(None, None, config) as (weights, manifest):
+            if session is not None:
+                session.send(weights, manifest=manifest)
+    except NonFiniteError as error:
+        return type(error).__name__
+    if session is not None:
+        cluster.assert_holds(policy, version=1)
+    return "holds it"
