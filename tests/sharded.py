@@ -39,7 +39,8 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 @lru_cache
 def mesh_of(*shape: int) -> DeviceMesh:
     names = {1: ("ranks",), 2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
-    return init_device_mesh("cpu", shape, mesh_dim_names=names[len(shape)])
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, shape, mesh_dim_names=names[len(shape)])
 
 
 def reference() -> dict[str, Tensor]:
@@ -53,7 +54,7 @@ def reference() -> dict[str, Tensor]:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def shard(tensor: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
@@ -157,7 +158,8 @@ def engine() -> FakeModel:
 
 def policy_and_shards(model: FakeModel, seed: int) -> tuple[dict[str, Tensor], dict[str, DTensor]]:
     policy = make_policy(model, seed)
-    return policy, {name: shard(tensor, mesh_of(4), (Shard(0),)) for name, tensor in policy.items()}
+    mesh = mesh_of(torch.distributed.get_world_size())
+    return policy, {name: shard(tensor, mesh, (Shard(0),)) for name, tensor in policy.items()}
 
 
 def error_of(error: BaseException) -> str:
@@ -309,6 +311,8 @@ class Observed(Gathered):
 
         def finish_it(timeout_s: float) -> None:
             finish(timeout_s)
+            if torch.distributed.get_backend() == "nccl":
+                torch.cuda.synchronize()
             self.events.append(f"finish {number}")
             self._store.set(f"{torch.distributed.get_rank()} finished {number}", "")
 
@@ -322,8 +326,9 @@ class Observed(Gathered):
 
 def read_slowly(rank: int, placements: tuple[Placement, ...], path: str) -> list[str]:
     """Rank 0 reads, and goes on from each batch only once the others have finished the next. Gives what each rank did."""
-    mesh = mesh_of(4)
-    store = torch.distributed.FileStore(path, 4)
+    size = torch.distributed.get_world_size()
+    mesh = mesh_of(size)
+    store = torch.distributed.FileStore(path, size)
     whole = {f"layers.{index}.weight": torch.full((256, 64), float(index)) for index in range(6)}
     whole["embed_tokens.weight"] = torch.randn(1024, 64, generator=torch.Generator().manual_seed(3))
     state_dict = {name: shard(tensor, mesh, placements) for name, tensor in whole.items()}
@@ -336,13 +341,23 @@ def read_slowly(rank: int, placements: tuple[Placement, ...], path: str) -> list
         with source:
             for piece in source.pieces(1 << 18) if rank == 0 else ():
                 rows = whole[piece.name][piece.first_row : piece.end_row]
-                wrong += [piece.name] * (not torch.equal(rows, piece.tensor))
+                wrong += [piece.name] * (not torch.equal(bits(rows), bits(piece.tensor)))
                 following = int(source.events[-1].split()[1]) + 1
                 if following < len(made):
-                    store.wait([f"{other} finished {following}" for other in (1, 2, 3)], timedelta(seconds=20))
+                    store.wait([f"{other} finished {following}" for other in range(1, size)], timedelta(seconds=20))
     finally:
         fp8refit.gather.batches = make
     return wrong + source.events
+
+
+def assert_overlap(reader: list[str], *others: list[str]) -> None:
+    """Hold that each batch was voted on and begun before the last was read, and finished after it."""
+    last = int(reader[-1].split()[1])
+    expected = ["vote 0", "begin 0", "finish 0"]
+    for number in range(1, last + 1):
+        expected += [f"vote {number}", f"begin {number}", f"read {number - 1}", f"finish {number}"]
+    assert last > 4 and reader == [*expected, f"read {last}"]
+    assert list(others) == [[event for event in expected if not event.startswith("read")]] * len(others)
 
 
 def peak_bytes(rank: int, placements: tuple[Placement, ...], max_bytes: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Ranks of a trainer, each a process of its own in one gloo group, which do what a test says."""
+"""Ranks of a trainer, each a process of its own in one group, gloo or NCCL, which do what a test says."""
 
 import multiprocessing
 import os
@@ -17,13 +17,13 @@ TIMEOUT_S = 60.0
 class TrainerRanks:
     """Processes that are started once, and run functions of the modules beside this one."""
 
-    def __init__(self, size: int, store: str) -> None:
+    def __init__(self, size: int, store: str, *, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, rank, size, store), daemon=True)
+            process = context.Process(target=serve, args=(there, rank, size, store, backend), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -45,13 +45,15 @@ class TrainerRanks:
             process.join()
 
 
-def serve(orders: Connection, rank: int, size: int, store: str) -> None:
+def serve(orders: Connection, rank: int, size: int, store: str, backend: str) -> None:
     """Run what comes, until nobody sends any more."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
-        "gloo",
+        backend,
         store=torch.distributed.FileStore(store, size),
         rank=rank,
         world_size=size,
