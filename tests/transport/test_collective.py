@@ -28,13 +28,15 @@ sys.stdin.readline()
 """
 
 
-def open_trainer(size, timeout_s=20.0):
-    return Communicator.open(host="127.0.0.1", port=0, size=size, backend="gloo", timeout_s=timeout_s)
+def open_trainer(size, timeout_s=20.0, sections=()):
+    return Communicator.open(
+        host="127.0.0.1", port=0, size=size, backend="gloo", timeout_s=timeout_s, sections=sections
+    )
 
 
-def group(size):
+def group(size, sections=()):
     """All members, joined."""
-    trainer = open_trainer(size)
+    trainer = open_trainer(size, sections=sections)
     members = [trainer, *(Communicator.find(trainer.meeting, rank, timeout_s=20.0) for rank in range(1, size))]
     assert together([lambda member=member: member.join(CPU, timeout_s=20.0) for member in members]) == [None] * size
     return members
@@ -51,6 +53,67 @@ def test_all_members_get_what_the_trainer_sends():
     assert together([lambda m=m: receive(m, 5 - m.rank) for m in members]) == [[5]] * 3
     for member in members:
         member.abort()
+
+
+def filled(value):
+    return torch.full((1000,), value, dtype=torch.uint8)
+
+
+def exchange(member, sections, timeout_s=20.0):
+    """One broadcast in which the trainer sends its number to all, and to each section that section's number plus ten."""
+    if member.rank == 0:
+        shared, parts = filled(1), {section: filled(10 + section) for section in sections}
+    else:
+        shared, parts = filled(0), {member.section: filled(0)} if member.section in sections else {}
+    member.wait(member.broadcast(shared, sections=parts, timeout_s=timeout_s), timeout_s=timeout_s)
+    return [tensor.unique().tolist() for tensor in (shared, *parts.values())]
+
+
+def test_members_of_a_section_get_what_the_trainer_sends_it_beside_what_all_get():
+    members = group(5, sections=(0, 1, 0, 1))
+    for sections in ((0, 1), (1,), (), (0, 1)):
+        expected = [
+            [[1], *([10 + section] for section in sections)],
+            *([[1], *([[10 + own]] if own in sections else [])] for own in (0, 1, 0, 1)),
+        ]
+        assert together([lambda m=m, s=sections: exchange(m, s) for m in members]) == expected
+    for member in members:
+        member.abort()
+
+
+def test_who_gives_up_ends_the_wait_of_every_section():
+    trainer, first, second, _ = group(4, sections=(0, 1, 0))
+    start_s = time.monotonic()
+    threading.Timer(0.2, lambda: first.abort("no memory")).start()
+    errors = together([lambda m=m: [exchange(m, (0, 1)) for _ in range(2)] for m in (trainer, second)])
+    assert time.monotonic() - start_s < 5
+    assert all(isinstance(error, TransportError) and "no memory" in str(error) for error in errors), errors
+    assert not trainer.is_joined and not second.is_joined
+    with pytest.raises(TransportError, match="has ended"):
+        exchange(trainer, (0, 1))
+
+
+def test_a_member_that_stops_ends_its_section_at_the_deadline():
+    trainer, first, second = group(3, sections=(0, 1))
+    start_s = time.monotonic()
+
+    def leave_out(member):  # takes part in what goes to all, and not in what goes to its section
+        member.wait(member.broadcast(filled(0), timeout_s=5.0), timeout_s=5.0)
+
+    errors = together(
+        [
+            lambda: [exchange(trainer, (0, 1), timeout_s=1.0) for _ in range(2)],
+            lambda: leave_out(first),
+            lambda: [exchange(second, (0, 1), timeout_s=1.0) for _ in range(2)],
+        ]
+    )
+    assert time.monotonic() - start_s < 5
+    assert [type(error) for error in errors] == [TransportError, type(None), TransportError]
+
+
+def test_sections_are_those_of_every_member():
+    with pytest.raises(ValueError, match="2 members have a section, and there are 3"):
+        open_trainer(4, sections=(0, 1))
 
 
 def test_the_store_is_at_the_loopback_address_alone():

@@ -10,7 +10,7 @@ from fp8refit.errors import InvalidSourceError
 from fp8refit.layout import EngineLayout
 from fp8refit.report import RankReport
 from fp8refit.transport import messages
-from fp8refit.transport.buckets import WireTensor
+from fp8refit.transport.buckets import Cut, WireTensor
 from fp8refit.transport.collective import Meeting
 from fp8refit.transport.memory import Segment, TensorRef
 from fp8refit.transport.messages import Reply, Request
@@ -32,8 +32,9 @@ REF = TensorRef(name="w", segment=SEGMENT.id, offset_bytes=256, shape=(2, 3), st
 CODES = WireTensor(
     name="w", shape=(256, 130), dtype="float8_e4m3fn", block_size=(128, 128), scale_format="ue8m0", row_step=128
 )
+CUT = CODES.model_copy(update={"cut": Cut(dim=0, spans=((0, 128), (128, 128)))})
 VALUES = WireTensor(name="s", shape=(), dtype="float32", travels=False)
-MEETING = Meeting(token="0" * 32, host="127.0.0.1", port=1, size=3, backend="gloo")
+MEETING = Meeting(token="0" * 32, host="127.0.0.1", port=1, size=3, backend="gloo", sections=(1, 0))
 CONFIG = RefitConfig(validate="strict", fp32_sources="exact", on_scale_mismatch="copy", timeout_s=1.5, in_flight="keep")
 SOURCES = [
     messages.MappedTensors(digest="d", segments=(SEGMENT,), refs=(REF,), problems=("w: sent twice",)),
@@ -47,6 +48,7 @@ SOURCES = [
     messages.Broadcast(
         token="t", digest="d", tensors=(CODES, VALUES), bucket_bytes=1 << 20, num_buckets=1, unfit={"k": "0"}
     ),
+    messages.Broadcast(token="t", digest="d", tensors=(CUT, VALUES), sections=(0, 1, 0, 1)),
 ]
 ORDERS = [
     messages.Hello(),
@@ -104,6 +106,12 @@ def test_a_field_that_nobody_knows_is_refused(order):
 def test_a_step_that_nobody_knows_is_refused(step):
     with pytest.raises(ValidationError, match=r"step|tag"):
         Request.model_validate_json(json.dumps({"id": "7", "order": {"step": step, "refit": "r"}}))
+
+
+@pytest.mark.parametrize("sections", [(), (0,), (0, 2), (-1, 0), (1 << 16, 0)])
+def test_an_announcement_cuts_tensors_for_the_sections_that_there_are(sections):
+    with pytest.raises(ValidationError):
+        messages.Broadcast(token="t", digest="d", tensors=(CUT,), sections=sections)
 
 
 def test_messages_are_not_changed():
