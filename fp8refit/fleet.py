@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar, cast
 from fp8refit.broadcast import Broadcast
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.engine import AttachedEngine, Engine, attach_engine
-from fp8refit.errors import EngineLostError, UnsupportedEngineError
+from fp8refit.errors import EngineLostError, RefitError, UnsupportedEngineError
 from fp8refit.layout import EngineLayout
 from fp8refit.remote import RemoteRanks
 from fp8refit.report import KvReport, RankReport
@@ -83,10 +83,14 @@ class Fleet:
         await self._together([engine.resume() for engine in self._engines])
 
     async def refuse(self, reason: str) -> None:
-        """See `fp8refit.engine.Engine`. An engine that is lost takes no request in any case."""
+        """See `fp8refit.engine.Engine`. An engine that is lost takes no request in any case; one that is whole goes on."""
 
         async def refuse(engine: Engine) -> None:
-            with contextlib.suppress(EngineLostError):
+            if not engine.ranks.is_dirty:
+                with contextlib.suppress(RefitError):
+                    await engine.resume()
+                    return
+            with contextlib.suppress(RefitError):
                 await engine.refuse(reason)
 
         await self._together([refuse(engine) for engine in self._engines])
@@ -118,11 +122,14 @@ class Fleet:
         else:
             with ThreadPoolExecutor(len(calls)) as pool:
                 outcomes = list(pool.map(_outcome, calls))
-        results = []
+        results, errors = [], []
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
-                raise outcome
-            results.append(outcome)
+                errors.append(outcome)
+            else:
+                results.append(outcome)
+        if errors:  # of an engine that is lost others tell only that it is gone
+            raise next((error for error in errors if isinstance(error, EngineLostError)), errors[0])
         return results
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8refit.broadcaster import Broadcaster
 from fp8refit.config import RefitConfig, Transport
-from fp8refit.engine import connect
+from fp8refit.engine import attach_engine, connect
 from fp8refit.errors import RefitError
 from fp8refit.refitter import Refitter
 from fp8refit.report import RefitReport
@@ -116,7 +116,7 @@ def _push_together(
             seconds=seconds,
             report=report,
             error=error,
-            is_dirty=broadcaster.is_dirty,
+            is_dirty=attach_engine(server).engine.ranks.is_dirty,
         )
 
 

@@ -207,6 +207,40 @@ def test_a_replica_that_is_lost_ends_the_others_soon(replicas):
     rest.close()
 
 
+@pytest.mark.parametrize("step", ["prepare", "pause"])
+def test_a_replica_that_is_lost_before_writing_leaves_the_others_serving(step, replicas, monkeypatch):
+    replicas.broadcaster.push(replicas.make_policy(1))
+    left, gone = replicas.remotes
+    lost = EngineLostError("the server is gone")
+
+    async def pause(config):
+        raise lost
+
+    def die(request):
+        raise lost
+
+    if step == "pause":
+        monkeypatch.setattr(gone.client._fp8refit_engine.engine, "pause", pause)
+    else:
+        gone.channel.on_request = die
+    with pytest.raises(EngineLostError, match="the server is gone"):
+        replicas.broadcaster.push(replicas.make_policy(2))
+    left.cluster.assert_holds(replicas.make_policy(1), version=1)
+    assert left.client.blocked is None
+
+
+def test_of_errors_on_all_that_of_the_replica_that_is_lost_is_raised(replicas):
+    def die(request):
+        if request.order.step == "take":
+            raise EngineLostError("the server is gone")
+
+    replicas.broadcaster.push(replicas.make_policy(1))
+    replicas.remotes[1].channel.on_request = die
+    with pytest.raises(EngineLostError, match="the server is gone"):
+        replicas.broadcaster.push(replicas.make_policy(2))
+    assert replicas.blocked == [True, True]
+
+
 def test_a_refit_of_one_replica_keeps_the_broadcast_out(replicas):
     lock = replicas.remotes[1].client._fp8refit_engine.lock
     with lock, pytest.raises(EngineBusyError):
