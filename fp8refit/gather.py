@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed
@@ -20,7 +20,8 @@ from torch.distributed import ProcessGroup
 from fp8refit.batches import Batch, PartRows, batches
 from fp8refit.caught import Caught
 from fp8refit.errors import InvalidSourceError, RankFailedError, RefitError
-from fp8refit.pieces import Piece, cut
+from fp8refit.pieces import Piece
+from fp8refit.renaming import Renamer, Renaming
 from fp8refit.shards import Part, PartReader, has_shards, is_shard
 from fp8refit.slots import TensorMeta
 from fp8refit.sources import NamedTensors, StateDict, named, what_is_wrong
@@ -30,29 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 BUCKET_BYTES = 256 << 20
-
-
-class Renamer(Protocol):
-    """Makes checkpoint tensors of a trainer's tensors.
-
-    Called with every name and whole tensor, in the order of the state dict, on every rank that reads; and before that with
-    tensors on the meta device, for names, shapes and dtypes alone. So what it gives may depend on name, shape and dtype, and
-    not on values. Give the tensor itself, under another name, if that is all: it then needs not be whole in memory at once.
-
-    Example:
-        >>> def renamed(name, tensor):
-        ...     if name.endswith(".gate_up.weight"):
-        ...         prefix = name.removesuffix("gate_up.weight")
-        ...         gate, up = tensor.chunk(2)
-        ...         yield f"{prefix}gate_proj.weight", gate
-        ...         yield f"{prefix}up_proj.weight", up
-        ...     else:
-        ...         yield name, tensor
-    """
-
-    def __call__(self, name: str, tensor: Tensor, /) -> NamedTensors:
-        """Checkpoint names and tensors, or nothing if no engine wants it."""
-        ...
 
 
 def gathered(
@@ -71,7 +49,7 @@ def gathered(
     Args:
         state_dict: Names to DTensors (FSDP2, or any placement on any mesh) and plain tensors, which are the same everywhere.
         group: All ranks that take part. By default those of the shards' mesh.
-        rename: Makes checkpoint tensors of them; see `Renamer` and `fp8refit.megatron.MegatronNames`.
+        rename: Makes checkpoint tensors of them; see `fp8refit.renaming.Renamer` and `fp8refit.megatron.MegatronNames`.
         bucket_bytes: Size of one bucket, or less if a reader says so. Half of one is gathered while the other half is read. A
             tensor that is larger than that comes in blocks of rows. Beside the model a rank holds about two buckets, and what
             the reader keeps.
@@ -105,7 +83,7 @@ class Gathered(AbstractContextManager["Gathered"]):
         self._parts: list[Part] = []
         self._problems: dict[str, str] = {}
         self._read(state_dict)
-        self._rename = rename
+        self._renaming = Renaming(rename)
         self._bucket_bytes = bucket_bytes
         self._has_read = self._has_stopped = False
         group = group if group is not None else _group_of({part.mesh for part in self._parts if part.mesh is not None})
@@ -114,7 +92,7 @@ class Gathered(AbstractContextManager["Gathered"]):
     @cached_property
     def metadata(self) -> dict[str, TensorMeta]:
         """Shape and dtype of every whole tensor, by its checkpoint name. No communication."""
-        return {name: meta for part in self._parts for name, meta in self._names_of(part)}
+        return {name: meta for part in self._parts for name, meta in self._renaming.metadata(part)}
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -150,9 +128,8 @@ class Gathered(AbstractContextManager["Gathered"]):
             RefitError: What another rank raised.
         """
         max_bytes = min(max_bytes, self._bucket_bytes)
-        for part, first, tensor in self._pass(max_bytes):
-            yield from self._changed(part, first, tensor, max_bytes)
-            del tensor  # nothing is held while the next bucket is gathered
+        heard = self._agree("read", max_bytes=max_bytes)
+        yield from self._renaming.pieces(self._gather(_least_bytes(heard), reads=True), max_bytes)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Gather everything once, whole: a tensor larger than a bucket takes its own size beside the bucket.
@@ -230,14 +207,6 @@ class Gathered(AbstractContextManager["Gathered"]):
             except InvalidSourceError as error:
                 self._problems[name] = error.problems[0]
 
-    def _names_of(self, part: Part) -> Iterator[tuple[str, TensorMeta]]:
-        """What becomes of a part."""
-        if self._rename is None:
-            yield part.name, part.meta
-            return
-        for name, tensor in self._rename(part.name, _on_meta(part)):
-            yield name, TensorMeta.of(tensor)
-
     @cached_property
     def _lines(self) -> tuple[str, ...]:
         """What has to be equal on every rank."""
@@ -260,11 +229,6 @@ class Gathered(AbstractContextManager["Gathered"]):
             self._trainers.is_over = True
             raise InvalidSourceError(_differences([said.names for said in compared]))
         return heard
-
-    def _pass(self, max_bytes: int) -> PartRows:
-        heard = self._agree("read", max_bytes=max_bytes)
-        rows = self._gather(_least_bytes(heard), reads=True)
-        return rows if self._rename is None else self._whole_to_change(rows)
 
     def _gather(self, max_bytes: int, *, reads: bool) -> PartRows:
         """Make every batch, and vote before each. One is on its way while the last is read: each is half a bucket."""
@@ -298,46 +262,12 @@ class Gathered(AbstractContextManager["Gathered"]):
             with suppress(RefitError, type(error)):
                 self._trainers.hear(Statement(step="done"), error)
 
-    def _changed(self, part: Part, first: int, tensor: Tensor, max_bytes: int) -> Iterator[Piece]:
-        """Pieces of what becomes of a part, of which `tensor` is all or, if it gets no more than a name, some rows."""
-        is_whole = tuple(tensor.shape) == part.meta.shape
-        for name, changed in [(part.name, tensor)] if self._rename is None else self._rename(part.name, tensor):
-            full_shape = None if is_whole else part.meta.shape
-            yield from cut(name, changed, max_bytes, first_row=first, full_shape=full_shape)
-
-    def _whole_to_change(self, rows: PartRows) -> PartRows:
-        """Rows of tensors that are just renamed, and all of those that change."""
-        assert self._rename is not None, "there is something to change"
-        whole: Tensor | None = None
-        for part, first, tensor in rows:
-            count = tensor.shape[0] if tensor.ndim else 1
-            if not part.meta.shape or count == part.meta.shape[0] or self._is_kept(part):
-                yield part, first, tensor
-                continue
-            if first == 0:
-                whole = tensor.new_empty(part.meta.shape)
-            assert whole is not None, "rows come in order"
-            whole.narrow(0, first, count).copy_(tensor)
-            if first + count == part.meta.shape[0]:
-                yield part, 0, whole
-                whole = None
-
-    def _is_kept(self, part: Part) -> bool:
-        """Whether a part gets another name, and nothing more."""
-        assert self._rename is not None, "there is something to change"
-        tensor = _on_meta(part)
-        return [id(renamed) for _, renamed in self._rename(part.name, tensor)] == [id(tensor)]
-
 
 def opened(state_dict: StateDict, *, bucket_bytes: int, timeout_s: float) -> AbstractContextManager[StateDict]:
     """What `refit` reads: a state dict with shards is gathered by every rank that refits, anything else is as it was."""
     if isinstance(state_dict, Mapping) and has_shards(state_dict.values()):
         return Gathered(state_dict, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     return nullcontext(state_dict)
-
-
-def _on_meta(part: Part) -> Tensor:
-    return torch.empty(part.meta.shape, dtype=part.meta.dtype, device="meta")
 
 
 def _least_bytes(heard: Sequence[Statement]) -> int:

@@ -14,7 +14,7 @@ PyTorch, without communication, on the mesh of the tensor-parallel ranks:
         ...
 
 Every rank of that group has to hold the same names: a pipeline stage is a model of its own, which is not put together here.
-A layout that differs needs a function of its own; see `fp8refit.gather.Renamer`.
+A layout that differs needs a function of its own; see `fp8refit.renaming.Renamer`.
 """
 
 import re

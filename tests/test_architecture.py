@@ -25,6 +25,7 @@ LAYERS = [
     "pieces",
     "shards",
     "batches",
+    "renaming",
     "trainers",
     "gather",
     "megatron",
