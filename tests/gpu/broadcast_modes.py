@@ -108,9 +108,13 @@ def measure(llms: list[LLM], args: argparse.Namespace, trainer: torch.device) ->
     # A refit in another way leaves the group; from here on it is kept.
     ways.fp8.push(policy)
     found["steady"] = [timed(ways.fp8.push, policy) for _ in range(NUM_ROUNDS)]
-    found["wire_bytes"] = {
-        name: way._refitter._engine.ranks._broadcast._sender.num_bytes
-        for name, way in (("fp8", ways.fp8), ("bf16", ways.bf16))
+    broadcasts = {
+        name: way._refitter._engine.ranks._broadcast for name, way in (("fp8", ways.fp8), ("bf16", ways.bf16))
+    }
+    found["wire_bytes"] = {name: broadcast._sender.num_bytes for name, broadcast in broadcasts.items()}
+    found["wire_bytes_of_rank"] = {
+        name: [broadcast._sender.num_bytes_to(section) for section in broadcast._sections.of_rank or (None,)]
+        for name, broadcast in broadcasts.items()
     }
     log("timed")
     found["steady_bf16"] = [timed(ways.bf16.push, policy) for _ in range(NUM_ROUNDS + 1)][1:]

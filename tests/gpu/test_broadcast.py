@@ -84,6 +84,12 @@ def test_every_way_gives_the_same_bytes_on_every_rank(case):
     assert digests["pull 1"] != digests["pull 2"]
 
 
+def test_a_rank_receives_about_its_part(case):
+    name, found = case
+    for kind, of_rank in found["wire_bytes_of_rank"].items():
+        assert max(of_rank) <= 1.1 * found["wire_bytes"][kind] / CASES[name].tp
+
+
 def test_a_push_takes_little_longer_than_its_bytes_on_the_wire(case):
     _, found = case
     assert over_wire(found) <= 1.25, found["steady"]
@@ -118,6 +124,7 @@ def test_write_the_result(case):
         "versions": found["versions"] | {"nccl": ".".join(map(str, found["nccl"]))},
         "broadcast_gb_per_s": rate_of(found) / 1e9,
         "wire_bytes": found["wire_bytes"],
+        "wire_bytes_of_rank": found["wire_bytes_of_rank"],
         "seconds": {
             "fp8": seconds_of(found, "steady"),
             "bf16": seconds_of(found, "steady_bf16"),

@@ -29,6 +29,8 @@ def run_broadcast(work: str) -> dict:
         for seed, policy in policies.items():
             report = broadcaster.push(policy)
             found["broadcast"][seed] = subject.state() | {"version": report.version, "is_first": report.is_first}
+        sender = broadcaster._refitter._engine.ranks._broadcast._sender
+        found["num_bytes"] = {"sent": sender.num_bytes, "received": [sender.num_bytes_to(rank) for rank in (0, 1)]}
         wide.push(policies[1])
         found["bf16"] = subject.live()
         found["kv"] = try_kv_scales(subject, broadcaster, policies[2])

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from engines import booted, booted_dummy, generate, live_bytes, make_policy, model_of, scribble
-from subject import NOISE, booted_as
+from subject import NOISE, Subject, booted_as
 from torch import Tensor, nn
 
-from fp8refit import Refitter, quantize_blockwise
+from fp8refit import Broadcaster, Refitter, quantize_blockwise
 from fp8refit.checkpoint import quantize_checkpoint
 
 STACKS = (".experts.gate_up_proj", ".experts.down_proj")
@@ -108,6 +108,21 @@ def expert_layers(llm) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model_of(llm).named_modules() if hasattr(module, "w13_weight")]
 
 
+def broadcast_stacks(subject: Subject, family: str) -> dict:
+    """Stacks by a broadcast: what every rank holds, and in which dtypes experts came, to how many ranks each."""
+    live = subject.live()
+    subject.look("scribble")
+    with Broadcaster([subject.llm], timeout_s=20.0) as broadcaster:
+        broadcaster.push(make_policy(family, 2))
+        wire = broadcaster._refitter._engine.ranks._broadcast._chosen[-1]
+    experts = [tensor for tensor in wire.tensors if ".experts." in tensor.name]
+    return {
+        "is_broadcast": subject.live() == live,
+        "dtypes": sorted({tensor.dtype for tensor in experts}),
+        "num_ranks_of_experts": [sum(count > 0 for _, count in tensor.cut.spans) for tensor in experts],
+    }
+
+
 def run_fresh_experts(cases: list, reloaded: list, work: str) -> dict:
     """Engines that load the block-FP8 checkpoints of policy 2, and some of which then reload them over policy 1."""
     found: dict[str, Any] = {}
@@ -156,5 +171,7 @@ def run_expert_ranks(layout: str, family: str, model: str, options: dict[str, An
             found["live_from_stacks"] = subject.live()
             subject.look("scribble")
             subject.refit(Path(model))  # expert by expert
+            if layout == "core in process":
+                found |= broadcast_stacks(subject, family)
             found["num_slots"] = sum(".experts." in slot.name for slot in subject.layout().slots)
         return found | subject.state()

@@ -28,6 +28,10 @@ def test_every_rank_holds_and_says_what_it_does_after_an_ordinary_refit(seed, fo
     assert found["ordinary"]["1"]["live"] != found["ordinary"]["2"]["live"]
 
 
+def test_a_rank_receives_little_more_than_half(found):
+    assert max(found["num_bytes"]["received"]) < 0.6 * found["num_bytes"]["sent"]
+
+
 def test_the_same_with_bf16_on_the_wire(found):
     assert found["bf16"] == found["ordinary"]["1"]["live"]
 

@@ -148,6 +148,13 @@ def test_ranks_in_processes_of_their_own_are_given_their_parts_of_stacks(ranks):
     assert live_of(apart) == apart.ranks(lambda driver: driver["live_from_stacks"])
 
 
+def test_a_broadcast_of_stacks_brings_each_rank_its_own_experts_in_fp8(ranks):
+    (found,) = ranks[2].drivers
+    assert found["is_broadcast"]
+    assert found["dtypes"] == ["float8_e4m3fn"]
+    assert found["num_ranks_of_experts"] == [1] * 4 * 3
+
+
 def test_a_rank_has_slots_for_its_own_experts(ranks):
     refitted, _, apart = ranks
     counts = {split: [driver["num_slots"] for driver in found.drivers] for split, found in refitted.items()}
