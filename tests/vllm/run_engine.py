@@ -34,6 +34,7 @@ from latent import run_fresh_latent, run_latent
 from layouts import run_fresh_layout, run_layout
 from live_engine import run_live
 from lora import run_fresh_lora, run_lora
+from replicas import run_replicas
 from served import run_served
 from vllm.model_executor.models import registry
 
@@ -165,6 +166,7 @@ SCENARIOS = {
     "online": run_online,
     "live": run_live,
     "served": run_served,
+    "replicas": run_replicas,
     "broadcast": run_broadcast,
     "kv cache": run_kv_cache,
     "bench": run_bench,

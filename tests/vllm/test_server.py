@@ -115,3 +115,7 @@ def test_strangers_are_refused(served):
 def test_a_truncated_order_is_answered(served):
     assert served["strangers"]["truncated"]["status"] == 200
     assert "cannot read what the driver says" in served["strangers"]["truncated"]["body"]["error"]["message"]
+
+
+def test_an_order_that_is_too_long_is_not_taken_in(served):
+    assert served["strangers"]["too long"]["status"] == 413

@@ -1,0 +1,173 @@
+"""`vllm serve` in processes of their own, and drivers in others."""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from engines import CONFIG, PROMPTS, make_policy, settings
+from processes import free_port
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FAMILY = "qwen3"
+KEY, TOKEN = "a key", "a token"
+START_S = 90
+FORK = multiprocessing.get_context("fork")
+"""vLLM is imported here already. No process that is forked has booted an engine before."""
+
+
+def policy(seed: int, half_way: Callable[[], object]) -> Iterator:
+    """A policy that is read once, with something that happens on the way."""
+    named = list(make_policy(FAMILY, seed).items())
+    for index, pair in enumerate(named):
+        if index == len(named) // 2:
+            half_way()
+        yield pair
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_driver(refit: Callable[[], object]) -> int:
+    """In a process of its own; its exit status."""
+    process = FORK.Process(target=refit)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def run_script(script: Path, *arguments: object) -> dict:
+    """A script in a process of its own: its exit status, and what it wrote."""
+    here, there = FORK.Pipe()
+
+    def run() -> None:
+        sys.argv = [str(script), *map(str, arguments)]
+        code, output, errors = 0, io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            try:
+                runpy.run_path(str(script), run_name="__main__")
+            except BaseException:  # noqa: BLE001 - reported
+                code = 1
+                traceback.print_exc()
+        there.send({"code": code, "lines": output.getvalue().splitlines(), "log": errors.getvalue()})
+
+    run_driver(run)
+    return here.recv() if here.poll() else {"code": None, "lines": [], "log": "it died, or did not end"}
+
+
+class Server:
+    """`vllm serve` on noise of a model's shape.
+
+    Args:
+        model: The model.
+        port: Where it listens.
+        is_held: Whether it waits for `release`, and takes no port before.
+        options: Of `vllm serve`.
+    """
+
+    def __init__(self, model: Path, *, port: int | None = None, is_held: bool = False, **options: Any) -> None:
+        self.port = free_port() if port is None else port
+        self.url = f"http://127.0.0.1:{self.port}"
+        asked = settings(model) | {"port": self.port, "host": "127.0.0.1", "api_key": KEY, "load_format": "dummy"}
+        asked |= {"hf_overrides": json.dumps({"quantization_config": CONFIG}), "served_model_name": FAMILY} | options
+        arguments = [part for name, value in asked.items() for part in _option(name, value)]
+        self._may_start = FORK.Event()
+        if not is_held:
+            self.release()
+        self._process = FORK.Process(target=_serve, args=(self._may_start, arguments))
+
+    def __enter__(self) -> "Server":
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.join()
+
+    def release(self) -> None:
+        """Let it start."""
+        self._may_start.set()
+
+    def kill(self) -> None:
+        """With all its processes, as when its host goes."""
+        for process in [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]:
+            process.kill()
+        self._process.join()
+
+    def wait(self) -> None:
+        """Until it takes requests."""
+        deadline_s = time.monotonic() + START_S
+        while self.post("/health", None)["status"] != 200:
+            assert self._process.is_alive() and time.monotonic() < deadline_s, "the server does not start"
+            time.sleep(0.1)
+
+    def complete(self, prompt: list[int]) -> dict:
+        """Status, and greedy tokens or what is said instead."""
+        asked = {"model": FAMILY, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = self.post("/v1/completions", json.dumps(asked | {"return_token_ids": True}))
+        if answer["status"] == 200:
+            return {"status": 200, "tokens": answer["body"]["choices"][0]["token_ids"]}
+        return answer
+
+    def says(self) -> list[dict]:
+        return [self.complete(prompt) for prompt in PROMPTS]
+
+    def call(self, method: str, *arguments: str) -> list:
+        """vLLM's `collective_rpc`."""
+        return self.post("/collective_rpc", json.dumps({"method": method, "args": arguments}))["body"]["results"]
+
+    def live(self) -> list[dict[str, str]]:
+        """Of every rank."""
+        return [answer["found"] for answer in self.call("observe", "live_bytes")]
+
+    def post(self, route: str, body: str | None, headers: dict | None = None) -> dict:
+        """Status and answer; status 0 if nobody answers."""
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {KEY}"} if headers is None else headers
+        )
+        data = None if body is None else body.encode()
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + route, data, headers), timeout=60) as said:
+                return {"status": said.status, "body": _read(said.read())}
+        except urllib.error.HTTPError as error:
+            return {"status": error.code, "body": _read(error.read())}
+        except OSError:
+            return {"status": 0}
+
+
+def _serve(may_start: Any, arguments: list[str]) -> None:
+    may_start.wait()
+    os.environ |= {
+        "FP8REFIT_TEST_KERNEL": "fp32",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_PLUGINS": "fp8refit,fp8refit_cpu_kernel",
+        "VLLM_SERVER_DEV_MODE": "1",  # for `live` alone
+    }
+    sys.argv = ["vllm", *arguments]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+def _read(answer: bytes) -> Any:
+    try:
+        return json.loads(answer)
+    except ValueError:
+        return answer.decode()
+
+
+def _option(name: str, value: Any) -> list[str]:
+    """As the command line takes it."""
+    flag = "--" + name.replace("_", "-")
+    return [flag] if value is True else [flag, str(value)]
