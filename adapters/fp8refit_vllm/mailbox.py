@@ -15,7 +15,7 @@ from fp8refit.errors import TransportError
 
 _PART_BYTES = 4 << 20
 """The store takes no value of more than 8 MiB; a large engine's layout is more."""
-_ENDED = "ended"
+_ENDED, _DROPPED = "ended", "dropped"
 
 
 class Address(BaseModel):
@@ -137,6 +137,25 @@ class Mailbox:
         """
         with _Reaching():
             return self._store.get(_ENDED).decode() if self._store.check([_ENDED]) else None
+
+    def drop(self) -> None:
+        """Let the ranks know that the trainer sends no more letters.
+
+        Raises:
+            TransportError: The store is gone.
+        """
+        with _Reaching():
+            self._set(_DROPPED, "")
+
+    def is_dropped(self) -> bool:
+        """Whether the trainer sends no more letters.
+
+        Raises:
+            TransportError: It is gone.
+        """
+        with _Reaching():
+            dropped: bool = self._store.check([_DROPPED])
+            return dropped
 
     def _set(self, key: str, value: str) -> None:
         """Write, and wait until it is there: the store's own `set` does not, and the trainer looks once."""

@@ -92,7 +92,7 @@ class RefitTrainer(TrainerWeightTransferEngine):  # of two parameters in 0.26, o
         resume before a later call succeeded.
 
         Args:
-            calibration: Token ids; see `Refitter.refit`.
+            calibration: Token ids; see `Refitter.refit`. Not while requests are kept: their KV has the old scales.
             kv_scales: See there.
 
         Returns:

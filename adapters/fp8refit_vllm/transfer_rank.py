@@ -137,7 +137,7 @@ class TransferRank:
         if mailbox is None:
             return
         with suppress(TransportError):  # it died
-            if self._is_updating and mailbox.count(str(self._worker.rank)):
+            if self._is_updating and not mailbox.is_dropped():
                 raise EngineBusyError("another trainer is in the middle of an update of this engine; wait for it")
             mailbox.end("another trainer was given this engine")
         self._mailbox, self._is_updating = None, False

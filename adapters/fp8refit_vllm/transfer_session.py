@@ -120,11 +120,19 @@ class TransferSession:
         self._channel.start(timeout_s)
         try:
             yield
+        except EngineLostError:
+            self._channel.close()
+            raise
         except BaseException:
             with suppress(RefitError):  # the ranks' error is the one to tell
                 self._channel.finish(None, timeout_s)
             raise
-        self._channel.finish(self.version if self.version != version else None, timeout_s)
+        try:
+            self._channel.finish(self.version if self.version != version else None, timeout_s)
+        except RankFailedError as error:
+            raise RankFailedError(
+                f"version {self.version} is in place, and its update was not ended: {error}"
+            ) from error
 
 
 class ClientChannel:
@@ -228,12 +236,14 @@ class ClientChannel:
         return [answer for answer in answers if answer is not None]
 
     def close(self) -> None:
-        """Let go of the mailbox."""
-        self._mailbox = None
+        """Let go of the engine, which another trainer may then be given, in the middle of an update or not."""
+        mailbox, self._mailbox = self._mailbox, None
+        if mailbox is not None:
+            mailbox.drop()
 
     def _require_mailbox(self) -> Mailbox:
         if self._mailbox is None:
-            raise EngineLostError("this trainer was shut down; make a new one")
+            raise EngineLostError("this trainer was shut down, or lost its engine; make a new one")
         return self._mailbox
 
     def _check_is_ours(self) -> None:

@@ -345,9 +345,27 @@ def test_an_engine_that_does_not_return_is_given_up(engine, open_session, cluste
     may_end = threading.Event()
     session = TransferSession(engine, RefitConfig(timeout_s=0.3))
     engine.before = lambda method, asked: method == "update_weights" and may_end.wait(30)
-    with pytest.raises(EngineLostError, match="did not answer within"):
+    with pytest.raises(EngineLostError, match="did not answer within") as lost:
         session.send(cluster.make_policy(seed=0))
     may_end.set()
+    session.close()
+    open_session(engine).send(cluster.make_policy(seed=1))  # while the first trainer, and its error, still exist
+    assert engine.is_in_step, lost
+    cluster.assert_holds(cluster.make_policy(seed=1), version=1)
+
+
+def test_an_update_that_is_not_ended_says_what_is_in_place(engine, session, open_session, cluster):
+    def fail(method: str, asked: object) -> None:
+        if method == "finish_weight_update":
+            raise ValueError("no")
+
+    engine.before = fail
+    with pytest.raises(
+        RankFailedError, match="version 2 is in place, and its update was not ended: vLLM raised ValueError: no"
+    ):
+        session.send(cluster.make_policy(seed=1))
+    cluster.assert_holds(cluster.make_policy(seed=1), version=2)
+    assert not session.is_dirty
 
 
 def test_after_a_shutdown_of_the_engines_side_the_trainer_is_told(engine, session, cluster):

@@ -37,6 +37,7 @@ from lora import run_fresh_lora, run_lora
 from replicas import run_replicas
 from served import run_served
 from vllm.model_executor.models import registry
+from weight_transfer import run_served_transfer, run_weight_transfer
 
 from fp8refit import Refitter
 from fp8refit.bench import RefitBenchConfig, run_refit_bench
@@ -168,6 +169,8 @@ SCENARIOS = {
     "served": run_served,
     "replicas": run_replicas,
     "broadcast": run_broadcast,
+    "weight transfer": run_weight_transfer,
+    "served transfer": run_served_transfer,
     "kv cache": run_kv_cache,
     "bench": run_bench,
     "cross engine": run_cross_engine,
