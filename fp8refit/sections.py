@@ -6,6 +6,7 @@ parallelism some experts. The same rank of every replica holds the same: they fo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from fp8refit.layout import EngineLayout, SlotLayout
 from fp8refit.transport.buckets import Cut
@@ -47,6 +48,8 @@ def find_sections(layouts: Sequence[EngineLayout]) -> Sections:
     for section, layout in enumerate(held):
         for slot in layout.slots:
             slots.setdefault(slot.name, {}).setdefault(section, []).append(slot)
+    if len(held) < 2:
+        return Sections()
     cuts = {name: cut for name, of_section in slots.items() if (cut := _cut(of_section, len(held))) is not None}
     return Sections(of_rank=tuple(of_rank), cuts=cuts) if cuts else Sections()
 
@@ -55,7 +58,7 @@ def _cut(of_section: Mapping[int, Sequence[SlotLayout]], num_sections: int) -> C
     """How to cut one tensor, if it is worth it."""
     shapes = {slot.full_shape for slots in of_section.values() for slot in slots}
     full_shape = shapes.pop()
-    if num_sections < 2 or shapes or len(full_shape) < 2:
+    if shapes or len(full_shape) < 2:
         return None
     found = [
         tuple(_span(of_section.get(section, ()), dim) for section in range(num_sections))
@@ -65,7 +68,13 @@ def _cut(of_section: Mapping[int, Sequence[SlotLayout]], num_sections: int) -> C
         sum(count for _, count in spans) / size if size else 1 for spans, size in zip(found, full_shape, strict=True)
     ]
     dim = lengths.index(min(lengths))
-    return Cut(dim=dim, spans=found[dim]) if lengths[dim] <= 1 else None
+    return _cut_of(dim, found[dim]) if lengths[dim] <= 1 else None
+
+
+@lru_cache(maxsize=1 << 12)
+def _cut_of(dim: int, spans: tuple[tuple[int, int], ...]) -> Cut:
+    """Tensors that are cut alike share a cut."""
+    return Cut(dim=dim, spans=spans)
 
 
 def _span(slots: Sequence[SlotLayout], dim: int) -> tuple[int, int]:

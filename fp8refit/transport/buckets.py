@@ -234,8 +234,13 @@ def lay_out(tensors: Sequence[WireTensor], bucket_bytes: int, num_sections: int 
         bucket_bytes: Size of a bucket, or that of the largest run of rows that cannot be cut if this is more.
         num_sections: Between how many the tensors are cut.
     """
-    sent = [(index, tensor) for index, tensor in enumerate(tensors) if tensor.travels and 0 not in tensor.shape]
-    capacity = max([bucket_bytes, *(HEADER_BYTES + tensor.least_bytes for _, tensor in sent)])
+    sent = [
+        (index, tensor, tensor.num_bytes(0, tensor.num_rows))
+        for index, tensor in enumerate(tensors)
+        if tensor.travels and 0 not in tensor.shape
+    ]
+    larger = (tensor for _, tensor, num_bytes in sent if HEADER_BYTES + num_bytes > bucket_bytes)
+    capacity = max([bucket_bytes, *(HEADER_BYTES + tensor.least_bytes for tensor in larger)])
     buckets: list[BucketLayout] = []
     runs: list[Run] = []
     used = [HEADER_BYTES] + [0] * num_sections
@@ -255,10 +260,13 @@ def lay_out(tensors: Sequence[WireTensor], bucket_bytes: int, num_sections: int 
         if placements:
             runs.append(Run(tensor=index, first_row=first, num_rows=count, placements=tuple(placements)))
 
-    for index, tensor in sent:
-        first, num_bytes = 0, tensor.num_bytes(0, tensor.num_rows)
+    for index, tensor, num_bytes in sent:
+        first = 0
         if sum(used) + num_bytes > capacity >= HEADER_BYTES + num_bytes:
             close()
+        if sum(used) + num_bytes <= capacity:
+            put(index, tensor, 0, tensor.num_rows)
+            continue
         while first < tensor.num_rows:
             count = _rows_that_fit(tensor, first, capacity - sum(used))
             if not count and runs:
