@@ -49,7 +49,7 @@ def tests_core(session: nox.Session) -> None:
 @nox.session
 def tests_vllm(session: nox.Session) -> None:
     """Real vLLM on the CPU: its engine in this process and in others, one rank and two, `LLM` and `AsyncLLM`."""
-    session.install(TORCH, *VLLM, "-e", ".[transformers]", *group("test"))
+    session.install(TORCH, *VLLM, "-e", ".[transformers]", *group("test"), *group("test-vllm"))
     # vLLM names them, a CPU engine does not need them, and their PyPI builds fail to import without CUDA.
     session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
     session.run("pytest", "tests/vllm", *session.posargs, env=ENVIRONMENT)

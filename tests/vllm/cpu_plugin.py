@@ -16,6 +16,7 @@ def register() -> None:
     import torch
     from faults import raise_in_worker
     from observer import observe
+    from vllm.config import CompilationMode
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.worker_base import WorkerBase
@@ -29,6 +30,7 @@ def register() -> None:
 
     def check_and_choose_start_method(config) -> None:
         check_and_update_config(config)  # which always chooses `spawn`; importing vLLM takes longer than a tiny boot
+        config.compilation_config.mode = CompilationMode.NONE  # for examples, which say nothing of it
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = os.environ.get("FP8REFIT_TEST_START_METHOD", "fork")
 
     CpuPlatform.check_and_update_config = staticmethod(check_and_choose_start_method)

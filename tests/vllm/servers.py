@@ -41,15 +41,17 @@ def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_driver(refit: Callable[[], object]) -> int:
-    """In a process of its own; its exit status."""
+def run_driver(refit: Callable[[], object], *, timeout_s: float = 60) -> int:
+    """In a process of its own, which is ended if it takes too long; its exit status."""
     process = FORK.Process(target=refit)
     process.start()
-    process.join(60)
+    process.join(timeout_s)
+    process.kill()
+    process.join()
     return process.exitcode
 
 
-def run_script(script: Path, *arguments: object) -> dict:
+def run_script(script: Path, *arguments: object, timeout_s: float = 60) -> dict:
     """A script in a process of its own: its exit status, and what it wrote."""
     here, there = FORK.Pipe()
 
@@ -64,7 +66,7 @@ def run_script(script: Path, *arguments: object) -> dict:
                 traceback.print_exc()
         there.send({"code": code, "lines": output.getvalue().splitlines(), "log": errors.getvalue()})
 
-    run_driver(run)
+    run_driver(run, timeout_s=timeout_s)
     return here.recv() if here.poll() else {"code": None, "lines": [], "log": "it died, or did not end"}
 
 
