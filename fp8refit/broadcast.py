@@ -151,7 +151,6 @@ class Broadcast:
         with Caught() as refused:
             reports = await self._together([take(audience) for audience in self._audiences])
         error = sending.end(refused.error, timeout_s=self._config.timeout_s)
-        sender.release()
         if error is not None:
             self.leave(why=str(error))
             raise error

@@ -6,8 +6,10 @@ stream one piece.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -45,6 +47,16 @@ class Arrival:
     def end_row(self) -> int:
         """The first row that it does not have."""
         return self.first_row + (self.values.shape[0] if self.values.ndim else 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Arrived:
+    """What one arrival holds of a run: the rows of the tensor that travels from `row` to `end`."""
+
+    run: Run
+    arrival: Arrival
+    row: int
+    end: int
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -146,11 +158,6 @@ class Sender:
         self.was_told = True
         communicator.agree(error, timeout_s=NUM_VOTES * timeout_s)
 
-    def release(self) -> None:
-        """Let go of the source tensors."""
-        for table in self._tables.values():
-            table.table.release()
-
     def _begin(self, communicator: Communicator, portions: Sequence[Tensor], ordinal: int, status: Status) -> Transfer:
         shared, *of_sections = portions
         write_header(shared, ordinal, status)
@@ -169,34 +176,35 @@ class Sender:
 
     def _pack(self, ordinal: int, portions: Sequence[Tensor], reader: "_Reader") -> set[str]:
         """Fill one bucket, and name the tensors that hold NaN or Inf."""
-        bucket, launched = self._buckets[ordinal], []
-        runs = ((run, *arrived) for run in bucket.runs for arrived in reader.read(run))
-        batches = [list(runs)] if reader.is_resident else ([run] for run in runs)
-        for place, batch in enumerate(batches):
-            table = self._tables.get((ordinal, place))
-            arrived = {arrival.name: arrival.values for _, arrival, _, _ in batch}
-            sources, layouts = list(arrived.values()), [source_layout(values) for values in arrived.values()]
-            if table is None or table.layouts != layouts or not table.table.refresh(sources):
-                table = self._compile(batch, portions, layouts)
-                self._tables[ordinal, place] = table
-            table.table.launch(check=self._config.validate_values != "off")
-            launched.append(table)
+        batches = reader.batches(self._buckets[ordinal].runs)
+        # Nothing of a stream is held here while the next piece of it is read.
+        launched = list(map(partial(self._launch, ordinal, portions), count(), batches))
         return {table.names[index] for table in launched for index in table.table.bad_tasks()}
 
-    def _compile(
-        self, batch: Sequence[tuple[Run, Arrival, int, int]], portions: Sequence[Tensor], layouts: list[SourceLayout]
-    ) -> _Table:
-        """The table of some runs, or of parts of them that arrived together."""
-        places = {name: place for place, name in enumerate(dict.fromkeys(arrival.name for _, arrival, _, _ in batch))}
+    def _launch(self, ordinal: int, portions: Sequence[Tensor], place: int, batch: Sequence[_Arrived]) -> _Table:
+        """Bring what arrived together to its place in a bucket."""
+        table = self._tables.get((ordinal, place))
+        arrived = {each.arrival.name: each.arrival.values for each in batch}
+        sources, layouts = list(arrived.values()), [source_layout(values) for values in arrived.values()]
+        if table is None or table.layouts != layouts or not table.table.refresh(sources):
+            table = self._compile(batch, portions, layouts)
+            self._tables[ordinal, place] = table
+        table.table.launch(check=self._config.validate_values != "off")
+        table.table.release()
+        return table
+
+    def _compile(self, batch: Sequence[_Arrived], portions: Sequence[Tensor], layouts: list[SourceLayout]) -> _Table:
+        places = {name: place for place, name in enumerate(dict.fromkeys(each.arrival.name for each in batch))}
         tasks, names = [], []
-        for run, arrival, row, end in batch:
-            for placement in run.placements:
-                low, high = row, end
+        for each in batch:
+            for placement in each.run.placements:
+                low, high = each.row, each.end
                 if placement.start:
-                    low, high = max(row, placement.start[0]), min(end, placement.start[0] + placement.shape[0])
+                    low, high = max(low, placement.start[0]), min(high, placement.start[0] + placement.shape[0])
                 if low < high:
-                    tasks.append(self._task(run.tensor, placement, arrival, portions[placement.portion], low, high))
-                    names.append(arrival.name)
+                    portion = portions[placement.portion]
+                    tasks.append(self._task(each.run.tensor, placement, each.arrival, portion, low, high))
+                    names.append(each.arrival.name)
         table = compile_table(tasks, self.device, [places[name] for name in names])
         return _Table(table=table, layouts=layouts, names=names)
 
@@ -244,28 +252,30 @@ class _Reader:
         self._held = source.tensors if isinstance(source, MappingSource) else None
         self._arrivals = iter(()) if self._held is not None else self._stream(source)
         self._last: Arrival | None = None
+        self._read = "", 0
 
-    @property
-    def is_resident(self) -> bool:
-        """Whether every tensor is there, and stays as it is until all are sent."""
-        return self._held is not None
-
-    def read(self, run: Run) -> Iterator[tuple[Arrival, int, int]]:
-        """The arrivals that hold a run of rows of a tensor that travels, with the first row and the end of those in each.
+    def batches(self, runs: Iterable[Run]) -> Iterator[Sequence[_Arrived]]:
+        """All runs together if every tensor is there; else what each arrival holds of them.
 
         Raises:
             InvalidSourceError: What came is not what was announced.
         """
-        origin = self._wire.origins[run.tensor]
-        row, end = run.first_row, run.first_row + run.num_rows
-        if origin.expert is not None:
-            yield self._arrival_with(origin.name, origin.expert), row, end
-            return
-        while row < end:
-            arrival = self._arrival_with(origin.name, row)
-            stop = min(end, arrival.end_row)
-            yield arrival, row, stop
-            row = stop
+        batch: list[_Arrived] = []
+        for run in runs:
+            origin = self._wire.origins[run.tensor]
+            row, end = run.first_row, run.first_row + run.num_rows
+            while row < end:
+                wanted = row if origin.expert is None else origin.expert
+                if batch and self._held is None and not self._has(origin.name, wanted):
+                    yield batch
+                    batch = []
+                arrival = self._arrival_with(origin.name, wanted)
+                stop = end if origin.expert is not None else min(end, arrival.end_row)
+                batch.append(_Arrived(run=run, arrival=arrival, row=row, end=stop))
+                row = stop
+                del arrival
+        if batch:
+            yield batch
 
     def finish(self) -> None:
         """Read a stream to its end, which may be a collective operation of the trainer.
@@ -273,28 +283,35 @@ class _Reader:
         Raises:
             InvalidSourceError: More came than was announced.
         """
+        self._last = None
         for arrival in self._arrivals:
             self._check_is_unsent(arrival)
+            self._read = arrival.name, arrival.end_row
+
+    def _has(self, name: str, row: int) -> bool:
+        """Whether a row of one of the trainer's tensors arrived last; of a stack, an expert is one."""
+        return self._last is not None and self._last.name == name and self._last.end_row > row
 
     def _arrival_with(self, name: str, row: int) -> Arrival:
-        """What holds a row of one of the trainer's tensors; of a stack, an expert is one."""
         if self._held is not None:
             if self._last is None or self._last.name != name:
                 self._last = Arrival(name=name, first_row=0, values=self._held[name].detach().to(self._device))
             return self._last
-        while self._last is None or self._last.name != name or self._last.end_row <= row:
+        while not self._has(name, row):
+            self._last = None
             arrival = next(self._arrivals, None)
             if arrival is None:
                 raise InvalidSourceError([f"{name}: was announced but did not come"], written=True)
             if arrival.name != name:
                 self._check_is_unsent(arrival, before=name)
-            self._last = arrival
+            self._last, self._read = arrival, (arrival.name, arrival.end_row)
+            del arrival
+        assert self._last is not None, "has it"
         return self._last
 
     def _check_is_unsent(self, arrival: Arrival, *, before: str = "the end") -> None:
         """Hold that nothing is passed over that has to be sent; the rest of a tensor is what nobody holds."""
-        last = self._last
-        is_rest = last is not None and (last.name, last.end_row) == (arrival.name, arrival.first_row)
+        is_rest = self._read == (arrival.name, arrival.first_row)
         if arrival.name in self._travelling and arrival.values.numel() and not is_rest:
             raise InvalidSourceError(
                 [f"{arrival.name}: came where {before} was announced; a broadcast is read in the order of its names"],
@@ -310,8 +327,8 @@ class _Reader:
                 raise InvalidSourceError(
                     [f"{piece.name}: came as {list(piece.full_shape)}, announced was {list(shape)}"], written=True
                 )
-            values = piece.tensor.detach().to(self._device)
-            yield Arrival(name=piece.name, first_row=piece.first_row, values=values)
+            yield Arrival(name=piece.name, first_row=piece.first_row, values=piece.tensor.detach().to(self._device))
+            del piece
 
 
 def _copy_op(tensor: WireTensor) -> Op:

@@ -137,7 +137,8 @@ class _Chooser:
         fits = all(slot.full_shape == meta.shape for slot in held)
         cut = self._sections.cuts.get(canonical) if fits else None
         formats = {(slot.block_size, slot.scale_format) for slot in held}
-        if fits and len(formats) == 1 and meta.dtype in SOURCE_DTYPES and self._config.collective.wire == "fp8":
+        may_quantize = self._config.collective.wire == "fp8" and name + SCALE_SUFFIX not in self._metadata
+        if may_quantize and fits and len(formats) == 1 and meta.dtype in SOURCE_DTYPES:
             ((block_size, scale_format),) = formats
             if (
                 block_size

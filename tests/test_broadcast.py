@@ -232,6 +232,15 @@ def test_a_tensor_larger_than_a_bucket_comes_in_runs_of_rows(as_stream, open_rem
         remote.cluster.assert_holds(policy, version=version)
 
 
+def test_scales_beside_a_tensor_that_is_not_fp8_are_refused(open_remote):
+    remote = open_remote()
+    policy = remote.cluster.make_policy(1)
+    policy[K_PROJ + "_scale_inv"] = torch.ones(1, 2)
+    with pytest.raises(InvalidSourceError, match="leave the scale out"):
+        remote.refitter.refit(policy)
+    assert remote.cluster.states == [(False, 0)] * 2
+
+
 def test_a_tensor_that_is_fp8_already_is_copied_bit_for_bit(open_remote):
     remote = open_remote()
     policy = remote.cluster.make_policy(1)

@@ -1,5 +1,6 @@
 """What a repeated broadcast costs the trainer beside its bytes, counted as in `test_steady_state.py`."""
 
+import weakref
 from collections import Counter
 
 import pytest
@@ -8,10 +9,14 @@ import torch
 import fp8refit.sender
 from fp8refit.config import RefitConfig
 from fp8refit.kernels import triton_table
+from fp8refit.pieces import Piece
+from fp8refit.sections import find_sections
 from fp8refit.sender import Sender
+from fp8refit.slots import TensorMeta
 from fp8refit.sources import as_source
 from fp8refit.transport.collective import Transfer
 from fp8refit.wire import choose_wire
+from tests.fake_ranks import Cluster, stack_experts
 from tests.fakes import FakeModel, make_policy, make_target
 from tests.test_steady_state import ALLOCATIONS, Operations
 
@@ -74,3 +79,41 @@ def test_nothing_is_allocated_and_operations_do_not_grow(launches):
     assert {name for name in many if name.startswith(ALLOCATIONS)} == set()
     grown = {name for name in many if many[name] > few[name]}
     assert grown <= {"aten.detach.default"}
+
+
+class Experts:
+    """Stacks of two experts that come one by one; see `fp8refit.pieces.InPieces`. Counts those that are still held then."""
+
+    is_repeatable = True
+
+    def __init__(self, policy):
+        self.policy, self.num_held = policy, []
+
+    def scan(self):
+        return {name: TensorMeta.of(tensor) for name, tensor in self.policy.items()}, ()
+
+    def pieces(self, max_bytes):
+        given = []
+        for name, tensor in self.policy.items():
+            for first in range(0, tensor.shape[0], 1 if tensor.ndim == 3 else tensor.shape[0]):
+                rows = tensor[first : first + 1].clone() if tensor.ndim == 3 else tensor.clone()
+                piece = Piece(name=name, first_row=first, tensor=rows, full_shape=tuple(tensor.shape))
+                given.append(weakref.ref(rows))
+                del rows
+                yield piece
+                del piece
+                self.num_held.append(sum(ref() is not None for ref in given))
+
+
+def test_a_stream_of_stacks_is_packed_piece_by_piece_and_nothing_of_it_is_held():
+    cluster = Cluster("experts in parts")
+    source, config = Experts(stack_experts(cluster.make_policy(1))), RefitConfig()
+    layouts = [target.layout() for target in cluster.targets]
+    sections = find_sections(layouts)
+    wire = choose_wire(source.scan()[0], layouts, config, sections)
+    sender = Sender(wire, config, CPU, num_sections=sections.num_sections)
+    for _ in range(2):
+        sender.send(source, NoCommunicator(), "refit")
+    assert len(wire.tensors) == 1 + 2 * 3
+    assert len(sender._tables) == 1 + 2 * 2, "one for each piece"
+    assert source.num_held == [0] * 2 * 5
