@@ -24,7 +24,7 @@ from engines import (
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fp8refit import Refitter
+from fp8refit import Refitter, gathered
 from fp8refit.checkpoint import quantize_checkpoint
 from tests import cross_engine
 
@@ -89,6 +89,7 @@ def try_sources(engine: sglang.Engine, family: str, work: Path) -> dict:
         "function": (lambda: iter(policy.items()), None),
         "one-shot iterator": (iter(policy.items()), None),
         "one-shot iterator with manifest": (iter(policy.items()), manifest),
+        "gathered": (gathered(policy), None),
     }
     found = {}
     for kind, (source, announced) in sources.items():

@@ -18,6 +18,7 @@ SOURCES = [
     "function",
     "one-shot iterator",
     "one-shot iterator with manifest",
+    "gathered",
 ]
 
 

@@ -13,7 +13,7 @@ from engines import make_policy
 from safetensors.torch import save_file
 from subject import AsyncSubject, Subject
 
-from fp8refit import RefitError, Refitter
+from fp8refit import RefitError, Refitter, gathered
 from fp8refit.checkpoint import quantize_checkpoint
 
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
@@ -232,6 +232,7 @@ def try_sources(subject: Subject, family: str, bf16: Path, fp8: Path) -> dict:
         "function": (lambda: iter(policy.items()), None),
         "one-shot iterator": (iter(policy.items()), None),
         "one-shot iterator with manifest": (iter(policy.items()), manifest),
+        "gathered": (gathered(policy), None),
         "fp32": ({name: tensor.float() for name, tensor in policy.items()}, None),
         "wrapped names": ({f"module._orig_mod.{name}": tensor for name, tensor in policy.items()}, None),
     }

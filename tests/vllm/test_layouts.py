@@ -27,6 +27,7 @@ SOURCES = [
     "function",
     "one-shot iterator",
     "one-shot iterator with manifest",
+    "gathered",
     "fp32",
     "wrapped names",
 ]
