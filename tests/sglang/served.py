@@ -50,10 +50,18 @@ def run_served(family: str, work: Path) -> dict:
         found["killed"] = run_driver(lambda: Refitter(server.url).refit(policy(family, half_way=die)))
         found["refused"] = server.post("/generate", {"input_ids": PROMPTS[0], **ASKED})
         refitter.refit(policy(family, half_way=lambda: found.update(collide(server, family))))
-        pushed = CliRunner().invoke(cli.app, ["push", str(bf16_of(family, 2, work)), "--to", server.url, "--json"])
-        found["push"] = {"code": pushed.exit_code, "said": pushed.stdout, "log": pushed.stderr}
+        found["push"] = push(bf16_of(family, 2, work), server.url)
         found["after drivers"] = server.state()
+        refitter.refit(make_policy(family, 1))
+        found["broadcast"] = push(bf16_of(family, 2, work), server.url, "--transport", "collective")
+        found["after broadcast"] = server.state()
         return found
+
+
+def push(checkpoint: Path, url: str, *options: str) -> dict:
+    """By the command line."""
+    pushed = CliRunner().invoke(cli.app, ["push", str(checkpoint), "--to", url, "--json", *options])
+    return {"code": pushed.exit_code, "said": pushed.stdout, "log": pushed.stderr}
 
 
 def collide(server: "Server", family: str) -> dict:

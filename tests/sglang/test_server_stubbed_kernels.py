@@ -47,11 +47,14 @@ def test_a_driver_killed_while_it_writes_leaves_the_server_refusing_until_the_ne
     assert served["after drivers"] == served["booted"]
 
 
-def test_push_sends_a_checkpoint_that_the_server_reads(served):
-    assert served["push"]["code"] == 0, served["push"]["log"]
-    (pushed,) = json.loads(served["push"]["said"])["servers"]
-    assert (pushed["engine"], pushed["read_by"]) == ("sglang", "server")
-    assert served["after drivers"] == served["booted"]
+@pytest.mark.parametrize(
+    ("attempt", "read_by", "after"), [("push", "server", "after drivers"), ("broadcast", "driver", "after broadcast")]
+)
+def test_push_sends_a_checkpoint_that_the_server_reads_or_is_broadcast(attempt, read_by, after, served):
+    assert served[attempt]["code"] == 0, served[attempt]["log"]
+    (pushed,) = json.loads(served[attempt]["said"])["servers"]
+    assert (pushed["engine"], pushed["read_by"]) == ("sglang", read_by)
+    assert served[after] == served["booted"]
 
 
 def test_a_second_driver_and_one_without_the_token_are_refused(served):
