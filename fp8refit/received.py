@@ -16,16 +16,16 @@ from fp8refit.fill import bind
 from fp8refit.kernels import Task, WorkTable, compile_table
 from fp8refit.plan import RefitPlan, Step
 from fp8refit.rows import cut_to_run
-from fp8refit.slots import Slot, TensorMeta
+from fp8refit.slots import Slot
 from fp8refit.sources import PushedSource
-from fp8refit.transport.buckets import BucketLayout, Part
+from fp8refit.transport.buckets import BucketLayout, Part, WireTensor
 
 
 class ReceivedSource(PushedSource):
     """A policy that arrives in buckets. What could be judged by the trainer was judged there.
 
     Args:
-        metadata: Shape and dtype of everything that is announced.
+        tensors: Everything that is announced.
         buckets: How it is laid out, as far as it comes to this rank.
         buffers: Two, uint8, on the engine's device; even buckets arrive in the first, odd ones in the second.
         **found: See `PushedSource`.
@@ -33,7 +33,7 @@ class ReceivedSource(PushedSource):
 
     def __init__(
         self,
-        metadata: Mapping[str, TensorMeta],
+        tensors: Sequence[WireTensor],
         buckets: Sequence[BucketLayout],
         buffers: Sequence[Tensor],
         *,
@@ -41,7 +41,9 @@ class ReceivedSource(PushedSource):
         odd_scales: Sequence[str] = (),
         unfit: Mapping[str, str] | None = None,
     ) -> None:
+        metadata = {name: meta for tensor in tensors for name, meta in tensor.metas.items()}
         super().__init__(metadata, problems=problems, odd_scales=odd_scales, unfit=unfit)
+        self.tensors = tuple(tensors)
         self.buckets = tuple(buckets)
         self.buffers = tuple(buffers)
 
@@ -77,13 +79,15 @@ class ReceivedFill:
         for ordinal, bucket in enumerate(source.buckets):
             tasks, names = [], []
             portions = bucket.portions(source.buffer(ordinal))
-            placements = (placement for run in bucket.runs for placement in run.placements)
-            for part, portion in ((part, portions[each.portion]) for each in placements for part in each.parts):
+            placed = ((source.tensors[run.tensor], each) for run in bucket.runs for each in run.placements)
+            for tensor, part, portion in (
+                (tensor, part, portions[each.portion]) for tensor, each in placed for part in each.parts
+            ):
                 for step in steps.get(part.name, ()):
                     task = _cut(bind(step, slots[step.slot], part.view(portion), config), part)
                     if task is not None:
                         tasks.append(task)
-                        names.append(part.name)
+                        names.append(_blamed(tensor, part))
                         lacking[step] -= task.target.numel()
             self._tables.append(compile_table(tasks, device))
             self._names.append(names)
@@ -108,8 +112,8 @@ class ReceivedFill:
         self.num_filled += 1
 
     def bad_sources(self) -> list[str]:
-        """The tensors that were flagged."""
-        return sorted(self._bad)
+        """The tensors that were flagged, as the trainer calls them: also those that overflow in this engine's dtype alone."""
+        return sorted(self._bad - {""})
 
     @property
     def is_complete(self) -> bool:
@@ -122,6 +126,13 @@ class ReceivedFill:
         return sum(table.num_device_bytes for table in self._tables) + sum(
             buffer.nbytes for buffer in self.source.buffers
         )
+
+
+def _blamed(tensor: WireTensor, part: Part) -> str:
+    """The tensor to name if a part is flagged. Nothing for scales of the trainer's making: their codes are flagged too."""
+    if tensor.block_size is not None and part.name != tensor.name:
+        return ""
+    return tensor.part_of or part.name
 
 
 def _cut(task: Task, part: Part) -> Task | None:

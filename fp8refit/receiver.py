@@ -12,7 +12,6 @@ from fp8refit.errors import RankFailedError, RefitError, StagingMemoryError, Tra
 from fp8refit.rank import Rank
 from fp8refit.received import ReceivedSource
 from fp8refit.report import RankReport
-from fp8refit.slots import TensorMeta
 from fp8refit.transport import messages
 from fp8refit.transport.buckets import BucketLayout, lay_out
 from fp8refit.transport.collective import Communicator, Transfer
@@ -67,11 +66,8 @@ class Receiver:
             buckets = lay_out(offer.tensors, offer.bucket_bytes, offer.num_sections)
             if communicator.section is not None:
                 buckets = tuple(bucket.of_section(communicator.section) for bucket in buckets)
-            metadata: dict[str, TensorMeta] = {}
-            for tensor in offer.tensors:
-                metadata |= tensor.metas
             source = ReceivedSource(
-                metadata,
+                offer.tensors,
                 buckets,
                 self._take_buffers(buckets),
                 problems=offer.problems,

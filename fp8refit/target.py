@@ -499,6 +499,7 @@ class Target:
         filled_s = time.perf_counter()
         bad = job.resident.bad_sources() if job.resident is not None else []
         bad += job.stream.bad_sources() if job.stream is not None else []
+        bad += job.received.bad_sources() if job.received is not None else []
         if bad:
             raise _bad_values(bad, job, written=True)
         plan = _require(job.plan)

@@ -111,7 +111,7 @@ class _Chooser:
             origin = Origin(
                 name=name, shape=meta.shape, expert=expert, first_row=first_row, is_transposed=is_transposed
             )
-            yield self._choose(part, matrix, part), origin
+            yield self._choose(part, matrix, part).model_copy(update={"part_of": name}), origin
 
     def _parts_of(self, name: str, meta: TensorMeta) -> tuple[bool, dict[tuple[int, int], str]]:
         """Whether a stack is transposed, and the checkpoint's name of each matrix in it that an engine holds.

@@ -1,6 +1,7 @@
 """A policy broadcast to the ranks of an engine: the bytes of an ordinary refit, and one end for all when it goes wrong."""
 
 import time
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -26,6 +27,7 @@ from tests.fake_ranks import (
     EXPERTS,
     FAULTS,
     HEAD,
+    HIDDEN,
     K_PROJ,
     LAYOUTS,
     NORM,
@@ -131,6 +133,26 @@ def test_nan_in_a_stack_is_named_as_it_was_sent(open_remote):
     with pytest.raises(NonFiniteError) as caught:
         remote.refitter.refit(stacked)
     assert caught.value.names == (name,)
+
+
+def test_what_overflows_in_the_dtype_of_one_rank_alone_is_named(open_remote):
+    remote = open_remote()
+    shard = remote.cluster.shards[1]
+    place = next(place for place, slot in enumerate(shard._slots) if slot.name == NORM)
+    shard._slots[place] = replace(shard._slots[place], weight=torch.zeros(HIDDEN, dtype=torch.float16))
+    policy = remote.cluster.make_policy(1)
+    policy[NORM][3] = 1e5
+    with pytest.raises(NonFiniteError) as caught:
+        remote.refitter.refit(policy)
+    assert caught.value.names == (NORM,)
+    assert [is_dirty for is_dirty, _ in remote.cluster.states] == [True] * 2
+
+
+def test_nothing_is_flagged_if_nobody_looks(open_remote):
+    remote = open_remote("experts apart", validate="off")
+    stacked = stack_experts(remote.cluster.make_policy(1))
+    stacked[f"{EXPERTS}.down_proj"][1, 3, 5] = float("nan")
+    assert remote.refitter.refit(stacked).version == 1
 
 
 @pytest.mark.parametrize("wrong", ["shape", "expert by expert too"])

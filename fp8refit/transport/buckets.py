@@ -58,6 +58,8 @@ class WireTensor(BaseModel):
     """A tensor larger than a bucket is cut at multiples of this many rows (entries of its first dimension); 0 for never."""
     travels: bool = True
     """False for what is only announced: a name that no engine reads."""
+    part_of: str = Field(default="", max_length=_MAX_NAME)
+    """Name of the trainer's tensor that it is a part of, if it is: of a stack of experts."""
     cut: Cut | None = None
     """What each section gets; None if all get everything."""
 
