@@ -11,7 +11,7 @@ from fp8refit.layout import EngineLayout, SlotLayout
 from fp8refit.names import is_not_a_weight
 from fp8refit.pieces import BLOCK_ROWS
 from fp8refit.sections import Sections
-from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, Stacked, TensorMeta, dtype_name
+from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, ScaleFormat, Stacked, TensorMeta, dtype_name
 from fp8refit.transport.buckets import WireTensor
 from fp8refit.transport.segment import DTYPES
 
@@ -136,32 +136,33 @@ class _Chooser:
         held = self._slots.get(canonical, [])
         fits = all(slot.full_shape == meta.shape for slot in held)
         cut = self._sections.cuts.get(canonical) if fits else None
+        blocks = self._blocks_of(name, meta, held) if fits else None
+        if blocks is None:
+            dtype = _narrower(meta.dtype, held, self._config)
+            return WireTensor(name=name, shape=meta.shape, dtype=dtype_name(dtype), row_step=_row_step(held), cut=cut)
+        block_size, scale_format = blocks
+        return WireTensor(
+            name=name,
+            shape=meta.shape,
+            dtype=dtype_name(FP8_DTYPE),
+            block_size=block_size,
+            scale_format=scale_format,
+            row_step=block_size[0],
+            cut=cut,
+        )
+
+    def _blocks_of(
+        self, name: str, meta: TensorMeta, held: Sequence[SlotLayout]
+    ) -> tuple[tuple[int, int], ScaleFormat] | None:
+        """The blocks and scales in which a tensor is quantized before it travels; None if it is not."""
         formats = {(slot.block_size, slot.scale_format) for slot in held}
-        may_quantize = self._config.collective.wire == "fp8" and name + SCALE_SUFFIX not in self._metadata
-        if may_quantize and fits and len(formats) == 1 and meta.dtype in SOURCE_DTYPES:
-            ((block_size, scale_format),) = formats
-            if (
-                block_size
-                and scale_format
-                and _fits_pieces(block_size)
-                and all(_is_on_grid(slot, block_size) for slot in held)
-            ):
-                return WireTensor(
-                    name=name,
-                    shape=meta.shape,
-                    dtype=dtype_name(FP8_DTYPE),
-                    block_size=block_size,
-                    scale_format=scale_format,
-                    row_step=block_size[0],
-                    cut=cut,
-                )
-        dtype = _narrower(meta.dtype, held, self._config)
-        return WireTensor(name=name, shape=meta.shape, dtype=dtype_name(dtype), row_step=_row_step(held), cut=cut)
-
-
-def _fits_pieces(block_size: tuple[int, int]) -> bool:
-    """Whether no block is cut where a tensor comes in runs of rows."""
-    return BLOCK_ROWS % block_size[0] == 0
+        is_asked = self._config.collective.wire == "fp8" and name + SCALE_SUFFIX not in self._metadata
+        if not is_asked or meta.dtype not in SOURCE_DTYPES or len(formats) != 1:
+            return None
+        ((block_size, scale_format),) = formats
+        if block_size is None or scale_format is None or BLOCK_ROWS % block_size[0]:
+            return None  # or runs of rows would cut blocks
+        return (block_size, scale_format) if all(_is_on_grid(slot, block_size) for slot in held) else None
 
 
 def _is_on_grid(slot: SlotLayout, block_size: tuple[int, int]) -> bool:

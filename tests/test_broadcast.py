@@ -263,11 +263,16 @@ def test_scales_beside_a_tensor_that_is_not_fp8_are_refused(open_remote):
     assert remote.cluster.states == [(False, 0)] * 2
 
 
-def test_a_tensor_that_is_fp8_already_is_copied_bit_for_bit(open_remote):
+@pytest.mark.parametrize(
+    ("name", "scale_format"), [(K_PROJ, ScaleFormat.FP32), (Q_PROJ, ScaleFormat.FP32), (O_PROJ, ScaleFormat.UE8M0)]
+)
+def test_a_tensor_that_is_fp8_already_is_copied_bit_for_bit(name, scale_format, open_remote):
     remote = open_remote()
     policy = remote.cluster.make_policy(1)
-    remote.refitter.refit(prequantize(policy, K_PROJ, ScaleFormat.FP32))
+    remote.refitter.refit(prequantize(policy, name, scale_format))
     remote.cluster.assert_holds(policy, version=1)
+    cuts = {tensor.name: tensor.cut for tensor in first_offer(remote).tensors}
+    assert (cuts[name] is None) == (name == K_PROJ)
 
 
 def test_fp8_travels_where_no_slice_cuts_a_block(open_remote):
