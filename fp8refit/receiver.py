@@ -14,8 +14,9 @@ from fp8refit.received import ReceivedSource
 from fp8refit.report import RankReport
 from fp8refit.transport import messages
 from fp8refit.transport.buckets import BucketLayout, lay_out
-from fp8refit.transport.collective import Communicator, Transfer
+from fp8refit.transport.collective import Communicator
 from fp8refit.transport.header import Status, read_header
+from fp8refit.transport.links import Transfer
 from fp8refit.vote import ErrorRecord
 
 NUM_VOTES = 3

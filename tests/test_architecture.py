@@ -44,6 +44,7 @@ LAYERS = [
     "announcement",
     "receiver",
     "server",
+    "reader",
     "sender",
     "broadcast",
     "remote",

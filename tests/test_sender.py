@@ -14,7 +14,7 @@ from fp8refit.sections import find_sections
 from fp8refit.sender import Sender
 from fp8refit.slots import TensorMeta
 from fp8refit.sources import as_source
-from fp8refit.transport.collective import Transfer
+from fp8refit.transport.links import Transfer
 from fp8refit.wire import choose_wire
 from tests.fake_ranks import Cluster, stack_experts
 from tests.fakes import FakeModel, make_policy, make_target

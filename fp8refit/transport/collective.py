@@ -13,22 +13,20 @@ import math
 import os
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Annotated, Literal, Protocol, Self, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCPStore, Work
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fp8refit.errors import RefitError, TransportError
 from fp8refit.transport.buckets import MAX_SECTIONS
-from fp8refit.transport.nccl import NcclCommunicator, unique_id
+from fp8refit.transport.links import GlooLink, Link, NcclLink, Seat, Transfer
 from fp8refit.vote import ErrorRecord
 
 Backend: TypeAlias = Literal["nccl", "gloo"]
@@ -38,7 +36,6 @@ _SLOWEST_POLL_S = 2e-3
 """A wait looks often while a bucket travels, and less often the longer it takes."""
 _STORE_POLL_S = 0.2
 """How often a wait asks the store whether somebody gave up, or is gone."""
-_OUTLIVE_S = 0.1
 _ABORTED = "aborted"
 _NO_SECTIONS: Mapping[int, Tensor] = MappingProxyType({})
 
@@ -71,44 +68,6 @@ class Meeting(BaseModel):
         return (0, *(rank for rank, found in enumerate(self.sections, 1) if found == section))
 
 
-class Transfer:
-    """One broadcast under way."""
-
-    def __init__(self, is_done: Callable[[], bool], finish: Callable[[], None] = lambda: None) -> None:
-        self.is_done = is_done
-        self.finish = finish
-
-    @classmethod
-    def of(cls, transfers: Sequence["Transfer"]) -> "Transfer":
-        """Several that began one after another, as one."""
-
-        def finish() -> None:
-            for transfer in transfers:
-                transfer.finish()
-
-        return cls(lambda: all(transfer.is_done() for transfer in transfers), finish)
-
-
-class _Link(Protocol):
-    """What carries the bytes."""
-
-    def is_settled(self) -> bool:
-        """Whether it is ready for the next broadcast."""
-        ...
-
-    def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
-        """Begin one, which will be waited for so long."""
-        ...
-
-    def transfer(self) -> Transfer:
-        """The broadcast that began last, once the link has settled."""
-        ...
-
-    def abort(self) -> None:
-        """End whatever is under way."""
-        ...
-
-
 class Communicator:
     """One member of a group. Rank 0 is the trainer, which sends.
 
@@ -119,7 +78,7 @@ class Communicator:
         self.meeting = meeting
         self.rank = rank
         self._store = store
-        self._links: dict[int | None, _Link] = {}
+        self._links: dict[int | None, Link] = {}
         self._is_ended = False
         self._ends_at_s = math.inf
         self._why = "the group was left"
@@ -326,7 +285,7 @@ class Communicator:
         """In which this member is; None for the trainer, which is in all, and if there are none."""
         return self.meeting.sections[self.rank - 1] if self.meeting.sections and self.rank else None
 
-    def _require_links(self) -> "dict[int | None, _Link]":
+    def _require_links(self) -> dict[int | None, Link]:
         if not self._links:
             raise TransportError(f"this group has ended ({self._why}); refit again")
         return self._links
@@ -334,16 +293,16 @@ class Communicator:
     def _connect(self, section: int | None, device: torch.device, deadline_s: float) -> None:
         """Connect with all members, or with those of a section. Those connect in the same order."""
         members = self.meeting.members(section)
-        seat = _Seat(
+        seat = Seat(
             store=PrefixStore("all" if section is None else f"section {section}", self._store),
-            meeting=self.meeting,
+            trainer=(self.meeting.host, self.meeting.port),
             rank=members.index(self.rank),
             size=len(members),
             device=device,
             timeout_s=max(deadline_s - time.monotonic(), 1.0),
         )
         first = self._links.get(None)
-        link = _NcclLink(seat, first) if self.meeting.backend == "nccl" else _GlooLink(seat)
+        link = NcclLink(seat, first) if self.meeting.backend == "nccl" else GlooLink(seat)
         self._links[section] = link
         self._poll(link.is_settled, deadline_s)
 
@@ -399,114 +358,3 @@ class _Failing:
             raise TransportError(
                 f"the broadcast ended: {said or error}. A member died, or does not answer; the next refit joins anew"
             ) from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Seat:
-    """Of one member among those that one link connects."""
-
-    store: Store
-    meeting: Meeting
-    rank: int
-    size: int
-    device: torch.device
-    timeout_s: float
-
-
-class _NcclLink:
-    """Those of one member share a stream: their kernels run in the order in which they were asked for."""
-
-    def __init__(self, seat: _Seat, beside: "_Link | None") -> None:
-        if seat.rank == 0:
-            seat.store.set("nccl", unique_id().hex())
-        seat.store.wait(["nccl"], timedelta(seconds=seat.timeout_s))
-        self._nccl = NcclCommunicator(
-            bytes.fromhex(seat.store.get("nccl").decode()),
-            rank=seat.rank,
-            size=seat.size,
-            device=seat.device,
-            stream=beside.stream if isinstance(beside, _NcclLink) else None,
-        )
-
-    @property
-    def stream(self) -> torch.cuda.Stream:
-        return self._nccl.stream
-
-    def is_settled(self) -> bool:
-        return self._nccl.is_settled()
-
-    def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
-        self._nccl.broadcast(buffer, root=0)
-
-    def transfer(self) -> Transfer:
-        event, nccl = self._nccl.event(), self._nccl
-
-        def is_done() -> bool:
-            nccl.is_settled()  # raises what befell a peer
-            return bool(event.query())  # type: ignore[no-untyped-call]
-
-        return Transfer(is_done)
-
-    def abort(self) -> None:
-        self._nccl.abort()
-
-
-class _GlooLink:
-    """Tensors of a GPU go through memory of its host."""
-
-    def __init__(self, seat: _Seat) -> None:
-        from torch.distributed import ProcessGroupGloo
-
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(seat.meeting))]
-        options._timeout = timedelta(seconds=seat.timeout_s)
-        options._threads = 2
-        self._rank = seat.rank
-        self._group = ProcessGroupGloo(seat.store, seat.rank, seat.size, options)
-        self._transfer: Transfer | None = None
-        self._works: list[Work] = []
-
-    def is_settled(self) -> bool:
-        return True
-
-    def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
-        host = buffer.cpu() if buffer.is_cuda else buffer
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
-        # One bucket may be begun while another is waited for; who waits has a deadline of its own.
-        options.timeout = timedelta(seconds=2 * timeout_s)
-        work: Work = self._group.broadcast([host], options)  # type: ignore[attr-defined]
-
-        @torch.inference_mode()
-        def finish() -> None:
-            work.wait()  # at once; raises what befell a peer
-            if host is not buffer and self._rank:
-                buffer.copy_(host)
-                torch.cuda.synchronize(buffer.device)
-
-        self._works = [*(other for other in self._works if not other.is_completed()), work]
-        self._transfer = Transfer(work.is_completed, finish)
-
-    def transfer(self) -> Transfer:
-        transfer, self._transfer = self._transfer, None
-        assert transfer is not None, "transfer() follows broadcast()"
-        return transfer
-
-    def abort(self) -> None:
-        # A group that goes while something is under way stops the whole process until that has timed out: a thread keeps it.
-        if not all(work.is_completed() for work in self._works):
-            threading.Thread(target=_outlive, args=(self._group, self._works), daemon=True).start()
-
-
-def _outlive(group: object, works: list[Work]) -> None:
-    """Hold a group until everything that it has under way has ended."""
-    while not all(work.is_completed() for work in works):
-        time.sleep(_OUTLIVE_S)
-
-
-def _own_address(meeting: Meeting) -> str:
-    """The address of this host by which it reaches the trainer's, and so the other members' hosts."""
-    family, _, _, _, address = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])

@@ -1,0 +1,137 @@
+"""Reads a policy for its broadcast, in the order in which it travels: a stream once, one piece in memory at a time."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8refit.errors import InvalidSourceError
+from fp8refit.pieces import in_pieces
+from fp8refit.sources import MappingSource, Source
+from fp8refit.transport.buckets import Run
+from fp8refit.wire import Wire
+
+_PIECE_BYTES = 256 << 20
+"""In how large pieces a stream is read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Arrival:
+    """Rows of one tensor of the source."""
+
+    name: str
+    first_row: int
+    values: Tensor
+
+    @property
+    def end_row(self) -> int:
+        """The first row that it does not have."""
+        return self.first_row + (self.values.shape[0] if self.values.ndim else 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Arrived:
+    """What one arrival holds of a run: the rows of the tensor that travels from `row` to `end`."""
+
+    run: Run
+    arrival: Arrival
+    row: int
+    end: int
+
+
+class Reader:
+    """Gives the rows of a source in the order of the buckets.
+
+    Args:
+        source: What was announced.
+        wire: How it travels.
+        device: Where its values are wanted.
+    """
+
+    def __init__(self, source: Source, wire: Wire, device: torch.device) -> None:
+        self._wire, self._device = wire, device
+        self._shapes = {origin.name: origin.shape for origin in wire.origins}
+        self._travelling = {
+            origin.name for origin, tensor in zip(wire.origins, wire.tensors, strict=True) if tensor.travels
+        }
+        self._held = source.tensors if isinstance(source, MappingSource) else None
+        self._arrivals = iter(()) if self._held is not None else self._stream(source)
+        self._last: Arrival | None = None
+        self._read = "", 0
+
+    def batches(self, runs: Iterable[Run]) -> Iterator[Sequence[Arrived]]:
+        """All runs together if every tensor is there; else what each arrival holds of them.
+
+        Raises:
+            InvalidSourceError: What came is not what was announced.
+        """
+        batch: list[Arrived] = []
+        for run in runs:
+            origin = self._wire.origins[run.tensor]
+            row, end = run.first_row, run.first_row + run.num_rows
+            while row < end:
+                wanted = row if origin.expert is None else origin.expert
+                if batch and self._held is None and not self._has(origin.name, wanted):
+                    yield batch
+                    batch = []
+                arrival = self._arrival_with(origin.name, wanted)
+                stop = end if origin.expert is not None else min(end, arrival.end_row)
+                batch.append(Arrived(run=run, arrival=arrival, row=row, end=stop))
+                row = stop
+                del arrival
+        if batch:
+            yield batch
+
+    def finish(self) -> None:
+        """Read a stream to its end, which may be a collective operation of the trainer.
+
+        Raises:
+            InvalidSourceError: More came than was announced.
+        """
+        self._last = None
+        for arrival in self._arrivals:
+            self._check_is_unsent(arrival)
+            self._read = arrival.name, arrival.end_row
+
+    def _has(self, name: str, row: int) -> bool:
+        """Whether a row of one of the trainer's tensors arrived last; of a stack, an expert is one."""
+        return self._last is not None and self._last.name == name and self._last.end_row > row
+
+    def _arrival_with(self, name: str, row: int) -> Arrival:
+        if self._held is not None:
+            if self._last is None or self._last.name != name:
+                self._last = Arrival(name=name, first_row=0, values=self._held[name].detach().to(self._device))
+            return self._last
+        while not self._has(name, row):
+            self._last = None
+            arrival = next(self._arrivals, None)
+            if arrival is None:
+                raise InvalidSourceError([f"{name}: was announced but did not come"], written=True)
+            if arrival.name != name:
+                self._check_is_unsent(arrival, before=name)
+            self._last, self._read = arrival, (arrival.name, arrival.end_row)
+            del arrival
+        assert self._last is not None, "has it"
+        return self._last
+
+    def _check_is_unsent(self, arrival: Arrival, *, before: str = "the end") -> None:
+        """Hold that nothing is passed over that has to be sent; the rest of a tensor is what nobody holds."""
+        is_rest = self._read == (arrival.name, arrival.first_row)
+        if arrival.name in self._travelling and arrival.values.numel() and not is_rest:
+            raise InvalidSourceError(
+                [f"{arrival.name}: came where {before} was announced; a broadcast is read in the order of its names"],
+                written=True,
+            )
+
+    def _stream(self, source: Source) -> Iterator[Arrival]:
+        for piece in in_pieces(source, _PIECE_BYTES):
+            shape = self._shapes.get(piece.name)
+            if shape is None:
+                raise InvalidSourceError([f"{piece.name}: came and was not announced"], written=True)
+            if piece.full_shape != shape:
+                raise InvalidSourceError(
+                    [f"{piece.name}: came as {list(piece.full_shape)}, announced was {list(shape)}"], written=True
+                )
+            yield Arrival(name=piece.name, first_row=piece.first_row, values=piece.tensor.detach().to(self._device))
+            del piece
