@@ -10,12 +10,12 @@ from tests.tiny_models import save_model
 TIMEOUT_S = 150
 
 
-def run_ray(work: str, in_process: bool) -> dict:
+def run_ray(work: str) -> dict:
     folder = Path(work) / "bf16"
     save_model(FAMILY, 2, folder)
     os.environ |= {
         "FP8REFIT_TEST_KERNEL": "fp32",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
     return run_script(EXAMPLES / "ray_trainer.py", folder, timeout_s=TIMEOUT_S)
