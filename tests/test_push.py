@@ -229,3 +229,25 @@ def test_progress_counts_bytes_that_are_read(transport, running, replica, policy
         assert steps == sorted(steps)
         assert len({done for done, _ in steps}) == len(policy)
         assert steps[-1] == (num_bytes, num_bytes)
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+def test_a_file_that_goes_while_it_is_read_is_named_and_the_next_push_heals(
+    transport, running, policy, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(clerk, "can_read", lambda path: False)
+    first, last = ({name: policy[name] for name in names} for names in (list(policy)[:1], list(policy)[1:]))
+    save_file(first, tmp_path / "1.safetensors")
+    save_file(last, tmp_path / "2.safetensors")
+
+    def on_progress(url, done, total):
+        (tmp_path / "2.safetensors").unlink(missing_ok=True)
+
+    result = push_checkpoint(tmp_path, [URL], RefitConfig(transport=transport), on_progress=on_progress)
+    (pushed,) = result.failed
+    assert f"{tmp_path}: cannot be read any more" in pushed.error
+    assert pushed.is_dirty
+    assert running.events[-1].startswith("refuse: ")
+    save_file(last, tmp_path / "2.safetensors")
+    assert push(tmp_path, "--to", URL, "--transport", transport).exit_code == 0
+    running.cluster.assert_holds(policy, version=1)
