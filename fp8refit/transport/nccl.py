@@ -20,7 +20,7 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _UNDEFINED = -(1 << 31)
 _CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21800
-"""The layout of `_Config` is that of NCCL 2.18; later ones take what it lacks as undefined."""
+"""The layout of `_Config` is that of NCCL 2.18, whose padding later ones use; what it lacks they take as undefined."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -42,6 +42,7 @@ class _Config(ctypes.Structure):
         ("max_ctas", ctypes.c_int),
         ("net_name", ctypes.c_char_p),
         ("split_share", ctypes.c_int),
+        ("traffic_class", ctypes.c_int),
     )
 
 
@@ -118,6 +119,7 @@ class NcclCommunicator:
             max_ctas=_UNDEFINED,
             net_name=None,
             split_share=_UNDEFINED,
+            traffic_class=_UNDEFINED,
         )
         with torch.cuda.device(device):
             self.stream = stream if stream is not None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
