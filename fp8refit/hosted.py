@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self, cast
 
 from fp8refit.config import RefitConfig
+from fp8refit.driven import DrivenEngine
 from fp8refit.engine import AttachedEngine, Engine, LocalRanks, Ranks, attach_engine
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.remote import Channel, RemoteRanks
@@ -121,31 +122,16 @@ class _Asked(Line):
             ) from error
 
 
-class _HostControls:
+class _HostControls(DrivenEngine):
     """See `fp8refit.transport.clerk.Controls`."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine, engine.ranks)
         self._channel = _channel_of(engine)
 
     async def pause(self, config: RefitConfig) -> int:
-        await self._engine.check_ready()
-        return await self._engine.pause(config)
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    async def refuse(self, reason: str) -> None:
-        await self._engine.refuse(reason)
-
-    async def flush_caches(self) -> None:
-        await self._engine.flush_caches()
-
-    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        return await self._engine.tokenize(prompts)
-
-    async def publish_version(self, version: int) -> None:
-        await self._engine.publish_version(version)
+        await self.check_ready()
+        return await super().pause(config)
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         return await self._channel.call(message, timeout_s=timeout_s)

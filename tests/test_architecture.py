@@ -50,6 +50,7 @@ LAYERS = [
     "remote",
     "served",
     "engine",
+    "driven",
     "hosted",
     "fleet",
     "refitter",

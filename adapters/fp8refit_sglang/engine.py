@@ -1,11 +1,9 @@
 """SGLang as an engine: `sglang.Engine`, with its schedulers in other processes."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
-from fp8refit.config import RefitConfig
-from fp8refit.engine import Ranks
+from fp8refit.driven import DrivenEngine
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote import RemoteRanks
 from fp8refit.served import ServedRanks, ServerDriver
@@ -25,7 +23,7 @@ BLOCK_FP8 = {
 }
 
 
-class SglangEngine:
+class SglangEngine(DrivenEngine):
     """Implements `fp8refit.engine.Engine` for `sglang.Engine` and `SglangServer`.
 
     Args:
@@ -41,20 +39,13 @@ class SglangEngine:
     server = SglangServer
 
     def __init__(self, candidate: Any) -> None:
-        self._driver: Driver | ServerDriver
-        self.ranks: Ranks
         if isinstance(candidate, SglangServer):
             _check_arguments(candidate.arguments())
-            self._driver = ServerDriver(candidate)
-            self.ranks = ServedRanks(self._driver)
+            server = ServerDriver(candidate)
+            super().__init__(server, ServedRanks(server))
         else:
-            self._driver = Driver(_controls_of(candidate))
-            self.ranks = RemoteRanks(self._driver)
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """See `fp8refit.engine.Engine`. An SGLang engine is both: asynchronous while an event loop runs that drives it."""
-        return self._driver.is_asynchronous
+            driver = Driver(_controls_of(candidate))
+            super().__init__(driver, RemoteRanks(driver))
 
     @classmethod
     def accepts(cls, candidate: object) -> bool:
@@ -86,34 +77,6 @@ class SglangEngine:
             disable_cuda_graph=True,
             json_model_override_args=json.dumps({} if is_quantized else BLOCK_FP8),
         )
-
-    async def check_ready(self) -> None:
-        """See `fp8refit.engine.Engine`."""
-        await self._driver.check_ready()
-
-    async def pause(self, config: RefitConfig) -> int:
-        """See `fp8refit.engine.Engine`."""
-        return await self._driver.pause(config)
-
-    async def resume(self) -> None:
-        """See `fp8refit.engine.Engine`."""
-        await self._driver.resume()
-
-    async def refuse(self, reason: str) -> None:
-        """See `fp8refit.engine.Engine`."""
-        await self._driver.refuse(reason)
-
-    async def flush_caches(self) -> None:
-        """See `fp8refit.engine.Engine`."""
-        await self._driver.flush_caches()
-
-    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit.engine.Engine`."""
-        return await self._driver.tokenize(prompts)
-
-    async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`."""
-        await self._driver.publish_version(version)
 
 
 def _controls_of(candidate: Any) -> TokenizerControls:

@@ -5,7 +5,6 @@ server's host, so the driver need not be on it: only tensors that are to be mapp
 """
 
 import asyncio
-import ipaddress
 import json
 import os
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.transport.clerk import Clerk
-from fp8refit.transport.http import Server, read_object
+from fp8refit.transport.http import Server, is_local, read_object
 from fp8refit.transport.orders import MAX_BYTES, TOKEN_VARIABLE, Answer
 from fp8refit.vote import ErrorRecord
 from fp8refit_sglang.compat import handles_for, has_api_key, http_refusal, order_in
@@ -41,18 +40,8 @@ async def serve_order(original: Callable[..., Any], manager: Any, obj: Any, requ
     if len(order) > MAX_BYTES:
         error = UnsupportedEngineError(f"an order of {len(order)} bytes is none of ours")
         return True, Answer(error=ErrorRecord.of(error)).model_dump_json()
-    answer = await clerk.answer(order, is_trusted=has_api_key(manager) or _is_local(request))
+    answer = await clerk.answer(order, is_trusted=has_api_key(manager) or is_local(request))
     return True, answer.model_dump_json()
-
-
-def _is_local(request: Any) -> bool:
-    """Whether who asks is on this host, or in this process."""
-    if getattr(request, "client", None) is None:
-        return True
-    try:
-        return ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False
 
 
 class SglangServer(Server):

@@ -1,11 +1,10 @@
 """vLLM as an engine: `LLM` and `AsyncLLM`, with workers in this process or in others, and servers."""
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
-from fp8refit.config import RefitConfig
-from fp8refit.engine import LocalRanks, Ranks
+from fp8refit.driven import DrivenEngine
+from fp8refit.engine import LocalRanks
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote import RemoteRanks
 from fp8refit.served import ServedRanks, ServerDriver
@@ -17,7 +16,7 @@ from fp8refit_vllm.server import VllmServer
 from fp8refit_vllm.worker import rank_of
 
 
-class VllmEngine:
+class VllmEngine(DrivenEngine):
     """Implements `fp8refit.engine.Engine` for `vllm.LLM`, `AsyncLLM` and `VllmServer`.
 
     Args:
@@ -33,22 +32,13 @@ class VllmEngine:
     server = VllmServer
 
     def __init__(self, candidate: Any) -> None:
-        self._driver: SyncDriver | AsyncDriver | ServerDriver
-        self.ranks: Ranks
         if isinstance(candidate, VllmServer):
-            self._driver = ServerDriver(candidate)
-            self.ranks = ServedRanks(self._driver)
+            server = ServerDriver(candidate)
+            super().__init__(server, ServedRanks(server))
             return
-        self._driver = _drive(candidate)
-        if self._driver.worker is not None:
-            self.ranks = LocalRanks(rank_of(self._driver.worker))
-        else:
-            self.ranks = RemoteRanks(self._driver)
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """See `fp8refit.engine.Engine`. A server is both: asynchronous where an event loop runs."""
-        return self._driver.is_asynchronous
+        driver = _drive(candidate)
+        ranks = LocalRanks(rank_of(driver.worker)) if driver.worker is not None else RemoteRanks(driver)
+        super().__init__(driver, ranks)
 
     @classmethod
     def accepts(cls, candidate: object) -> bool:
@@ -79,34 +69,6 @@ class VllmEngine:
             skip_tokenizer_init=True,
             quantization=None if is_quantized else "fp8_per_block",
         )
-
-    async def check_ready(self) -> None:
-        """See `fp8refit.engine.Engine`."""
-        await self._driver.check_ready()
-
-    async def pause(self, config: RefitConfig) -> int:
-        """See `fp8refit.engine.Engine`."""
-        return await self._driver.pause(config)
-
-    async def resume(self) -> None:
-        """See `fp8refit.engine.Engine`."""
-        await self._driver.resume()
-
-    async def refuse(self, reason: str) -> None:
-        """See `fp8refit.engine.Engine`."""
-        await self._driver.refuse(reason)
-
-    async def flush_caches(self) -> None:
-        """See `fp8refit.engine.Engine`."""
-        await self._driver.flush_caches()
-
-    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit.engine.Engine`."""
-        return await self._driver.tokenize(prompts)
-
-    async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`."""
-        await self._driver.publish_version(version)
 
 
 def _drive(candidate: Any) -> SyncDriver | AsyncDriver:

@@ -4,7 +4,6 @@ vLLM adds no route that is not asked for: start the server with `VLLM_PLUGINS=fp
 middleware asks for the API key, if the server has one. What comes is carried out as `Refitter(AsyncLLM)` would.
 """
 
-import ipaddress
 import os
 from argparse import Namespace
 from http import HTTPStatus
@@ -12,7 +11,7 @@ from typing import Any
 
 from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.transport.clerk import Clerk
-from fp8refit.transport.http import Server, read_object
+from fp8refit.transport.http import Server, is_local, read_object
 from fp8refit.transport.orders import MAX_BYTES, TOKEN_VARIABLE, Answer
 from fp8refit.vote import ErrorRecord
 from fp8refit_vllm.async_driver import AsyncDriver
@@ -46,7 +45,7 @@ class RefitEndpoint:
             message = await _read_body(request)
             if message is None:
                 return Response(f"more than {MAX_BYTES} bytes", status_code=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-            answer = await self._answer(message, is_trusted=self._has_api_key or _is_local(request))
+            answer = await self._answer(message, is_trusted=self._has_api_key or is_local(request))
             return Response(answer.model_dump_json(), media_type="application/json")
 
         app.add_api_route(_ROUTE, take_order, methods=["POST"], include_in_schema=False)
@@ -77,16 +76,6 @@ async def _read_body(request: Any) -> str | None:
         if len(body) > MAX_BYTES:
             return None
     return body.decode(errors="replace")
-
-
-def _is_local(request: Any) -> bool:
-    """Whether who asks is on this host. A Unix socket has no addresses."""
-    if request.client is None:
-        return True
-    try:
-        return ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False
 
 
 class VllmServer(Server):

@@ -4,6 +4,7 @@ The driver opens no port. It neither follows redirects nor uses proxies, and tak
 """
 
 import http.client
+import ipaddress
 import json
 import os
 import urllib.error
@@ -106,3 +107,18 @@ def read_object(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def is_local(request: Any) -> bool:
+    """Whether who asks a server is on its host, or in its process. A Unix socket has no addresses.
+
+    Args:
+        request: Starlette's, or None.
+    """
+    client = getattr(request, "client", None)
+    if client is None:
+        return True
+    try:
+        return ipaddress.ip_address(client.host).is_loopback
+    except ValueError:
+        return False
