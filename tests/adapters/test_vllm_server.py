@@ -64,18 +64,6 @@ def test_a_server_that_is_not_ready_says_so():
     assert "not ready yet" in hello(RefitEndpoint()).error.message
 
 
-@pytest.mark.parametrize(
-    ("host", "is_local"),
-    [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("10.0.0.7", False), ("testclient", False)],
-)
-def test_callers_on_the_host_are_known_by_their_address(host, is_local):
-    assert server._is_local(SimpleNamespace(client=SimpleNamespace(host=host))) is is_local
-
-
-def test_callers_of_a_unix_socket_are_on_the_host():
-    assert server._is_local(SimpleNamespace(client=None))
-
-
 def test_an_order_that_is_too_long_is_taken_in_no_further(monkeypatch):
     monkeypatch.setattr(server, "MAX_BYTES", 10)
     taken = []

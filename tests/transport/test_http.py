@@ -3,12 +3,13 @@
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.transport import http
-from fp8refit.transport.http import Server
+from fp8refit.transport.http import Server, is_local
 from fp8refit.transport.orders import Answer, Hello
 
 
@@ -133,3 +134,16 @@ def test_one_who_says_nothing_is_a_lost_engine(listen):
     with pytest.raises(EngineLostError, match=r"cannot be reached .*timed out"):
         PlainServer(url).post(Hello(), timeout_s=0.05)
     done.set()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_here"),
+    [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("10.0.0.7", False), ("testclient", False)],
+)
+def test_callers_on_the_host_are_known_by_their_address(host, is_here):
+    assert is_local(SimpleNamespace(client=SimpleNamespace(host=host))) is is_here
+
+
+def test_callers_of_a_unix_socket_are_on_the_host():
+    assert is_local(SimpleNamespace(client=None))
+    assert is_local(None)
