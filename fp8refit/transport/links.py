@@ -3,10 +3,11 @@
 Nothing here waits for a broadcast: whoever began one asks whether it is over.
 """
 
+import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, Store, Work
 
-from fp8refit.transport.nccl import NcclCommunicator, unique_id
+from fp8refit.errors import TransportError
+from fp8refit.transport.nccl import NcclCommunicator, terms, unique_id
 
 _OUTLIVE_S = 0.1
 
@@ -86,10 +88,12 @@ class NcclLink:
 
     def __init__(self, seat: Seat, beside: "Link | None") -> None:
         if seat.rank == 0:
-            seat.store.set("nccl", unique_id().hex())
+            seat.store.set("nccl", json.dumps([unique_id().hex(), terms()]))
         seat.store.wait(["nccl"], timedelta(seconds=seat.timeout_s))
+        name, wanted = json.loads(seat.store.get("nccl"))
+        _hold_terms(wanted)
         self._nccl = NcclCommunicator(
-            bytes.fromhex(seat.store.get("nccl").decode()),
+            bytes.fromhex(name),
             rank=seat.rank,
             size=seat.size,
             device=seat.device,
@@ -122,6 +126,22 @@ class NcclLink:
     def abort(self) -> None:
         """See `Link`."""
         self._nccl.abort()
+
+
+def _hold_terms(wanted: Mapping[str, str]) -> None:
+    """Hold that NCCL is here what it is at the trainer.
+
+    Raises:
+        TransportError: It is not; says in what, and what to do.
+    """
+    here = terms()
+    for name, value in wanted.items():
+        if here.get(name) != value:
+            what = "install the same PyTorch for both" if name == "NCCL" else f"set {name} to the same for both"
+            raise TransportError(
+                f"the trainer has {name}={value}, this rank has {name}={here.get(name)}, with which they cannot be connected; "
+                f"{what}, before they start"
+            )
 
 
 class GlooLink:

@@ -7,6 +7,7 @@ The library is the one that torch has loaded.
 """
 
 import ctypes
+import os
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,10 @@ _UINT8 = 1
 _UNDEFINED = -(1 << 31)
 _CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21800
 """The layout of `_Config` is that of NCCL 2.18, whose padding later ones use; what it lacks they take as undefined."""
+
+
+_SETTINGS = {"NCCL_CUMEM_ENABLE": "1", "NCCL_ALGO": "", "NCCL_PROTO": "", "NCCL_BUFFSIZE": ""}
+"""By which variables ranks choose how they map each other's memory and in which steps they send, and what holds if unset."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -47,6 +52,7 @@ class _Config(ctypes.Structure):
 
 
 _ARGUMENTS = {
+    "ncclGetVersion": (ctypes.POINTER(ctypes.c_int),),
     "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
     "ncclCommInitRankConfig": (
         *(ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config)),
@@ -76,6 +82,17 @@ def _library() -> Any:
         function.argtypes, function.restype = arguments, ctypes.c_int
     library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = (ctypes.c_int,), ctypes.c_char_p
     return library
+
+
+def terms() -> dict[str, str]:
+    """What has to be the same for all ranks of a communicator: NCCL does not look, and hangs or fails without a reason.
+
+    Raises:
+        TransportError: There is no NCCL.
+    """
+    number = ctypes.c_int()
+    _check("ncclGetVersion", _library().ncclGetVersion(ctypes.byref(number)))
+    return {"NCCL": str(number.value)} | {name: os.environ.get(name, usual) for name, usual in _SETTINGS.items()}
 
 
 def unique_id() -> bytes:

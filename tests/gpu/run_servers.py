@@ -17,6 +17,7 @@ os.environ |= {
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
     "HF_HUB_OFFLINE": "1",
     "NCCL_NVLS_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",  # as SGLang has it in its processes
 }
 
 sys.path.append(str(Path(__file__).parents[1]))
