@@ -30,7 +30,9 @@ def environment(tmp_path_factory):
     folder = plugins / f"{PLUGIN}-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{PLUGIN} = cpu_plugin:register\n")
+    entry_points = {"vllm.general_plugins": "cpu_plugin:register", "vllm.platform_plugins": "ray_platform:name"}
+    groups = [f"[{group}]\n{PLUGIN} = {found}\n" for group, found in entry_points.items()]
+    (folder / "entry_points.txt").write_text("".join(groups))
     # Not this folder's parent: `import vllm` would still find the real one, but only because this one is no package.
     paths = [HERE.parents[1], HERE, plugins, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(map(str, paths))}

@@ -34,7 +34,7 @@ from latent import run_fresh_latent, run_latent
 from layouts import run_fresh_layout, run_layout
 from live_engine import run_live
 from lora import run_fresh_lora, run_lora
-from ray_actors import run_ray
+from ray_actors import run_ray, run_ray_executor
 from replicas import run_replicas
 from served import run_served
 from vllm.model_executor.models import registry
@@ -170,6 +170,7 @@ SCENARIOS = {
     "served": run_served,
     "replicas": run_replicas,
     "ray": run_ray,
+    "ray executor": run_ray_executor,
     "broadcast": run_broadcast,
     "weight transfer": run_weight_transfer,
     "served transfer": run_served_transfer,

@@ -25,6 +25,7 @@ LAYOUTS = {
     "external launcher": {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "seed": 0},
     "asynchronous": {"kv_cache_dtype": "fp8"},
     "pipeline parallel": {"pipeline_parallel_size": 2},
+    "Ray executor": {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8", "distributed_executor_backend": "ray"},
 }
 NOISE = {"load_format": "dummy", "hf_overrides": {"quantization_config": CONFIG}}
 """Options that give an engine of a BF16 model's shape block-FP8 noise for weights."""
