@@ -26,14 +26,16 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fp8refit.errors import RefitError, TransportError
 from fp8refit.transport.buckets import MAX_SECTIONS
-from fp8refit.transport.links import GlooLink, Link, NcclLink, Seat, Transfer
+from fp8refit.transport.links import GlooLink, Link, NcclLink, Seat, Transfer, abort_all
 from fp8refit.vote import ErrorRecord
 
 Backend: TypeAlias = Literal["nccl", "gloo"]
 
+_SPIN_S = 2e-4
+"""How long a wait looks without a pause: NCCL launches in a thread of its own, and is done with that in half the time."""
 _POLL_S = 5e-5
 _SLOWEST_POLL_S = 2e-3
-"""A wait looks often while a bucket travels, and less often the longer it takes."""
+"""After that it looks often while a bucket travels, and less often the longer it takes."""
 _STORE_POLL_S = 0.2
 """How often a wait asks the store whether somebody gave up, or is gone."""
 _ABORTED = "aborted"
@@ -222,7 +224,8 @@ class Communicator:
             if error is not None:
                 self._store.compare_set(failed, "", ErrorRecord.of(error).model_dump_json())
             self._store.set(keys[self.rank], "done")
-            self._poll(lambda: self._has([failed]) or self._has(keys), time.monotonic() + timeout_s)
+            # Who failed says so before it is done.
+            self._poll(lambda: self._has(keys) or self._has([failed]), time.monotonic() + timeout_s)
             record = self._store.get(failed) if self._has([failed]) else b""
             if self._num_votes > 1:
                 self._store.delete_key(f"vote/{self._num_votes - 1}/{self.rank}")
@@ -266,8 +269,7 @@ class Communicator:
         links, self._links = self._links, {}
         with contextlib.suppress(RuntimeError):  # the store went with the trainer
             self._store.set(_ABORTED, f"member {self.rank}: {self._why}")
-        for link in links.values():
-            link.abort()
+        abort_all(list(links.values()))
 
     def last_word(self) -> str:
         """What the first member said that left the group, or nothing."""
@@ -314,7 +316,8 @@ class Communicator:
             TransportError: Somebody gave up.
             RuntimeError: The store is gone, or what is waited for failed.
         """
-        next_look_s, pause_s = time.monotonic() + _STORE_POLL_S, _POLL_S
+        start_s = time.monotonic()
+        next_look_s, pause_s = start_s + _STORE_POLL_S, _POLL_S
         while not is_done():
             now_s = time.monotonic()
             if self._is_ended or now_s > self._ends_at_s:
@@ -325,6 +328,9 @@ class Communicator:
                 if self._has([_ABORTED]):
                     raise TransportError(self._store.get(_ABORTED).decode())
                 next_look_s = now_s + _STORE_POLL_S
+            if now_s < start_s + _SPIN_S:
+                time.sleep(0)  # lets other threads go on
+                continue
             time.sleep(pause_s)
             pause_s = min(1.1 * pause_s, _SLOWEST_POLL_S)
 

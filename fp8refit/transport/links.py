@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, Store, Work
 
 from fp8refit.errors import TransportError
-from fp8refit.transport.nccl import NcclCommunicator, terms, unique_id
+from fp8refit.transport.nccl import NcclCommunicator, abort_together, terms, unique_id
 
 _OUTLIVE_S = 0.1
 
@@ -55,10 +55,6 @@ class Link(Protocol):
         """The broadcast that began last, once the link has settled."""
         ...
 
-    def abort(self) -> None:
-        """End whatever is under way."""
-        ...
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Seat:
@@ -92,7 +88,7 @@ class NcclLink:
         seat.store.wait(["nccl"], timedelta(seconds=seat.timeout_s))
         name, wanted = json.loads(seat.store.get("nccl"))
         _hold_terms(wanted)
-        self._nccl = NcclCommunicator(
+        self.communicator = NcclCommunicator(
             bytes.fromhex(name),
             rank=seat.rank,
             size=seat.size,
@@ -103,29 +99,25 @@ class NcclLink:
     @property
     def stream(self) -> torch.cuda.Stream:
         """What its broadcasts run on."""
-        return self._nccl.stream
+        return self.communicator.stream
 
     def is_settled(self) -> bool:
         """See `Link`."""
-        return self._nccl.is_settled()
+        return self.communicator.is_settled()
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
         """See `Link`."""
-        self._nccl.broadcast(buffer, root=0)
+        self.communicator.broadcast(buffer, root=0)
 
     def transfer(self) -> Transfer:
         """See `Link`."""
-        event, nccl = self._nccl.event(), self._nccl
+        event, nccl = self.communicator.event(), self.communicator
 
         def is_done() -> bool:
             nccl.is_settled()  # raises what befell a peer
             return bool(event.query())  # type: ignore[no-untyped-call]
 
         return Transfer(is_done)
-
-    def abort(self) -> None:
-        """See `Link`."""
-        self._nccl.abort()
 
 
 def _hold_terms(wanted: Mapping[str, str]) -> None:
@@ -196,10 +188,18 @@ class GlooLink:
         return transfer
 
     def abort(self) -> None:
-        """See `Link`."""
+        """End whatever is under way."""
         # A group that goes while something is under way stops the whole process until that has timed out: a thread keeps it.
         if not all(work.is_completed() for work in self._works):
             threading.Thread(target=_outlive, args=(self._group, self._works), daemon=True).start()
+
+
+def abort_all(links: Sequence[Link]) -> None:
+    """End whatever is under way on the links of one member. To be called again is harmless."""
+    abort_together([link.communicator for link in links if isinstance(link, NcclLink)])
+    for link in links:
+        if isinstance(link, GlooLink):
+            link.abort()
 
 
 def _outlive(group: object, works: list[Work]) -> None:

@@ -7,7 +7,10 @@ The library is the one that torch has loaded.
 """
 
 import ctypes
+import logging
 import os
+import threading
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -16,7 +19,12 @@ from torch import Tensor
 
 from fp8refit.errors import TransportError
 
+logger = logging.getLogger(__name__)
+
 UNIQUE_ID_BYTES = 128
+_ABORT_S = 10.0
+"""How long the end of communicators is waited for: it waits for the GPU."""
+_HIGH_PRIORITY = -1
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _UNDEFINED = -(1 << 31)
@@ -59,6 +67,8 @@ _ARGUMENTS = {
     ),
     "ncclCommGetAsyncError": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)),
     "ncclCommAbort": (ctypes.c_void_p,),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
     "ncclBroadcast": (
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int),
         *(ctypes.c_void_p, ctypes.c_void_p),
@@ -114,8 +124,10 @@ class NcclCommunicator:
         rank: Place among them.
         size: How many there are.
         device: The GPU of this rank, which no other rank may have.
-        stream: What its calls run on, one after another; a new one if none is given. Communicators that share one can be used
-            at the same time: two kernels that wait for others of their kind never hold the GPU against each other.
+        stream: What its calls run on, one after another. Communicators that share one can be used at the same time: two kernels
+            that wait for others of their kind never hold the GPU against each other. If none is given, one of high priority:
+            a pack or a fill that is queued keeps no bucket waiting. torch hands out the same few streams in turn, so that one
+            of ordinary priority may be the engine's own, or that of a capture.
 
     Raises:
         TransportError: NCCL refuses.
@@ -124,7 +136,7 @@ class NcclCommunicator:
     def __init__(
         self, name: bytes, *, rank: int, size: int, device: torch.device, stream: torch.cuda.Stream | None = None
     ) -> None:
-        self._device = device
+        self.device = device
         self._handle = ctypes.c_void_p()
         config = _Config(
             size=ctypes.sizeof(_Config),
@@ -139,7 +151,7 @@ class NcclCommunicator:
             traffic_class=_UNDEFINED,
         )
         with torch.cuda.device(device):
-            self.stream = stream if stream is not None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.stream = stream if stream is not None else torch.cuda.Stream(device, _HIGH_PRIORITY)  # type: ignore[no-untyped-call]
             code = _library().ncclCommInitRankConfig(
                 ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(name), rank, ctypes.byref(config)
             )
@@ -151,6 +163,8 @@ class NcclCommunicator:
         Raises:
             TransportError: Something failed, here or at a peer.
         """
+        if not self._handle:
+            raise TransportError("the group was left")
         state = ctypes.c_int(_SUCCESS)
         _check("ncclCommGetAsyncError", _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
         _check("NCCL", state.value)
@@ -163,7 +177,7 @@ class NcclCommunicator:
             buffer: uint8, contiguous, on this rank's GPU; complete there, and not touched before `event` has come.
             root: Rank that sends.
         """
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             address = buffer.data_ptr()
             stream = self.stream.cuda_stream
             code = _library().ncclBroadcast(address, address, buffer.numel(), _UINT8, root, self._handle, stream)
@@ -175,12 +189,37 @@ class NcclCommunicator:
         event.record(self.stream)
         return event
 
-    def abort(self) -> None:
-        """End whatever is under way, and give everything back. To be called again is harmless."""
+    def give_up(self) -> ctypes.c_void_p:
+        """Be used no more, and give the handle to whoever aborts it; none if that was done."""
         handle, self._handle = self._handle, ctypes.c_void_p()
-        if handle:
-            with torch.cuda.device(self._device):
-                _library().ncclCommAbort(handle)
+        return handle
+
+
+def abort_together(communicators: Sequence[NcclCommunicator]) -> None:
+    """End whatever is under way on several communicators of one rank, and give everything back. May be repeated.
+
+    As one group: what one gives back waits for the GPU, and so for a kernel of the next, which waits for a peer until that one
+    is aborted too (NVIDIA/nccl#1013).
+    """
+    handles = [each.give_up() for each in communicators]
+    if not any(handles):
+        return
+    thread = threading.Thread(
+        target=_abort, args=(handles, communicators[0].device), name="fp8refit-abort", daemon=True
+    )
+    thread.start()
+    thread.join(_ABORT_S)
+    if thread.is_alive():
+        logger.warning("NCCL did not end within %g s; a thread goes on waiting for it", _ABORT_S)
+
+
+def _abort(handles: Sequence[ctypes.c_void_p], device: torch.device) -> None:
+    library = _library()
+    with torch.cuda.device(device):
+        library.ncclGroupStart()
+        for handle in handles:
+            library.ncclCommAbort(handle)
+        library.ncclGroupEnd()
 
 
 def _check(call: str, code: int) -> None:

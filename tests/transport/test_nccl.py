@@ -1,0 +1,97 @@
+"""What is asked of NCCL, which needs GPUs: tests/gpu/test_broadcast.py has it for real."""
+
+import ctypes
+import threading
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from fp8refit.errors import TransportError
+from fp8refit.transport import nccl
+from fp8refit.transport.nccl import NcclCommunicator, abort_together
+
+DEVICE = torch.device("cpu")
+HANDLES = (0x10, 0x20)
+
+
+class Library:
+    """Makes communicators of `HANDLES`, and remembers what it was asked for."""
+
+    def __init__(self):
+        self.calls, self.configs, self.handles = [], [], iter(HANDLES)
+        self.is_stuck = threading.Event()
+        self.is_stuck.set()
+        self.state = 0
+
+    def ncclCommInitRankConfig(self, handle, size, name, rank, config):
+        ctypes.cast(handle, ctypes.POINTER(ctypes.c_void_p))[0] = next(self.handles)
+        self.configs.append(nccl._Config.from_buffer_copy(ctypes.cast(config, ctypes.POINTER(nccl._Config)).contents))
+        self.calls.append(f"init {rank} of {size} as {bytes(name)[:3].decode()}")
+        return 7
+
+    def ncclCommGetAsyncError(self, handle, state):
+        ctypes.cast(state, ctypes.POINTER(ctypes.c_int))[0] = self.state
+        return 0
+
+    def ncclGetErrorString(self, code):
+        return f"error {code}".encode()
+
+    def ncclGroupStart(self):
+        self.calls.append("start")
+
+    def ncclCommAbort(self, handle):
+        self.calls.append(f"abort {handle.value:#x}")
+
+    def ncclGroupEnd(self):
+        self.calls.append("end")
+        self.is_stuck.wait(5)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    library = Library()
+    monkeypatch.setattr(nccl, "_library", lambda: library)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return library
+
+
+def make(rank=1):
+    return NcclCommunicator(b"abc".ljust(128, b"\0"), rank=rank, size=2, device=DEVICE, stream=object())
+
+
+def test_a_communicator_is_made_without_blocking(library):
+    communicator = make()
+    assert library.calls == ["init 1 of 2 as abc"]
+    (config,) = library.configs
+    assert (config.size, config.magic, config.blocking) == (48, 0xCAFEBEEF, 0)
+    assert {config.min_ctas, config.max_ctas, config.cga_cluster_size, config.traffic_class} == {-(1 << 31)}
+    library.state = 7
+    assert not communicator.is_settled()
+    library.state = 0
+    assert communicator.is_settled()
+    library.state = 6
+    with pytest.raises(TransportError, match="error 6"):
+        communicator.is_settled()
+
+
+def test_all_communicators_of_a_rank_are_aborted_as_one_group(library):
+    """What one gives back waits for kernels of the others."""
+    communicators = [make(), make()]
+    library.calls.clear()
+    for _ in range(2):
+        abort_together(communicators)
+    assert library.calls == ["start", "abort 0x10", "abort 0x20", "end"]
+    with pytest.raises(TransportError, match="was left"):
+        communicators[0].is_settled()
+
+
+def test_an_end_that_does_not_come_is_not_waited_for(library, monkeypatch, caplog):
+    monkeypatch.setattr(nccl, "_ABORT_S", 0.05)
+    library.is_stuck.clear()
+    start_s = time.monotonic()
+    abort_together([make()])
+    assert time.monotonic() - start_s < 2
+    assert "did not end within" in caplog.text
+    library.is_stuck.set()
