@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -51,14 +52,20 @@ class Reader:
 
     def __init__(self, source: Source, wire: Wire, device: torch.device) -> None:
         self._wire, self._device = wire, device
-        self._shapes = {origin.name: origin.shape for origin in wire.origins}
-        self._travelling = {
-            origin.name for origin, tensor in zip(wire.origins, wire.tensors, strict=True) if tensor.travels
-        }
         self._held = source.tensors if isinstance(source, MappingSource) else None
         self._arrivals = iter(()) if self._held is not None else self._stream(source)
         self._last: Arrival | None = None
         self._read = "", 0
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every tensor is there at any time."""
+        return self._held is not None
+
+    def held(self, name: str) -> Arrival:
+        """One tensor of a source that `holds_all`."""
+        assert self._held is not None, "a stream is read in its order"
+        return Arrival(name=name, first_row=0, values=self._held[name].detach().to(self._device))
 
     def batches(self, runs: Iterable[Run]) -> Iterator[Sequence[Arrived]]:
         """All runs together if every tensor is there; else what each arrival holds of them.
@@ -94,6 +101,17 @@ class Reader:
             self._check_is_unsent(arrival)
             self._read = arrival.name, arrival.end_row
 
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor that was announced."""
+        return {origin.name: origin.shape for origin in self._wire.origins}
+
+    @cached_property
+    def _travelling(self) -> frozenset[str]:
+        """Names of the tensors of which something is sent."""
+        pairs = zip(self._wire.origins, self._wire.tensors, strict=True)
+        return frozenset(origin.name for origin, tensor in pairs if tensor.travels)
+
     def _has(self, name: str, row: int) -> bool:
         """Whether a row of one of the trainer's tensors arrived last; of a stack, an expert is one."""
         return self._last is not None and self._last.name == name and self._last.end_row > row
@@ -101,7 +119,7 @@ class Reader:
     def _arrival_with(self, name: str, row: int) -> Arrival:
         if self._held is not None:
             if self._last is None or self._last.name != name:
-                self._last = Arrival(name=name, first_row=0, values=self._held[name].detach().to(self._device))
+                self._last = self.held(name)
             return self._last
         while not self._has(name, row):
             self._last = None

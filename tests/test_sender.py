@@ -10,6 +10,7 @@ import fp8refit.sender
 from fp8refit.config import RefitConfig
 from fp8refit.kernels import triton_table
 from fp8refit.pieces import Piece
+from fp8refit.reader import Reader
 from fp8refit.sections import find_sections
 from fp8refit.sender import Sender
 from fp8refit.slots import TensorMeta
@@ -79,6 +80,47 @@ def test_nothing_is_allocated_and_operations_do_not_grow(launches):
     assert {name for name in many if name.startswith(ALLOCATIONS)} == set()
     grown = {name for name in many if many[name] > few[name]}
     assert grown <= {"aten.detach.default"}
+
+
+def test_a_bucket_of_many_experts_is_packed_by_its_tensors_and_not_by_its_runs(monkeypatch):
+    cluster = Cluster("experts in parts")
+    policy, config = stack_experts(cluster.make_policy(1)), RefitConfig()
+    layouts = [target.layout() for target in cluster.targets]
+    wire = choose_wire(as_source(policy).scan()[0], layouts, config)
+    sender = Sender(wire, config, CPU)
+    sender.send(as_source(policy), NoCommunicator(), "refit")
+    monkeypatch.setattr(Reader, "batches", None)
+    sender.send(as_source(policy), NoCommunicator(), "refit")
+
+
+class Sent(NoCommunicator):
+    """Keeps the bytes."""
+
+    def broadcast(self, buffer, *, timeout_s, sections):
+        self.sent += [bytes(buffer.numpy()), *(bytes(part.numpy()) for part in sections.values())]
+        return Transfer(lambda: True)
+
+
+def test_tensors_that_are_there_and_streams_may_follow_each_other():
+    """A table that was made for one piece of a bucket is not one for all of it."""
+    cluster, config = Cluster("experts in parts"), RefitConfig()
+    policies = [stack_experts(cluster.make_policy(seed)) for seed in (1, 2, 3, 4)]
+    layouts = [target.layout() for target in cluster.targets]
+    wire = choose_wire(as_source(policies[0]).scan()[0], layouts, config)
+
+    def make():
+        sender = Sender(wire, config, CPU)
+        for buffer in sender._buffers:
+            buffer.zero_()  # nobody writes what is between tensors
+        return sender
+
+    sender = make()
+    for policy, is_stream in zip(policies, (True, False, True, False), strict=True):
+        source = as_source(lambda policy=policy: iter(policy.items())) if is_stream else as_source(policy)
+        sent, expected = Sent(), Sent()
+        sender.send(source, sent, "refit")
+        make().send(as_source(policy), expected, "refit")
+        assert sent.sent == expected.sent
 
 
 class Experts:
