@@ -28,6 +28,12 @@ class Announcement:
     unfit: dict[str, str] = field(default_factory=dict)
     """KV scales that are none, and why."""
 
+    def depends_on_values(self, config: RefitConfig) -> bool:
+        """Whether another source of the same names, shapes and dtypes may say something else."""
+        return config.validate_values == "strict" or any(
+            meta.dtype is FP8_DTYPE or is_kv_scale(name) for name, meta in self.metadata.items()
+        )
+
 
 def announce(source: Source, config: RefitConfig) -> Announcement | None:
     """Judge a source; None if nothing can be known before it is read.

@@ -4,14 +4,16 @@ import contextlib
 import uuid
 from collections.abc import Awaitable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from fp8refit.announcement import announce
+from fp8refit.announcement import Announcement, announce
 from fp8refit.caught import Caught
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import InvalidSourceError, RefitError, TransportError
+from fp8refit.guard import LayoutGuard
 from fp8refit.layout import EngineLayout
 from fp8refit.receiver import digest_of
 from fp8refit.report import RankReport
@@ -74,6 +76,19 @@ class Audience(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Heard:
+    """What a source said of itself."""
+
+    said: Announcement
+    config: RefitConfig
+    guard: LayoutGuard
+
+    def is_of(self, source: MappingSource, config: RefitConfig) -> bool:
+        """Whether another one says the same."""
+        return self.config == config and self.guard.holds(source.sent_names, source.sent)
+
+
 class Broadcast:
     """Joins engines, announces policies to them, and sends.
 
@@ -91,7 +106,8 @@ class Broadcast:
         self._sections = Sections()
         self._chosen: tuple[dict[str, TensorMeta], RefitConfig, list[EngineLayout], Wire] | None = None
         self._sender: Sender | None = None
-        self._offered: tuple[messages.Broadcast, str] | None = None
+        self._heard: _Heard | None = None
+        self._offered: tuple[Announcement, messages.Broadcast] | None = None
         self._known_digest = ""
         self._source: Source | None = None
         self._refit = ""
@@ -170,37 +186,52 @@ class Broadcast:
 
     async def _offer(self, source: Source, config: RefitConfig) -> messages.Broadcast:
         """Judge a source, and say what will come."""
-        said = announce(source, config)
-        if said is None:
-            raise InvalidSourceError(
-                ["source: is read once, and nothing says what will come, which a broadcast announces; pass a manifest"]
-            )
+        said = self._hear(source, config)
         device = _device_of(source)
         communicator = await self._join(config, device)
         metadata, layouts, sections = dict(said.metadata), await self._known_layouts(), self._sections
         if self._chosen is None or self._chosen[:3] != (metadata, config, layouts):
-            self._sender = None
+            self._sender = self._offered = None
             self._chosen = metadata, config, layouts, choose_wire(metadata, layouts, config, sections)
         wire = self._chosen[3]
         if self._sender is None or self._sender.device != device:
             self._sender = None
             self._sender = Sender(wire, config, device, num_sections=sections.num_sections)
-        offer = messages.Broadcast(
-            token="",
-            digest="",
-            tensors=wire.tensors,
-            sections=sections.of_rank,
-            bucket_bytes=config.bucket_bytes,
-            num_buckets=self._sender.num_buckets,
-            problems=tuple(said.problems),
-            odd_scales=said.odd_scales,
-            unfit=said.unfit,
-        )
-        if self._offered is None or self._offered[0] != offer:
-            self._offered = offer, digest_of(offer)
-        digest = self._offered[1]
-        known = {"tensors": None} if digest == self._known_digest else {}
-        return offer.model_copy(update={"token": communicator.meeting.token, "digest": digest, **known})
+        if self._offered is None or self._offered[0] != said:
+            offer = messages.Broadcast(
+                token="",
+                digest="",
+                tensors=wire.tensors,
+                sections=sections.of_rank,
+                bucket_bytes=config.bucket_bytes,
+                num_buckets=self._sender.num_buckets,
+                problems=tuple(said.problems),
+                odd_scales=said.odd_scales,
+                unfit=said.unfit,
+            )
+            self._offered = said, offer.model_copy(update={"digest": digest_of(offer)})
+        offer = self._offered[1]
+        known = {"tensors": None} if offer.digest == self._known_digest else {}
+        return offer.model_copy(update={"token": communicator.meeting.token, **known})
+
+    def _hear(self, source: Source, config: RefitConfig) -> Announcement:
+        """What a source says of itself. One that is laid out as the last, of which no value was asked, says the same.
+
+        Raises:
+            InvalidSourceError: Nothing.
+        """
+        heard, self._heard = self._heard, None
+        if heard is not None and isinstance(source, MappingSource) and heard.is_of(source, config):
+            self._heard = heard
+            return heard.said
+        said = announce(source, config)
+        if said is None:
+            raise InvalidSourceError(
+                ["source: is read once, and nothing says what will come, which a broadcast announces; pass a manifest"]
+            )
+        if isinstance(source, MappingSource) and not said.problems and not said.depends_on_values(config):
+            self._heard = _Heard(said=said, config=config, guard=LayoutGuard(source.sent_names, source.sent))
+        return said
 
     def leave(self, *, why: str = "the trainer left") -> None:
         """Leave the group, as after any failure. The next refit joins anew and announces anew."""
@@ -212,7 +243,7 @@ class Broadcast:
     def close(self) -> None:
         """Give everything back."""
         self.leave()
-        self._sender = self._chosen = None
+        self._sender = self._chosen = self._heard = self._offered = None
 
     async def _join(self, config: RefitConfig, device: torch.device) -> Communicator:
         communicator = self._communicator

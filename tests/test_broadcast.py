@@ -17,6 +17,7 @@ from fp8refit import (
     Refitter,
     TransportError,
 )
+from fp8refit import broadcast as broadcast_module
 from fp8refit import receiver as receiver_module
 from fp8refit import sender as sender_module
 from fp8refit.remote import RemoteRanks
@@ -298,6 +299,31 @@ def test_the_second_refit_announces_and_joins_nothing(open_remote):
     assert not report.is_first
     assert [tensor.data_ptr() for tensor in ranks._sender._buffers] == held
     assert {key: table.table for key, table in ranks._sender._tables.items()} == tables
+
+
+def test_a_source_that_is_laid_out_as_the_last_is_not_judged_again(open_remote, monkeypatch):
+    remote = open_remote()
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    announce = broadcast_module.announce
+    monkeypatch.setattr(broadcast_module, "announce", None)
+    policy = remote.cluster.make_policy(2)
+    remote.refitter.refit(policy)
+    remote.cluster.assert_holds(policy, version=2)
+    monkeypatch.setattr(broadcast_module, "announce", announce)
+    with pytest.raises(InvalidSourceError, match="missing"):
+        remote.refitter.refit({name: policy[name] for name in policy if name != NORM})
+    heals(remote)
+
+
+def test_scales_that_come_with_the_weights_are_judged_every_time(open_remote):
+    remote = open_remote()
+    policy = remote.cluster.make_policy(1)
+    remote.refitter.refit(prequantize(policy, O_PROJ, ScaleFormat.UE8M0))
+    before = remote.cluster.live_bytes()
+    with pytest.raises(InvalidSourceError, match=rf"{O_PROJ}_scale_inv: holds scales that are no powers of two"):
+        remote.refitter.refit(prequantize(policy, O_PROJ, ScaleFormat.FP32))
+    assert remote.cluster.live_bytes() == before
+    heals(remote)
 
 
 def test_wrong_names_are_told_before_a_byte_is_written(open_remote):
