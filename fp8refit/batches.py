@@ -7,7 +7,6 @@ undoes. Every rank of the mesh makes the same batches and gathers them in the sa
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -20,6 +19,7 @@ from torch.distributed import ProcessGroup
 from fp8refit.errors import RankFailedError
 from fp8refit.pieces import row_ranges
 from fp8refit.shards import Part, ShardLayout
+from fp8refit.transport.group import wait_for
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -401,7 +401,7 @@ def _broadcast(rows: Tensor, owner: int, group: ProcessGroup) -> Any:
 def _wait(works: Sequence[Any], timeout_s: float) -> None:
     try:
         for work in works:
-            work.wait(timedelta(seconds=timeout_s))
+            wait_for(work, timeout_s)
     except RuntimeError as error:
         raise _lost(error) from error
 

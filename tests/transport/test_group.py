@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from fp8refit.transport.group import _HEADER_BYTES, _SMALL_BYTES
+from fp8refit.transport.group import _HEADER_BYTES, _SMALL_BYTES, wait_for
 from tests.transport import other_rank
 from tests.transport.other_rank import digest
 
@@ -83,3 +84,26 @@ def test_a_rank_that_dies_is_not_waited_for(ranks):
     assert silence is None
     assert answer["seconds"] < 10
     assert "or one of them died" in answer["error"]
+
+
+class SlowLook:
+    """An operation of NCCL's: its own wait looks once, and then after a long while."""
+
+    def __init__(self, num_looks):
+        self.num_looks = num_looks
+
+    def is_completed(self):
+        self.num_looks -= 1
+        return self.num_looks < 0
+
+    def wait(self, timeout):
+        if self.num_looks >= 0:
+            raise RuntimeError(f"took longer than {timeout.total_seconds()} s")
+
+
+def test_an_operation_is_looked_at_more_often_than_it_looks_itself():
+    start_s = time.monotonic()
+    wait_for(SlowLook(20), 60.0)
+    assert time.monotonic() - start_s < 1
+    with pytest.raises(RuntimeError, match=r"took longer than 0\.001 s"):
+        wait_for(SlowLook(1_000_000), 0.05)
