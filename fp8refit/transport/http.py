@@ -7,14 +7,20 @@ import http.client
 import ipaddress
 import json
 import os
+import socket
+import ssl
 import urllib.error
 import urllib.request
+from functools import cached_property
 from http import HTTPStatus
 from typing import Any, ClassVar
 
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.transport.line import Line
 from fp8refit.transport.orders import API_KEY_VARIABLE, MAX_BYTES, TOKEN_VARIABLE
+
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+"""A peer that is silent for 10 s is asked every 5 s, four times, whether it is there; what was sent has to arrive in 30 s."""
 
 
 class Server(Line):
@@ -38,7 +44,7 @@ class Server(Line):
         super().__init__(
             f"the server at {self.url}", token=os.environ.get(TOKEN_VARIABLE, "") if token is None else token
         )
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects(), _Http(), _Https())
         self._headers = {"Content-Type": "application/json"}
         api_key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
         if api_key:
@@ -91,6 +97,36 @@ class Server(Line):
         raise UnsupportedEngineError(
             f"{self.url} answered more than {MAX_BYTES} bytes to {route}, which is none of ours"
         )
+
+
+class _Connection(http.client.HTTPConnection):
+    """Is broken soon after the other host or the network went away, however long an order may take."""
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if hasattr(socket, name):  # not on every system
+                self.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class _SecureConnection(_Connection, http.client.HTTPSConnection):
+    """The same, over TLS."""
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, request)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    @cached_property
+    def trusted(self) -> ssl.SSLContext:
+        """Read once: a refit is several orders."""
+        return ssl.create_default_context()
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_SecureConnection, request, context=self.trusted)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

@@ -1,5 +1,6 @@
 """The driver's end of a line to a server: what an HTTP server may answer, and what comes of it."""
 
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -134,6 +135,22 @@ def test_one_who_says_nothing_is_a_lost_engine(listen):
     with pytest.raises(EngineLostError, match=r"cannot be reached .*timed out"):
         PlainServer(url).post(Hello(), timeout_s=0.05)
     done.set()
+
+
+def test_a_host_that_goes_away_breaks_the_connection_long_before_an_order_is_late(listen, monkeypatch):
+    connect, asked_after = http._Connection.connect, []
+
+    def look(connection):
+        connect(connection)
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        asked_after.append([connection.sock.getsockopt(socket.IPPROTO_TCP, name) for name in names])
+        assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+    monkeypatch.setattr(http._Connection, "connect", look)
+    url, _ = listen(saying(GOOD))
+    post(url)
+    ((idle_s, interval_s, count),) = asked_after
+    assert idle_s + interval_s * count <= 30
 
 
 @pytest.mark.parametrize(
