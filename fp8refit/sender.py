@@ -5,6 +5,7 @@ every later refit. Peak memory beyond the trainer's own: the two buffers, and wh
 stream one piece.
 """
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from fp8refit.fill import scale_problem
 from fp8refit.kernels import Task, WorkTable, compile_table
 from fp8refit.kernels.table import SourceLayout, source_layout
 from fp8refit.reader import Arrival, Arrived, Reader
+from fp8refit.report import PhaseClock
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat, dtype_name
 from fp8refit.sources import Source
 from fp8refit.transport.buckets import Placement, WireTensor, lay_out
@@ -30,6 +32,8 @@ from fp8refit.transport.header import Status, write_header
 from fp8refit.transport.links import Transfer
 from fp8refit.vote import ErrorRecord
 from fp8refit.wire import Wire
+
+logger = logging.getLogger(__name__)
 
 NUM_VOTES = 3
 """For how many votes of the engines the trainer waits at the end: on what is written, and on KV scales."""
@@ -120,27 +124,31 @@ class Sender:
         """
         self.was_told = False
         timeout_s = self._config.timeout_s
-        reader = Reader(source, self._wire, self.device)
+        reader, clock = Reader(source, self._wire, self.device), PhaseClock()
         travelling: list[Transfer | None] = [None, None]
         bad: set[str] = set()
         error: BaseException | None = None
         for ordinal, bucket in enumerate(self._buckets):
             portions, previous = bucket.portions(self._buffers[ordinal % 2]), travelling[ordinal % 2]
             if previous is not None:
-                communicator.wait(previous, timeout_s=timeout_s)
-            with Caught() as failed:
+                with clock.phase("wait"):
+                    communicator.wait(previous, timeout_s=timeout_s)
+            with clock.phase("pack"), Caught() as failed:
                 bad |= self._pack(ordinal, portions, reader)
             error, failed.error = failed.error, None
             if error is not None:
                 communicator.tell(refit, ErrorRecord.of(error).model_dump_json())
             status = Status.WEIGHTS if error is None else Status.NOTHING
-            travelling[ordinal % 2] = self._begin(communicator, portions, ordinal, status)
+            with clock.phase("begin"):
+                travelling[ordinal % 2] = self._begin(communicator, portions, ordinal, status)
             if error is not None:
                 self._end(communicator, ordinal + 1)
                 break
-        for transfer in travelling:
-            if transfer is not None:
-                communicator.wait(transfer, timeout_s=timeout_s)
+        with clock.phase("wait"):
+            for transfer in travelling:
+                if transfer is not None:
+                    communicator.wait(transfer, timeout_s=timeout_s)
+        logger.debug("sent %d buckets in %s s", len(self._buckets), clock.phases_s)
         if error is None:
             with Caught() as unfit:
                 reader.finish()
