@@ -7,9 +7,11 @@ form kinds of their own, for which the kernel is told so.
 """
 
 import contextlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -136,7 +138,7 @@ class TritonTable:
 
     def _capture(self, *, check: bool, write: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = _capture_stream(self._device, threading.get_ident())
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             # Not `torch.cuda.graph`, which gives all cached memory back first. Other threads go on as they like.
@@ -168,6 +170,14 @@ class TritonTable:
 
     def release(self) -> None:
         """See `WorkTable`: a table holds addresses only."""
+
+
+@lru_cache(maxsize=16)
+def _capture_stream(device: torch.device, thread: int) -> torch.cuda.Stream:
+    """What a thread captures on. A capture takes in whatever others launch on its stream, and torch hands out 32 in turn: with
+    one for each capture, each that a trainer or an engine has would be met soon.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _rows_of(index: int, task: Task) -> list[tuple[Kind, dict[str, int], int]]:
