@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fp8refit.errors import RefitError, TransportError
 from fp8refit.transport.buckets import MAX_SECTIONS
-from fp8refit.transport.links import GlooLink, Link, NcclLink, Seat, Transfer, abort_all
+from fp8refit.transport.links import GlooLink, Link, NcclLink, Seat, Transfer, abort_all, broadcast_all
 from fp8refit.vote import ErrorRecord
 
 Backend: TypeAlias = Literal["nccl", "gloo"]
@@ -187,14 +187,11 @@ class Communicator:
             TransportError: A member is gone, or gave up.
         """
         links, deadline_s = self._require_links(), time.monotonic() + timeout_s
-        transfers = []
+        parts = [(links[section], part) for section, part in ((None, buffer), *sorted(sections.items()))]
         with _Failing(self):
-            for section, part in ((None, buffer), *sorted(sections.items())):
-                link = links[section]
-                link.broadcast(part, timeout_s)
-                self._poll(link.is_settled, deadline_s)
-                transfers.append(link.transfer())
-        return Transfer.of(transfers)
+            broadcast_all(parts, timeout_s)
+            self._poll(lambda: all(link.is_settled() for link, _ in parts), deadline_s)
+            return Transfer.of([link.transfer() for link, _ in parts])
 
     def wait(self, transfer: Transfer, *, timeout_s: float) -> None:
         """Wait until a broadcast is over, on the device too.

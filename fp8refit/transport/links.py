@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, Store, Work
 
 from fp8refit.errors import TransportError
-from fp8refit.transport.nccl import NcclCommunicator, abort_together, terms, unique_id
+from fp8refit.transport.nccl import NcclCommunicator, abort_together, launched_together, terms, unique_id
 
 _OUTLIVE_S = 0.1
 
@@ -192,6 +193,18 @@ class GlooLink:
         # A group that goes while something is under way stops the whole process until that has timed out: a thread keeps it.
         if not all(work.is_completed() for work in self._works):
             threading.Thread(target=_outlive, args=(self._group, self._works), daemon=True).start()
+
+
+def broadcast_all(parts: Sequence[tuple[Link, Tensor]], timeout_s: float) -> None:
+    """Begin a broadcast on each of several links of one member, which follow one another on its GPU.
+
+    Raises:
+        TransportError: NCCL refuses.
+    """
+    is_one_launch = len(parts) > 1 and all(isinstance(link, NcclLink) for link, _ in parts)
+    with launched_together() if is_one_launch else nullcontext():
+        for link, part in parts:
+            link.broadcast(part, timeout_s)
 
 
 def abort_all(links: Sequence[Link]) -> None:

@@ -9,7 +9,8 @@ The library is the one that torch has loaded.
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -190,6 +191,21 @@ class NcclCommunicator:
         """Be used no more, and give the handle to whoever aborts it; none if that was done."""
         handle, self._handle = self._handle, ctypes.c_void_p()
         return handle
+
+
+@contextmanager
+def launched_together() -> Iterator[None]:
+    """Calls on several communicators inside are launched in their order, by one thread of NCCL's and not by one for each.
+
+    Raises:
+        TransportError: NCCL refuses.
+    """
+    _check("ncclGroupStart", _library().ncclGroupStart())
+    try:
+        yield
+    finally:
+        code = _library().ncclGroupEnd()
+    _check("ncclGroupEnd", code)
 
 
 def abort_together(communicators: Sequence[NcclCommunicator]) -> None:

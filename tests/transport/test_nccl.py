@@ -10,6 +10,7 @@ import torch
 
 from fp8refit.errors import TransportError
 from fp8refit.transport import nccl
+from fp8refit.transport.links import NcclLink, broadcast_all
 from fp8refit.transport.nccl import NcclCommunicator, abort_together
 
 DEVICE = torch.device("cpu")
@@ -38,8 +39,13 @@ class Library:
     def ncclGetErrorString(self, code):
         return f"error {code}".encode()
 
+    def ncclBroadcast(self, source, target, num_bytes, kind, root, handle, stream):
+        self.calls.append(f"broadcast {num_bytes} from {root} on {handle.value:#x}")
+        return self.state
+
     def ncclGroupStart(self):
         self.calls.append("start")
+        return 0
 
     def ncclCommAbort(self, handle):
         self.calls.append(f"abort {handle.value:#x}")
@@ -47,6 +53,7 @@ class Library:
     def ncclGroupEnd(self):
         self.calls.append("end")
         self.others_left.wait(5)
+        return 7
 
 
 @pytest.fixture
@@ -58,7 +65,18 @@ def library(monkeypatch):
 
 
 def make(rank=1):
-    return NcclCommunicator(b"abc".ljust(128, b"\0"), rank=rank, size=2, device=DEVICE, stream=object())
+    return NcclCommunicator(b"abc".ljust(128, b"\0"), rank=rank, size=2, device=DEVICE, stream=Stream())
+
+
+class Stream:
+    cuda_stream = 0x5
+
+
+def link():
+    """A link that is connected."""
+    link = NcclLink.__new__(NcclLink)
+    link.communicator = make()
+    return link
 
 
 def test_a_communicator_is_made_without_blocking(library):
@@ -74,6 +92,22 @@ def test_a_communicator_is_made_without_blocking(library):
     library.state = 6
     with pytest.raises(TransportError, match="error 6"):
         communicator.is_settled()
+
+
+def test_broadcasts_to_all_and_to_a_section_are_one_launch_in_their_order(library):
+    links = [link(), link()]
+    library.calls.clear()
+    broadcast_all([(links[0], torch.empty(7, dtype=torch.uint8))], 5.0)
+    assert library.calls == ["broadcast 7 from 0 on 0x10"]
+    library.calls.clear()
+    parts = [(each, torch.empty(size, dtype=torch.uint8)) for each, size in zip(links, (3, 4), strict=True)]
+    broadcast_all(parts, 5.0)
+    assert library.calls == ["start", "broadcast 3 from 0 on 0x10", "broadcast 4 from 0 on 0x20", "end"]
+    library.calls.clear()
+    library.state = 5
+    with pytest.raises(TransportError, match="error 5"):
+        broadcast_all(parts, 5.0)
+    assert library.calls == ["start", "broadcast 3 from 0 on 0x10", "end"], "or nothing would be launched any more"
 
 
 def test_all_communicators_of_a_rank_are_aborted_as_one_group(library):
