@@ -63,9 +63,11 @@ class Reader:
         return self._held is not None
 
     def held(self, name: str) -> Arrival:
-        """One tensor of a source that `holds_all`."""
+        """One tensor of a source that `holds_all`. What was asked for last, and goes on in the next bucket, is not copied again."""
         assert self._held is not None, "a stream is read in its order"
-        return Arrival(name=name, first_row=0, values=self._held[name].detach().to(self._device))
+        if self._last is None or self._last.name != name:
+            self._last = Arrival(name=name, first_row=0, values=self._held[name].detach().to(self._device))
+        return self._last
 
     def batches(self, runs: Iterable[Run]) -> Iterator[Sequence[Arrived]]:
         """All runs together if every tensor is there; else what each arrival holds of them.
@@ -118,9 +120,7 @@ class Reader:
 
     def _arrival_with(self, name: str, row: int) -> Arrival:
         if self._held is not None:
-            if self._last is None or self._last.name != name:
-                self._last = self.held(name)
-            return self._last
+            return self.held(name)
         while not self._has(name, row):
             self._last = None
             arrival = next(self._arrivals, None)

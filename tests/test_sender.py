@@ -93,6 +93,23 @@ def test_a_bucket_of_many_experts_is_packed_by_its_tensors_and_not_by_its_runs(m
     sender.send(as_source(policy), NoCommunicator(), "refit")
 
 
+def test_a_tensor_of_several_buckets_is_brought_to_the_device_once(monkeypatch):
+    policy, config = {"w": torch.ones(3000, 1000)}, RefitConfig(bucket_bytes=1 << 20)
+    sender = Sender(choose_wire(as_source(policy).scan()[0], [], config), config, CPU)
+    assert sender.num_buckets > 5
+    brought, original = [], torch.Tensor.to
+
+    def to(tensor, wanted):
+        if wanted == CPU:
+            brought.append(tuple(tensor.shape))
+        return original(tensor, wanted)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    for count in (1, 2):
+        sender.send(as_source(policy), NoCommunicator(), "refit")
+        assert brought == [(3000, 1000)] * count
+
+
 class Sent(NoCommunicator):
     """Keeps the bytes."""
 
