@@ -63,7 +63,7 @@ class Reader:
         return self._held is not None
 
     def held(self, name: str) -> Arrival:
-        """One tensor of a source that `holds_all`. What was asked for last, and goes on in the next bucket, is not copied again."""
+        """One tensor of a source that `holds_all`. The last one, which may go on in another bucket, is not copied again."""
         assert self._held is not None, "a stream is read in its order"
         if self._last is None or self._last.name != name:
             self._last = Arrival(name=name, first_row=0, values=self._held[name].detach().to(self._device))
