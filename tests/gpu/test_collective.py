@@ -3,12 +3,15 @@
 Takes half a minute and needs no engine: the first thing to run where a broadcast is new.
 """
 
+import os
+
 import pytest
 import torch
 
 from tests.gpu import collective_ranks
 from tests.trainer_ranks import TrainerRanks
 
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # for the processes of the ranks, as in the scripts here
 BACKEND = "nccl"
 pytestmark = [
     pytest.mark.gpu,

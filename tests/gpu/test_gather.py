@@ -1,5 +1,7 @@
 """Sharded state dicts on two GPUs, over NCCL: what `tests/test_gather.py` holds over gloo."""
 
+import os
+
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -7,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 from tests import sharded
 from tests.trainer_ranks import TrainerRanks
 
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # for the processes of the ranks, as in the scripts here
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
