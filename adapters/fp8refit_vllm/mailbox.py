@@ -3,15 +3,11 @@
 vLLM's `update_weights` takes a message to every rank and brings nothing back. Answers are text; nothing is pickled.
 """
 
-import os
-import secrets
-import socket
-from datetime import timedelta
-
 from pydantic import BaseModel, ConfigDict, Field
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import Store
 
 from fp8refit.errors import TransportError
+from fp8refit.transport.store import find_store, open_store
 
 _PART_BYTES = 4 << 20
 """The store takes no value of more than 8 MiB; a large engine's layout is more."""
@@ -48,21 +44,8 @@ class Mailbox:
         Raises:
             TransportError: The address is none of this host's, or taken.
         """
-        timeout = timedelta(seconds=timeout_s)
-        try:
-            family, _, _, _, bound = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.create_server(bound[:2], family=family) as listener:
-                port = listener.getsockname()[1]
-                descriptor = os.dup(listener.fileno())
-                store = TCPStore(
-                    host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
-                )
-        except (OSError, RuntimeError) as error:
-            raise TransportError(
-                f"{host}:{port} cannot be listened at ({error}); name an address of this host and a port that is free"
-            ) from error
-        address = Address(token=secrets.token_hex(16), host=host, port=port)
-        return cls(address, PrefixStore(address.token, store))
+        store, token, port = open_store(host=host, port=port, timeout_s=timeout_s)
+        return cls(Address(token=token, host=host, port=port), store)
 
     @classmethod
     def find(cls, address: Address, *, timeout_s: float) -> "Mailbox":
@@ -71,15 +54,8 @@ class Mailbox:
         Raises:
             TransportError: It cannot be reached.
         """
-        timeout = timedelta(seconds=timeout_s)
-        try:
-            store = TCPStore(address.host, address.port, is_master=False, timeout=timeout, wait_for_workers=False)
-        except (OSError, RuntimeError) as error:
-            raise TransportError(
-                f"the trainer cannot be reached at {address.host}:{address.port} ({error}); give its "
-                "RefitConfig.collective a host that this engine's hosts can reach"
-            ) from error
-        return cls(address, PrefixStore(address.token, store))
+        found = find_store(host=address.host, port=address.port, token=address.token, timeout_s=timeout_s)
+        return cls(address, found)
 
     def leave(self, letter: str, rank: int, text: str) -> None:
         """Leave the answer of a rank to a letter.

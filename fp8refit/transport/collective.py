@@ -10,23 +10,20 @@ follow one another, first that to all and then those to sections in their order,
 
 import contextlib
 import math
-import os
-import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from types import MappingProxyType
 from typing import Annotated, Literal, Self, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from fp8refit.errors import RefitError, TransportError
 from fp8refit.transport.buckets import MAX_SECTIONS
 from fp8refit.transport.links import GlooLink, Link, NcclLink, Seat, Transfer, abort_all, broadcast_all
+from fp8refit.transport.store import find_store, open_store
 from fp8refit.vote import ErrorRecord
 
 Backend: TypeAlias = Literal["nccl", "gloo"]
@@ -103,26 +100,9 @@ class Communicator:
         Raises:
             TransportError: The address is none of this host's, or taken.
         """
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.create_server(address[:2], family=family) as listener:
-                port = listener.getsockname()[1]
-                store = TCPStore(
-                    host,
-                    port,
-                    is_master=True,
-                    timeout=timedelta(seconds=timeout_s),
-                    wait_for_workers=False,
-                    master_listen_fd=os.dup(listener.fileno()),
-                )
-        except (OSError, RuntimeError) as error:
-            raise TransportError(
-                f"{host}:{port} cannot be listened at ({error}); name an address of this host and a port that is free"
-            ) from error
-        meeting = Meeting(
-            token=secrets.token_hex(16), host=host, port=port, size=size, backend=backend, sections=sections
-        )
-        return cls(meeting, 0, PrefixStore(meeting.token, store))
+        store, token, port = open_store(host=host, port=port, timeout_s=timeout_s)
+        meeting = Meeting(token=token, host=host, port=port, size=size, backend=backend, sections=sections)
+        return cls(meeting, 0, store)
 
     @classmethod
     def find(cls, meeting: Meeting, rank: int, *, timeout_s: float) -> "Communicator":
@@ -131,20 +111,8 @@ class Communicator:
         Raises:
             TransportError: It cannot be reached.
         """
-        try:
-            store = TCPStore(
-                meeting.host,
-                meeting.port,
-                is_master=False,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-            )
-        except (OSError, RuntimeError) as error:
-            raise TransportError(
-                f"the trainer cannot be reached at {meeting.host}:{meeting.port} ({error}); give the trainer's config a host "
-                "that this engine's hosts can reach"
-            ) from error
-        return cls(meeting, rank, PrefixStore(meeting.token, store))
+        store = find_store(host=meeting.host, port=meeting.port, token=meeting.token, timeout_s=timeout_s)
+        return cls(meeting, rank, store)
 
     def join(self, device: torch.device, *, timeout_s: float) -> None:
         """Wait until every member is there, and connect with them.
