@@ -27,7 +27,7 @@ from tests.fake_ranks import (
     as_iterator,
 )
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 40.0
 BATCH = [[1, 2, 3], [4, 5]]
 CONFIG = RefitConfig(kv=KvConfig(margin=1.0), timeout_s=TIMEOUT_S)
 """A scale is the largest value over 448."""

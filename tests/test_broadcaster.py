@@ -38,7 +38,7 @@ from tests.fake_server import URL, Running, entry_point_of
 from tests.sharded_push import push_shards, push_stacks
 from tests.trainer_ranks import TrainerRanks
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 40.0
 
 
 class Replicas:

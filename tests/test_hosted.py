@@ -73,7 +73,7 @@ def test_a_model_in_the_process_of_its_host(transport, monkeypatch):
 def test_several_take_one_broadcast():
     replicas = [Hosted(), Hosted()]
     policy = replicas[0].cluster.make_policy(1)
-    with Broadcaster([HostedEngine(each.ask) for each in replicas], timeout_s=10) as broadcaster:
+    with Broadcaster([HostedEngine(each.ask) for each in replicas], timeout_s=40) as broadcaster:
         broadcaster.push(policy)
     for each in replicas:
         each.cluster.assert_holds(policy, version=1)
@@ -84,7 +84,7 @@ def test_one_that_is_busy_is_named_and_leaves_all_as_they_were():
     policy = replicas[0].cluster.make_policy(1)
     engines = [HostedEngine(each.ask, label=f"replica {place}") for place, each in enumerate(replicas)]
     replicas[1].client.is_busy = True
-    with Broadcaster(engines, timeout_s=10) as broadcaster:
+    with Broadcaster(engines, timeout_s=40) as broadcaster:
         with pytest.raises(EngineBusyError, match="2 requests are unfinished") as caught:
             broadcaster.push(policy)
         assert caught.value.__notes__ == ["from replica 1"]

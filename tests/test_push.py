@@ -139,7 +139,7 @@ def test_options_that_are_none_are_refused(options, said, running, checkpoint):
 
 
 def push_together(checkpoint, *options):
-    return push(checkpoint, "--to", URL, "--to", OTHER, "--transport", "collective", "--timeout-s", "10", *options)
+    return push(checkpoint, "--to", URL, "--to", OTHER, "--transport", "collective", "--timeout-s", "40", *options)
 
 
 def test_replicas_that_see_no_file_take_one_broadcast_together(running, replica, policy, checkpoint, monkeypatch):

@@ -133,7 +133,8 @@ class Communicator:
             except _TooLateError:
                 absent = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._has([key]))
                 raise TransportError(
-                    f"member(s) {absent} of {self.meeting.size} did not join within {timeout_s:g} s; 0 is the trainer"
+                    f"member(s) {absent or 'that came late'} of {self.meeting.size} did not join within {timeout_s:g} s; 0 is "
+                    "the trainer"
                 ) from None
             self._connect(None, device, deadline_s)
             for section in sorted(set(self.meeting.sections)):
@@ -233,7 +234,8 @@ class Communicator:
                 self._why = why
         links, self._links = self._links, {}
         with contextlib.suppress(RuntimeError):  # the store went with the trainer
-            self._store.set(_ABORTED, f"member {self.rank}: {self._why}")
+            # The first word stands: what follows from it says less.
+            self._store.compare_set(_ABORTED, "", f"member {self.rank}: {self._why}")
         abort_all(list(links.values()))
 
     def last_word(self) -> str:

@@ -9,6 +9,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fp8refit.errors import TransportError
 
+_LOOKUP_S = 15.0
+"""torch's client asks for the name of the address it goes to, and glibc waits 10 s for a name server that is silent."""
+
 
 def open_store(*, host: str, port: int, timeout_s: float) -> tuple[Store, str, int]:
     """Open a store, and give it with its token and its port.
@@ -29,7 +32,7 @@ def open_store(*, host: str, port: int, timeout_s: float) -> tuple[Store, str, i
                 host,
                 port,
                 is_master=True,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=max(timeout_s, _LOOKUP_S)),
                 wait_for_workers=False,
                 master_listen_fd=os.dup(listener.fileno()),
             )
@@ -37,6 +40,7 @@ def open_store(*, host: str, port: int, timeout_s: float) -> tuple[Store, str, i
         raise TransportError(
             f"{host}:{port} cannot be listened at ({error}); name an address of this host and a port that is free"
         ) from error
+    store.set_timeout(timedelta(seconds=timeout_s))
     token = secrets.token_hex(16)
     return PrefixStore(token, store), token, port
 
@@ -47,12 +51,15 @@ def find_store(*, host: str, port: int, token: str, timeout_s: float) -> Store:
     Raises:
         TransportError: It cannot be reached.
     """
-    timeout = timedelta(seconds=timeout_s)
     try:
+        # torch's client would try a port where nobody listens until its time is over.
+        socket.create_connection((host, port), timeout=timeout_s).close()
+        timeout = timedelta(seconds=max(timeout_s, _LOOKUP_S))
         store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     except (OSError, RuntimeError) as error:
         raise TransportError(
             f"the trainer cannot be reached at {host}:{port} ({error}); give the trainer's config a host that this engine's "
             "hosts can reach"
         ) from error
+    store.set_timeout(timedelta(seconds=timeout_s))
     return PrefixStore(token, store)

@@ -1,6 +1,7 @@
 """Members of a group that broadcasts: who comes, who goes, and that nobody waits for those who went."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -86,7 +87,7 @@ def test_who_gives_up_ends_the_wait_of_every_section():
     start_s = time.monotonic()
     threading.Timer(0.2, lambda: first.abort("no memory")).start()
     errors = together([lambda m=m: [exchange(m, (0, 1)) for _ in range(2)] for m in (trainer, second)])
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 15
     assert all(isinstance(error, TransportError) and "no memory" in str(error) for error in errors), errors
     assert not trainer.is_joined and not second.is_joined
     with pytest.raises(TransportError, match="has ended"):
@@ -107,7 +108,7 @@ def test_a_member_that_stops_ends_its_section_at_the_deadline():
             lambda: [exchange(second, (0, 1), timeout_s=1.0) for _ in range(2)],
         ]
     )
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 15
     assert [type(error) for error in errors] == [TransportError, type(None), TransportError]
 
 
@@ -161,9 +162,26 @@ def test_who_gives_up_ends_the_wait_of_all_others():
     start_s = time.monotonic()
     threading.Timer(0.2, lambda: trainer.abort("no more weights")).start()
     errors = together([lambda m=m: receive(m, 0) for m in (first, second)])
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 15
     assert all("no more weights" in str(error) for error in errors)
     assert not first.is_joined
+
+
+def test_what_is_said_after_the_first_word_does_not_hide_it():
+    trainer, first, second = group(3)
+    trainer.abort("no more weights")
+    first.abort("Connection closed by peer")
+    assert "no more weights" in second.last_word()
+
+
+def test_a_port_where_nobody_listens_is_named_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    meeting = Meeting(token="1" * 32, host="127.0.0.1", port=port, size=2, backend="gloo")
+    start_s = time.monotonic()
+    with pytest.raises(TransportError, match=f"127.0.0.1:{port}"):
+        Communicator.find(meeting, 1, timeout_s=60.0)
+    assert time.monotonic() - start_s < 10
 
 
 def test_a_member_that_does_not_answer_ends_at_the_deadline():
@@ -193,7 +211,7 @@ def test_a_trainer_that_is_killed_ends_the_wait_of_all_others():
         threading.Timer(0.2, process.kill).start()
         start_s = time.monotonic()
         errors = together([lambda m=m: receive(m, 0) for m in members])
-        assert time.monotonic() - start_s < 5
+        assert time.monotonic() - start_s < 15
         assert [type(error) for error in errors] == [TransportError] * 2
     finally:
         process.kill()
