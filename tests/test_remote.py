@@ -202,7 +202,7 @@ def test_closing_unmaps_everything_and_keeps_version_and_plan_of_the_engine(clus
     remote = refitted(cluster)
     assert len(mapped_segments() - before) == 1
     remote.refitter.close()
-    assert mapped_segments() == before
+    assert not mapped_segments() - before
     assert remote.refitter.version == 1
     assert_heals(remote)
     remote.refitter.close()
@@ -618,7 +618,8 @@ def test_a_tensor_larger_than_the_bucket_comes_in_runs_of_rows(dtype, make_argum
         name for name, tensor in policy.items() if tensor.nbytes > 1 << 20
     }
     remote.refitter.close()
-    assert (mapped_segments(), len(os.listdir("/proc/self/fd"))) == (before, num_descriptors)
+    assert not mapped_segments() - before
+    assert len(os.listdir("/proc/self/fd")) <= num_descriptors
 
 
 @pytest.mark.parametrize("make_arguments", IN_PARTS)
@@ -741,7 +742,10 @@ def test_nothing_grows_over_twenty_refits(make_arguments, remote, cluster, tmp_p
         remote.refitter.refit(**make_arguments(cluster.make_policy(1), tmp_path))
         if number in (4, 21):
             held.append((mapped_segments(), len(os.listdir("/proc/self/fd"))))
-    assert held[0] == held[1]
+    (segments, num_descriptors), (segments_later, num_descriptors_later) = held
+    assert not segments_later - segments
+    # Threads of earlier tests may still let go of some.
+    assert num_descriptors_later <= num_descriptors
 
 
 @pytest.mark.parametrize("validate", ["fused", "strict"])

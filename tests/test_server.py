@@ -419,7 +419,7 @@ def test_a_bucket_that_was_replaced_is_unmapped(server, model):
     do(server, messages.Finish(refit="a"))
     assert_holds(model, policy)
     do(server, messages.Close())
-    assert mapped_segments() == before
+    assert not mapped_segments() - before
 
 
 def test_a_bucket_that_is_gone_is_an_error_and_the_next_refit_heals(server, model, bucket, tmp_path):
@@ -553,7 +553,10 @@ def test_nothing_grows_over_twenty_refits(server, model, bucket):
         assert do(server, messages.Finish(refit=f"{number}")).version == number
         if number in (2, 20):
             held.append((mapped_segments(), len(os.listdir("/proc/self/fd"))))
-    assert held[0] == held[1]
+    (segments, num_descriptors), (segments_later, num_descriptors_later) = held
+    assert not segments_later - segments
+    # Threads of earlier tests may still let go of some.
+    assert num_descriptors_later <= num_descriptors
 
 
 def test_requests_hold_no_tensor_and_nothing_but_json():

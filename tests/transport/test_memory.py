@@ -126,7 +126,7 @@ def test_it_is_no_file_and_leaves_no_descriptor(other):
         assert not is_mapped_here(segment)
         del tensor
         assert not is_mapped_here(bucket.segment)
-    assert num_descriptors() == before
+    assert num_descriptors() <= before
 
 
 def test_only_what_is_kept_stays_mapped(other, importer):
