@@ -35,7 +35,7 @@ _SLOWEST_POLL_S = 2e-3
 """After that it looks often while a bucket travels, and less often the longer it takes."""
 _STORE_POLL_S = 0.2
 """How often a wait asks the store whether somebody gave up, or is gone."""
-_ABORTED = "aborted"
+_ABORTED, _END_OF_WORD = "aborted", "\0"
 _NO_SECTIONS: Mapping[int, Tensor] = MappingProxyType({})
 
 
@@ -234,15 +234,17 @@ class Communicator:
                 self._why = why
         links, self._links = self._links, {}
         with contextlib.suppress(RuntimeError):  # the store went with the trainer
-            # The first word stands: what follows from it says less.
-            self._store.compare_set(_ABORTED, "", f"member {self.rank}: {self._why}")
+            # After those of others, which it may follow from; and without an answer, as the trainer may be silent.
+            self._store.append(_ABORTED, f"member {self.rank}: {self._why}{_END_OF_WORD}")  # type: ignore[attr-defined]
         abort_all(list(links.values()))
 
-    def last_word(self) -> str:
-        """What the first member said that left the group, or nothing."""
-        with contextlib.suppress(RuntimeError):  # the store went with the trainer
-            return self._store.get(_ABORTED).decode() if self._has([_ABORTED]) else ""
-        return ""
+    def first_word(self) -> str:
+        """What the first member said that left the group, or nothing.
+
+        Raises:
+            RuntimeError: The store went with the trainer.
+        """
+        return self._store.get(_ABORTED).decode().partition(_END_OF_WORD)[0] if self._has([_ABORTED]) else ""
 
     @property
     def is_joined(self) -> bool:
@@ -292,8 +294,8 @@ class Communicator:
             if now_s > deadline_s:
                 raise _TooLateError("it takes too long, or a member stopped")
             if now_s > next_look_s:
-                if self._has([_ABORTED]):
-                    raise TransportError(self._store.get(_ABORTED).decode())
+                if said := self.first_word():
+                    raise TransportError(said)
                 next_look_s = now_s + _STORE_POLL_S
             if now_s < start_s + _SPIN_S:
                 time.sleep(0)  # lets other threads go on
@@ -322,8 +324,12 @@ class _Failing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is None:
             return
-        # A connection may break before the word of the member that left it is looked for.
-        said = self._communicator.last_word() if isinstance(error, RuntimeError) else ""
+        said = ""
+        if isinstance(
+            error, RuntimeError
+        ):  # a connection may break before the word of the member that left it is looked for
+            with contextlib.suppress(RuntimeError):
+                said = self._communicator.first_word()
         self._communicator.abort(
             f"{type(error).__name__}: {error}" if not isinstance(error, RefitError) else str(error)
         )

@@ -1,6 +1,7 @@
 """Members of a group that broadcasts: who comes, who goes, and that nobody waits for those who went."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -171,7 +172,7 @@ def test_what_is_said_after_the_first_word_does_not_hide_it():
     trainer, first, second = group(3)
     trainer.abort("no more weights")
     first.abort("Connection closed by peer")
-    assert "no more weights" in second.last_word()
+    assert "no more weights" in second.first_word()
 
 
 def test_a_port_where_nobody_listens_is_named_at_once():
@@ -192,7 +193,9 @@ def test_a_member_that_does_not_answer_ends_at_the_deadline():
         receive(members[1], 0)
 
 
-def test_a_trainer_that_is_killed_ends_the_wait_of_all_others():
+@pytest.fixture
+def trainer_elsewhere():
+    """A trainer in a process of its own that has sent once, and its two members here."""
     root = Path(__file__).parents[2]
     process = subprocess.Popen(
         [sys.executable, "-c", TRAINER],
@@ -208,11 +211,26 @@ def test_a_trainer_that_is_killed_ends_the_wait_of_all_others():
         together([lambda m=m: m.join(CPU, timeout_s=20.0) for m in members])
         assert together([lambda m=m: receive(m, 0) for m in members]) == [[7]] * 2
         assert process.stdout.readline() == "sent\n"
-        threading.Timer(0.2, process.kill).start()
-        start_s = time.monotonic()
-        errors = together([lambda m=m: receive(m, 0) for m in members])
-        assert time.monotonic() - start_s < 15
-        assert [type(error) for error in errors] == [TransportError] * 2
+        yield process, members
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_trainer_that_is_killed_ends_the_wait_of_all_others(trainer_elsewhere):
+    process, members = trainer_elsewhere
+    threading.Timer(0.2, process.kill).start()
+    start_s = time.monotonic()
+    errors = together([lambda m=m: receive(m, 0) for m in members])
+    assert time.monotonic() - start_s < 15
+    assert [type(error) for error in errors] == [TransportError] * 2
+
+
+def test_a_trainer_that_is_silent_is_left_without_its_answer(trainer_elsewhere):
+    process, members = trainer_elsewhere
+    process.send_signal(signal.SIGSTOP)
+    threading.Timer(10.0, process.kill).start()
+    start_s = time.monotonic()
+    for member in members:
+        member.abort()
+    assert time.monotonic() - start_s < 5
