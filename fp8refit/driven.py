@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fp8refit.config import RefitConfig
+from fp8refit.control import ControlPlane
 from fp8refit.engine import Ranks
 
 
-class Driver(Protocol):
+class Driver(ControlPlane, Protocol):
     """Drives one engine. The members mean what they mean in `fp8refit.engine.Engine`."""
 
     @property
@@ -17,30 +18,6 @@ class Driver(Protocol):
 
     async def check_ready(self) -> None:
         """Refuse to begin."""
-        ...
-
-    async def pause(self, config: RefitConfig) -> int:
-        """Keep requests from the engine."""
-        ...
-
-    async def resume(self) -> None:
-        """Let them go on."""
-        ...
-
-    async def refuse(self, reason: str) -> None:
-        """Refuse them."""
-        ...
-
-    async def flush_caches(self) -> None:
-        """Drop what was computed under the old policy."""
-        ...
-
-    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Token ids of prompts."""
-        ...
-
-    async def publish_version(self, version: int) -> None:
-        """Show a version on outputs."""
         ...
 
 

@@ -14,6 +14,7 @@ LAYERS = [
     "names",
     "layers",
     "config",
+    "control",
     "caught",
     "calibration",
     "admission",

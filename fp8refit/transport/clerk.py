@@ -16,7 +16,7 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from fp8refit._version import __version__
-from fp8refit.config import RefitConfig
+from fp8refit.control import ControlPlane
 from fp8refit.errors import EngineBusyError, RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.transport import messages, orders
 from fp8refit.transport.orders import Answer, AnyOrder, Caller, OrderRequest, Place
@@ -29,32 +29,8 @@ SILENCE_S = 60.0
 _HEALED = "the next refit that succeeds heals it"
 
 
-class Controls(Protocol):
-    """What a clerk does with its engine. The methods mean what they mean in `fp8refit.engine.Engine`."""
-
-    async def pause(self, config: RefitConfig) -> int:
-        """Keep requests from the engine."""
-        ...
-
-    async def resume(self) -> None:
-        """Let them go on."""
-        ...
-
-    async def refuse(self, reason: str) -> None:
-        """Refuse them."""
-        ...
-
-    async def flush_caches(self) -> None:
-        """Drop what was computed under the old policy."""
-        ...
-
-    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Token ids of prompts."""
-        ...
-
-    async def publish_version(self, version: int) -> None:
-        """Show a version on outputs."""
-        ...
+class Controls(ControlPlane, Protocol):
+    """What a clerk does with its engine."""
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         """Give a message to every rank; their answers."""

@@ -4,6 +4,7 @@ import os
 import secrets
 import socket
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -28,19 +29,12 @@ def open_store(*, host: str, port: int, timeout_s: float) -> tuple[Store, str, i
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.create_server(address[:2], family=family) as listener:
             port = listener.getsockname()[1]
-            store = TCPStore(
-                host,
-                port,
-                is_master=True,
-                timeout=timedelta(seconds=max(timeout_s, _LOOKUP_S)),
-                wait_for_workers=False,
-                master_listen_fd=os.dup(listener.fileno()),
-            )
+            descriptor = os.dup(listener.fileno())
+            store = _tcp_store(host, port, timeout_s, is_master=True, master_listen_fd=descriptor)
     except (OSError, RuntimeError) as error:
         raise TransportError(
             f"{host}:{port} cannot be listened at ({error}); name an address of this host and a port that is free"
         ) from error
-    store.set_timeout(timedelta(seconds=timeout_s))
     token = secrets.token_hex(16)
     return PrefixStore(token, store), token, port
 
@@ -54,12 +48,17 @@ def find_store(*, host: str, port: int, token: str, timeout_s: float) -> Store:
     try:
         # torch's client would try a port where nobody listens until its time is over.
         socket.create_connection((host, port), timeout=timeout_s).close()
-        timeout = timedelta(seconds=max(timeout_s, _LOOKUP_S))
-        store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        store = _tcp_store(host, port, timeout_s, is_master=False)
     except (OSError, RuntimeError) as error:
         raise TransportError(
             f"the trainer cannot be reached at {host}:{port} ({error}); give the trainer's config a host that this engine's "
             "hosts can reach"
         ) from error
-    store.set_timeout(timedelta(seconds=timeout_s))
     return PrefixStore(token, store)
+
+
+def _tcp_store(host: str, port: int, timeout_s: float, **options: Any) -> TCPStore:
+    timeout = timedelta(seconds=max(timeout_s, _LOOKUP_S))
+    store = TCPStore(host, port, timeout=timeout, wait_for_workers=False, **options)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
