@@ -22,6 +22,7 @@ from refits import bad_policy, refused
 from typer.testing import CliRunner
 
 from fp8refit import Refitter, cli
+from tests.serving import option, read_answer
 
 START_S = 90
 LONG = SAMPLING | {"max_new_tokens": 200}
@@ -133,7 +134,7 @@ class Server:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         options = settings(model) | {"port": port, "skip_server_warmup": True}
-        arguments = [_option(name, value) for name, value in options.items()]
+        arguments = [option(name, value) for name, value in options.items()]
         command = [sys.executable, "-m", "sglang.launch_server", *(part for pair in arguments for part in pair)]
         self._process = subprocess.Popen(command)
 
@@ -175,19 +176,6 @@ class Server:
         request = urllib.request.Request(self.url + route, data=json.dumps(body).encode(), headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, _read(response.read())
+                return response.status, read_answer(response.read())
         except urllib.error.HTTPError as error:
-            return error.code, _read(error.read())
-
-
-def _read(answer: bytes) -> Any:
-    try:
-        return json.loads(answer)
-    except ValueError:
-        return answer.decode()
-
-
-def _option(name: str, value: Any) -> list[str]:
-    """As the command line takes it."""
-    flag = "--" + name.replace("_", "-")
-    return [flag] if value is True else [flag, str(value)]
+            return error.code, read_answer(error.read())

@@ -12,6 +12,7 @@ import os
 
 import pytest
 
+from tests.tiny_models import save_model
 from tests.vllm.layout_runs import LayoutRuns
 from tests.vllm.processes import HERE, Starter, run_python, run_scenario
 
@@ -65,6 +66,21 @@ def run_engine(starter, tmp_path_factory):
     def run(name, **arguments):
         (found,) = run_scenario(starter, name, arguments, folder, timeout_s=TIMEOUT_S).drivers
         return found
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_ranks(starter, tmp_path_factory):
+    """Run one scenario of two ranks, each in a process of its own beside the driver's, and give what the driver found."""
+
+    def run(name, family):
+        folder = tmp_path_factory.mktemp("ranks")
+        save_model(family, 2, folder / f"{family}-bf16")
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        outcome = run_scenario(starter, name, {"work": folder}, folder, timeout_s=100, environment=environment)
+        assert outcome.left == []
+        return outcome.drivers[0]
 
     return run
 

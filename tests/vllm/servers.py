@@ -20,6 +20,8 @@ import psutil
 from engines import CONFIG, PROMPTS, make_policy, settings
 from processes import free_port
 
+from tests.serving import option, read_answer
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FAMILY = "qwen3"
 KEY, TOKEN = "a key", "a token"
@@ -85,7 +87,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         asked = settings(model) | {"port": self.port, "host": "127.0.0.1", "api_key": KEY, "load_format": "dummy"}
         asked |= {"hf_overrides": json.dumps({"quantization_config": CONFIG}), "served_model_name": FAMILY} | options
-        arguments = [part for name, value in asked.items() for part in _option(name, value)]
+        arguments = [part for name, value in asked.items() for part in option(name, value)]
         self._may_start = FORK.Event()
         if not is_held:
             self.release()
@@ -143,9 +145,9 @@ class Server:
         data = None if body is None else body.encode()
         try:
             with urllib.request.urlopen(urllib.request.Request(self.url + route, data, headers), timeout=60) as said:
-                return {"status": said.status, "body": _read(said.read())}
+                return {"status": said.status, "body": read_answer(said.read())}
         except urllib.error.HTTPError as error:
-            return {"status": error.code, "body": _read(error.read())}
+            return {"status": error.code, "body": read_answer(error.read())}
         except OSError:
             return {"status": 0}
 
@@ -160,16 +162,3 @@ def _serve(may_start: Any, arguments: list[str]) -> None:
     }
     sys.argv = ["vllm", *arguments]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
-
-
-def _read(answer: bytes) -> Any:
-    try:
-        return json.loads(answer)
-    except ValueError:
-        return answer.decode()
-
-
-def _option(name: str, value: Any) -> list[str]:
-    """As the command line takes it."""
-    flag = "--" + name.replace("_", "-")
-    return [flag] if value is True else [flag, str(value)]

@@ -2,21 +2,13 @@
 
 import pytest
 
-from tests.tiny_models import save_model
-from tests.vllm.processes import run_scenario
-
 FAMILY, DOWN_PROJ, TIMEOUT_S = "qwen2_wide", "model.layers.1.mlp.down_proj.weight", 20
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
 
 
 @pytest.fixture(scope="module")
-def found(starter, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("broadcast")
-    save_model(FAMILY, 2, folder / f"{FAMILY}-bf16")
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    outcome = run_scenario(starter, "broadcast", {"work": folder}, folder, timeout_s=100, environment=environment)
-    assert outcome.left == []
-    return outcome.drivers[0]
+def found(run_ranks):
+    return run_ranks("broadcast", FAMILY)
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])

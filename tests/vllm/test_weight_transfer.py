@@ -4,22 +4,14 @@ import signal
 
 import pytest
 
-from tests.tiny_models import save_model
-from tests.vllm.processes import run_scenario
-
 FAMILY, DOWN_PROJ = "qwen2_wide", "model.layers.1.mlp.down_proj.weight"
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
 
 
 @pytest.fixture(scope="module")
-def found(starter, tmp_path_factory):
+def found(run_ranks):
     """What two ranks in processes of their own hold and say."""
-    folder = tmp_path_factory.mktemp("transfer")
-    save_model(FAMILY, 2, folder / f"{FAMILY}-bf16")
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    outcome = run_scenario(starter, "weight transfer", {"work": folder}, folder, timeout_s=100, environment=environment)
-    assert outcome.left == []
-    return outcome.drivers[0]
+    return run_ranks("weight transfer", FAMILY)
 
 
 @pytest.fixture(scope="module")
