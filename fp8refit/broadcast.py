@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from fp8refit.announcement import Announcement, announce
 from fp8refit.caught import Caught
@@ -296,7 +297,8 @@ class Broadcast:
 def _device_of(source: Source) -> torch.device:
     """Where a source is quantized: on the GPU that its tensors are on, or on the current one."""
     if isinstance(source, MappingSource):
-        found = next((tensor.device for tensor in source.tensors.values() if tensor.is_cuda), None)
+        # As they were sent: those of a source that is recognised are not looked at one by one.
+        found = next((value.device for value in source.sent if isinstance(value, Tensor) and value.is_cuda), None)
         if found is not None:
             return found
     if torch.cuda.is_available():

@@ -51,22 +51,22 @@ class Reader:
     """
 
     def __init__(self, source: Source, wire: Wire, device: torch.device) -> None:
-        self._wire, self._device = wire, device
-        self._held = source.tensors if isinstance(source, MappingSource) else None
-        self._arrivals = iter(()) if self._held is not None else self._stream(source)
+        self._wire, self._device, self._source = wire, device, source
+        self._arrivals = iter(()) if self.holds_all else self._stream(source)
         self._last: Arrival | None = None
         self._read = "", 0
 
     @property
     def holds_all(self) -> bool:
         """Whether every tensor is there at any time."""
-        return self._held is not None
+        return isinstance(self._source, MappingSource)
 
     def held(self, name: str) -> Arrival:
         """One tensor of a source that `holds_all`. The last one, which may go on in another bucket, is not copied again."""
-        assert self._held is not None, "a stream is read in its order"
+        assert isinstance(self._source, MappingSource), "a stream is read in its order"
         if self._last is None or self._last.name != name:
-            self._last = Arrival(name=name, first_row=0, values=self._held[name].detach().to(self._device))
+            values = self._source.tensors[name].detach().to(self._device)
+            self._last = Arrival(name=name, first_row=0, values=values)
         return self._last
 
     def batches(self, runs: Iterable[Run]) -> Iterator[Sequence[Arrived]]:
@@ -81,7 +81,7 @@ class Reader:
             row, end = run.first_row, run.first_row + run.num_rows
             while row < end:
                 wanted = row if origin.expert is None else origin.expert
-                if batch and self._held is None and not self._has(origin.name, wanted):
+                if batch and not self.holds_all and not self._has(origin.name, wanted):
                     yield batch
                     batch = []
                 arrival = self._arrival_with(origin.name, wanted)
@@ -119,7 +119,7 @@ class Reader:
         return self._last is not None and self._last.name == name and self._last.end_row > row
 
     def _arrival_with(self, name: str, row: int) -> Arrival:
-        if self._held is not None:
+        if self.holds_all:
             return self.held(name)
         while not self._has(name, row):
             self._last = None

@@ -97,23 +97,28 @@ class ReceivedFill:
                 f"this rank is not sent all that it holds of {absent[0]} and of {len(absent) - 1} other tensor(s): the engine "
                 "is not what it was when it joined; refit again"
             )
-        self._bad: set[str] = set()
+        self._unread: list[tuple[WorkTable, list[str]]] = []
+        """What was launched, and what each of its tasks reads: whether it was flagged was not asked yet."""
         self.num_filled = 0
 
     def begin(self) -> None:
-        """Nothing has arrived yet."""
-        self._bad, self.num_filled = set(), 0
+        """Nothing has arrived yet. What an earlier refit flagged, and nobody asked for, is forgotten."""
+        self.bad_sources()
+        self.num_filled = 0
 
     def fill(self) -> None:
-        """Write what the next bucket holds, and wait until its buffer may be received into again."""
+        """Write what the next bucket holds, on the current stream: what comes after it there may overwrite the bucket."""
         table = self._tables[self.num_filled]
         table.launch(check=self.config.validate_values != "off")
-        self._bad |= {self._names[self.num_filled][index] for index in table.bad_tasks()}
+        self._unread.append((table, self._names[self.num_filled]))
         self.num_filled += 1
 
     def bad_sources(self) -> list[str]:
-        """The tensors that were flagged, as the trainer calls them: also those that overflow in this engine's dtype alone."""
-        return sorted(self._bad - {""})
+        """Wait for all that was written, and name the tensors that were flagged, as the trainer calls them: also those that
+        overflow in this engine's dtype alone.
+        """
+        unread, self._unread = self._unread, []
+        return sorted({names[index] for table, names in unread for index in table.bad_tasks()} - {""})
 
     @property
     def is_complete(self) -> bool:

@@ -7,7 +7,7 @@ stream one piece.
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -20,15 +20,16 @@ from fp8refit.caught import Caught
 from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError, StagingMemoryError
 from fp8refit.fill import scale_problem
+from fp8refit.guard import LayoutGuard
 from fp8refit.kernels import Task, WorkTable, compile_table
 from fp8refit.kernels.table import SourceLayout, source_layout
 from fp8refit.reader import Arrival, Arrived, Reader
 from fp8refit.report import PhaseClock
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat, dtype_name
-from fp8refit.sources import Source
+from fp8refit.sources import MappingSource, Source
 from fp8refit.transport.buckets import Placement, WireTensor, lay_out
 from fp8refit.transport.collective import Communicator
-from fp8refit.transport.header import Status, write_header
+from fp8refit.transport.header import Headers, Status
 from fp8refit.transport.links import Transfer
 from fp8refit.vote import ErrorRecord
 from fp8refit.wire import Wire
@@ -49,6 +50,19 @@ class _Table:
     """What each task reads."""
     is_whole: bool
     """Whether it brings all of its bucket to its place."""
+    bad: set[str] | None = None
+    """What was found to hold NaN or Inf, once that was asked."""
+
+    def bad_names(self) -> set[str]:
+        """Wait until it is done, and name the tensors in which it met NaN or Inf."""
+        if self.bad is None:
+            self.bad = {self.names[index] for index in self.table.bad_tasks()}
+        return self.bad
+
+    @property
+    def sources(self) -> list[str]:
+        """The tensors that it reads, each once."""
+        return [name for name, _, _ in self.reads]
 
     def point_at(self, arrivals: Sequence[Arrival]) -> bool:
         """Be about these; False if it was compiled for others."""
@@ -61,6 +75,28 @@ _Read: TypeAlias = tuple[str, int, SourceLayout]
 
 def _reads(arrivals: Sequence[Arrival]) -> list[_Read]:
     return [(arrival.name, arrival.first_row, source_layout(arrival.values)) for arrival in arrivals]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Layout:
+    """How a source was laid out to which every table was pointed."""
+
+    guard: LayoutGuard
+    names: list[str]
+    """Checkpoint names of its tensors, in the order in which they were sent."""
+
+    @classmethod
+    def of(cls, source: Source, device: torch.device) -> "_Layout | None":
+        """Of a source whose tensors are all on `device`."""
+        if not isinstance(source, MappingSource) or any(tensor.device != device for tensor in source.tensors.values()):
+            return None
+        return cls(guard=LayoutGuard(source.sent_names, source.sent), names=list(source.tensors))
+
+    def tensors(self, source: Source) -> dict[str, Tensor] | None:
+        """The tensors of another source that is laid out so, not looked at one by one; None if it is not."""
+        if not isinstance(source, MappingSource) or not self.guard.holds(source.sent_names, source.sent):
+            return None
+        return dict(zip(self.names, source.sent, strict=True))
 
 
 class Sender:
@@ -81,8 +117,10 @@ class Sender:
         self._config, self.device = config, device
         self._buckets = lay_out(wire.tensors, config.bucket_bytes, num_sections)
         self._tables: dict[tuple[int, int], _Table] = {}
+        self._layout: _Layout | None = None
         self.was_told = False
         """Whether the ranks know how the last send ended, or will."""
+        self._headers = Headers(len(self._buckets), device)
         num_bytes = max((bucket.num_bytes for bucket in self._buckets), default=0)
         try:
             self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -125,8 +163,11 @@ class Sender:
         self.was_told = False
         timeout_s = self._config.timeout_s
         reader, clock = Reader(source, self._wire, self.device), PhaseClock()
+        known = self._layout.tensors(source) if self._layout is not None else None
+        if known is None:
+            self._layout = None
         travelling: list[Transfer | None] = [None, None]
-        bad: set[str] = set()
+        packed: list[_Table] = []
         error: BaseException | None = None
         for ordinal, bucket in enumerate(self._buckets):
             portions, previous = bucket.portions(self._buffers[ordinal % 2]), travelling[ordinal % 2]
@@ -134,7 +175,7 @@ class Sender:
                 with clock.phase("wait"):
                     communicator.wait(previous, timeout_s=timeout_s)
             with clock.phase("pack"), Caught() as failed:
-                bad |= self._pack(ordinal, portions, reader)
+                packed += self._pack(ordinal, portions, reader, known)
             error, failed.error = failed.error, None
             if error is not None:
                 communicator.tell(refit, ErrorRecord.of(error).model_dump_json())
@@ -152,16 +193,16 @@ class Sender:
         if error is None:
             with Caught() as unfit:
                 reader.finish()
-                _refuse(bad)
+                _refuse({name for table in packed for name in table.bad_names()})
             error, unfit.error = unfit.error, None
+        if error is None and self._layout is None:
+            self._layout = _Layout.of(source, self.device)
         self.was_told = True
         communicator.agree(error, timeout_s=NUM_VOTES * timeout_s)
 
     def _begin(self, communicator: Communicator, portions: Sequence[Tensor], ordinal: int, status: Status) -> Transfer:
         shared, *of_sections = portions
-        write_header(shared, ordinal, status)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        self._headers.write(shared, ordinal, status)
         sections = {section: portion for section, portion in enumerate(of_sections) if portion.numel()}
         return communicator.broadcast(shared, sections=sections, timeout_s=self._config.timeout_s)
 
@@ -173,23 +214,28 @@ class Sender:
             transfer = self._begin(communicator, bucket.portions(buffer), ordinal, Status.NOTHING)
             communicator.wait(transfer, timeout_s=self._config.timeout_s)
 
-    def _pack(self, ordinal: int, portions: Sequence[Tensor], reader: Reader) -> set[str]:
-        """Fill one bucket, and name the tensors that hold NaN or Inf."""
-        launched = self._repeat(ordinal, reader)
+    def _pack(
+        self, ordinal: int, portions: Sequence[Tensor], reader: Reader, known: Mapping[str, Tensor] | None
+    ) -> list[_Table]:
+        """Fill one bucket, on the current stream, and give what does so: what it flags is known once it is done."""
+        launched = self._repeat(ordinal, reader, known)
         if not launched:
             batches = reader.batches(self._buckets[ordinal].runs)
             # Nothing of a stream is held here while the next piece of it is read.
             launch = partial(self._launch, ordinal, portions, is_whole=reader.holds_all)
             launched = list(map(launch, count(), batches))
-        return {table.names[index] for table in launched for index in table.table.bad_tasks()}
+        return launched
 
-    def _repeat(self, ordinal: int, reader: Reader) -> list[_Table]:
+    def _repeat(self, ordinal: int, reader: Reader, known: Mapping[str, Tensor] | None) -> list[_Table]:
         """Fill one bucket as the last time, at a cost of its tensors and not of its runs; nothing if that cannot be."""
-        known = self._tables.get((ordinal, 0))
-        if known is None or not (known.is_whole and reader.holds_all):
+        table = self._tables.get((ordinal, 0))
+        if table is None or not (table.is_whole and reader.holds_all):
             return []
-        arrivals = [reader.held(name) for name, _, _ in known.reads]
-        return [self._run(known)] if known.point_at(arrivals) else []
+        if known is not None:
+            is_ready = table.table.refresh([known[name] for name in table.sources])
+        else:
+            is_ready = table.point_at([reader.held(name) for name in table.sources])
+        return [self._run(table)] if is_ready else []
 
     def _launch(
         self, ordinal: int, portions: Sequence[Tensor], place: int, batch: Sequence[Arrived], *, is_whole: bool
@@ -203,7 +249,10 @@ class Sender:
         return self._run(table)
 
     def _run(self, table: _Table) -> _Table:
+        table.bad = None
         table.table.launch(check=self._config.validate_values != "off")
+        if not table.is_whole:
+            table.bad_names()  # what a stream gives may be overwritten as soon as the next piece of it is read
         table.table.release()
         return table
 

@@ -194,7 +194,9 @@ class Target:
                 torch.cuda.current_stream().synchronize()
 
     def fill(self) -> None:
-        """Write the next bucket of a `ReceivedSource`, which has arrived. Its buffer may be overwritten when this returns."""
+        """Write the next bucket of a `ReceivedSource`, which has arrived, on the current stream: what comes after it there may
+        overwrite the bucket.
+        """
         write = self._write
         assert write is not None and write.job.received is not None, "fill() follows begin()"
         with self._writing():

@@ -8,13 +8,14 @@ import torch
 
 import fp8refit.sender
 from fp8refit.config import RefitConfig
+from fp8refit.errors import NonFiniteError
 from fp8refit.kernels import triton_table
 from fp8refit.pieces import Piece
 from fp8refit.reader import Reader
 from fp8refit.sections import find_sections
 from fp8refit.sender import Sender
 from fp8refit.slots import TensorMeta
-from fp8refit.sources import as_source
+from fp8refit.sources import MappingSource, as_source
 from fp8refit.transport.links import Transfer
 from fp8refit.wire import choose_wire
 from tests.fake_ranks import Cluster, stack_experts
@@ -105,8 +106,8 @@ def test_a_tensor_of_several_buckets_is_brought_to_the_device_once(monkeypatch):
         return original(tensor, wanted)
 
     monkeypatch.setattr(torch.Tensor, "to", to)
-    for count in (1, 2):
-        sender.send(as_source(policy), NoCommunicator(), "refit")
+    for count, values in enumerate((policy["w"], policy["w"].t().contiguous().t()), 1):
+        sender.send(as_source({"w": values}), NoCommunicator(), "refit")
         assert brought == [(3000, 1000)] * count
 
 
@@ -116,6 +117,31 @@ class Sent(NoCommunicator):
     def broadcast(self, buffer, *, timeout_s, sections):
         self.sent += [bytes(buffer.numpy()), *(bytes(part.numpy()) for part in sections.values())]
         return Transfer(lambda: True)
+
+
+def test_a_policy_that_is_laid_out_as_the_last_is_not_looked_at_tensor_by_tensor(monkeypatch):
+    config, communicator = RefitConfig(bucket_bytes=1 << 20), Sent()
+    policies = [{name: torch.randn(600, 1024) for name in ("v", "w")} for _ in range(3)]
+    wire = choose_wire(as_source(policies[0]).scan()[0], [], config)
+
+    def sent_by(sender, policy):
+        communicator.sent = []
+        sender.send(as_source(policy), communicator, "refit")
+        return communicator.sent
+
+    expected = [sent_by(Sender(wire, config, CPU), policy) for policy in policies]
+    assert expected[0] != expected[1]
+    sender = Sender(wire, config, CPU)
+    assert sent_by(sender, policies[0]) == expected[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(MappingSource, "tensors", property(lambda source: pytest.fail("read one by one")))
+        assert sent_by(sender, policies[1]) == expected[1]
+    other = {name: values.t().contiguous().t() for name, values in policies[2].items()}
+    assert sent_by(sender, other) == expected[2]
+    policies[1]["v"][3, 5] = torch.nan
+    with pytest.raises(NonFiniteError, match="v"):
+        sent_by(sender, policies[1])
+    assert sent_by(sender, policies[0]) == expected[0]
 
 
 def test_tensors_that_are_there_and_streams_may_follow_each_other():

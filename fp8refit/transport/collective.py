@@ -147,8 +147,8 @@ class Communicator:
         """Begin to send the bytes of `buffer` from rank 0 to all others; every member calls this in the same order.
 
         Args:
-            buffer: uint8, contiguous, on the device that was joined with. What it holds is complete on that device, and it
-                is not touched before `wait` returned.
+            buffer: uint8, contiguous, on the device that was joined with. What the current stream does with it until now comes
+                first; it is not touched again before `wait` returned.
             timeout_s: Until the broadcast is under way.
             sections: What rank 0 sends to each section besides; others give a buffer for their own.
 

@@ -21,11 +21,27 @@ class Status(IntEnum):
     """The trainer failed, said why in the store, and sends no more weights."""
 
 
-@torch.inference_mode()
-def write_header(bucket: Tensor, ordinal: int, status: Status) -> None:
-    """Begin `bucket`, (N,) uint8 on any device."""
-    packed = _FIELDS.pack(_MAGIC, ordinal, status).ljust(HEADER_BYTES, b"\0")
-    bucket[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+class Headers:
+    """The headers of every bucket of a policy, on the device where the buckets are: copying one there waits for nothing.
+
+    Args:
+        num_buckets: How many there are.
+        device: Of the buckets.
+    """
+
+    def __init__(self, num_buckets: int, device: torch.device) -> None:
+        packed = [_pack(ordinal, status) for status in Status for ordinal in range(num_buckets)]
+        every = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8) if packed else torch.empty(0)
+        self._of_status = every.view(len(Status), num_buckets, HEADER_BYTES).to(device)
+
+    @torch.inference_mode()
+    def write(self, bucket: Tensor, ordinal: int, status: Status) -> None:
+        """Begin `bucket`, (N,) uint8, on the current stream."""
+        bucket[:HEADER_BYTES].copy_(self._of_status[list(Status).index(status), ordinal])
+
+
+def _pack(ordinal: int, status: Status) -> bytes:
+    return _FIELDS.pack(_MAGIC, ordinal, status).ljust(HEADER_BYTES, b"\0")
 
 
 def read_header(bucket: Tensor, ordinal: int) -> Status:

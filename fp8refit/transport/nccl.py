@@ -172,10 +172,12 @@ class NcclCommunicator:
         """Send the bytes of `buffer` from `root`, or receive them, after everything asked for before. Returns at once.
 
         Args:
-            buffer: uint8, contiguous, on this rank's GPU; complete there, and not touched before `event` has come.
+            buffer: uint8, contiguous, on this rank's GPU. What the current stream does with it until now comes first; it is
+                not touched again before `event` has come.
             root: Rank that sends.
         """
         with torch.cuda.device(self.device):
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
             address = buffer.data_ptr()
             stream = self.stream.cuda_stream
             code = _library().ncclBroadcast(address, address, buffer.numel(), _UINT8, root, self._handle, stream)

@@ -96,7 +96,8 @@ def alternate(rank: int, backend: str) -> tuple[list[int], float]:
 def give_up(rank: int, backend: str) -> tuple[str, float]:
     """The other gives up while the trainer's broadcasts to all, and to its section, are under way; the trainer's error."""
     member = joined(rank, backend, sections=(0,))
-    parts = [filled(rank, backend, 1, 64 << 20) for _ in range(2)]
+    # More than NCCL sends ahead of who receives: 4 MiB to each of its channels.
+    parts = [filled(rank, backend, 1, (1 << 30) if backend == "nccl" else 64 << 20) for _ in range(2)]
     member.wait(member.broadcast(parts[0], sections={0: parts[1]}, timeout_s=TIMEOUT_S), timeout_s=TIMEOUT_S)
     torch.distributed.barrier()
     if rank:

@@ -61,6 +61,7 @@ def library(monkeypatch):
     library = Library()
     monkeypatch.setattr(nccl, "_library", lambda: library)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "what packs")
     return library
 
 
@@ -69,7 +70,15 @@ def make(rank=1):
 
 
 class Stream:
+    """Remembers what it waits for."""
+
     cuda_stream = 0x5
+
+    def __init__(self):
+        self.waited_for = []
+
+    def wait_stream(self, stream):
+        self.waited_for.append(stream)
 
 
 def link():
@@ -99,6 +108,7 @@ def test_broadcasts_to_all_and_to_a_section_are_one_launch_in_their_order(librar
     library.calls.clear()
     broadcast_all([(links[0], torch.empty(7, dtype=torch.uint8))], 5.0)
     assert library.calls == ["broadcast 7 from 0 on 0x10"]
+    assert links[0].stream.waited_for == ["what packs"]
     library.calls.clear()
     parts = [(each, torch.empty(size, dtype=torch.uint8)) for each, size in zip(links, (3, 4), strict=True)]
     broadcast_all(parts, 5.0)
