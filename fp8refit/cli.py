@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import sys
 from collections import Counter
@@ -271,6 +272,12 @@ def bench_rollout(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each sequence is continued by.")] = 256,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each case.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of weights and prompts.")] = 0,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="What to boot engines with, as max_num_batched_tokens=8192, in JSON; again for each."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time rollouts with BF16 weights, FP8 weights, and an FP8 KV cache under calibrated scales."""
@@ -288,6 +295,7 @@ def bench_rollout(
             num_new_tokens=new_tokens,
             repeats=repeats,
             seed=seed,
+            engine_arguments=dict(map(_read_argument, arguments or ())),
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -323,6 +331,23 @@ def _read_shapes(text: str) -> tuple[tuple[int, int], ...]:
         return tuple((rows, cols) for rows, cols in pairs)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is no list of matrices, such as 4096x4096,1536x2048") from error
+
+
+def _read_argument(text: str) -> tuple[str, Any]:
+    """Name and value, out of `name=JSON`.
+
+    Raises:
+        typer.BadParameter: It is none.
+    """
+    name, found, value = text.partition("=")
+    try:
+        if not found or not name.isidentifier():
+            raise ValueError("no name=value")
+        return name, json.loads(value)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{text!r} is no argument with a value in JSON, such as block_size=32 ({error})"
+        ) from error
 
 
 def _write_json(model: BaseModel) -> None:

@@ -1,7 +1,7 @@
 """SGLang in the benchmark of rollouts, as it is booted for one: with CUDA graphs."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,16 @@ _RESERVED_TOKENS = 8
 class SglangRollout:
     """See `fp8refit.bench.rollout.RolloutEngine`."""
 
-    def __init__(self, model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        tp: int,
+        precision: Precision,
+        max_length: int,
+        max_batch: int,
+        arguments: Mapping[str, object],
+    ) -> None:
         import sglang
 
         is_fp8 = precision is not Precision.BF16
@@ -39,6 +48,7 @@ class SglangRollout:
                 "max_total_tokens": 8192,
                 "disable_cuda_graph": True,
             }
+        self.settings |= arguments
         self.candidate = sglang.Engine(model_path=str(model), **self.settings)
         self.num_kv_tokens = int(self.candidate.get_server_info()["max_total_num_tokens"])
 
@@ -52,13 +62,17 @@ class SglangRollout:
         self.candidate.shutdown()
 
 
-def boot(model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int) -> SglangRollout:
+def boot(
+    model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int, arguments: Mapping[str, object]
+) -> SglangRollout:
     """An engine of noise.
 
     Raises:
         UnsupportedEngineError: SGLang is not installed.
     """
     try:
-        return SglangRollout(model, tp=tp, precision=precision, max_length=max_length, max_batch=max_batch)
+        return SglangRollout(
+            model, tp=tp, precision=precision, max_length=max_length, max_batch=max_batch, arguments=arguments
+        )
     except ImportError as error:
         raise UnsupportedEngineError(f"SGLang is not installed ({error}); pip install 'fp8refit[sglang]'") from error

@@ -1,6 +1,6 @@
 """The embedded engine in the benchmark of rollouts: no engine that anybody would roll out with, but the whole path."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -39,16 +39,20 @@ class TransformersRollout:
         del self.candidate
 
 
-def boot(model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int) -> TransformersRollout:
+def boot(
+    model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int, arguments: Mapping[str, object]
+) -> TransformersRollout:
     """A model of random weights. A model takes sequences of any length and number.
 
     Raises:
-        UnsupportedEngineError: More than one rank was asked for.
+        UnsupportedEngineError: More than one rank was asked for, or something that only engines have.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if tp != 1:
         raise UnsupportedEngineError(f"transformers runs on one rank, not on {tp}; leave out --tp")
+    if arguments:
+        raise UnsupportedEngineError(f"transformers has no engine that takes {', '.join(arguments)}; leave out --set")
     network: nn.Module = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(model), dtype=torch.bfloat16
     ).eval()

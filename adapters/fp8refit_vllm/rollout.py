@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +16,16 @@ from fp8refit_vllm.worker import WorkerExtension
 class VllmRollout:
     """See `fp8refit.bench.rollout.RolloutEngine`. In processes of its own: what one held is free when the next one boots."""
 
-    def __init__(self, model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        tp: int,
+        precision: Precision,
+        max_length: int,
+        max_batch: int,
+        arguments: Mapping[str, object],
+    ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # the command line has a thread for its progress
         from vllm import LLM
@@ -35,6 +44,7 @@ class VllmRollout:
             self.settings["hf_overrides"] = {"quantization_config": block_fp8(model)}
         if torch.cuda.is_available():
             self.settings["gpu_memory_utilization"] = MEMORY_SHARE
+        self.settings |= arguments
         self.candidate = LLM(model=str(model), **self.settings)
         cache = self.candidate.llm_engine.vllm_config.cache_config
         self.num_kv_tokens = cache.num_gpu_blocks * cache.block_size
@@ -55,13 +65,17 @@ class VllmRollout:
             torch.cuda.empty_cache()
 
 
-def boot(model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int) -> VllmRollout:
+def boot(
+    model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int, arguments: Mapping[str, object]
+) -> VllmRollout:
     """An engine of noise.
 
     Raises:
         UnsupportedEngineError: vLLM is not installed.
     """
     try:
-        return VllmRollout(model, tp=tp, precision=precision, max_length=max_length, max_batch=max_batch)
+        return VllmRollout(
+            model, tp=tp, precision=precision, max_length=max_length, max_batch=max_batch, arguments=arguments
+        )
     except ImportError as error:
         raise UnsupportedEngineError(f"vLLM is not installed ({error}); pip install 'fp8refit[vllm]'") from error

@@ -1,12 +1,15 @@
 """What FP8 buys: tokens a second of rollouts with BF16 weights, FP8 weights, and FP8 weights over an FP8 KV cache."""
 
+import json
+import os
 import platform
+import shlex
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -71,6 +74,8 @@ class RolloutBenchConfig(BaseModel):
     num_new_tokens: int = Field(default=256, ge=1)
     repeats: int = Field(default=3, ge=1)
     seed: int = 0
+    engine_arguments: dict[str, Any] = {}
+    """What every engine is booted with besides, or in the place of what it is booted with here, by the engine's names."""
 
     @property
     def max_length(self) -> int:
@@ -120,6 +125,7 @@ def run_rollout_bench(
     Raises:
         UnsupportedEngineError: No such engine, shape or folder, or the engine cannot be refitted.
     """
+    environment = _environment_of(config.engine)
     cases = [(batch, length) for batch in config.batch_sizes for length in config.context_lengths]
     num_steps, done = len(config.precisions) * len(cases), 0
     found: dict[tuple[Precision, int, int], Percentiles] = {}
@@ -146,7 +152,7 @@ def run_rollout_bench(
     on_progress("done", num_steps, num_steps)
     return RolloutBenchResult(
         config=config,
-        command=_command_of(config),
+        command=_command_of(config, environment),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
         versions=versions,
         settings=settings,
@@ -166,7 +172,12 @@ def run_rollout_bench(
 
 def _open(config: RolloutBenchConfig, model: Path, precision: Precision) -> RolloutEngine:
     engine: RolloutEngine = adapter_module(config.engine, "rollout").boot(
-        model, tp=config.tp, precision=precision, max_length=config.max_length, max_batch=max(config.batch_sizes)
+        model,
+        tp=config.tp,
+        precision=precision,
+        max_length=config.max_length,
+        max_batch=max(config.batch_sizes),
+        arguments=config.engine_arguments,
     )
     return engine
 
@@ -206,9 +217,15 @@ def _ratio(rate: Percentiles, base: Percentiles | None) -> float | None:
     return None if base is None else rate.median / base.median
 
 
-def _command_of(config: RolloutBenchConfig) -> str:
-    """What measures it again."""
-    parts = ["fp8refit bench rollout", f"--engine {config.engine}", f"--model {config.model}", f"--tp {config.tp}"]
+def _environment_of(engine: str) -> dict[str, str]:
+    """The engine's own variables that are set, which choose its kernels too."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(f"{engine.upper()}_")}
+
+
+def _command_of(config: RolloutBenchConfig, environment: Mapping[str, str]) -> str:
+    """What measures it again, in a shell."""
+    parts = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    parts += ["fp8refit bench rollout", f"--engine {config.engine}", f"--model {config.model}", f"--tp {config.tp}"]
     lists: dict[str, Sequence[object]] = {
         "precisions": config.precisions,
         "batch-sizes": config.batch_sizes,
@@ -216,4 +233,6 @@ def _command_of(config: RolloutBenchConfig) -> str:
     }
     parts += [f"--{name} {','.join(map(str, values))}" for name, values in lists.items()]
     parts += [f"--new-tokens {config.num_new_tokens}", f"--repeats {config.repeats}", f"--seed {config.seed}"]
+    arguments = (f"{name}={json.dumps(value)}" for name, value in config.engine_arguments.items())
+    parts += [f"--set {shlex.quote(argument)}" for argument in arguments]
     return " ".join(parts)

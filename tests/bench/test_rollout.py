@@ -1,11 +1,13 @@
 import json
+import shlex
 
+import fp8refit_transformers.rollout
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from fp8refit import Refitter, UnsupportedEngineError
-from fp8refit.bench import Precision, RolloutBenchConfig, policies, run_rollout_bench, write_config
+from fp8refit.bench import Precision, RolloutBenchConfig, policies, rollout, run_rollout_bench, write_config
 from fp8refit.bench.engine import open_bench_engine
 from fp8refit.cli import app
 
@@ -38,7 +40,7 @@ def test_rates_are_held_against_bf16(result):
 
 
 def test_the_command_measures_the_same_again(result):
-    ran = CliRunner().invoke(app, [*result.command.split()[1:], "--json"])
+    ran = CliRunner().invoke(app, [*shlex.split(result.command)[1:], "--json"])
     assert ran.exit_code == 0, ran.output
     assert json.loads(ran.stdout)["config"] == json.loads(result.model_dump_json())["config"]
 
@@ -50,7 +52,49 @@ def test_the_table_has_a_row_for_each_case():
     assert "tokens/s" in ran.stdout and "fp8" in ran.stdout
 
 
-@pytest.mark.parametrize(("option", "value"), [("--precisions", "fp4"), ("--batch-sizes", "many")])
+@pytest.fixture
+def booted(monkeypatch):
+    """What the adapter was asked to boot engines with."""
+    asked = []
+
+    def boot(model, *, arguments, **_):
+        asked.append(arguments)
+        raise UnsupportedEngineError("seen")
+
+    monkeypatch.setattr(fp8refit_transformers.rollout, "boot", boot)
+    return asked
+
+
+def test_arguments_of_the_engine_are_its_own_and_part_of_the_command(booted, monkeypatch):
+    arguments = {"max_num_seqs": 3, "compilation_config": {"mode": 0, "sizes": [1, 2]}, "backend": "its own"}
+    given = [part for name, value in arguments.items() for part in ("--set", f"{name}={json.dumps(value)}")]
+    CliRunner().invoke(app, ["bench", "rollout", "--engine", "transformers", "--model", "tiny", *given])
+    assert booted == [arguments]
+    config = RolloutBenchConfig(**TINY, engine_arguments=arguments)
+    monkeypatch.setenv("TRANSFORMERS_KERNELS", "of one kind")
+    assert rollout._environment_of("transformers")["TRANSFORMERS_KERNELS"] == "of one kind"
+    command = rollout._command_of(config, {"TRANSFORMERS_KERNELS": "of one kind"})
+    first, program, *again = shlex.split(command)
+    assert (first, program) == ("TRANSFORMERS_KERNELS=of one kind", "fp8refit")
+    CliRunner().invoke(app, again)
+    assert booted[1:] == [arguments]
+
+
+def test_a_model_without_an_engine_takes_no_arguments():
+    with pytest.raises(UnsupportedEngineError, match="no engine that takes max_num_seqs; leave out --set"):
+        run_rollout_bench(RolloutBenchConfig(**TINY, engine_arguments={"max_num_seqs": 3}))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--precisions", "fp4"),
+        ("--batch-sizes", "many"),
+        ("--set", "max_num_seqs"),
+        ("--set", "a=b"),
+        ("--set", "a b=1"),
+    ],
+)
 def test_what_is_no_case_is_refused(option, value):
     ran = CliRunner().invoke(app, ["bench", "rollout", "--engine", "transformers", "--model", "tiny", option, value])
     assert ran.exit_code == 2
