@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 RESULT = RESULTS / "vllm_qwen3-8b_h200.json"
-LAYOUTS = RESULTS / "vllm_layouts_h200.json"
+LAYOUTS = ("vllm_layouts_h200.json", "vllm_layouts_4_external4_h200.json")
+"""Of one layout the later one counts."""
 SGLANG = RESULTS / "sglang_qwen3-8b_h200.json"
 KV = {"vLLM": "kv_vllm_{shape}_h200.json", "SGLang": "kv_sglang_{shape}_h200.json"}
 EXPERTS = "experts_*_h200.json"
@@ -27,7 +28,7 @@ def render() -> dict[str, str]:
     """The README's sections that are made from other files, as Markdown, by the name in their markers."""
     measured = (
         render_one(json.loads(RESULT.read_text())),
-        render_layouts(json.loads(LAYOUTS.read_text())),
+        render_layouts([json.loads((RESULTS / name).read_text()) for name in LAYOUTS]),
         render_sglang(json.loads(SGLANG.read_text())),
     )
     return {
@@ -88,18 +89,22 @@ def render_one(result: dict[str, Any]) -> str:
     )
 
 
-def render_layouts(result: dict[str, Any]) -> str:
+def render_layouts(results: list[dict[str, Any]]) -> str:
     """Engines whose ranks are in other processes, or have a driver each."""
     lines = []
-    for tp, found in result["tensor_parallel"].items():
+    tensor_parallel, launched = (
+        {tp: found for result in results for tp, found in result[kind].items()}
+        for kind in ("tensor_parallel", "external_launcher")
+    )
+    for tp, found in tensor_parallel.items():
         fifty, fill = found["fifty_refits"], found["fill_by_rank"][0]
         name = "one rank in another process" if tp == "1" else f"tensor parallel {tp} in other processes"
         filled = f"{fill['fill_device_ms_median']:.2f} ms, {fill['fill_over_roofline']:.2f} x copy"
         lines.append((name, found["equal_to_fresh_boot"], fifty["wall_ms_median"], fifty["host_ms_median"], filled))
-    for tp, ranks in result["external_launcher"].items():
+    for tp, ranks in launched.items():
         equal = {key: all(rank["equal_to_fresh_boot"] for rank in ranks) for key in EQUALITIES}
         wall_ms, host_ms = (max(rank[key] for rank in ranks) for key in ("wall_ms_median", "host_ms_median"))
-        filled = " and ".join(f"{rank['fill_over_roofline']:.2f}" for rank in ranks) + " x copy"
+        filled = ", ".join(f"{rank['fill_over_roofline']:.2f}" for rank in ranks) + " x copy"
         lines.append(
             (f"tensor parallel {tp}, `external_launcher`, weights on every GPU", equal, wall_ms, host_ms, filled)
         )
@@ -107,7 +112,8 @@ def render_layouts(result: dict[str, Any]) -> str:
         f"| {name} | {'equal' if is_equal(equal) else 'NOT equal'} | {wall_ms:.1f} ms | {host_ms:.1f} ms | {filled} |"
         for name, equal, wall_ms, host_ms, filled in lines
     )
-    served = result["served_qwen3-0.6b"]
+    served = results[0]["served_qwen3-0.6b"]
+    links = " and ".join(f"[`{name}`]({RESULTS.relative_to(ROOT)}/{name})" for name in LAYOUTS)
     return (
         "The same model with its ranks in other processes, BF16 weights on one GPU unless said otherwise, 50 refits between "
         "generations; medians of the whole call. Ranks on other GPUs read over NVLink, which is what the whole then waits "
@@ -116,7 +122,7 @@ def render_layouts(result: dict[str, Any]) -> str:
         f"| --- | --- | --- | --- | --- |\n{table}\n\n"
         f"`AsyncLLM`, Qwen3-0.6B shape, requests kept through {served['num_refits']} refits: {served['num_kept']} "
         f"interruptions, {served['num_requests_finished']} requests finished, {served['num_requests_unlike_asked']} cut short. "
-        f"From [`{LAYOUTS.relative_to(ROOT)}`]({LAYOUTS.relative_to(ROOT)}); "
+        f"From {links}; "
         "`python -m pytest tests/gpu/test_vllm_layouts.py` on four GPUs measures it again.\n"
     )
 
