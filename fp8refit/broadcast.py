@@ -63,9 +63,18 @@ class Audience(Protocol):
         ...
 
     async def prepare_offered(
-        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None
-    ) -> None:
-        """Let them judge what will come."""
+        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None, may_wait: bool
+    ) -> bool:
+        """Let them judge what will come; at once, or, if that may wait, when they are asked to take it.
+
+        Returns:
+            Whether it waits.
+        """
+        ...
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether the last `take` failed at what had waited for it: nothing was written."""
         ...
 
     async def take(self, version: int) -> Sequence[RankReport]:
@@ -90,6 +99,14 @@ class _Heard:
         return self.config == config and self.guard.holds(source.sent_names, source.sent)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Prepared:
+    """What is to be sent."""
+
+    source: Source
+    config: RefitConfig
+
+
 class Broadcast:
     """Joins engines, announces policies to them, and sends.
 
@@ -110,7 +127,7 @@ class Broadcast:
         self._heard: _Heard | None = None
         self._offered: tuple[Announcement, messages.Broadcast] | None = None
         self._known_digest = ""
-        self._source: Source | None = None
+        self._prepared: _Prepared | None = None
         self._refit = ""
 
     async def prepare(self, source: Source, config: RefitConfig, *, kv: KvOrder | None) -> None:
@@ -136,7 +153,7 @@ class Broadcast:
             if stale.error is not None:
                 raise stale.take()
         if failed.error is not None:
-            self._source, self._known_digest = None, ""
+            self._prepared, self._known_digest = None, ""
             await self._abandon()
             raise failed.take()
 
@@ -151,9 +168,21 @@ class Broadcast:
             RefitError: What a rank failed with. No engine has committed; every one is dirty.
             EngineLostError: An engine is lost. The others are dirty.
         """
-        source, self._source = self._source, None
+        prepared, self._prepared = self._prepared, None
+        assert prepared is not None, "write() follows prepare()"
+        with Caught() as failed:
+            return await self._send(prepared.source, version)
+        if isinstance(failed.error, TransportError) and any(audience.has_refused for audience in self._audiences):
+            # See `prepare`. The ranks judge once more when they are asked to take it, as caches are dropped between the two.
+            with Caught() as failed:
+                await self._prepare(prepared.source, prepared.config, None, is_again=True)
+                return await self._send(prepared.source, version)
+            await self._abandon()
+        raise failed.take()
+
+    async def _send(self, source: Source, version: int) -> list[Sequence[RankReport]]:
         sender, communicator = self._sender, self._communicator
-        assert source is not None and sender is not None and communicator is not None, "write() follows prepare()"
+        assert sender is not None and communicator is not None, "prepared"
         if sender.device.type == "cuda":
             torch.cuda.synchronize(sender.device)  # what the trainer computes has to be there before it is read
         sending = Sending(sender, source, communicator, self._refit)
@@ -170,16 +199,27 @@ class Broadcast:
         error = sending.end(refused.error, timeout_s=self._config.timeout_s)
         if error is not None:
             self.leave(why=str(error))
+            if sending.is_under_way:
+                self._sender = None  # with the buffers that it still uses
             raise error
         return reports
 
-    async def _prepare(self, source: Source, config: RefitConfig, kv: KvOrder | None) -> None:
+    async def _prepare(
+        self, source: Source, config: RefitConfig, kv: KvOrder | None, *, is_again: bool = False
+    ) -> None:
         offer = await self._offer(source, config)
         self._refit = uuid.uuid4().hex
-        await self._together(
-            [audience.prepare_offered(offer, config, refit=self._refit, kv=kv) for audience in self._audiences]
+        # One of several engines might write while another refuses, and a stream that was begun cannot be sent again.
+        is_alone = len(self._audiences) == 1 and isinstance(source, MappingSource) and kv is None
+        may_wait = is_alone and (offer.tensors is None or is_again)
+        waits = await self._together(
+            [
+                audience.prepare_offered(offer, config, refit=self._refit, kv=kv, may_wait=may_wait)
+                for audience in self._audiences
+            ]
         )
-        self._known_digest, self._source = offer.digest, source
+        assert all(waits) or not is_again, "what waited once waits again"
+        self._known_digest, self._prepared = offer.digest, _Prepared(source=source, config=config)
 
     async def _abandon(self) -> None:
         with contextlib.suppress(RefitError):

@@ -230,6 +230,7 @@ class Refitter:
         if failed.error is not None:
             await self._let_go(failed.error, version)
             raise failed.take()
+        clock.move("transfer", flush=max(rank.flush_s for rank in written))
         clock.move("transfer", fill=max(rank.fill_s for rank in written))
         clock.move("transfer", verify=max(rank.verify_s for rank in written))
         kv_s = max(rank.kv.seconds if rank.kv is not None else 0.0 for rank in written)

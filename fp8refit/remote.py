@@ -8,6 +8,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Protocol, TypeVar
@@ -60,17 +61,56 @@ class Channel(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairAnswers:
+    """What came of two messages in one exchange."""
+
+    answers: Sequence[str]
+    """To the second; or to the first, if a rank could not do that and nothing came after it."""
+    is_refused: bool
+    """Whether they are those to the first."""
+    flush_s: float
+    """Seconds in which the engine dropped its caches."""
+
+
+class Pairs(Protocol):
+    """Reaches every rank with two messages in one exchange, between which the engine drops its caches."""
+
+    def hold(self) -> None:
+        """Leave the caches, when the engine is asked to drop them, to `call_pair`; until then or until the next `call`."""
+        ...
+
+    async def call_pair(self, first: Request, second: Request, *, timeouts_s: tuple[float, float]) -> PairAnswers:
+        """Give every rank `first`; if all could do that drop the caches, and give every rank `second`.
+
+        Raises:
+            CacheFlushError: Caches stay. No rank was given `second`.
+            RankFailedError: Dropping them failed. No rank was given `second`.
+            EngineLostError: See `Channel.call`.
+        """
+        ...
+
+
 class RemoteRanks:
     """Implements `fp8refit.engine.Ranks` over a channel.
 
+    What the ranks have to judge before a write that is laid out as the last one waits for the write, where both can go in one
+    exchange: until then they hear nothing of it, and if they refuse it then, nothing is written.
+
     Args:
         channel: Reaches every rank.
+        pairs: Does so with two messages at once, if the engine can.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, pairs: Pairs | None = None) -> None:
         self.version = 0
         self.is_dirty = False
         self._channel = channel
+        self._pairs = pairs
+        self._held: Request | None = None
+        self._flush_s = 0.0
+        self.has_refused = False
+        """See `fp8refit.broadcast.Audience`."""
         self._config = RefitConfig()
         self._exporter = Exporter()
         self._buckets: dict[torch.device, Bucket] = {}
@@ -129,7 +169,7 @@ class RemoteRanks:
         self._source = None
         if not self._is_settled:
             self._mapped_digest = ""
-        return replies[0].reports
+        return self._reports(replies)
 
     async def meet(self, config: RefitConfig) -> None:
         """Learn who is at the other end, for a refit by `config`.
@@ -151,13 +191,18 @@ class RemoteRanks:
         return [reply.layout for reply in replies if reply.layout is not None]
 
     async def prepare_offered(
-        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None
-    ) -> None:
+        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None, may_wait: bool
+    ) -> bool:
         """See `fp8refit.broadcast.Audience`."""
+        self.has_refused = False
         self._refit, self._is_broadcast, self._sets_kv_scales = refit, True, kv is not None
         self._mapped_digest = self._offered_digest = ""
         self._num_buckets = offer.num_buckets if offer.num_buckets else self._num_buckets
-        await self._or_give_up(self._ask(messages.Prepare(refit=refit, config=config, source=offer, kv=kv)))
+        order = messages.Prepare(refit=refit, config=config, source=offer, kv=kv)
+        if may_wait and self._hold(order):
+            return True
+        await self._or_give_up(self._ask(order))
+        return False
 
     async def take(self, version: int) -> Sequence[RankReport]:
         """See `fp8refit.broadcast.Audience`."""
@@ -165,7 +210,7 @@ class RemoteRanks:
         replies = await self._or_give_up(self._ask(messages.Take(refit=self._refit, version=version)))
         self._check_is_one_policy(replies)
         self._is_broadcast = False
-        return replies[0].reports
+        return self._reports(replies)
 
     async def check_calibration(
         self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None
@@ -195,7 +240,10 @@ class RemoteRanks:
         self, source: Source, kv: KvOrder | None
     ) -> messages.MappedTensors | messages.Files | messages.Pushed:
         offer = self._offer(source)
-        await self._ask(messages.Prepare(refit=self._refit, config=self._config, source=offer, kv=kv))
+        order = messages.Prepare(refit=self._refit, config=self._config, source=offer, kv=kv)
+        is_known = isinstance(offer, messages.MappedTensors) and offer.refs is None and kv is None
+        if not (is_known and self._hold(order)):
+            await self._ask(order)
         return offer
 
     async def _write(self, objection: BaseException | None) -> list[Reply]:
@@ -376,13 +424,15 @@ class RemoteRanks:
             EngineLostError: They cannot be reached any more.
         """
         self._check_is_there()
+        held, self._held = self._held, None  # whatever else is asked for first ends it
+        self._flush_s = 0.0
         request = Request(id=uuid.uuid4().hex, order=order)
         try:
-            num_waits = self._num_votes(order)
-            timeout_s = num_waits * self._config.timeout_s + GRACE_S
-            answers = await self._channel.call(request.encode(), timeout_s=timeout_s)
-            replies = [_read(answer) for answer in answers]
-            _check_are_answers(replies, request)
+            if held is not None and isinstance(order, messages.Write | messages.Take):
+                replies = await self._exchange_pair(held, request)
+            else:
+                answers = await self._channel.call(request.encode(), timeout_s=self._timeout_s(order))
+                replies = _replies(answers, request)
         except EngineLostError as lost:
             self._lost_because, self.is_dirty = str(lost), True
             raise
@@ -396,6 +446,33 @@ class RemoteRanks:
                 self._lost_because = str(error)
             raise error
         return replies
+
+    async def _exchange_pair(self, held: Request, request: Request) -> list[Reply]:
+        """Give the ranks what was held and, if all could do that, a request. Replies are those to the last they were given."""
+        assert self._pairs is not None, "something was held"
+        timeouts_s = self._timeout_s(held.order), self._timeout_s(request.order)
+        pair = await self._pairs.call_pair(held, request, timeouts_s=timeouts_s)
+        self._flush_s, self.has_refused = pair.flush_s, pair.is_refused
+        return _replies(pair.answers, held if pair.is_refused else request)
+
+    def _hold(self, order: messages.Prepare) -> bool:
+        """Keep an order for the exchange of the next one; False if the engine cannot be given both at once."""
+        if self._pairs is None:
+            return False
+        self._check_is_there()
+        self._pairs.hold()
+        self._held = Request(id=uuid.uuid4().hex, order=order)
+        return True
+
+    def _reports(self, replies: Sequence[Reply]) -> Sequence[RankReport]:
+        """What each rank wrote, and how long the engine dropped its caches meanwhile."""
+        if not self._flush_s:
+            return replies[0].reports
+        return [report.model_copy(update={"flush_s": self._flush_s}) for report in replies[0].reports]
+
+    def _timeout_s(self, order: messages.Order) -> float:
+        """How long to wait for the ranks."""
+        return self._num_votes(order) * self._config.timeout_s + GRACE_S
 
     def _num_votes(self, order: messages.Order) -> int:
         """How often the ranks may wait for each other until they answer."""
@@ -446,14 +523,17 @@ def _read(answer: str) -> Reply:
     return reply
 
 
-def _check_are_answers(replies: Sequence[Reply], request: Request) -> None:
-    """Hold that every rank answered this request, and no earlier one.
+def _replies(answers: Sequence[str], request: Request) -> list[Reply]:
+    """What the ranks answered to a request.
 
     Raises:
-        EngineLostError: One did not.
+        EngineLostError: One answered something else.
+        RankFailedError: It is nothing that this version knows.
     """
+    replies = [_read(answer) for answer in answers]
     if not replies:
         raise EngineLostError("no rank of the engine answered; start the engine again")
-    stale = [rank for rank, reply in enumerate(replies) if reply.id not in (request.id, "")]
+    stale = [rank for rank, reply in enumerate(replies) if not reply.is_to(request)]
     if stale:
         raise EngineLostError(f"rank(s) {', '.join(map(str, stale))} answered an earlier request: {_LOST_STEP}")
+    return replies

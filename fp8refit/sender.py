@@ -335,6 +335,11 @@ class Sending:
         )
         self._thread.start()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the thread still reads the source, and uses the sender."""
+        return self._thread.is_alive()
+
     def end(self, error: BaseException | None, *, timeout_s: float) -> BaseException | None:
         """Wait for the thread, and give the error to raise.
 
@@ -345,7 +350,7 @@ class Sending:
         if error is not None:
             self._communicator.expect_end(str(error) or type(error).__name__)
         self._thread.join(timeout_s if error is not None else None)
-        if self._thread.is_alive():
+        if self.is_under_way:
             return error
         own = self._caught.error
         self._caught.error = None

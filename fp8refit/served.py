@@ -136,11 +136,11 @@ class ServedRanks(RemoteRanks):
             )
 
     async def prepare_offered(
-        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None
-    ) -> None:
+        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None, may_wait: bool
+    ) -> bool:
         """See `fp8refit.broadcast.Audience`."""
         with self._driver.named():
-            await super().prepare_offered(offer, config, refit=refit, kv=kv)
+            return await super().prepare_offered(offer, config, refit=refit, kv=kv, may_wait=may_wait)
 
     def _start_over(self) -> None:
         """Forget a server that is gone: another one answers in its place."""

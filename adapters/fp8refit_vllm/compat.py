@@ -76,6 +76,27 @@ def in_process_executor(engine: Any) -> Any:
     return getattr(core, "model_executor", None)
 
 
+def core_caller(engine: Any) -> Callable[..., Any] | None:
+    """What calls a method of an LLM's engine core by its name, in the core's own process; None if it is in this one."""
+    call: Callable[..., Any] | None = getattr(getattr(engine, "engine_core", None), "call_utility", None)
+    return call
+
+
+def add_to_core(name: str, method: Callable[..., Any]) -> None:
+    """Give vLLM's engine core a method that a client can call; in the process of the core, before it is asked."""
+    from vllm.v1.engine.core import EngineCore
+
+    setattr(EngineCore, name, method)
+
+
+def publish_in_core(core: Any, version: int) -> bool:
+    """Have an engine core name the policy in its outputs, where vLLM does that (since 0.32)."""
+    if not hasattr(core, "set_weight_version"):
+        return False
+    core.set_weight_version(str(version))
+    return True
+
+
 def loads_plugin(name: str) -> bool:
     """Whether vLLM loads the general plugin `name` in this process and those it starts."""
     import vllm.envs

@@ -13,7 +13,11 @@ from fp8refit.errors import (
     RefitError,
     UnsupportedEngineError,
 )
-from fp8refit_vllm.compat import call_in_time, in_process_executor, says_dead, token_ids
+from fp8refit.remote import PairAnswers
+from fp8refit.transport.messages import Request
+from fp8refit_vllm.compat import call_in_time, core_caller, in_process_executor, says_dead, token_ids
+from fp8refit_vllm.core import CORE_METHOD, Outcome
+from fp8refit_vllm.worker import PLUGIN_METHOD
 
 T = TypeVar("T")
 
@@ -68,6 +72,15 @@ class SyncDriver:
         self._timeout_s = RefitConfig().timeout_s
         self.config = self._engine.vllm_config
         self.worker = getattr(getattr(self._executor, "driver_worker", None), "worker", None)
+        self._call_core = core_caller(self._engine)
+        self._leaves_caches = False
+        self._published: int | None = None
+
+    @property
+    def can_pair(self) -> bool:
+        """Whether the engine core takes two messages at once. Caches of other input than text are not all in the core."""
+        is_text = not self.config.model_config.is_multimodal_model
+        return self._call_core is not None and self._method == PLUGIN_METHOD and is_text
 
     async def check_ready(self) -> None:
         """See `fp8refit.engine.Engine`."""
@@ -96,8 +109,9 @@ class SyncDriver:
 
     async def flush_caches(self) -> None:
         """See `fp8refit.engine.Engine`."""
-        has_connector = self.config.kv_transfer_config is not None
-        if not self._ask(lambda: self._engine.reset_prefix_cache(False, has_connector)):
+        if self._leaves_caches:
+            return
+        if not self._ask(lambda: self._engine.reset_prefix_cache(False, self._has_connector)):
             raise kept()
         if self.config.model_config.is_multimodal_model:
             self._ask(self._engine.reset_mm_cache)
@@ -109,17 +123,46 @@ class SyncDriver:
 
     async def publish_version(self, version: int) -> None:
         """See `fp8refit.engine.Engine`."""
-        if hasattr(self._engine, "set_weight_version"):
+        published, self._published = self._published, None
+        if published != version and hasattr(self._engine, "set_weight_version"):
             self._ask(lambda: self._engine.set_weight_version(str(version)))
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         """See `fp8refit.remote.Channel`."""
+        self._leaves_caches, self._published = False, None
         try:
             return self._ask(
                 lambda: self._engine.collective_rpc(self._method, timeout_s, (message,)), timeout_s=timeout_s
             )
         except RankFailedError as error:
             raise channel_lost(error) from error
+
+    def hold(self) -> None:
+        """See `fp8refit.remote.Pairs`."""
+        self._leaves_caches = True
+
+    async def call_pair(self, first: Request, second: Request, *, timeouts_s: tuple[float, float]) -> PairAnswers:
+        """See `fp8refit.remote.Pairs`. The core names the policy in its outputs too, once every rank has it."""
+        self._leaves_caches, self._published = False, None
+        call_core = self._call_core
+        assert call_core is not None, "it can pair"
+        asked = self._method, first.encode(), second.encode(), timeouts_s, self._has_connector
+        try:
+            outcome = Outcome(
+                *self._ask(lambda: call_core(CORE_METHOD, *asked), timeout_s=sum(timeouts_s) + self._timeout_s)
+            )
+        except RankFailedError as error:
+            raise channel_lost(error) from error
+        if outcome.ended == "kept":
+            raise kept()
+        if outcome.ended == "failed":
+            raise RankFailedError(f"vLLM raised {outcome.said} when it was to drop its caches; nothing was written")
+        self._published = outcome.version or None
+        return PairAnswers(answers=outcome.answers, is_refused=outcome.ended == "refused", flush_s=outcome.flush_s)
+
+    @property
+    def _has_connector(self) -> bool:
+        return self.config.kv_transfer_config is not None
 
     def _ask(self, call: Callable[[], T], *, timeout_s: float | None = None) -> T:
         """Call vLLM. What its engine core takes too long for, in another process, is not waited for.

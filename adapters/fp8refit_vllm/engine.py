@@ -37,8 +37,11 @@ class VllmEngine(DrivenEngine):
             super().__init__(server, ServedRanks(server))
             return
         driver = _drive(candidate)
-        ranks = LocalRanks(rank_of(driver.worker)) if driver.worker is not None else RemoteRanks(driver)
-        super().__init__(driver, ranks)
+        if driver.worker is not None:
+            super().__init__(driver, LocalRanks(rank_of(driver.worker)))
+            return
+        pairs = driver if isinstance(driver, SyncDriver) and driver.can_pair else None
+        super().__init__(driver, RemoteRanks(driver, pairs))
 
     @classmethod
     def accepts(cls, candidate: object) -> bool:

@@ -1,8 +1,8 @@
 """The rank's side: what runs beside a live model, in whichever process vLLM keeps the worker.
 
 vLLM loads `register` from the entry-point group `vllm.general_plugins` in every process. It adds one method to the worker
-class and replaces nothing. Where plugins are not loaded, `worker_extension_cls="fp8refit_vllm.worker.WorkerExtension"` gives
-the same under another name.
+class, one to the engine core's, and replaces nothing. Where plugins are not loaded,
+`worker_extension_cls="fp8refit_vllm.worker.WorkerExtension"` gives the first of them under another name.
 """
 
 from dataclasses import replace
@@ -21,6 +21,7 @@ from fp8refit.target import Target
 from fp8refit.transport.group import ProcessGroupExchange
 from fp8refit.vote import Group
 from fp8refit_vllm.compat import (
+    add_to_core,
     draft_method,
     engine_process_group,
     has_dummy_weights,
@@ -28,6 +29,7 @@ from fp8refit_vllm.compat import (
     reset_kv_scales,
     sync_experts,
 )
+from fp8refit_vllm.core import CORE_METHOD, carry_out
 from fp8refit_vllm.kv_cache import read_kv_cache
 from fp8refit_vllm.layout import read_inventory
 from fp8refit_vllm.letters import BACKEND, TRAINER_TRANSFER, WORKER_TRANSFER
@@ -38,10 +40,11 @@ _RANK, _SERVER = "_fp8refit_rank", "_fp8refit_server"
 
 
 def register() -> None:
-    """Give vLLM's workers the method that a driver calls, and vLLM a backend for its weight transfer."""
+    """Give vLLM's workers and its engine core the methods that a driver calls, and vLLM a backend for its weight transfer."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, PLUGIN_METHOD, serve)
+    add_to_core(CORE_METHOD, carry_out)
     register_transfer(BACKEND, WORKER_TRANSFER, TRAINER_TRANSFER)
 
 

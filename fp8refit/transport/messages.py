@@ -250,3 +250,7 @@ class Reply(_Message):
     layout: EngineLayout | None = None
     fingerprint: str = ""
     kv: KvReport | None = None
+
+    def is_to(self, request: Request) -> bool:
+        """Whether this answers a request, and no earlier one. What a rank could not read had no id for it."""
+        return self.id in (request.id, "")
