@@ -72,7 +72,6 @@ class SyncDriver:
         self._timeout_s = RefitConfig().timeout_s
         self.config = self._engine.vllm_config
         self.worker = getattr(getattr(self._executor, "driver_worker", None), "worker", None)
-        self._call_core = core_caller(self._engine)
         self._leaves_caches = False
         self._published: int | None = None
 
@@ -80,7 +79,7 @@ class SyncDriver:
     def can_pair(self) -> bool:
         """Whether the engine core takes two messages at once. Caches of other input than text are not all in the core."""
         is_text = not self.config.model_config.is_multimodal_model
-        return self._call_core is not None and self._method == PLUGIN_METHOD and is_text
+        return core_caller(self._engine) is not None and self._method == PLUGIN_METHOD and is_text
 
     async def check_ready(self) -> None:
         """See `fp8refit.engine.Engine`."""
@@ -144,7 +143,7 @@ class SyncDriver:
     async def call_pair(self, first: Request, second: Request, *, timeouts_s: tuple[float, float]) -> PairAnswers:
         """See `fp8refit.remote.Pairs`. The core names the policy in its outputs too, once every rank has it."""
         self._leaves_caches, self._published = False, None
-        call_core = self._call_core
+        call_core = core_caller(self._engine)
         assert call_core is not None, "it can pair"
         asked = self._method, first.encode(), second.encode(), timeouts_s, self._has_connector
         try:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from engines import make_policy
 from safetensors.torch import save_file
 from subject import AsyncSubject, Subject
 
-from fp8refit import RefitError, Refitter, gathered
+from fp8refit import Broadcaster, RefitError, Refitter, RefitReport, gathered
 from fp8refit.checkpoint import quantize_checkpoint
 
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
@@ -47,6 +48,34 @@ def try_policies(subject: Subject, family: str) -> dict:
         "moved": [[n for n in one if one[n] != two.get(n)] for one, two in zip(before, after, strict=True)],
         "traces": subject.traces,
     }
+
+
+def note_calls(subject: Subject, refit: Callable[[], RefitReport]) -> dict:
+    """What a refit calls in an engine core of another process, and what the ranks hold after it."""
+    client, calls, start_s = subject.engine.engine_core, [], time.monotonic()
+    call_utility = client.call_utility
+
+    def note(method: str, *arguments: Any) -> Any:
+        calls.append(method)
+        return call_utility(method, *arguments)
+
+    client.call_utility = note
+    phases_s = refit().phases_s
+    del client.call_utility
+    return {"calls": calls, "phases_s": phases_s, "seconds": time.monotonic() - start_s, **subject.state()}
+
+
+def try_steady(subject: Subject, family: str, work: Path) -> dict:
+    """Broadcasts of policies that are laid out as the last one; after another trainer's, and one that a rank refuses."""
+    options = {"transport": "collective", "timeout_s": 20.0}
+    policies = [make_policy(family, seed) for seed in (1, 2)]
+    subject.refit(policies[0], **options)
+    found = {str(seed): note_calls(subject, lambda: subject.refit(policies[seed - 1], **options)) for seed in (1, 2)}
+    subject.refit(policies[0])
+    with Broadcaster([subject.llm], timeout_s=20.0) as other:
+        other.push(policies[0])
+    found["after another trainer"] = note_calls(subject, lambda: subject.refit(policies[1], **options))
+    return found | {"dirty": subject.is_dirty}
 
 
 def after_failure(subject: Subject, before: list[dict[str, str]]) -> dict:

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import torch
+from attempts import note_calls
 from engines import make_policy
 from subject import NOISE, Subject, booted_as
 
@@ -31,6 +32,7 @@ def run_broadcast(work: str) -> dict:
             found["broadcast"][seed] = subject.state() | {"version": report.version, "is_first": report.is_first}
         sender = broadcaster._refitter._engine.ranks._broadcast._sender
         found["num_bytes"] = {"sent": sender.num_bytes, "received": [sender.num_bytes_to(rank) for rank in (0, 1)]}
+        found["steady"] = try_steady(subject, broadcaster, wide, policies)
         wide.push(policies[1])
         found["bf16"] = subject.live()
         found["kv"] = try_kv_scales(subject, broadcaster, policies[2])
@@ -59,6 +61,16 @@ def run_broadcast(work: str) -> dict:
         found["killed"]["seconds"] = time.monotonic() - start_s
         found["killed"]["generate"] = subject.refused(subject.generate)
         return found
+
+
+def try_steady(subject: Subject, broadcaster: Broadcaster, wide: Broadcaster, policies: dict) -> dict:
+    """Policies that are laid out as the last one; and one after another trainer came between."""
+    found = {
+        seed: note_calls(subject, lambda policy=policy: broadcaster.push(policy)) for seed, policy in policies.items()
+    }
+    wide.push(policies[1])
+    found["after another trainer"] = note_calls(subject, lambda: broadcaster.push(policies[2]))
+    return found
 
 
 def try_kv_scales(subject: Subject, broadcaster: Broadcaster, policy: dict) -> dict:

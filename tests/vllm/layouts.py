@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed
 from async_engine import ASYNC_ATTEMPTS
-from attempts import ATTEMPTS, try_policies, try_sources
+from attempts import ATTEMPTS, try_policies, try_sources, try_steady
 from engines import make_policy
 from kv_layouts import KV_ATTEMPTS
 from launcher_engine import LAUNCHER_ATTEMPTS
@@ -51,6 +51,8 @@ def _own_attempts(layout: str) -> dict:
         return ASYNC_ATTEMPTS
     if layout == "external launcher":
         return LAUNCHER_ATTEMPTS
+    if layout == "multi-process":
+        return {"steady": try_steady}
     return {}
 
 

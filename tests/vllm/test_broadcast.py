@@ -20,6 +20,22 @@ def test_every_rank_holds_and_says_what_it_does_after_an_ordinary_refit(seed, fo
     assert found["ordinary"]["1"]["live"] != found["ordinary"]["2"]["live"]
 
 
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_a_broadcast_like_the_last_is_one_exchange_with_the_engine_core(seed, found):
+    steady, ordinary = found["steady"][seed], found["ordinary"][seed]
+    assert steady["calls"] == ["fp8refit_pair"]
+    assert 0 < steady["phases_s"]["flush"] < steady["phases_s"]["fill"]
+    assert (steady["live"], steady["outputs"]) == (ordinary["live"], ordinary["outputs"])
+
+
+def test_ranks_that_another_trainer_refitted_are_joined_again_in_time(found):
+    steady, ordinary = found["steady"]["after another trainer"], found["ordinary"]["2"]
+    assert steady["calls"][0] == steady["calls"][-1] == "fp8refit_pair"
+    assert steady["calls"][1:-1] == ["collective_rpc"] * 3
+    assert (steady["live"], steady["outputs"]) == (ordinary["live"], ordinary["outputs"])
+    assert steady["seconds"] < TIMEOUT_S / 2
+
+
 def test_a_rank_receives_little_more_than_half(found):
     assert max(found["num_bytes"]["received"]) < 0.6 * found["num_bytes"]["sent"]
 

@@ -113,6 +113,24 @@ def test_a_tensor_larger_than_the_bucket_goes_through(layout_runs):
     assert driver["sources"]["largest_bytes"] > 1 << 20
 
 
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_a_broadcast_like_the_last_is_one_exchange_with_the_engine_core(seed, layout_runs):
+    (driver,) = layout_runs.lived("multi-process").drivers
+    steady, one = driver["steady"][seed], driver["policies"]["rounds"][int(seed) - 1]
+    assert steady["calls"] == ["fp8refit_pair"]
+    assert 0 < steady["phases_s"]["flush"] < steady["phases_s"]["fill"]
+    assert (steady["live"], steady["outputs"]) == (one["live"], one["outputs"])
+
+
+def test_ranks_that_another_trainer_refitted_are_joined_again_in_time(layout_runs):
+    (driver,) = layout_runs.lived("multi-process").drivers
+    steady, second = driver["steady"]["after another trainer"], driver["policies"]["rounds"][1]
+    assert steady["calls"] == ["fp8refit_pair", *["collective_rpc"] * 4, "fp8refit_pair"]
+    assert (steady["live"], steady["outputs"]) == (second["live"], second["outputs"])
+    assert steady["seconds"] < 10
+    assert driver["steady"]["healed"]
+
+
 def test_biases_and_tied_embeddings_are_refitted_under_tensor_parallelism(layout_runs):
     (driver,) = layout_runs.lived("tensor parallel").drivers
     names = {slot["name"] for slot in driver["layout"]["slots"]}

@@ -1,0 +1,203 @@
+"""What is added to vLLM's engine core, and the driver that calls it. A real core: `tests/vllm/test_broadcast.py`."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from fp8refit_vllm.core import CORE_METHOD, carry_out
+from fp8refit_vllm.driver import SyncDriver
+from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD
+
+from fp8refit import CacheFlushError, EngineLostError, RankFailedError
+from fp8refit.transport.messages import Hello, Reply, Request
+from fp8refit.vote import ErrorRecord
+
+FIRST, SECOND = Request(id="first", order=Hello()), Request(id="second", order=Hello())
+TIMEOUTS_S = (3.0, 4.0)
+BOTH = [("fp8refit_call", 3.0, "first"), ("flush", False, True), ("fp8refit_call", 4.0, "second")]
+
+
+class Core:
+    """An engine core with two ranks."""
+
+    def __init__(self):
+        self.events = []
+        self.replies = {"first": [{}, {}], "second": [{"version": 5}, {"version": 5}]}
+        self.is_empty = True
+        self.raises = {}
+
+    def collective_rpc(self, method, timeout_s, arguments):
+        (message,) = arguments
+        asked = Request.model_validate_json(message).id
+        self.note(method, timeout_s, asked)
+        return [
+            reply if isinstance(reply, str) else Reply(**{"id": asked} | reply).encode()
+            for reply in self.replies[asked]
+        ]
+
+    def reset_prefix_cache(self, reset_running_requests, reset_connector):
+        self.note("flush", reset_running_requests, reset_connector)
+        return self.is_empty
+
+    def set_weight_version(self, version):
+        self.note("version", version)
+
+    def note(self, *event):
+        self.events.append(event)
+        if event[0] in self.raises:
+            raise self.raises[event[0]]
+
+
+class Engine:
+    """A vLLM engine whose core is in another process."""
+
+    def __init__(self, core):
+        text = SimpleNamespace(is_multimodal_model=False)
+        self.vllm_config = SimpleNamespace(kv_transfer_config="a connector", model_config=text)
+        self.core = core
+        self.engine_core = SimpleNamespace(call_utility=self.call_utility)
+        self.versions = []
+
+    def call_utility(self, method, *arguments):
+        assert method == CORE_METHOD
+        try:
+            return carry_out(self.core, *arguments)
+        except RuntimeError as error:
+            raise Exception(f"Call to {method} method failed: {error}") from None
+
+    def reset_prefix_cache(self, reset_running_requests, reset_connector):
+        return self.core.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def collective_rpc(self, method, timeout_s, arguments):
+        return self.core.collective_rpc(method, timeout_s, arguments)
+
+    def set_weight_version(self, version):
+        self.versions.append(version)
+
+
+@pytest.fixture
+def core():
+    return Core()
+
+
+@pytest.fixture
+def engine(core):
+    return Engine(core)
+
+
+@pytest.fixture
+def driver(engine):
+    return SyncDriver(SimpleNamespace(llm_engine=engine), PLUGIN_METHOD)
+
+
+def finish(step):
+    """Do what never suspends."""
+    try:
+        step.send(None)
+    except StopIteration as result:
+        return result.value
+    raise AssertionError("it suspended")
+
+
+def pair(driver):
+    driver.hold()
+    finish(driver.flush_caches())
+    return finish(driver.call_pair(FIRST, SECOND, timeouts_s=TIMEOUTS_S))
+
+
+def ids(answers):
+    return [Reply.model_validate_json(answer).id for answer in answers]
+
+
+def test_both_messages_and_what_comes_between_are_one_call(driver, core):
+    pair_answers = pair(driver)
+    assert core.events == [*BOTH, ("version", "5")]
+    assert (ids(pair_answers.answers), pair_answers.is_refused) == (["second"] * 2, False)
+    assert 0 < pair_answers.flush_s < 1
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"error": ErrorRecord(kind="EngineAsleepError", message="asleep")},
+        {"id": "an earlier one"},
+        {"protocol": 1},
+        "rubbish",
+    ],
+)
+def test_nothing_comes_after_a_first_that_a_rank_could_not_do(reply, driver, core):
+    core.replies["first"][1] = reply
+    found = pair(driver)
+    assert core.events == BOTH[:1]
+    assert found.is_refused and len(found.answers) == 2
+
+
+def test_no_rank_is_asked_to_write_if_nobody_answers(driver, core):
+    core.replies["first"] = []
+    assert pair(driver).is_refused
+    assert core.events == BOTH[:1]
+
+
+def test_no_rank_is_asked_to_write_while_caches_stay(driver, core):
+    core.is_empty = False
+    with pytest.raises(CacheFlushError, match="vLLM kept its prefix cache"):
+        pair(driver)
+    assert core.events == BOTH[:2]
+
+
+def test_caches_that_cannot_be_dropped_do_not_cost_the_engine(driver, core):
+    core.raises["flush"] = ValueError("no such cache")
+    with pytest.raises(RankFailedError, match="vLLM raised ValueError: no such cache"):
+        pair(driver)
+    assert core.events == BOTH[:2]
+
+
+def test_a_worker_that_raises_costs_the_engine(driver, core):
+    core.raises["fp8refit_call"] = RuntimeError("of a worker")
+    with pytest.raises(EngineLostError, match=r"channel to its workers broke .*of a worker"):
+        pair(driver)
+
+
+@pytest.mark.parametrize(
+    "reply", [{"version": 4}, {"version": 5, "is_dirty": True}, {"version": 5, "id": "an earlier one"}]
+)
+def test_a_version_that_not_every_rank_holds_is_not_named(reply, driver, core, engine):
+    core.replies["second"] = [reply, {"version": 5}]
+    if reply.get("is_dirty"):
+        core.replies["second"] = [reply, reply]
+    assert not pair(driver).is_refused
+    assert core.events == BOTH
+    finish(driver.publish_version(5))
+    assert engine.versions == ["5"]
+
+
+def test_a_version_is_named_once(driver, engine):
+    pair(driver)
+    finish(driver.publish_version(5))
+    assert engine.versions == []
+    finish(driver.publish_version(5))
+    assert engine.versions == ["5"]
+
+
+def test_another_version_than_the_core_named_is_named(driver, engine):
+    pair(driver)
+    finish(driver.publish_version(6))
+    assert engine.versions == ["6"]
+
+
+def test_caches_are_dropped_at_once_when_nothing_is_held_any_more(driver, core):
+    driver.hold()
+    finish(driver.call(FIRST.encode(), timeout_s=1.0))
+    finish(driver.flush_caches())
+    assert core.events == [("fp8refit_call", 1.0, "first"), ("flush", False, True)]
+
+
+def test_a_core_of_another_process_with_our_plugin_takes_two_messages_at_once(engine):
+    make = partial(SyncDriver, SimpleNamespace(llm_engine=engine))
+    assert make(PLUGIN_METHOD).can_pair
+    assert not make(EXTENSION_METHOD).can_pair
+    engine.vllm_config.model_config.is_multimodal_model = True
+    assert not make(PLUGIN_METHOD).can_pair
+    engine.vllm_config.model_config.is_multimodal_model = False
+    del engine.engine_core.call_utility
+    assert not make(PLUGIN_METHOD).can_pair
