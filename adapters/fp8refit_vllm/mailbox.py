@@ -30,6 +30,8 @@ class Mailbox:
 
     def __init__(self, address: Address, store: Store) -> None:
         self.address = address
+        self.is_lost = False
+        """Whether the store is gone, or was silent for too long: its late answer would be taken for that of another."""
         self._store = store
 
     @classmethod
@@ -65,7 +67,7 @@ class Mailbox:
         """
         content = text.encode()
         parts = [content[start : start + _PART_BYTES] for start in range(0, len(content), _PART_BYTES)]
-        with _Reaching():
+        with _Reaching(self):
             for place, part in enumerate(parts):
                 self._store.set(f"{letter}/{rank}/{place}", part)
             self._set(f"{letter}/{rank}", str(len(parts)))
@@ -77,7 +79,7 @@ class Mailbox:
             TransportError: The store is gone.
         """
         key = f"{letter}/{rank}"
-        with _Reaching():
+        with _Reaching(self):
             if not self._store.check([key]):
                 return None
             keys = [f"{key}/{place}" for place in range(int(self._store.get(key)))]
@@ -92,7 +94,7 @@ class Mailbox:
         Raises:
             TransportError: The store is gone.
         """
-        with _Reaching():
+        with _Reaching(self):
             total: int = self._store.add(f"count/{name}", more)
             return total
 
@@ -102,7 +104,7 @@ class Mailbox:
         Raises:
             TransportError: It is gone.
         """
-        with _Reaching():
+        with _Reaching(self):
             self._set(_ENDED, why)
 
     def why_ended(self) -> str | None:
@@ -111,7 +113,7 @@ class Mailbox:
         Raises:
             TransportError: The store is gone.
         """
-        with _Reaching():
+        with _Reaching(self):
             return self._store.get(_ENDED).decode() if self._store.check([_ENDED]) else None
 
     def drop(self) -> None:
@@ -120,7 +122,7 @@ class Mailbox:
         Raises:
             TransportError: The store is gone.
         """
-        with _Reaching():
+        with _Reaching(self):
             self._set(_DROPPED, "")
 
     def is_dropped(self) -> bool:
@@ -129,7 +131,7 @@ class Mailbox:
         Raises:
             TransportError: It is gone.
         """
-        with _Reaching():
+        with _Reaching(self):
             dropped: bool = self._store.check([_DROPPED])
             return dropped
 
@@ -140,11 +142,18 @@ class Mailbox:
 
 
 class _Reaching:
-    """Makes what a store raises one of our errors."""
+    """Makes what a store raises one of our errors, and the last thing that it says."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
 
     def __enter__(self) -> None:
-        pass
+        if self._mailbox.is_lost:
+            raise TransportError("the trainer's mailbox could not be reached before; start the weight transfer anew")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RuntimeError):
-            raise TransportError(f"the trainer's mailbox cannot be reached ({error}); the trainer died") from error
+            self._mailbox.is_lost = True
+            raise TransportError(
+                f"the trainer's mailbox cannot be reached ({error}); the trainer died, or does not answer"
+            ) from error

@@ -19,6 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistNetworkError
 
 from fp8refit.errors import RefitError, TransportError
 from fp8refit.transport.buckets import MAX_SECTIONS
@@ -183,6 +184,8 @@ class Communicator:
             RefitError: `error`, or what another member failed with.
             TransportError: A member is gone, gave up, or did not come in time.
         """
+        if self._is_ended:  # an answer of the store may still be on its way, which would be taken for that of a vote
+            raise error if error is not None else self._has_ended()
         self._num_votes += 1
         keys = [f"vote/{self._num_votes}/{rank}" for rank in range(self.meeting.size)]
         failed = f"vote/{self._num_votes}/failed"
@@ -258,8 +261,11 @@ class Communicator:
 
     def _require_links(self) -> dict[int | None, Link]:
         if not self._links:
-            raise TransportError(f"this group has ended ({self._why}); refit again")
+            raise self._has_ended()
         return self._links
+
+    def _has_ended(self) -> TransportError:
+        return TransportError(f"this group has ended ({self._why}); refit again")
 
     def _connect(self, section: int | None, device: torch.device, deadline_s: float) -> None:
         """Connect with all members, or with those of a section. Those connect in the same order."""
@@ -324,15 +330,14 @@ class _Failing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is None:
             return
-        said = ""
-        if isinstance(
-            error, RuntimeError
-        ):  # a connection may break before the word of the member that left it is looked for
+        said, why = "", str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, DistNetworkError):
+            said = why = f"the trainer's store is gone, or does not answer ({error})"  # and is not asked again
+        elif isinstance(error, RuntimeError):
+            # A connection may break before the word of the member that left it is looked for.
             with contextlib.suppress(RuntimeError):
                 said = self._communicator.first_word()
-        self._communicator.abort(
-            f"{type(error).__name__}: {error}" if not isinstance(error, RefitError) else str(error)
-        )
+        self._communicator.abort(why)
         if isinstance(error, _TooLateError | RuntimeError):
             raise TransportError(
                 f"the broadcast ended: {said or error}. A member died, or does not answer; the next refit joins anew"

@@ -4,7 +4,11 @@ The real one: `tests/vllm/test_weight_transfer.py`.
 """
 
 import gc
+import signal
+import subprocess
+import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +30,7 @@ from fp8refit import (
     TransportError,
     UnsupportedEngineError,
 )
+from fp8refit.transport import store
 from fp8refit.transport.messages import Hello, Request
 from fp8refit.transport.orders import Place
 from tests.adapters.fake_weight_transfer import Engine
@@ -396,6 +401,36 @@ def test_answers_of_any_size_are_left_and_taken_once(size):
     Mailbox.find(mailbox.address, timeout_s=TIMEOUT_S).leave("letter", 3, text)
     assert mailbox.collect("letter", 3) == text
     assert mailbox.collect("letter", 3) is None
+
+
+OPEN = """
+import sys
+from fp8refit_vllm.mailbox import Mailbox
+mailbox = Mailbox.open(host="127.0.0.1", port=0, timeout_s=20.0)
+print(mailbox.address.model_dump_json(), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("size", [1, 64 << 20])  # what waits for an answer, and what waits to be read
+def test_a_mailbox_that_does_not_answer_is_given_up_and_its_late_answer_too(monkeypatch, size):
+    monkeypatch.setattr(store, "_LEAST_S", 1.0)
+    with subprocess.Popen(
+        [sys.executable, "-c", OPEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        end = threading.Timer(40.0, process.kill)
+        end.start()
+        mailbox = Mailbox.find(Address.model_validate_json(process.stdout.readline()), timeout_s=1.0)
+        process.send_signal(signal.SIGSTOP)
+        start_s = time.monotonic()
+        with pytest.raises(TransportError, match="does not answer"):
+            mailbox.leave("letter", 0, "x" * size)
+        assert time.monotonic() - start_s < 20
+        process.send_signal(signal.SIGCONT)
+        with pytest.raises(TransportError, match="could not be reached before"):
+            mailbox.is_dropped()
+        process.kill()
+        end.cancel()
 
 
 def test_a_port_that_is_taken_is_named():

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from fp8refit.errors import InvalidSourceError, TransportError
+from fp8refit.transport import store
 from fp8refit.transport.collective import Communicator, Meeting
 from tests.fake_ranks import together
 
@@ -22,6 +24,8 @@ import sys, torch
 from fp8refit.transport.collective import Communicator
 trainer = Communicator.open(host="127.0.0.1", port=0, size=3, backend="gloo", timeout_s=20)
 print(trainer.meeting.model_dump_json(), flush=True)
+if sys.argv[1:] == ["alone"]:
+    sys.stdin.readline()
 trainer.join(torch.device("cpu"), timeout_s=20)
 buffer = torch.full((1000,), 7, dtype=torch.uint8)
 trainer.wait(trainer.broadcast(buffer, timeout_s=20), timeout_s=20)
@@ -193,12 +197,12 @@ def test_a_member_that_does_not_answer_ends_at_the_deadline():
         receive(members[1], 0)
 
 
-@pytest.fixture
-def trainer_elsewhere():
-    """A trainer in a process of its own that has sent once, and its two members here."""
+@contextmanager
+def trainer_process(*arguments):
+    """A trainer in a process of its own, and where to meet it."""
     root = Path(__file__).parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-c", TRAINER],
+        [sys.executable, "-c", TRAINER, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -206,15 +210,26 @@ def trainer_elsewhere():
         env=os.environ | {"PYTHONPATH": str(root)},
     )
     try:
-        meeting = Meeting.model_validate_json(process.stdout.readline())
-        members = [Communicator.find(meeting, rank, timeout_s=20.0) for rank in (1, 2)]
-        together([lambda m=m: m.join(CPU, timeout_s=20.0) for m in members])
-        assert together([lambda m=m: receive(m, 0) for m in members]) == [[7]] * 2
-        assert process.stdout.readline() == "sent\n"
-        yield process, members
+        yield process, Meeting.model_validate_json(process.stdout.readline())
     finally:
         process.kill()
         process.communicate()
+
+
+def join_elsewhere(process, meeting, timeout_s=20.0):
+    """The two members here of a trainer that has sent once."""
+    members = [Communicator.find(meeting, rank, timeout_s=timeout_s) for rank in (1, 2)]
+    together([lambda m=m: m.join(CPU, timeout_s=20.0) for m in members])
+    assert together([lambda m=m: receive(m, 0) for m in members]) == [[7]] * 2
+    assert process.stdout.readline() == "sent\n"
+    return members
+
+
+@pytest.fixture
+def trainer_elsewhere():
+    """A trainer in a process of its own that has sent once, and its two members here."""
+    with trainer_process() as (process, meeting):
+        yield process, join_elsewhere(process, meeting)
 
 
 def test_a_trainer_that_is_killed_ends_the_wait_of_all_others(trainer_elsewhere):
@@ -234,3 +249,67 @@ def test_a_trainer_that_is_silent_is_left_without_its_answer(trainer_elsewhere):
     for member in members:
         member.abort()
     assert time.monotonic() - start_s < 5
+
+
+PROBLEM = InvalidSourceError(["w: missing"])
+WAITS = {
+    "broadcast": lambda member: receive(member, 0, timeout_s=60.0),
+    "agree": lambda member: member.agree(None, timeout_s=60.0),
+    "fail": lambda member: member.agree(PROBLEM, timeout_s=60.0),
+    "join": lambda member: member.join(CPU, timeout_s=60.0),
+}
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """A trainer is silent for too long after a second."""
+    monkeypatch.setattr(store, "_LEAST_S", 1.0)
+
+
+@contextmanager
+def stopped(process):
+    """A process that stands still and keeps its connections, as one whose host vanished. A test that hangs ends."""
+    process.send_signal(signal.SIGSTOP)
+    end = threading.Timer(40.0, process.kill)
+    end.start()
+    try:
+        yield
+    finally:
+        end.cancel()
+        process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_trainer_that_is_silent_ends_every_wait(brief, wait):
+    with trainer_process(*(["alone"] if wait == "join" else [])) as (process, meeting):
+        if wait == "join":
+            member = Communicator.find(meeting, 1, timeout_s=1.0)
+        else:
+            member = join_elsewhere(process, meeting, timeout_s=1.0)[0]
+        with stopped(process):
+            start_s = time.monotonic()
+            with pytest.raises(TransportError, match="does not answer"):
+                WAITS[wait](member)
+            with pytest.raises(InvalidSourceError, match="w: missing"):
+                member.agree(PROBLEM, timeout_s=60.0)
+            member.abort()
+            assert time.monotonic() - start_s < 15
+
+
+def test_a_trainer_that_is_silent_cannot_be_found(brief):
+    with trainer_process("alone") as (process, meeting), stopped(process):
+        start_s = time.monotonic()
+        with pytest.raises(TransportError, match="cannot be reached"):
+            Communicator.find(meeting, 1, timeout_s=1.0)
+        assert time.monotonic() - start_s < 15
+
+
+def test_a_late_answer_is_not_taken_for_another(brief):
+    with trainer_process() as (process, meeting):
+        member = join_elsewhere(process, meeting, timeout_s=1.0)[0]
+        with stopped(process), pytest.raises(TransportError):
+            member.agree(PROBLEM, timeout_s=60.0)
+        with pytest.raises(TransportError, match="has ended"):
+            member.agree(None, timeout_s=60.0)
+        # Another one that went to it reads what this one left.
+        assert "does not answer" in Communicator.find(meeting, 1, timeout_s=20.0).first_word()
