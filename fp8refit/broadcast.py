@@ -133,6 +133,8 @@ class Broadcast:
     async def prepare(self, source: Source, config: RefitConfig, *, kv: KvOrder | None) -> None:
         """Judge a source, join whoever is to have it, and let all ranks judge it. Writes nothing.
 
+        A lone engine that knows the announcement may judge when it is asked to take it, in one exchange.
+
         Raises:
             InvalidSourceError: It does not fit, or nothing is known of what will come.
             NonFiniteError: NaN or Inf, if they are looked for before writing.
@@ -165,7 +167,9 @@ class Broadcast:
 
         Raises:
             BaseException: What reading the source raised.
-            RefitError: What a rank failed with. No engine has committed; every one is dirty.
+            RefitError: What a rank failed with. No engine has committed; every one is dirty. If a lone engine judged only now,
+                what it refused: then nothing was written.
+            CacheFlushError: Such an engine kept its caches; nothing was written.
             EngineLostError: An engine is lost. The others are dirty.
         """
         prepared, self._prepared = self._prepared, None

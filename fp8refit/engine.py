@@ -51,6 +51,9 @@ class Ranks(Protocol):
     ) -> None:
         """Judge names, shapes, dtypes, scales and readiness on every rank, and compile what is missing. Writes nothing.
 
+        Where the ranks know the source's layout already, they may be asked together with the write: then that raises what they
+        refuse, and nothing is written either.
+
         Args:
             make_source: Gives the policy; called only when every rank is ready.
             config: How to refit.

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from engines import make_policy
 from safetensors.torch import save_file
 from subject import AsyncSubject, Subject
 
-from fp8refit import Broadcaster, RefitError, Refitter, RefitReport, gathered
+from fp8refit import Broadcaster, RefitError, RefitReport, Refitter, gathered
 from fp8refit.checkpoint import quantize_checkpoint
 
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
@@ -66,16 +67,17 @@ def note_calls(subject: Subject, refit: Callable[[], RefitReport]) -> dict:
 
 
 def try_steady(subject: Subject, family: str, work: Path) -> dict:
-    """Broadcasts of policies that are laid out as the last one; after another trainer's, and one that a rank refuses."""
+    """Broadcasts of policies that are laid out as the last one; and one after another trainer came between."""
     options = {"transport": "collective", "timeout_s": 20.0}
-    policies = [make_policy(family, seed) for seed in (1, 2)]
-    subject.refit(policies[0], **options)
-    found = {str(seed): note_calls(subject, lambda: subject.refit(policies[seed - 1], **options)) for seed in (1, 2)}
-    subject.refit(policies[0])
+    policies = {seed: make_policy(family, seed) for seed in (1, 2)}
+    subject.refit(policies[1], **options)
+    found = {
+        str(seed): note_calls(subject, partial(subject.refit, policy, **options)) for seed, policy in policies.items()
+    }
     with Broadcaster([subject.llm], timeout_s=20.0) as other:
-        other.push(policies[0])
-    found["after another trainer"] = note_calls(subject, lambda: subject.refit(policies[1], **options))
-    return found | {"dirty": subject.is_dirty}
+        other.push(policies[1])
+        found["after another trainer"] = note_calls(subject, partial(subject.refit, policies[2], **options))
+    return found
 
 
 def after_failure(subject: Subject, before: list[dict[str, str]]) -> dict:

@@ -1,6 +1,7 @@
 """An engine of two ranks in processes of their own, to which policies are broadcast; beside it the same by ordinary refits."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,11 +66,9 @@ def run_broadcast(work: str) -> dict:
 
 def try_steady(subject: Subject, broadcaster: Broadcaster, wide: Broadcaster, policies: dict) -> dict:
     """Policies that are laid out as the last one; and one after another trainer came between."""
-    found = {
-        seed: note_calls(subject, lambda policy=policy: broadcaster.push(policy)) for seed, policy in policies.items()
-    }
+    found = {seed: note_calls(subject, partial(broadcaster.push, policy)) for seed, policy in policies.items()}
     wide.push(policies[1])
-    found["after another trainer"] = note_calls(subject, lambda: broadcaster.push(policies[2]))
+    found["after another trainer"] = note_calls(subject, partial(broadcaster.push, policies[2]))
     return found
 
 
