@@ -111,6 +111,7 @@ class Steady:
         self.orders = ["prepare", "flush", "take" if transport == "collective" else "write"]
         for seed in range(2):
             self.refit(seed)
+        self.first = list(self.channel.exchanges)
         self.channel.exchanges.clear()
 
     def fill(self, seed: int) -> dict[str, Tensor]:
@@ -169,6 +170,11 @@ def test_a_refit_like_the_last_is_one_exchange(steady):
         report = steady.refit(seed)
         assert report.phases_s["flush"] >= FLUSH_S
     assert steady.channel.exchanges == [steady.orders] * 2
+
+
+def test_what_is_new_to_the_ranks_is_judged_before_the_engine_is_paused(steady):
+    place = steady.first.index(["prepare"])
+    assert steady.first[place : place + 3] == [[step] for step in steady.orders]
 
 
 def test_the_ranks_have_as_long_for_each_of_both_as_for_each_alone(steady):
@@ -302,7 +308,10 @@ def test_ranks_that_cannot_be_joined_again_refuse_once_more(open_steady):
     assert [exchange for exchange in steady.channel.exchanges if "prepare" in exchange] == [["prepare"]] * 2
     for server in steady.remote.servers:
         del server._receiver.source
-    steady.refit(3)
+        fail_once(server._receiver, "take", TransportError("gone in the middle"))
+    with pytest.raises(TransportError, match="gone in the middle"):  # which is nothing that was refused
+        steady.refitter.refit(steady.fill(3))
+    steady.refit(4)
 
 
 def refuse_always(error, offer):
