@@ -1,10 +1,11 @@
 """Real vLLM 0.32 on the CPU. Every scenario (`run_engine.py`) runs in a process of its own, or in one a rank.
 
 What is real: vLLM's engine core, scheduler, loaders, post-processing, attention, sampling, prefix cache, worker processes
-and their collective operations. What is not: the block-FP8 product, which is torch's (`cpu_kernel.py`). Worker processes are
-forks of one that has imported vLLM, as by its default on a GPU; `layout_runs.CASES` says which are spawned. Nothing here speaks
-for GPU kernels, for the product of DeepGEMM, CUTLASS or Marlin, for CUDA graphs, for CUDA IPC, for sleep mode, which vLLM
-ignores on a CPU, or for speed.
+and their collective operations. What is not: the block-FP8 product, which is torch's (`cpu_kernel.py`), and so is attention
+over an FP8 KV cache where the CPU has no AVX-512 (`cpu_fp8_cache.py`). Worker processes are forks of one that has imported
+vLLM, as by its default on a GPU; `layout_runs.CASES` says which are spawned. Nothing here speaks for GPU kernels, for the
+product of DeepGEMM, CUTLASS or Marlin, for CUDA graphs, for CUDA IPC, for sleep mode, which vLLM ignores on a CPU, or for
+speed.
 """
 
 import importlib.util

@@ -5,6 +5,7 @@ through vLLM's real power-of-two requantization when the engine boots, as DeepGE
 """
 
 import cpu_experts
+import cpu_fp8_cache
 import torch
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
@@ -70,6 +71,7 @@ def _product(x, weight):
 def register(kind: str) -> None:
     """Make `kind` the kernel of every block-FP8 layer in this process."""
     cpu_experts.register(kind)
+    cpu_fp8_cache.register()
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, KERNELS[kind])
 
     def linear_of_any_batch(x, weight, bias=None):
