@@ -188,9 +188,16 @@ def render_rollouts(engine: str, results: Sequence[RolloutBenchResult]) -> str:
     rows = (row for result in results for row in _rollout_rows(result, precisions))
     return (
         f"### {_title(engine)}\n\n{_versions(results)}. New tokens a second of all sequences together, prefill counted in, "
-        "and how many times BF16's. Every engine has the same share of the GPU for weights and KV cache.\n\n"
+        "and how many times BF16's. Every engine has the same share of the GPU for weights and KV cache. "
+        f"{_runs(results)}\n\n"
         f"{_again(results)}\n{_table(columns, rows, num_names=1)}"
     )
+
+
+def _runs(results: Sequence[RolloutBenchResult]) -> str:
+    """How often each case was timed."""
+    counts = sorted({result.config.repeats for result in results})
+    return "One timed run a case." if counts == [1] else f"Medians of {' or '.join(map(str, counts))} runs."
 
 
 def _rollout_rows(result: RolloutBenchResult, precisions: Sequence[Precision]) -> Iterator[list[str]]:

@@ -325,8 +325,8 @@ def render_broadcasts(broadcasts: list[dict[str, Any]], servers: list[dict[str, 
             f"On {_machines(broadcasts)}, the trainer on a GPU of its own; whole calls, medians, against the time that as many "
             "bytes take in NCCL's broadcasts alone. *Pull*: the ranks read the trainer's memory over NVLink by CUDA IPC, one "
             "engine after another.\n\n"
-            "| | NCCL | on the wire | BF16 on the wire | pull | FP8 on the wire | against NCCL alone |\n"
-            "| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n" + "".join(map(_broadcast_row, broadcasts))
+            "| | NCCL | on the wire | BF16 on the wire | pull | FP8 on the wire | against NCCL alone | in buckets of 1 GiB |\n"
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n" + "".join(map(_broadcast_row, broadcasts))
         )
     if servers:
         parts.append(
@@ -342,6 +342,7 @@ def render_broadcasts(broadcasts: list[dict[str, Any]], servers: list[dict[str, 
 def _broadcast_row(found: dict[str, Any]) -> str:
     milliseconds = {way: f"{1e3 * seconds:.1f} ms" for way, seconds in found["seconds"].items()}
     times = found["seconds"]["bf16"] / found["seconds"]["fp8"]
+    large_s = found["seconds_by_bucket_bytes"][str(1 << 30)]
     cells = [
         found["what"],
         f"{found['broadcast_gb_per_s']:.0f} GB/s",
@@ -350,6 +351,7 @@ def _broadcast_row(found: dict[str, Any]) -> str:
         milliseconds["pull"],
         f"**{milliseconds['fp8']}**, {times:.1f} x faster than BF16",
         f"{found['over_wire']:.2f} x",
+        f"{1e3 * large_s:.1f} ms, {large_s / found['seconds']['fp8_on_the_wire_alone']:.2f} x",
     ]
     return f"| {' | '.join(cells)} |\n"
 

@@ -32,15 +32,16 @@ def test_a_broadcast_is_rendered_beside_its_wire_and_a_server_beside_its_request
         "what": "a broadcast",
         "broadcast_gb_per_s": 350.4,
         "wire_bytes": {"fp8": 9.43e9, "bf16": 16.4e9},
-        "seconds": {"fp8": 0.030, "bf16": 0.054, "pull": 0.041},
+        "seconds": {"fp8": 0.030, "bf16": 0.054, "pull": 0.041, "fp8_on_the_wire_alone": 0.027},
         "over_wire": 1.11,
+        "seconds_by_bucket_bytes": {str(1 << 30): 0.028},
     }
     pushed = {"pushes": 50, "requests": 900, "failed_requests": 0, "idle_push_s": 0.04, "push_s": 0.5}
     pushed["phases_s"] = {"plan": 1, "pause": 1, "flush": 1, "transfer": 2, "fill": 3, "verify": 0, "resume": 1}
     said = load_renderer().render_broadcasts(
         [broadcast], [machine | {"what": "a server", "wait": pushed, "keep": pushed}]
     )
-    wire = "| 350 GB/s | 9.43 of 16.40 GB | 54.0 ms | 41.0 ms | **30.0 ms**, 1.8 x faster than BF16 | 1.11 x |"
+    wire = "| 350 GB/s | 9.43 of 16.40 GB | 54.0 ms | 41.0 ms | **30.0 ms**, 1.8 x faster than BF16 | 1.11 x | 28.0 ms, 1.04 x |"
     assert f"| a broadcast {wire}" in said
     assert "| a server | `keep` | 50 | 900, 0 failed | 40.0 ms | 500.0 ms | 7000.0 ms |" in said
 

@@ -22,6 +22,7 @@ from fp8refit.transport.collective import Communicator
 NUM_ROUNDS = 7
 NUM_PUSHES = 50
 RATE_BYTES = 1 << 30
+OTHER_BUCKET_BYTES = (128 << 20, 512 << 20, 1 << 30)
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -121,7 +122,9 @@ def measure(llms: list[LLM], args: argparse.Namespace, trainer: torch.device) ->
         for name, broadcast in broadcasts.items()
     }
     log("timed")
-    found["steady_bf16"] = [timed(ways.bf16.push, policy) for _ in range(NUM_ROUNDS + 1)][1:]
+    found["by_bucket_bytes"] = {num_bytes: steady(llms, policy, num_bytes) for num_bytes in OTHER_BUCKET_BYTES}
+    log("timed in other buckets")
+    found["steady_bf16"] = [timed(ways.bf16.push, policy) for _ in range(3 + NUM_ROUNDS)][3:]
     found["load"] = push_under_load(llms, ways, policy)
     log("pushed under load")
     found["nan"] = push_nan(ways, policy)
@@ -164,6 +167,12 @@ def timed(push, policy: dict) -> dict:
     wall_s = time.perf_counter() - start_s
     reports = report if isinstance(report, list) else [report]
     return {"wall_s": wall_s, "phases_s": [report.phases_s for report in reports]}
+
+
+def steady(llms: list[LLM], policy: dict, bucket_bytes: int) -> list[dict]:
+    """Pushes in buckets of another size, once the first ones have compiled what they need."""
+    with Broadcaster(llms, timeout_s=TIMEOUT_S, bucket_bytes=bucket_bytes) as broadcaster:
+        return [timed(broadcaster.push, policy) for _ in range(3 + NUM_ROUNDS)][3:]
 
 
 def push_under_load(llms: list[LLM], ways: Ways, policy: dict) -> dict:

@@ -132,6 +132,10 @@ def test_write_the_result(case):
             "fp8_on_the_wire_alone": found["wire_bytes"]["fp8"] / rate_of(found),
         },
         "over_wire": over_wire(found),
+        "seconds_by_bucket_bytes": {
+            num_bytes: statistics.median(each["wall_s"] for each in pushes)
+            for num_bytes, pushes in found["by_bucket_bytes"].items()
+        },
         "rounds": found["rounds"],
         "steady": found["steady"],
         "pushes_under_load_s": found["load"]["seconds"],
