@@ -29,7 +29,7 @@ from fp8refit.report import KvReport, RankReport
 from fp8refit.slots import dtype_name
 from fp8refit.sources import MappingSource, SafetensorsSource, Source
 from fp8refit.transport import messages
-from fp8refit.transport.memory import Bucket, Exporter, TensorRef
+from fp8refit.transport.memory import Bucket, Export, Exporter, TensorRef
 from fp8refit.transport.messages import PROTOCOL, Reply, Request
 from fp8refit.transport.segment import DTYPES
 from fp8refit.vote import merge_errors
@@ -329,17 +329,14 @@ class RemoteRanks:
         if isinstance(source, SafetensorsSource):
             return messages.Files(path=str(Path(source.path).resolve()))
         if isinstance(source, MappingSource):
-            export = self._exporter.export(source.tensors)
-            for device in {tensor.device for tensor in source.tensors.values() if tensor.is_cuda}:
+            export, problems = self._export(source)
+            for device in export.gpus:
                 torch.cuda.synchronize(device)  # what the trainer computes has to be there before it is read
             if not export.leftover:
-                if export.digest == self._mapped_digest and not source.problems:
+                if export.digest == self._mapped_digest and not problems:
                     return messages.MappedTensors(digest=export.digest)
                 return messages.MappedTensors(
-                    digest=export.digest,
-                    segments=export.segments,
-                    refs=export.refs,
-                    problems=tuple(source.problems),
+                    digest=export.digest, segments=export.segments, refs=export.refs, problems=problems
                 )
             if export.refs:
                 logger.warning(
@@ -350,6 +347,18 @@ class RemoteRanks:
                 )
         self._is_pushed = True
         return self._announce(source)
+
+    def _export(self, source: MappingSource) -> tuple[Export, tuple[str, ...]]:
+        """References to the tensors, and what is wrong with others. If all lie where and as the last ones did, nothing is: they
+        are not looked at one by one.
+        """
+        export = self._exporter.again(source.sent_names, source.sent)
+        if export is not None:
+            return export, ()
+        export = self._exporter.export(source.tensors)
+        if not source.problems:
+            self._exporter.recognise(source.sent_names, source.sent)
+        return export, source.problems
 
     def _announce(self, source: Source) -> messages.Pushed:
         said = announce(source, self._config)

@@ -18,7 +18,7 @@ from fp8refit import (
     TransportError,
 )
 from fp8refit.remote import GRACE_S, NUM_VOTES, PairAnswers, RemoteRanks
-from fp8refit.sources import as_source
+from fp8refit.sources import MappingSource, as_source
 from fp8refit.transport.memory import Importer
 from fp8refit.transport.messages import Reply, Request
 from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE
@@ -170,6 +170,19 @@ def test_a_refit_like_the_last_is_one_exchange(steady):
         report = steady.refit(seed)
         assert report.phases_s["flush"] >= FLUSH_S
     assert steady.channel.exchanges == [steady.orders] * 2
+
+
+def test_a_policy_that_lies_where_the_last_one_did_is_not_looked_at_tensor_by_tensor(steady, monkeypatch):
+    policy, looked_at = steady.fill(2), []
+    with monkeypatch.context() as patch:
+        patch.setattr(MappingSource, "_read", property(lambda source: looked_at.append(source)))
+        report = steady.refitter.refit(policy)
+    assert looked_at == []
+    steady.cluster.assert_holds(policy, version=report.version)
+    prefixed = {f"module.{name}": tensor for name, tensor in steady.fill(3).items()}
+    for _ in range(2):
+        report = steady.refitter.refit(prefixed)
+        steady.cluster.assert_holds(policy, version=report.version)
 
 
 def test_what_is_new_to_the_ranks_is_judged_before_the_engine_is_paused(steady):

@@ -9,7 +9,7 @@ leaves the tensors as they are until every rank has said that it has read them.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from fp8refit.errors import StagingMemoryError, TransportError
+from fp8refit.guard import LayoutGuard
 from fp8refit.slots import dtype_name
 from fp8refit.transport.cuda_driver import CudaDriver, CudaDriverError
 from fp8refit.transport.memfd import make_memfd, map_memfd
@@ -45,6 +46,8 @@ class Export:
     """Names of tensors without a handle, empty ones among them: they go through a `Bucket`."""
     digest: str
     """sha256 over `refs` and `segments`: a rank that has opened the same digest has these tensors."""
+    gpus: tuple[torch.device, ...]
+    """On which tensors are, those without a handle too."""
 
 
 class Driver(Protocol):
@@ -91,9 +94,6 @@ class Driver(Protocol):
         ...
 
 
-_Layout: TypeAlias = tuple[int, torch.Size, tuple[int, ...] | None, torch.dtype]
-"""Address, shape, strides unless contiguous, and dtype of a tensor that was exported."""
-
 _SegmentKey: TypeAlias = tuple[str, int, int | None]
 """GPU, first address and buffer id of an allocation."""
 
@@ -109,30 +109,38 @@ class Exporter:
         self._driver = CudaDriver() if driver is None else driver
         self._process = Process.current()
         self._segments: dict[_SegmentKey, Segment | None] = {}
-        self._names: list[str] = []
-        self._layouts: list[_Layout] = []
+        self._guard = LayoutGuard((), ())
+        self._addresses: list[int] = []
         self._export: Export | None = None
 
     def export(self, tensors: Mapping[str, Tensor]) -> Export:
-        """Give references to `tensors`.
+        """Give references to `tensors`; those given last, if these are recognised `again`."""
+        names, values = list(tensors), list(tensors.values())
+        export = self.again(names, values)
+        if export is None:
+            export = self._export = self._describe(tensors)
+            self.recognise(names, values)
+        return export
 
-        The object given last is given again, with one driver call a segment and under 1 us a tensor, if every tensor lies
-        where and as it did, in the allocation in which it did.
+    def recognise(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        """Know what was exported last by these names, which may be those that it was sent by."""
+        self._guard, self._addresses = LayoutGuard(names, tensors), list(map(Tensor.data_ptr, tensors))
+
+    def again(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Export | None:
+        """What was given last, with one driver call a segment and under 1 us a tensor; None unless every tensor lies where and
+        as it did, in the allocation in which it did.
         """
-        if self._export is None or not self._is_current(tensors):
-            self._export = self._describe(tensors)
-        return self._export
+        is_current = (
+            self._export is not None
+            and self._guard.holds(names, tensors)
+            and list(map(Tensor.data_ptr, tensors)) == self._addresses
+            and all(self._driver.buffer_id(base) == buffer_id for _, base, buffer_id in self._segments)
+        )
+        return self._export if is_current else None
 
     def close(self) -> None:
         """Forget every handle. What ranks have mapped stays mapped until they let go."""
-        self._segments, self._names, self._layouts, self._export = {}, [], [], None
-
-    def _is_current(self, tensors: Mapping[str, Tensor]) -> bool:
-        return (
-            list(tensors) == self._names
-            and all(map(_has_layout, tensors.values(), self._layouts))
-            and all(self._driver.buffer_id(base) == buffer_id for _, base, buffer_id in self._segments)
-        )
+        self._segments, self._guard, self._addresses, self._export = {}, LayoutGuard((), ()), [], None
 
     def _describe(self, tensors: Mapping[str, Tensor]) -> Export:
         segments: dict[_SegmentKey, Segment | None] = {}
@@ -160,11 +168,10 @@ class Exporter:
             else:
                 refs.append(TensorRef.of(name, tensor, segment, offset_bytes=offset))
         self._segments = segments
-        self._names = list(tensors)
-        self._layouts = [_layout(tensor) for tensor in tensors.values()]
         shared = tuple(segment for segment in found.values() if segment is not None)
         digest = hashlib.sha256(_RECORDS.dump_json((tuple(refs), shared))).hexdigest()
-        return Export(refs=tuple(refs), segments=shared, leftover=tuple(leftover), digest=digest)
+        gpus = tuple({tensor.device for tensor in tensors.values() if tensor.is_cuda})
+        return Export(refs=tuple(refs), segments=shared, leftover=tuple(leftover), digest=digest, gpus=gpus)
 
 
 class Bucket:
@@ -340,20 +347,6 @@ class Importer:
                 "CUDA_VISIBLE_DEVICES that has it, or send tensors that are on the CPU"
             )
         return device
-
-
-def _layout(tensor: Tensor) -> _Layout:
-    return tensor.data_ptr(), tensor.shape, None if tensor.is_contiguous() else tensor.stride(), tensor.dtype
-
-
-def _has_layout(tensor: Tensor, layout: _Layout) -> bool:
-    address, shape, stride, dtype = layout
-    return (
-        tensor.data_ptr() == address
-        and tensor.dtype is dtype
-        and tensor.shape == shape
-        and (tensor.is_contiguous() if stride is None else tensor.stride() == stride)
-    )
 
 
 def _share(driver: Driver, key: _SegmentKey, num_bytes: int, process: Process) -> Segment | None:

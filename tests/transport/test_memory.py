@@ -370,6 +370,26 @@ def test_an_unchanged_state_dict_costs_one_question_a_segment(driver):
     assert Exporter(driver=driver).export(tensors).digest == first.digest
 
 
+def test_what_was_exported_is_recognised_by_the_names_it_was_sent_by(driver):
+    memory, other = driver.segment(1024), driver.segment(1024)
+    exporter = Exporter(driver=driver)
+    first = exporter.export({"a": memory[:64], "b": other})
+    exporter.recognise(["module.a", "module.b"], [memory[:64], other])
+    assert exporter.again(["module.a", "module.b"], [memory[:64], other]) is first
+    for names, sent in (
+        (["a", "b"], [memory[:64], other]),
+        (["module.b", "module.a"], [memory[:64], other]),
+        (["module.a", "module.b"], [memory[64:128], other]),
+        (["module.a", "module.b"], [memory[:64].view(8, 8), other]),
+        (["module.a", "module.b"], [memory[:64].view(torch.int8), other]),
+    ):
+        assert exporter.again(names, sent) is None
+    driver.reallocate(other)
+    assert exporter.again(["module.a", "module.b"], [memory[:64], other]) is None
+    exporter.close()
+    assert exporter.again([], []) is None
+
+
 def test_every_change_is_seen(driver):
     memory = driver.segment(4096)
     base = {"a": memory[:64].view(8, 8), "b": memory[64:128].view(8, 8)}
