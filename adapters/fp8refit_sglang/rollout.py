@@ -1,12 +1,11 @@
 """SGLang in the benchmark of rollouts, as it is booted for one: with CUDA graphs."""
 
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 
-from fp8refit.bench.rollout import MEMORY_SHARE, Precision
+from fp8refit.bench.rollout import MEMORY_SHARE, Precision, RolloutBoot
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.errors import UnsupportedEngineError
 
@@ -17,27 +16,19 @@ _RESERVED_TOKENS = 8
 class SglangRollout:
     """See `fp8refit.bench.rollout.RolloutEngine`."""
 
-    def __init__(
-        self,
-        model: Path,
-        *,
-        tp: int,
-        precision: Precision,
-        max_length: int,
-        max_batch: int,
-        arguments: Mapping[str, object],
-    ) -> None:
+    def __init__(self, wanted: RolloutBoot) -> None:
         import sglang
 
-        is_fp8 = precision is not Precision.BF16
         self.settings: dict[str, object] = {
             "load_format": "dummy",
-            "json_model_override_args": json.dumps({"quantization_config": block_fp8(model)} if is_fp8 else {}),
-            "tp_size": tp,
+            "json_model_override_args": json.dumps(
+                {"quantization_config": block_fp8(wanted.model)} if wanted.is_fp8 else {}
+            ),
+            "tp_size": wanted.tp,
             "skip_tokenizer_init": True,
-            "context_length": max_length + _RESERVED_TOKENS,
-            "max_running_requests": max_batch,
-            "kv_cache_dtype": "fp8_e4m3" if precision is Precision.FP8_KV else "auto",
+            "context_length": wanted.max_length + _RESERVED_TOKENS,
+            "max_running_requests": wanted.max_batch,
+            "kv_cache_dtype": "fp8_e4m3" if wanted.precision is Precision.FP8_KV else "auto",
         }
         if torch.cuda.is_available():
             self.settings["mem_fraction_static"] = MEMORY_SHARE
@@ -48,8 +39,8 @@ class SglangRollout:
                 "max_total_tokens": 8192,
                 "disable_cuda_graph": True,
             }
-        self.settings |= arguments
-        self.candidate = sglang.Engine(model_path=str(model), **self.settings)
+        self.settings |= wanted.arguments
+        self.candidate = sglang.Engine(model_path=str(wanted.model), **self.settings)
         self.num_kv_tokens = int(self.candidate.get_server_info()["max_total_num_tokens"])
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
@@ -62,17 +53,13 @@ class SglangRollout:
         self.candidate.shutdown()
 
 
-def boot(
-    model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int, arguments: Mapping[str, object]
-) -> SglangRollout:
+def boot(wanted: RolloutBoot) -> SglangRollout:
     """An engine of noise.
 
     Raises:
         UnsupportedEngineError: SGLang is not installed.
     """
     try:
-        return SglangRollout(
-            model, tp=tp, precision=precision, max_length=max_length, max_batch=max_batch, arguments=arguments
-        )
+        return SglangRollout(wanted)
     except ImportError as error:
         raise UnsupportedEngineError(f"SGLang is not installed ({error}); pip install 'fp8refit[sglang]'") from error

@@ -1,12 +1,11 @@
 """The embedded engine in the benchmark of rollouts: no engine that anybody would roll out with, but the whole path."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from fp8refit.bench.rollout import Precision
+from fp8refit.bench.rollout import Precision, RolloutBoot
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_transformers.convert import to_block_fp8
 
@@ -39,9 +38,7 @@ class TransformersRollout:
         del self.candidate
 
 
-def boot(
-    model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int, arguments: Mapping[str, object]
-) -> TransformersRollout:
+def boot(wanted: RolloutBoot) -> TransformersRollout:
     """A model of random weights. A model takes sequences of any length and number.
 
     Raises:
@@ -49,13 +46,15 @@ def boot(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if tp != 1:
-        raise UnsupportedEngineError(f"transformers runs on one rank, not on {tp}; leave out --tp")
-    if arguments:
-        raise UnsupportedEngineError(f"transformers has no engine that takes {', '.join(arguments)}; leave out --set")
+    if wanted.tp != 1:
+        raise UnsupportedEngineError(f"transformers runs on one rank, not on {wanted.tp}; leave out --tp")
+    if wanted.arguments:
+        raise UnsupportedEngineError(
+            f"transformers has no engine that takes {', '.join(wanted.arguments)}; leave out --set"
+        )
     network: nn.Module = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(model), dtype=torch.bfloat16
+        AutoConfig.from_pretrained(wanted.model), dtype=torch.bfloat16
     ).eval()
-    if precision is not Precision.BF16:
-        network = to_block_fp8(network, kv_cache_dtype="fp8" if precision is Precision.FP8_KV else "auto")
+    if wanted.is_fp8:
+        network = to_block_fp8(network, kv_cache_dtype="fp8" if wanted.precision is Precision.FP8_KV else "auto")
     return TransformersRollout(network)

@@ -2,12 +2,11 @@
 
 import gc
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 
-from fp8refit.bench.rollout import MEMORY_SHARE, Precision
+from fp8refit.bench.rollout import MEMORY_SHARE, Precision, RolloutBoot
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_vllm.worker import WorkerExtension
@@ -16,36 +15,27 @@ from fp8refit_vllm.worker import WorkerExtension
 class VllmRollout:
     """See `fp8refit.bench.rollout.RolloutEngine`. In processes of its own: what one held is free when the next one boots."""
 
-    def __init__(
-        self,
-        model: Path,
-        *,
-        tp: int,
-        precision: Precision,
-        max_length: int,
-        max_batch: int,
-        arguments: Mapping[str, object],
-    ) -> None:
+    def __init__(self, wanted: RolloutBoot) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # the command line has a thread for its progress
         from vllm import LLM
 
         self.settings: dict[str, object] = {
             "load_format": "dummy",
-            "tensor_parallel_size": tp,
+            "tensor_parallel_size": wanted.tp,
             "skip_tokenizer_init": True,
-            "max_model_len": max_length,
-            "max_num_seqs": max_batch,
+            "max_model_len": wanted.max_length,
+            "max_num_seqs": wanted.max_batch,
             "enforce_eager": not torch.cuda.is_available(),
-            "kv_cache_dtype": "fp8" if precision is Precision.FP8_KV else "auto",
+            "kv_cache_dtype": "fp8" if wanted.precision is Precision.FP8_KV else "auto",
             "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
         }
-        if precision is not Precision.BF16:
-            self.settings["hf_overrides"] = {"quantization_config": block_fp8(model)}
+        if wanted.is_fp8:
+            self.settings["hf_overrides"] = {"quantization_config": block_fp8(wanted.model)}
         if torch.cuda.is_available():
             self.settings["gpu_memory_utilization"] = MEMORY_SHARE
-        self.settings |= arguments
-        self.candidate = LLM(model=str(model), **self.settings)
+        self.settings |= wanted.arguments
+        self.candidate = LLM(model=str(wanted.model), **self.settings)
         cache = self.candidate.llm_engine.vllm_config.cache_config
         self.num_kv_tokens = cache.num_gpu_blocks * cache.block_size
 
@@ -65,17 +55,13 @@ class VllmRollout:
             torch.cuda.empty_cache()
 
 
-def boot(
-    model: Path, *, tp: int, precision: Precision, max_length: int, max_batch: int, arguments: Mapping[str, object]
-) -> VllmRollout:
+def boot(wanted: RolloutBoot) -> VllmRollout:
     """An engine of noise.
 
     Raises:
         UnsupportedEngineError: vLLM is not installed.
     """
     try:
-        return VllmRollout(
-            model, tp=tp, precision=precision, max_length=max_length, max_batch=max_batch, arguments=arguments
-        )
+        return VllmRollout(wanted)
     except ImportError as error:
         raise UnsupportedEngineError(f"vLLM is not installed ({error}); pip install 'fp8refit[vllm]'") from error

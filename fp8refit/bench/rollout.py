@@ -7,6 +7,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,6 +38,26 @@ class Precision(StrEnum):
     """Block-FP8 weights, KV cache in BF16."""
     FP8_KV = "fp8+kv"
     """Block-FP8 weights, KV cache in FP8 under calibrated scales."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutBoot:
+    """What an adapter's `rollout.boot` is asked to boot."""
+
+    model: Path
+    tp: int
+    precision: Precision
+    max_length: int
+    """Tokens of the longest sequence."""
+    max_batch: int
+    """Sequences at a time."""
+    arguments: Mapping[str, object]
+    """See `RolloutBenchConfig.engine_arguments`."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the weights are."""
+        return self.precision is not Precision.BF16
 
 
 class RolloutEngine(Protocol):
@@ -171,14 +192,15 @@ def run_rollout_bench(
 
 
 def _open(config: RolloutBenchConfig, model: Path, precision: Precision) -> RolloutEngine:
-    engine: RolloutEngine = adapter_module(config.engine, "rollout").boot(
-        model,
+    wanted = RolloutBoot(
+        model=model,
         tp=config.tp,
         precision=precision,
         max_length=config.max_length,
         max_batch=max(config.batch_sizes),
         arguments=config.engine_arguments,
     )
+    engine: RolloutEngine = adapter_module(config.engine, "rollout").boot(wanted)
     return engine
 
 

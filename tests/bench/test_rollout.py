@@ -57,8 +57,8 @@ def booted(monkeypatch):
     """What the adapter was asked to boot engines with."""
     asked = []
 
-    def boot(model, *, arguments, **_):
-        asked.append(arguments)
+    def boot(wanted):
+        asked.append(wanted.arguments)
         raise UnsupportedEngineError("seen")
 
     monkeypatch.setattr(fp8refit_transformers.rollout, "boot", boot)
