@@ -26,6 +26,8 @@ _FIRST_TOKEN, _NUM_TOKENS = 100, 500
 """Ids of prompts: any vocabulary has them."""
 _CALIBRATION = (8, 128)
 """Sequences, and tokens of each."""
+_SECRETS = frozenset({"KEY", "KEYS", "TOKEN", "SECRET", "PASSWORD"})
+"""Words in names of variables that no result shows."""
 MEMORY_SHARE = 0.85
 """Of a GPU, that every engine may take for weights and KV cache, whatever its precision: less weights, more cache."""
 
@@ -240,8 +242,9 @@ def _ratio(rate: Percentiles, base: Percentiles | None) -> float | None:
 
 
 def _environment_of(engine: str) -> dict[str, str]:
-    """The engine's own variables that are set, which choose its kernels too."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(f"{engine.upper()}_")}
+    """The engine's own variables that are set, which choose its kernels too; none that is a secret."""
+    own = (name for name in sorted(os.environ) if name.startswith(f"{engine.upper()}_"))
+    return {name: os.environ[name] for name in own if _SECRETS.isdisjoint(name.split("_"))}
 
 
 def _command_of(config: RolloutBenchConfig, environment: Mapping[str, str]) -> str:

@@ -72,7 +72,9 @@ def test_arguments_of_the_engine_are_its_own_and_part_of_the_command(booted, mon
     assert booted == [arguments]
     config = RolloutBenchConfig(**TINY, engine_arguments=arguments)
     monkeypatch.setenv("TRANSFORMERS_KERNELS", "of one kind")
-    assert rollout._environment_of("transformers")["TRANSFORMERS_KERNELS"] == "of one kind"
+    monkeypatch.setenv("TRANSFORMERS_API_KEY", "a secret")
+    environment = rollout._environment_of("transformers")
+    assert environment["TRANSFORMERS_KERNELS"] == "of one kind" and "TRANSFORMERS_API_KEY" not in environment
     command = rollout._command_of(config, {"TRANSFORMERS_KERNELS": "of one kind"})
     first, program, *again = shlex.split(command)
     assert (first, program) == ("TRANSFORMERS_KERNELS=of one kind", "fp8refit")
