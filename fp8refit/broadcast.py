@@ -189,7 +189,8 @@ class Broadcast:
         assert sender is not None and communicator is not None, "prepared"
         if sender.device.type == "cuda":
             torch.cuda.synchronize(sender.device)  # what the trainer computes has to be there before it is read
-        sending = Sending(sender, source, communicator, self._refit)
+        layout = self._heard.guard if self._heard is not None else None
+        sending = Sending(sender, source, communicator, self._refit, layout)
 
         async def take(audience: Audience) -> Sequence[RankReport]:
             with Caught() as failed:

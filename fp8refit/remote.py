@@ -355,10 +355,8 @@ class RemoteRanks:
         export = self._exporter.again(source.sent_names, source.sent)
         if export is not None:
             return export, ()
-        export = self._exporter.export(source.tensors)
-        if not source.problems:
-            self._exporter.recognise(source.sent_names, source.sent)
-        return export, source.problems
+        known_as = None if source.problems else source.sent_names
+        return self._exporter.export(source.tensors, known_as), source.problems
 
     def _announce(self, source: Source) -> messages.Pushed:
         said = announce(source, self._config)

@@ -77,28 +77,6 @@ def _reads(arrivals: Sequence[Arrival]) -> list[_Read]:
     return [(arrival.name, arrival.first_row, source_layout(arrival.values)) for arrival in arrivals]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Layout:
-    """How a source was laid out to which every table was pointed."""
-
-    guard: LayoutGuard
-    names: list[str]
-    """Checkpoint names of its tensors, in the order in which they were sent."""
-
-    @classmethod
-    def of(cls, source: Source, device: torch.device) -> "_Layout | None":
-        """Of a source whose tensors are all on `device`."""
-        if not isinstance(source, MappingSource) or any(tensor.device != device for tensor in source.tensors.values()):
-            return None
-        return cls(guard=LayoutGuard(source.sent_names, source.sent), names=list(source.tensors))
-
-    def tensors(self, source: Source) -> dict[str, Tensor] | None:
-        """The tensors of another source that is laid out so, not looked at one by one; None if it is not."""
-        if not isinstance(source, MappingSource) or not self.guard.holds(source.sent_names, source.sent):
-            return None
-        return dict(zip(self.names, source.sent, strict=True))
-
-
 class Sender:
     """Sends policies of one shape.
 
@@ -117,7 +95,10 @@ class Sender:
         self._config, self.device = config, device
         self._buckets = lay_out(wire.tensors, config.bucket_bytes, num_sections)
         self._tables: dict[tuple[int, int], _Table] = {}
-        self._layout: _Layout | None = None
+        self._layout: LayoutGuard | None = None
+        """Which recognises the source that every table was pointed at, all of it on the device."""
+        self._names: list[str] = []
+        """Of that source, in the order in which it was sent."""
         self.was_told = False
         """Whether the ranks know how the last send ended, or will."""
         self._headers = Headers(len(self._buckets), device)
@@ -145,13 +126,16 @@ class Sender:
         portions = (0,) if section is None else (0, 1 + section)
         return sum(bucket.portion_bytes[portion] for bucket in self._buckets for portion in portions)
 
-    def send(self, source: Source, communicator: Communicator, refit: str) -> None:
+    def send(
+        self, source: Source, communicator: Communicator, refit: str, *, layout: LayoutGuard | None = None
+    ) -> None:
         """Send everything, and wait until every rank of every engine has it and says so.
 
         Args:
             source: What was announced. A stream is read once, in the order in which it was announced, to its end.
             communicator: To send in; this is its rank 0.
             refit: Names this refit.
+            layout: What recognised the source, if something did: it is not looked at tensor by tensor if the same did the last.
 
         Raises:
             InvalidSourceError: The source is not what was announced.
@@ -163,9 +147,7 @@ class Sender:
         self.was_told = False
         timeout_s = self._config.timeout_s
         reader, clock = Reader(source, self._wire, self.device), PhaseClock()
-        known = self._layout.tensors(source) if self._layout is not None else None
-        if known is None:
-            self._layout = None
+        known = self._known(source, layout)
         travelling: list[Transfer | None] = [None, None]
         packed: list[_Table] = []
         error: BaseException | None = None
@@ -195,10 +177,21 @@ class Sender:
                 reader.finish()
                 _refuse({name for table in packed for name in table.bad_names()})
             error, unfit.error = unfit.error, None
-        if error is None and self._layout is None:
-            self._layout = _Layout.of(source, self.device)
+        if error is None and known is None:
+            self._remember(source, layout)
         self.was_told = True
         communicator.agree(error, timeout_s=NUM_VOTES * timeout_s)
+
+    def _known(self, source: Source, layout: LayoutGuard | None) -> dict[str, Tensor] | None:
+        """The tensors of a source that is laid out as the last one; None if it may not be."""
+        if layout is None or layout is not self._layout or not isinstance(source, MappingSource):
+            self._layout = None
+            return None
+        return dict(zip(self._names, source.sent, strict=True))
+
+    def _remember(self, source: Source, layout: LayoutGuard | None) -> None:
+        if isinstance(source, MappingSource) and all(value.device == self.device for value in source.tensors.values()):
+            self._layout, self._names = layout, list(source.tensors)
 
     def _begin(self, communicator: Communicator, portions: Sequence[Tensor], ordinal: int, status: Status) -> Transfer:
         shared, *of_sections = portions
@@ -327,11 +320,13 @@ def _refuse(bad: set[str]) -> None:
 class Sending:
     """A policy on its way, in a thread of its own: the engines' ranks are asked to take it meanwhile."""
 
-    def __init__(self, sender: Sender, source: Source, communicator: Communicator, refit: str) -> None:
+    def __init__(
+        self, sender: Sender, source: Source, communicator: Communicator, refit: str, layout: LayoutGuard | None
+    ) -> None:
         self._communicator = communicator
         self._caught = Caught()
         self._thread = threading.Thread(
-            target=self._run, args=(sender, source, refit), name="fp8refit-sender", daemon=True
+            target=self._run, args=(sender, source, refit, layout), name="fp8refit-sender", daemon=True
         )
         self._thread.start()
 
@@ -357,8 +352,8 @@ class Sending:
         # What the trainer itself raised is the cause; what it heard from the ranks, or lost, they tell better.
         return own if own is not None and (error is None or not isinstance(own, RefitError)) else error
 
-    def _run(self, sender: Sender, source: Source, refit: str) -> None:
+    def _run(self, sender: Sender, source: Source, refit: str, layout: LayoutGuard | None) -> None:
         with self._caught, torch.cuda.device(sender.device if sender.device.type == "cuda" else -1):
-            sender.send(source, self._communicator, refit)
+            sender.send(source, self._communicator, refit, layout=layout)
         if self._caught.error is not None and not sender.was_told:
             self._communicator.abort(str(self._caught.error))

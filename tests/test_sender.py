@@ -9,6 +9,7 @@ import torch
 import fp8refit.sender
 from fp8refit.config import RefitConfig
 from fp8refit.errors import NonFiniteError
+from fp8refit.guard import LayoutGuard
 from fp8refit.kernels import triton_table
 from fp8refit.pieces import Piece
 from fp8refit.reader import Reader
@@ -106,8 +107,8 @@ def test_a_tensor_of_several_buckets_is_brought_to_the_device_once(monkeypatch):
         return original(tensor, wanted)
 
     monkeypatch.setattr(torch.Tensor, "to", to)
-    for count, values in enumerate((policy["w"], policy["w"].t().contiguous().t()), 1):
-        sender.send(as_source({"w": values}), NoCommunicator(), "refit")
+    for count in (1, 2):
+        sender.send(as_source(policy), NoCommunicator(), "refit")
         assert brought == [(3000, 1000)] * count
 
 
@@ -124,9 +125,12 @@ def test_a_policy_that_is_laid_out_as_the_last_is_not_looked_at_tensor_by_tensor
     policies = [{name: torch.randn(600, 1024) for name in ("v", "w")} for _ in range(3)]
     wire = choose_wire(as_source(policies[0]).scan()[0], [], config)
 
+    guard = LayoutGuard(list(policies[0]), list(policies[0].values()))
+
     def sent_by(sender, policy):
-        communicator.sent = []
-        sender.send(as_source(policy), communicator, "refit")
+        source, communicator.sent = as_source(policy), []
+        layout = guard if guard.holds(source.sent_names, source.sent) else None
+        sender.send(source, communicator, "refit", layout=layout)
         return communicator.sent
 
     expected = [sent_by(Sender(wire, config, CPU), policy) for policy in policies]

@@ -113,18 +113,21 @@ class Exporter:
         self._addresses: list[int] = []
         self._export: Export | None = None
 
-    def export(self, tensors: Mapping[str, Tensor]) -> Export:
-        """Give references to `tensors`; those given last, if these are recognised `again`."""
-        names, values = list(tensors), list(tensors.values())
+    def export(self, tensors: Mapping[str, Tensor], known_as: Sequence[str] | None = None) -> Export:
+        """Give references to `tensors`; those given last, if these are recognised `again`.
+
+        Args:
+            tensors: By the names that the ranks will know them by.
+            known_as: Names that they are recognised by, in the same order; those of `tensors` by default.
+        """
+        names, values = list(tensors) if known_as is None else known_as, list(tensors.values())
         export = self.again(names, values)
         if export is None:
             export = self._export = self._describe(tensors)
-            self.recognise(names, values)
+            if not self._guard.holds(names, values):  # to make one takes eight times as long as to ask it
+                self._guard = LayoutGuard(names, values)
+            self._addresses = list(map(Tensor.data_ptr, values))
         return export
-
-    def recognise(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        """Know what was exported last by these names, which may be those that it was sent by."""
-        self._guard, self._addresses = LayoutGuard(names, tensors), list(map(Tensor.data_ptr, tensors))
 
     def again(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Export | None:
         """What was given last, with one driver call a segment and under 1 us a tensor; None unless every tensor lies where and

@@ -373,8 +373,7 @@ def test_an_unchanged_state_dict_costs_one_question_a_segment(driver):
 def test_what_was_exported_is_recognised_by_the_names_it_was_sent_by(driver):
     memory, other = driver.segment(1024), driver.segment(1024)
     exporter = Exporter(driver=driver)
-    first = exporter.export({"a": memory[:64], "b": other})
-    exporter.recognise(["module.a", "module.b"], [memory[:64], other])
+    first = exporter.export({"a": memory[:64], "b": other}, ["module.a", "module.b"])
     assert exporter.again(["module.a", "module.b"], [memory[:64], other]) is first
     for names, sent in (
         (["a", "b"], [memory[:64], other]),
