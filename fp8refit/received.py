@@ -1,4 +1,4 @@
-"""Writes live slots from the buckets of a broadcast, which lie in two buffers at the same place in every refit.
+"""Writes live slots from the buckets of a broadcast, which lie in a few buffers at the same place in every refit.
 
 So a bucket's table is compiled once and replayed, and no address in it changes.
 """
@@ -27,7 +27,7 @@ class ReceivedSource(PushedSource):
     Args:
         tensors: Everything that is announced.
         buckets: How it is laid out, as far as it comes to this rank.
-        buffers: Two, uint8, on the engine's device; even buckets arrive in the first, odd ones in the second.
+        buffers: uint8, on the engine's device, in which buckets arrive in turn.
         **found: See `PushedSource`.
     """
 
@@ -49,7 +49,7 @@ class ReceivedSource(PushedSource):
 
     def buffer(self, ordinal: int) -> Tensor:
         """Where a bucket arrives."""
-        return self.buffers[ordinal % 2][: self.buckets[ordinal].num_bytes]
+        return self.buffers[ordinal % len(self.buffers)][: self.buckets[ordinal].num_bytes]
 
 
 class ReceivedFill:

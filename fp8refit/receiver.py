@@ -1,6 +1,8 @@
 """The rank side of a broadcast: joins the trainer's group, and writes what arrives, bucket by bucket."""
 
 import hashlib
+import logging
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -11,20 +13,22 @@ from fp8refit.config import RefitConfig
 from fp8refit.errors import RankFailedError, RefitError, StagingMemoryError, TransportError
 from fp8refit.rank import Rank
 from fp8refit.received import ReceivedSource
-from fp8refit.report import RankReport
+from fp8refit.report import PhaseClock, RankReport
 from fp8refit.transport import messages
-from fp8refit.transport.buckets import BucketLayout, lay_out
+from fp8refit.transport.buckets import NUM_BUFFERS, BucketLayout, lay_out
 from fp8refit.transport.collective import Communicator
 from fp8refit.transport.header import Status, read_header
 from fp8refit.transport.links import Transfer
 from fp8refit.vote import ErrorRecord
+
+logger = logging.getLogger(__name__)
 
 NUM_VOTES = 3
 """For how many votes of another engine this one waits at the end: on what is written, and on KV scales."""
 
 
 class Receiver:
-    """What one rank keeps from one broadcast to the next: its place in the group, two buffers, and the last announcement.
+    """What one rank keeps from one broadcast to the next: its place in the group, buffers, and the last announcement.
 
     Args:
         rank: What is written. Its device takes the buffers.
@@ -35,6 +39,8 @@ class Receiver:
         self._communicator: Communicator | None = None
         self._buffers: tuple[Tensor, ...] = ()
         self._source: tuple[tuple[str, int | None], ReceivedSource] | None = None
+        self._arriving: deque[Transfer] = deque()
+        """The buckets that are on their way, in their order."""
 
     def join(self, order: messages.Join) -> None:
         """Join the trainer's group, and leave the last one.
@@ -80,6 +86,20 @@ class Receiver:
             raise TransportError("this rank no longer knows what the last refit announced; refit again")
         return self._source[1]
 
+    def receive_ahead(self, token: str, config: RefitConfig) -> None:
+        """Let the first buckets come, as many as there are buffers, before `take` is asked for. The trainer sends already.
+
+        Raises:
+            TransportError: A member is gone, or gave up.
+        """
+        assert self._source is not None, "receive_ahead() follows source()"
+        self._begin_next(self._require(token), self._source[1], config, num_taken=0)
+
+    def recall(self) -> None:
+        """Want nothing of what comes already, as `take` will not be asked for: only who leaves a group ends its broadcasts."""
+        if self._arriving:
+            self.leave()
+
     def take(self, order: messages.Take, token: str, config: RefitConfig) -> list[RankReport]:
         """Receive and write every bucket, agree with every rank of every engine that all is whole, and commit.
 
@@ -97,11 +117,15 @@ class Receiver:
         def confirm(error: BaseException | None) -> None:
             communicator.agree(error, timeout_s=timeout_s)
 
-        return self._rank.finish(config, version=order.version, objection=failed.error, confirm=confirm)
+        try:
+            return self._rank.finish(config, version=order.version, objection=failed.error, confirm=confirm)
+        finally:
+            self.recall()  # after an error that is not the trainer's
 
     def leave(self) -> None:
         """Leave the group. What was announced stays known."""
         communicator, self._communicator = self._communicator, None
+        self._arriving.clear()
         if communicator is not None:
             communicator.abort()
 
@@ -111,38 +135,48 @@ class Receiver:
         self._source, self._buffers = None, ()
 
     def _receive(self, communicator: Communicator, source: ReceivedSource, refit: str, config: RefitConfig) -> None:
-        """Receive every bucket, the next one on its way while one is written.
+        """Receive every bucket, others on their way while one is written.
 
         Raises:
             RefitError: The first failure, once nothing is under way any more.
         """
+        timeout_s, clock = config.timeout_s, PhaseClock()
         with Caught() as failed:
             self._rank.begin()
-        num_buckets, timeout_s = len(source.buckets), config.timeout_s
-
-        def begin(ordinal: int) -> Transfer | None:
-            if ordinal >= num_buckets:
-                return None
-            shared, *own = source.buckets[ordinal].portions(source.buffer(ordinal))
-            section = communicator.section
-            sections = {section: own[0]} if section is not None and own[0].numel() else {}
-            return communicator.broadcast(shared, sections=sections, timeout_s=timeout_s)
-
-        arriving = begin(0)
-        for ordinal in range(num_buckets):
-            transfer, arriving = arriving, begin(ordinal + 1)
-            assert transfer is not None, f"{ordinal=}"
-            communicator.wait(transfer, timeout_s=timeout_s)
+        for ordinal in range(len(source.buckets)):
+            with clock.phase("begin"):
+                self._begin_next(communicator, source, config, num_taken=ordinal)
+            with clock.phase("wait"):
+                communicator.wait(self._arriving.popleft(), timeout_s=timeout_s)
             if read_header(source.buffer(ordinal), ordinal) is Status.NOTHING:
-                if arriving is not None:
-                    communicator.wait(arriving, timeout_s=timeout_s)
+                while self._arriving:
+                    communicator.wait(self._arriving.popleft(), timeout_s=timeout_s)
                 said = communicator.hear(refit)
                 raise ErrorRecord.model_validate_json(said).error() if said else _gave_up()
             if failed.error is None:
-                with Caught() as failed:
+                with clock.phase("fill"), Caught() as failed:
                     self._rank.target.fill()
+        logger.debug("received %d buckets in %s s", len(source.buckets), clock.phases_s)
         if failed.error is not None:
             raise failed.take()
+
+    def _begin_next(
+        self, communicator: Communicator, source: ReceivedSource, config: RefitConfig, *, num_taken: int
+    ) -> None:
+        """Receive the next buckets, as far as there are buffers that no bucket lies in.
+
+        Args:
+            communicator: What they come by.
+            source: What comes.
+            config: How.
+            num_taken: How many buckets came, and are written by what the current stream does until now.
+        """
+        begun, end = num_taken + len(self._arriving), min(num_taken + len(source.buffers), len(source.buckets))
+        for ordinal in range(begun, end):
+            shared, *own = source.buckets[ordinal].portions(source.buffer(ordinal))
+            section = communicator.section
+            sections = {section: own[0]} if section is not None and own[0].numel() else {}
+            self._arriving.append(communicator.broadcast(shared, sections=sections, timeout_s=config.timeout_s))
 
     def _require(self, token: str) -> Communicator:
         """The group that the trainer means.
@@ -159,20 +193,24 @@ class Receiver:
         return communicator
 
     def _take_buffers(self, buckets: Sequence[BucketLayout]) -> tuple[Tensor, ...]:
-        """Two buffers that every bucket fits into: those of before, if they are large enough.
+        """Buffers that every bucket fits into: those of before, if they are large enough.
 
         Raises:
             StagingMemoryError: There is not enough memory.
         """
         num_bytes, device = max((bucket.num_bytes for bucket in buckets), default=0), self._rank.target.device
-        if not self._buffers or self._buffers[0].numel() < num_bytes or self._buffers[0].device != device:
-            self._buffers = ()
+        num_buffers = min(len(buckets), NUM_BUFFERS)
+        kept = self._buffers[:num_buffers]
+        if len(kept) < num_buffers or any(buffer.numel() < num_bytes or buffer.device != device for buffer in kept):
+            self._buffers, kept = (), ()
             try:
-                self._buffers = tuple(torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+                self._buffers = tuple(
+                    torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(num_buffers)
+                )
             except torch.OutOfMemoryError as error:
                 raise StagingMemoryError(
-                    f"no room for two buffers of {num_bytes >> 20} MiB on {device}; lower bucket_bytes or leave the engine "
-                    "less memory. Nothing was written"
+                    f"no room for {num_buffers} buffers of {num_bytes >> 20} MiB on {device}; lower bucket_bytes or leave the "
+                    "engine less memory. Nothing was written"
                 ) from error
         return self._buffers
 

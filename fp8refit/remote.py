@@ -199,7 +199,7 @@ class RemoteRanks:
         self._mapped_digest = self._offered_digest = ""
         self._num_buckets = offer.num_buckets if offer.num_buckets else self._num_buckets
         order = messages.Prepare(refit=refit, config=config, source=offer, kv=kv)
-        if may_wait and self._hold(order):
+        if may_wait and self._hold(order.model_copy(update={"is_under_way": True})):
             return True
         await self._or_give_up(self._ask(order))
         return False

@@ -1,12 +1,13 @@
 """The trainer's side of a broadcast: packs a policy into buckets, quantizing on the way, and sends them in a thread of its own.
 
-Two buffers: one is packed while the other travels. A bucket's tables are compiled once and pointed at the trainer's tensors in
-every later refit. Peak memory beyond the trainer's own: the two buffers, and what of the source is on another device, of a
+Buffers take turns: one is packed while others travel. A bucket's tables are compiled once and pointed at the trainer's tensors
+in every later refit. Peak memory beyond the trainer's own: the buffers, and what of the source is on another device, of a
 stream one piece.
 """
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +28,7 @@ from fp8refit.reader import Arrival, Arrived, Reader
 from fp8refit.report import PhaseClock
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat, dtype_name
 from fp8refit.sources import MappingSource, Source
-from fp8refit.transport.buckets import Placement, WireTensor, lay_out
+from fp8refit.transport.buckets import NUM_BUFFERS, Placement, WireTensor, lay_out
 from fp8refit.transport.collective import Communicator
 from fp8refit.transport.header import Headers, Status
 from fp8refit.transport.links import Transfer
@@ -87,7 +88,7 @@ class Sender:
         num_sections: Between how many of them tensors are cut.
 
     Raises:
-        StagingMemoryError: No room for two buffers.
+        StagingMemoryError: No room for the buffers.
     """
 
     def __init__(self, wire: Wire, config: RefitConfig, device: torch.device, *, num_sections: int = 0) -> None:
@@ -104,11 +105,13 @@ class Sender:
         self._headers = Headers(len(self._buckets), device)
         num_bytes = max((bucket.num_bytes for bucket in self._buckets), default=0)
         try:
-            self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+            self._buffers = [
+                torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in self._buckets[:NUM_BUFFERS]
+            ]
         except torch.OutOfMemoryError as error:
             raise StagingMemoryError(
-                f"no room for two buffers of {num_bytes >> 20} MiB on the trainer's {device}; lower bucket_bytes. Nothing was "
-                "written"
+                f"no room for {NUM_BUFFERS} buffers of {num_bytes >> 20} MiB on the trainer's {device}; lower bucket_bytes. "
+                "Nothing was written"
             ) from error
 
     @property
@@ -148,14 +151,14 @@ class Sender:
         timeout_s = self._config.timeout_s
         reader, clock = Reader(source, self._wire, self.device), PhaseClock()
         known = self._known(source, layout)
-        travelling: list[Transfer | None] = [None, None]
+        travelling: deque[Transfer] = deque()
         packed: list[_Table] = []
         error: BaseException | None = None
         for ordinal, bucket in enumerate(self._buckets):
-            portions, previous = bucket.portions(self._buffers[ordinal % 2]), travelling[ordinal % 2]
-            if previous is not None:
+            portions = bucket.portions(self._buffers[ordinal % len(self._buffers)])
+            if len(travelling) == len(self._buffers):
                 with clock.phase("wait"):
-                    communicator.wait(previous, timeout_s=timeout_s)
+                    communicator.wait(travelling.popleft(), timeout_s=timeout_s)
             with clock.phase("pack"), Caught() as failed:
                 packed += self._pack(ordinal, portions, reader, known)
             error, failed.error = failed.error, None
@@ -163,14 +166,13 @@ class Sender:
                 communicator.tell(refit, ErrorRecord.of(error).model_dump_json())
             status = Status.WEIGHTS if error is None else Status.NOTHING
             with clock.phase("begin"):
-                travelling[ordinal % 2] = self._begin(communicator, portions, ordinal, status)
+                travelling.append(self._begin(communicator, portions, ordinal, status))
             if error is not None:
                 self._end(communicator, ordinal + 1)
                 break
         with clock.phase("wait"):
             for transfer in travelling:
-                if transfer is not None:
-                    communicator.wait(transfer, timeout_s=timeout_s)
+                communicator.wait(transfer, timeout_s=timeout_s)
         logger.debug("sent %d buckets in %s s", len(self._buckets), clock.phases_s)
         if error is None:
             with Caught() as unfit:
@@ -200,11 +202,11 @@ class Sender:
         return communicator.broadcast(shared, sections=sections, timeout_s=self._config.timeout_s)
 
     def _end(self, communicator: Communicator, ordinal: int) -> None:
-        """Send the bucket that the ranks wait for already when they read that there is nothing more."""
-        if ordinal < len(self._buckets):
-            bucket = self._buckets[ordinal]
+        """Send the buckets, from this one on, that the ranks wait for already when they read that there is nothing more."""
+        for late in range(ordinal, min(ordinal + NUM_BUFFERS - 1, len(self._buckets))):
+            bucket = self._buckets[late]
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
-            transfer = self._begin(communicator, bucket.portions(buffer), ordinal, Status.NOTHING)
+            transfer = self._begin(communicator, bucket.portions(buffer), late, Status.NOTHING)
             communicator.wait(transfer, timeout_s=self._config.timeout_s)
 
     def _pack(

@@ -72,9 +72,14 @@ class RankServer:
         if self._rank is None:
             self._rank = self._make_rank()
         rank, importer = self._rank, self._open_importer(self._rank.target.device)
+        is_taken = isinstance(order, messages.Take) and order.refit == self._refit
+        if self._receiver is not None and not is_taken:
+            self._receiver.recall()
         if isinstance(order, messages.Prepare):
             self._refit, self._config = order.refit, order.config
             rank.prepare(lambda: self._make_source(order.source, importer, rank), order.config, kv=order.kv)
+            if order.is_under_way:
+                self._open_receiver(rank).receive_ahead(self._token, order.config)
             return {}
         if isinstance(order, messages.Join):
             self._open_receiver(rank).join(order)

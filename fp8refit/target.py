@@ -471,10 +471,11 @@ class Target:
     def _begin(self, job: Job) -> Write:
         events = _device_events(self._device)
         write = Write(job=job, arrivals=Arrivals(job, job.stream) if job.stream is not None else None, events=events)
-        if events is not None:
-            events[0].record()
+        begun = events[0] if events is not None else None
         if job.resident is not None:
-            job.resident.table.launch(check=job.config.validate_values != "off")
+            job.resident.table.launch(check=job.config.validate_values != "off", begun=begun)
+        elif begun is not None:
+            begun.record()
         if job.received is not None:
             job.received.begin()
         return write

@@ -1,7 +1,7 @@
 """A refit like the last one in one exchange: what waits for the write, and what becomes of it when that does not come."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -20,7 +20,7 @@ from fp8refit import (
 from fp8refit.remote import GRACE_S, NUM_VOTES, PairAnswers, RemoteRanks
 from fp8refit.sources import MappingSource, as_source
 from fp8refit.transport.memory import Importer
-from fp8refit.transport.messages import Reply, Request
+from fp8refit.transport.messages import Fingerprint, Reply, Request
 from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE
 from tests.fake_ranks import (
     Client,
@@ -48,6 +48,7 @@ class PairChannel(ThreadChannel):
         self.pair_timeouts_s: tuple[float, float] | None = None
         self.leaves_caches = False
         self.keeps_caches = False
+        self.while_flushing: Callable[[], None] = lambda: None
 
     def hold(self) -> None:
         self.leaves_caches = True
@@ -69,6 +70,7 @@ class PairChannel(ThreadChannel):
 
     def flush(self) -> None:
         self.exchanges[-1].append("flush")
+        self.while_flushing()
         if self.keeps_caches:
             raise CacheFlushError("the prefix cache holds blocks")
 
@@ -222,6 +224,57 @@ def test_caches_that_stay_do_not_make_a_dirty_engine_whole(steady):
     assert "failed part way" in steady.client.blocked
     steady.channel.keeps_caches = False
     steady.refit(3)
+
+
+def wait_for_the_first_bucket(steady):
+    receivers, give_up_s = [server._receiver for server in steady.remote.servers], time.monotonic() + TIMEOUT_S
+    while not all(receiver._arriving and receiver._arriving[0].is_done() for receiver in receivers):
+        assert time.monotonic() < give_up_s
+        time.sleep(0.001)
+
+
+def test_weights_travel_already_while_caches_are_dropped(open_steady):
+    steady = open_steady("collective")
+    seen = []
+
+    def while_flushing():
+        if "prepare" in steady.channel.exchanges[-1]:
+            wait_for_the_first_bucket(steady)
+            seen.append(steady.cluster.live_bytes())
+
+    steady.channel.while_flushing = while_flushing
+    before = steady.cluster.live_bytes()
+    steady.refit(2)
+    assert seen == [before]
+    steady.channel.keeps_caches = True
+    start_s = time.monotonic()
+    steady.refuse(CacheFlushError, "holds blocks")
+    assert len(seen) == 2
+    assert time.monotonic() - start_s < 10
+
+
+def test_whatever_ranks_are_asked_for_before_they_take_it_ends_what_comes(open_steady):
+    steady = open_steady("collective")
+    before = steady.cluster.live_bytes()
+
+    def ask():
+        for server in steady.remote.servers:
+            server.handle(Request(id="other", order=Fingerprint()).encode())
+
+    steady.channel.while_flushing = ask
+    with pytest.raises(TransportError, match="not in the group"):
+        steady.refitter.refit(steady.fill(2))
+    assert steady.cluster.live_bytes() == before
+    steady.channel.while_flushing = lambda: None
+    steady.refit(3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_to_which_nothing_can_come_is_joined_again(rank, open_steady):
+    steady = open_steady("collective")
+    fail_once(steady.remote.servers[rank]._receiver, "receive_ahead", TransportError("a wire broke"))
+    steady.refit(2)
+    assert steady.channel.exchanges[-1] == steady.orders
 
 
 def test_an_engine_that_is_not_paused_hears_nothing(steady):

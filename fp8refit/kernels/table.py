@@ -69,8 +69,11 @@ class WorkTable(Protocol):
         """
         ...
 
-    def launch(self, *, check: bool, write: bool = True) -> None:
-        """Run every task on the current stream. `check` flags NaN and Inf; scales that fit no slot always are."""
+    def launch(self, *, check: bool, write: bool = True, begun: torch.cuda.Event | None = None) -> None:
+        """Run every task on the current stream. `check` flags NaN and Inf; scales that fit no slot always are.
+
+        `begun`, of a device that has such, is recorded right before the first kernel.
+        """
         ...
 
     def bad_tasks(self) -> list[int]:
@@ -148,7 +151,7 @@ class ReferenceTable:
         return True
 
     @torch.inference_mode()
-    def launch(self, *, check: bool, write: bool = True) -> None:
+    def launch(self, *, check: bool, write: bool = True, begun: torch.cuda.Event | None = None) -> None:
         """See `WorkTable`."""
         for index, (task, source) in enumerate(zip(self._tasks, self._sources, strict=True)):
             if not is_empty(task):

@@ -111,30 +111,31 @@ class TritonTable:
         return True
 
     @torch.inference_mode()
-    def launch(self, *, check: bool, write: bool = True) -> None:
+    def launch(self, *, check: bool, write: bool = True, begun: torch.cuda.Event | None = None) -> None:
         """See `WorkTable`."""
         # Triton launches on the current device.
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
             if self._done is None:
                 self._launch_all(check=check, write=write)
                 return
-            self._launch_or_replay(check=check, write=write)
+            self._launch_or_replay(check=check, write=write, begun=begun)
             self._done.record(torch.cuda.current_stream(self._device))
 
-    def _launch_or_replay(self, *, check: bool, write: bool) -> None:
+    def _launch_or_replay(self, *, check: bool, write: bool, begun: torch.cuda.Event | None) -> None:
         """Launch the first time, which compiles the kernels; from the second time on replay the launches as one graph.
 
         A launch through Triton takes the host about 0.1 ms, for which the device would stand still.
         """
         key = check, write
-        if key not in self._graphs:
-            self._graphs[key] = None
-            self._launch_all(check=check, write=write)
-            return
-        graph = self._graphs[key]
+        is_first, graph = key not in self._graphs, self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._capture(check=check, write=write)
-        graph.replay()
+            self._graphs[key] = graph = None if is_first else self._capture(check=check, write=write)
+        if begun is not None:
+            begun.record(torch.cuda.current_stream(self._device))
+        if graph is None:
+            self._launch_all(check=check, write=write)
+        else:
+            graph.replay()
 
     def _capture(self, *, check: bool, write: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -21,6 +21,9 @@ from fp8refit.transport.segment import DTYPES
 HEADER_BYTES = 256
 """What comes before the first tensor of a bucket."""
 MAX_SECTIONS = 1 << 16
+NUM_BUFFERS = 3
+"""In which buckets take turns, on each side: one is packed or written, the others travel or are about to. With two the wire
+waits whenever a host is late by more than a bucket travels."""
 _ALIGNMENT_BYTES = 256
 _MAX_BYTES = 1 << 44
 _MAX_NAME = 1024

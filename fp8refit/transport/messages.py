@@ -15,7 +15,7 @@ from fp8refit.transport.collective import Meeting
 from fp8refit.transport.memory import Segment, TensorRef
 from fp8refit.vote import ErrorRecord
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Number of this language; both sides have to speak the same."""
 
 
@@ -106,6 +106,8 @@ class Prepare(_Message):
     config: RefitConfig
     source: Annotated[MappedTensors | Files | Pushed | Broadcast, Field(discriminator="kind")]
     kv: KvOrder | None = None
+    is_under_way: bool = False
+    """Whether the trainer broadcasts already, and `Take` comes next: the first buckets may be received meanwhile."""
 
 
 class Write(_Message):
