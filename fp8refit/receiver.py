@@ -109,18 +109,21 @@ class Receiver:
             RefitError: What this rank, another one, or the trainer failed with. The rank is dirty.
         """
         assert self._source is not None, "take() follows source()"
-        communicator, source = self._require(token), self._source[1]
+        communicator, source, clock = self._require(token), self._source[1], PhaseClock()
         with Caught() as failed:
-            self._receive(communicator, source, order.refit, config)
+            self._receive(communicator, source, order.refit, config, clock)
         timeout_s = NUM_VOTES * config.timeout_s
 
         def confirm(error: BaseException | None) -> None:
-            communicator.agree(error, timeout_s=timeout_s)
+            with clock.phase("agree"):
+                communicator.agree(error, timeout_s=timeout_s)
 
         try:
-            return self._rank.finish(config, version=order.version, objection=failed.error, confirm=confirm)
+            with clock.phase("finish"):
+                return self._rank.finish(config, version=order.version, objection=failed.error, confirm=confirm)
         finally:
             self.recall()  # after an error that is not the trainer's
+            logger.debug("took %d buckets in %s s", len(source.buckets), clock.phases_s)
 
     def leave(self) -> None:
         """Leave the group. What was announced stays known."""
@@ -134,13 +137,15 @@ class Receiver:
         self.leave()
         self._source, self._buffers = None, ()
 
-    def _receive(self, communicator: Communicator, source: ReceivedSource, refit: str, config: RefitConfig) -> None:
+    def _receive(
+        self, communicator: Communicator, source: ReceivedSource, refit: str, config: RefitConfig, clock: PhaseClock
+    ) -> None:
         """Receive every bucket, others on their way while one is written.
 
         Raises:
             RefitError: The first failure, once nothing is under way any more.
         """
-        timeout_s, clock = config.timeout_s, PhaseClock()
+        timeout_s = config.timeout_s
         with Caught() as failed:
             self._rank.begin()
         for ordinal in range(len(source.buckets)):
@@ -156,7 +161,6 @@ class Receiver:
             if failed.error is None:
                 with clock.phase("fill"), Caught() as failed:
                     self._rank.target.fill()
-        logger.debug("received %d buckets in %s s", len(source.buckets), clock.phases_s)
         if failed.error is not None:
             raise failed.take()
 

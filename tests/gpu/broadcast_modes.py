@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -51,8 +50,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("fp8refit.sender").setLevel(logging.DEBUG)
-    logging.basicConfig(format="%(message)s")
     torch.cuda.init()  # sees the GPUs of this moment: engines are given some of them each
     num_gpus = torch.cuda.device_count()
     llms = [boot(args, replica) for replica in range(args.replicas)]

@@ -1,11 +1,16 @@
 """What a worker of vLLM's does beside a refit: receive bytes that are nothing but bytes, to tell the rate of the wire."""
 
+import logging
 import time
 
 import torch
 from observer import Observer
 
 from fp8refit.transport.collective import Communicator, Meeting
+
+logging.basicConfig(format="%(message)s")
+for side in ("sender", "receiver"):
+    logging.getLogger(f"fp8refit.{side}").setLevel(logging.DEBUG)
 
 TIMEOUT_S = 60.0
 NUM_BROADCASTS = 8
