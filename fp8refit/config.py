@@ -81,8 +81,8 @@ class RefitConfig(BaseModel):
 
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Size of one staging buffer for tensors that are not on the engine's device; at most two are held on a rank, and one
-    that other processes can read by a trainer whose engine runs in other processes. A broadcast has two on each side, which are
-    kept from one refit to the next."""
+    that other processes can read by a trainer whose engine runs in other processes. A broadcast has three on each side, which
+    are kept from one refit to the next."""
 
     transport: Transport = "auto"
     """How tensors come to ranks in other processes: `auto` by mapping the trainer's memory where that can be, else through a

@@ -7,7 +7,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from fp8refit.slots import Inventory, LiveTensor, dtype_name
+from fp8refit.live import LiveTensor
+from fp8refit.slots import Inventory, dtype_name
 
 _CHUNK_WORDS = 1 << 24
 """Words of four bytes that are summed at a time: 64 MiB, and 128 MiB beside them."""

@@ -1,12 +1,15 @@
 """Leaf records: what a live engine holds, slot by slot. No torch operation happens here."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from fp8refit.live import LiveTensor, Watch
 
 FP8_DTYPE = torch.float8_e4m3fn
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -139,52 +142,6 @@ class Refresh:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LiveTensor:
-    """One parameter or buffer of the live model, with what a refit must not change about it."""
-
-    name: str
-    holder: dict[str, Tensor | None]
-    """The `_parameters` or `_buffers` of the module that owns it."""
-    key: str
-    tensor: Tensor
-    data_ptr: int
-    layout: tuple[torch.Size, tuple[int, ...], torch.dtype]
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether the module holds another tensor now, or the same one over other storage or in another layout."""
-        tensor = self.tensor
-        return was_any_replaced((self,)) or (tensor.shape, tensor.stride(), tensor.dtype) != self.layout
-
-
-def was_any_replaced(live: Iterable[LiveTensor]) -> bool:
-    """Whether any module holds another tensor now, or the same one over other storage. Takes 0.1 us a tensor."""
-    for entry in live:
-        tensor = entry.tensor
-        if entry.holder.get(entry.key) is not tensor or tensor.data_ptr() != entry.data_ptr:
-            return True
-    return False
-
-
-def live_tensors(model: nn.Module) -> tuple[LiveTensor, ...]:
-    """Every parameter and buffer of `model`, tied ones under each of their names."""
-    return tuple(
-        LiveTensor(
-            name=f"{prefix}.{key}" if prefix else key,
-            holder=holder,
-            key=key,
-            tensor=tensor,
-            data_ptr=tensor.data_ptr(),
-            layout=(tensor.shape, tensor.stride(), tensor.dtype),
-        )
-        for prefix, module in model.named_modules()
-        for holder in (module._parameters, module._buffers)
-        for key, tensor in holder.items()
-        if tensor is not None
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KvScale:
     """One scale of the FP8 attention of one layer, per tensor: the multiplier that dequantizes."""
 
@@ -251,7 +208,7 @@ class KvCache:
     """What has to be done once scales have changed: graphs captured anew."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Inventory:
     """What an adapter reads off one rank's live model."""
 
@@ -268,6 +225,11 @@ class Inventory:
     refreshes: tuple[Refresh, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     kv: KvCache | None = None
+
+    @cached_property
+    def watch(self) -> Watch:
+        """Of `live`."""
+        return Watch(self.live)
 
     @property
     def names(self) -> frozenset[str]:

@@ -33,7 +33,7 @@ from fp8refit.pieces import Piece
 from fp8refit.plan import RefitPlan
 from fp8refit.received import ReceivedFill, ReceivedSource
 from fp8refit.report import KvReport, RankReport
-from fp8refit.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta, was_any_replaced
+from fp8refit.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta
 from fp8refit.sources import MappingSource, PushedSource, RandomAccess, Source, check_can_be_read_twice
 
 T = TypeVar("T")
@@ -325,7 +325,7 @@ class Target:
         Raises:
             UnsupportedEngineError: The live weights are not on one device.
         """
-        if self._inventory is None or was_any_replaced(self._inventory.live):
+        if self._inventory is None or self._inventory.watch.was_any_replaced():
             self._inventory = self._resident = self._stream_plan = self._received = None
             inventory = self._read_inventory()
             devices = {slot.weight.device for slot in inventory.slots} or {self._device}
@@ -550,7 +550,7 @@ def _assert_in_place(inventory: Inventory) -> None:
     Raises:
         LiveTensorMovedError: One did.
     """
-    moved = [live.name for live in inventory.live if live.has_moved]
+    moved = inventory.watch.moved()
     if moved:
         raise LiveTensorMovedError(
             f"{len(moved)} live tensor(s) were replaced while they were refitted: {', '.join(moved)}. CUDA graphs may read "

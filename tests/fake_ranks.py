@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from fp8refit import EngineLostError, Refitter
 from fp8refit.engine import LocalRanks
+from fp8refit.live import live_tensors
 from fp8refit.rank import Rank
 from fp8refit.remote import RemoteRanks
 from fp8refit.server import RankServer
-from fp8refit.slots import FP8_DTYPE, Inventory, Refresh, Refusal, ScaleFormat, Slot, Stacked, TensorMeta, live_tensors
+from fp8refit.slots import FP8_DTYPE, Inventory, Refresh, Refusal, ScaleFormat, Slot, Stacked, TensorMeta
 from fp8refit.target import Target
 from fp8refit.transport.messages import Request
 from tests.fake_kv import FakeKvCache

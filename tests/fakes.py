@@ -13,9 +13,10 @@ from fp8refit.config import RefitConfig
 from fp8refit.engine import AttachedEngine, LocalRanks
 from fp8refit.errors import CacheFlushError, EngineBusyError
 from fp8refit.kernels.reference import quantize_reference
+from fp8refit.live import live_tensors
 from fp8refit.rank import Rank
 from fp8refit.report import KvReport, RankReport
-from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, Refresh, Refusal, ScaleFormat, Slot, live_tensors
+from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, Refresh, Refusal, ScaleFormat, Slot
 from fp8refit.sources import Source
 from fp8refit.target import Target
 from tests.fake_kv import FakeKvCache

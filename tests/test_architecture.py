@@ -9,6 +9,8 @@ PACKAGE = Path(__file__).parents[1] / "fp8refit"
 LAYERS = [
     "_version",
     "errors",
+    "guard",
+    "live",
     "slots",
     "fingerprint",
     "names",
@@ -22,7 +24,6 @@ LAYERS = [
     "vote",
     "layout",
     "sources",
-    "guard",
     "transport",
     "pieces",
     "shards",

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from fp8refit.fingerprint import _CHUNK_WORDS, _checksum, fingerprint
-from fp8refit.slots import Inventory, live_tensors
+from fp8refit.live import live_tensors
+from fp8refit.slots import Inventory
 from tests.fakes import FakeModel
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from fp8refit.live import LiveTensor, live_tensors
 from fp8refit.names import attention_name, strip_wrappers
 from fp8refit.slots import (
     SCALE_SUFFIX,
@@ -12,10 +13,8 @@ from fp8refit.slots import (
     KvCache,
     KvLayer,
     KvScale,
-    LiveTensor,
     Refusal,
     Slot,
-    live_tensors,
 )
 from fp8refit_transformers.kv_cache import DTYPE, KINDS, Fp8Kv, fp8_kvs
 from fp8refit_transformers.linear import BlockFp8Linear

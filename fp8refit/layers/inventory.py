@@ -14,8 +14,9 @@ from fp8refit.layers.experts import is_experts, slots_of_experts, stacks_of_expe
 from fp8refit.layers.naming import CheckpointNames, Rename, same_name
 from fp8refit.layers.rules import LayerRules, Why
 from fp8refit.layers.shards import Shard, joined, part_sizes, shards_of, why_not_sharded
+from fp8refit.live import live_tensors
 from fp8refit.names import experts_name, other_spellings
-from fp8refit.slots import FP8_DTYPE, Inventory, Refusal, Slot, Stacked, dtype_name, live_tensors
+from fp8refit.slots import FP8_DTYPE, Inventory, Refusal, Slot, Stacked, dtype_name
 
 _SOURCE_LIKE = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fp8refit.slots import Inventory, LiveTensor, Refresh
+from fp8refit.live import LiveTensor
+from fp8refit.slots import Inventory, Refresh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
