@@ -45,7 +45,7 @@ class Link(Protocol):
     """What carries the bytes."""
 
     def is_settled(self) -> bool:
-        """Whether it is ready for the next broadcast."""
+        """Whether it is ready for the next broadcast. It is asked until it is."""
         ...
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
@@ -53,7 +53,7 @@ class Link(Protocol):
         ...
 
     def transfer(self) -> Transfer:
-        """The broadcast that began last, once the link has settled."""
+        """The broadcast that began last."""
         ...
 
 
@@ -96,6 +96,8 @@ class NcclLink:
             device=seat.device,
             stream=beside.stream if isinstance(beside, NcclLink) else None,
         )
+        self._last: torch.cuda.Event | None = None
+        """Of the broadcast that began last, until it is known to be on the stream: the event comes after it."""
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -104,7 +106,12 @@ class NcclLink:
 
     def is_settled(self) -> bool:
         """See `Link`."""
-        return self.communicator.is_settled()
+        if not self.communicator.is_settled():
+            return False
+        if self._last is not None:
+            self._last.record(self.stream)
+            self._last = None
+        return True
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
         """See `Link`."""
@@ -112,11 +119,11 @@ class NcclLink:
 
     def transfer(self) -> Transfer:
         """See `Link`."""
-        event, nccl = self.communicator.event(), self.communicator
+        event = self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
         def is_done() -> bool:
-            nccl.is_settled()  # raises what befell a peer
-            return bool(event.query())  # type: ignore[no-untyped-call]
+            self.is_settled()  # raises what befell a peer
+            return self._last is not event and bool(event.query())  # type: ignore[no-untyped-call]
 
         return Transfer(is_done)
 

@@ -173,7 +173,7 @@ class NcclCommunicator:
 
         Args:
             buffer: uint8, contiguous, on this rank's GPU. What the current stream does with it until now comes first; it is
-                not touched again before `event` has come.
+                not touched again before an event has come that `stream` recorded once this has settled.
             root: Rank that sends.
         """
         with torch.cuda.device(self.device):
@@ -182,12 +182,6 @@ class NcclCommunicator:
             stream = self.stream.cuda_stream
             code = _library().ncclBroadcast(address, address, buffer.numel(), _UINT8, root, self._handle, stream)
         _check("ncclBroadcast", code)
-
-    def event(self) -> torch.cuda.Event:
-        """Comes when everything that was asked for, and has settled, is done on the GPU."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self.stream)
-        return event
 
     def give_up(self) -> ctypes.c_void_p:
         """Be used no more, and give the handle to whoever aborts it; none if that was done."""

@@ -156,6 +156,11 @@ def median(rows, key):
     return statistics.median(row[key] for row in rows)
 
 
+def host_s(steps):
+    """Without what vLLM itself takes to drop its prefix cache, block by block: as much as in any other layout."""
+    return statistics.median(step["host_s"] - step["phases_s"]["flush"] for step in steps)
+
+
 def grown_bytes(steps):
     return max(max(step["grown_bytes"], default=0) for step in steps)
 
@@ -218,9 +223,9 @@ def test_fill_runs_at_copy_speed_in_another_process(found):
     assert over_roofline(refitted["steps"], 0, refitted["copy_gb_per_s"][0]) <= 1.10
 
 
-@one_rank
-def test_reaching_another_process_takes_little(found):
-    assert median(of(found, "refit", 1)["steps"], "host_s") <= 10e-3
+@tensor_parallel
+def test_reaching_other_processes_takes_little(tp, found):
+    assert host_s(of(found, "refit", tp)["steps"]) <= 10e-3
 
 
 @external
@@ -321,6 +326,7 @@ def summary(found, tp):
         "fifty_refits": {
             "wall_ms_median": median(steps, "wall_s") * 1e3,
             "host_ms_median": median(steps, "host_s") * 1e3,
+            "host_without_flush_ms_median": host_s(steps) * 1e3,
             "phases_ms_median": {
                 phase: statistics.median(step["phases_s"][phase] for step in steps) * 1e3
                 for phase in steps[0]["phases_s"]
