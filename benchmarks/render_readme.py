@@ -100,24 +100,31 @@ def render_layouts(results: list[dict[str, Any]]) -> str:
         fifty, fill = found["fifty_refits"], found["fill_by_rank"][0]
         name = "one rank in another process" if tp == "1" else f"tensor parallel {tp} in other processes"
         filled = f"{fill['fill_device_ms_median']:.2f} ms, {fill['fill_over_roofline']:.2f} x copy"
-        lines.append((name, found["equal_to_fresh_boot"], fifty["wall_ms_median"], fifty["host_ms_median"], filled))
+        host = f"{fifty['host_ms_median']:.1f} ms, {fifty['phases_ms_median']['flush']:.1f} of it the reset"
+        lines.append((name, found["equal_to_fresh_boot"], fifty["wall_ms_median"], host, filled))
     for tp, ranks in launched.items():
         equal = {key: all(rank["equal_to_fresh_boot"] for rank in ranks) for key in EQUALITIES}
         wall_ms, host_ms = (max(rank[key] for rank in ranks) for key in ("wall_ms_median", "host_ms_median"))
         filled = ", ".join(f"{rank['fill_over_roofline']:.2f}" for rank in ranks) + " x copy"
         lines.append(
-            (f"tensor parallel {tp}, `external_launcher`, weights on every GPU", equal, wall_ms, host_ms, filled)
+            (
+                f"tensor parallel {tp}, `external_launcher`, weights on every GPU",
+                equal,
+                wall_ms,
+                f"{host_ms:.1f} ms",
+                filled,
+            )
         )
     table = "\n".join(
-        f"| {name} | {'equal' if is_equal(equal) else 'NOT equal'} | {wall_ms:.1f} ms | {host_ms:.1f} ms | {filled} |"
-        for name, equal, wall_ms, host_ms, filled in lines
+        f"| {name} | {'equal' if is_equal(equal) else 'NOT equal'} | {wall_ms:.1f} ms | {host} | {filled} |"
+        for name, equal, wall_ms, host, filled in lines
     )
     served = results[0]["served_qwen3-0.6b"]
     links = " and ".join(f"[`{name}`]({RESULTS.relative_to(ROOT)}/{name})" for name in LAYOUTS)
     return (
         "The same model with its ranks in other processes, BF16 weights on one GPU unless said otherwise, 50 refits between "
-        "generations; medians of the whole call. Ranks on other GPUs read over NVLink, which is what the whole then waits "
-        "for.\n\n"
+        "generations; medians of the whole call. *Host* is what is not the fill, with vLLM's *reset* of its prefix cache. "
+        "Ranks on other GPUs read over NVLink, which is what the whole then waits for.\n\n"
         "| vLLM | against a fresh boot | refit | of that, host | fill on the weights' own GPU |\n"
         f"| --- | --- | --- | --- | --- |\n{table}\n\n"
         f"`AsyncLLM`, Qwen3-0.6B shape, requests kept through {served['num_refits']} refits: {served['num_kept']} "

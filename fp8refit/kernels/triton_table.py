@@ -92,6 +92,7 @@ class TritonTable:
         self._tile_rows = torch.from_numpy(tile_rows).to(device)
         self._status = torch.zeros(max(len(tasks), 1), dtype=torch.int32, device=device)
         self._host_status = torch.zeros(self._status.shape, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self._status_view = self._host_status.numpy()
         self._matrix.copy_(self._host_matrix, non_blocking=True)
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph | None] = {}
@@ -159,14 +160,14 @@ class TritonTable:
             _run(launch, self._matrix, self._tile_rows, self._status, check=checks, write=write)
         self._host_status.copy_(self._status, non_blocking=True)
 
-    @torch.inference_mode()
     def bad_tasks(self) -> list[int]:
         """See `WorkTable`."""
         if self._done is not None:
             self._done.synchronize()
-        bad: list[int] = self._host_status.numpy().nonzero()[0].tolist()
+        bad: list[int] = self._status_view.nonzero()[0].tolist()
         if bad:
-            self._status.zero_()
+            with torch.inference_mode():
+                self._status.zero_()
         return bad
 
     def release(self) -> None:
