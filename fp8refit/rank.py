@@ -52,6 +52,7 @@ class Rank:
         *,
         kv: KvOrder | None = None,
         objection: BaseException | None = None,
+        on_judged: Callable[[], None] = lambda: None,
     ) -> None:
         """Agree that every rank can be refitted, then read what the source says of itself, judge it, and agree again.
 
@@ -62,6 +63,7 @@ class Rank:
             config: How to refit.
             kv: Which KV scales to set once the weights are written, if not those that the source brings.
             objection: Why the engine may not be refitted now, as its driver sees it.
+            on_judged: Called when this rank can take it, and others may not. What it raises keeps all ranks from it.
 
         Raises:
             RefitError: See `Target.prepare`; the objection; or what another rank had to say.
@@ -69,9 +71,13 @@ class Rank:
         inventory, ready = self._agree_on_ready(kv, config, objection)
         self._kv = kv
         foreign = self._foreign_names(ready, config)
-        error, digest = self._try(
-            lambda: self.target.prepare(make_source(), config, inventory=inventory, foreign=foreign)
-        )
+
+        def judge() -> str:
+            digest = self.target.prepare(make_source(), config, inventory=inventory, foreign=foreign)
+            on_judged()
+            return digest
+
+        error, digest = self._try(judge)
         self._vote("prepared", error, config, claim=digest or "")
 
     def check_calibration(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> None:

@@ -77,9 +77,14 @@ class RankServer:
             self._receiver.recall()
         if isinstance(order, messages.Prepare):
             self._refit, self._config = order.refit, order.config
-            rank.prepare(lambda: self._make_source(order.source, importer, rank), order.config, kv=order.kv)
-            if order.is_under_way:
-                self._open_receiver(rank).receive_ahead(self._token, order.config)
+
+            def receive() -> None:
+                if order.is_under_way:
+                    self._open_receiver(rank).receive_ahead(self._token, order.config)
+
+            rank.prepare(
+                lambda: self._make_source(order.source, importer, rank), order.config, kv=order.kv, on_judged=receive
+            )
             return {}
         if isinstance(order, messages.Join):
             self._open_receiver(rank).join(order)
