@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8refit.caught import Caught
 from fp8refit.config import KvOrder, RefitConfig
-from fp8refit.errors import EngineDirtyError, EngineLostError
+from fp8refit.errors import EngineDirtyError, EngineLostError, TransportError
 from fp8refit.kv_scales import report_of
 from fp8refit.layout import EngineLayout
 from fp8refit.pieces import Piece
@@ -52,32 +52,44 @@ class Rank:
         *,
         kv: KvOrder | None = None,
         objection: BaseException | None = None,
+        is_known: bool = False,
         on_judged: Callable[[], None] = lambda: None,
     ) -> None:
         """Agree that every rank can be refitted, then read what the source says of itself, judge it, and agree again.
 
-        Nothing of the source is read before every rank is ready: reading it may be a collective operation of the trainer.
+        Nothing of the source is read before every rank is ready: reading it may be a collective operation of the trainer. What
+        every rank knows from the last refit is judged at once, and agreed on once.
 
         Args:
             make_source: Gives the policy, the same on every rank.
             config: How to refit.
             kv: Which KV scales to set once the weights are written, if not those that the source brings.
             objection: Why the engine may not be refitted now, as its driver sees it.
+            is_known: Whether making the source, and judging it, reads nothing of it.
             on_judged: Called when this rank can take it, and others may not. What it raises keeps all ranks from it.
 
         Raises:
             RefitError: See `Target.prepare`; the objection; or what another rank had to say.
+            TransportError: Nothing is known any more: the engine replaced tensors on some rank.
         """
-        inventory, ready = self._agree_on_ready(kv, config, objection)
         self._kv = kv
-        foreign = self._foreign_names(ready, config)
 
-        def judge() -> str:
-            digest = self.target.prepare(make_source(), config, inventory=inventory, foreign=foreign)
+        def judge(inventory: Inventory) -> str:
+            digest = self.target.prepare(make_source(), config, inventory=inventory, foreign=self._foreign[1])
             on_judged()
             return digest
 
-        error, digest = self._try(judge)
+        if is_known and objection is None:
+            error, digest = self._try(lambda: judge(self._check_ready(kv, config)))
+            asked = self._asked(kv, config)
+            ballots = self._vote("prepared", error, config, claim=digest or "", held=self._held, asked=asked)
+            if tuple(ballot.held for ballot in ballots) != self._foreign[0]:
+                self.target.abandon()
+                raise TransportError("the ranks of this engine hold other tensors than at the last refit; refit again")
+            return
+        inventory, ready = self._agree_on_ready(kv, config, objection)
+        self._learn_foreign_names(ready, config)
+        error, digest = self._try(lambda: judge(inventory))
         self._vote("prepared", error, config, claim=digest or "")
 
     def check_calibration(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> None:
@@ -223,16 +235,13 @@ class Rank:
         error, inventory = objection, None
         if error is None:
             error, inventory = self._try(lambda: self._check_ready(kv, config))
-        claim = self._claim(inventory) if inventory is not None and self.group.size > 1 else ""
-        asked = (
-            config.model_dump_json() + (kv.model_dump_json() if kv is not None else "") if self.group.size > 1 else ""
-        )
-        ready = self._vote("ready", error, config, claim=claim, asked=hashlib.sha256(asked.encode()).hexdigest())
+        ready = self._vote("ready", error, config, held=self._held, asked=self._asked(kv, config))
         assert inventory is not None, "every rank is ready"
         return inventory, ready
 
     def _check_ready(self, kv: KvOrder | None, config: RefitConfig) -> Inventory:
         inventory = self.target.check_ready()
+        self._claim(inventory)
         if kv is not None:
             self.target.check_kv(kv, config)
         return inventory
@@ -265,24 +274,36 @@ class Rank:
         )
         return [ballot.kv for ballot in self._vote("scaled", error, config, kv=report) if ballot.kv is not None]
 
-    def _claim(self, inventory: Inventory) -> str:
-        """Digest of the names this rank holds."""
-        if self._claimed is None or self._claimed.inventory is not inventory:
+    def _claim(self, inventory: Inventory) -> None:
+        """Note the names that this rank holds."""
+        if self.group.size > 1 and (self._claimed is None or self._claimed.inventory is not inventory):
             names = inventory.names
             digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()
             self._claimed = _Claim(inventory=inventory, names=names, digest=digest)
-        return self._claimed.digest
 
-    def _foreign_names(self, ready: list[Ballot], config: RefitConfig) -> frozenset[str]:
-        """Names that other ranks hold and this one does not: under pipeline and expert parallelism ranks differ."""
-        claims = tuple(ballot.claim for ballot in ready)
-        if len(set(claims)) == 1 or self._claimed is None:
-            return frozenset()
-        if self._foreign[0] != claims:
+    @property
+    def _held(self) -> str:
+        """Digest of the names that this rank holds; empty if it is alone."""
+        return self._claimed.digest if self._claimed is not None else ""
+
+    def _asked(self, kv: KvOrder | None, config: RefitConfig) -> str:
+        """Digest of what the driver asks for; empty if this rank is alone."""
+        if self.group.size == 1:
+            return ""
+        asked = config.model_dump_json() + (kv.model_dump_json() if kv is not None else "")
+        return hashlib.sha256(asked.encode()).hexdigest()
+
+    def _learn_foreign_names(self, ready: list[Ballot], config: RefitConfig) -> None:
+        """Of names that other ranks hold and this one does not: under pipeline and expert parallelism ranks differ."""
+        held = tuple(ballot.held for ballot in ready)
+        if self._foreign[0] == held:
+            return
+        foreign: frozenset[str] = frozenset()
+        if len(set(held)) > 1 and self._claimed is not None:
             own = self._claimed.names
             ballots = self._vote("names", None, config, names=tuple(sorted(own)))
-            self._foreign = claims, frozenset(name for ballot in ballots for name in ballot.names) - own
-        return self._foreign[1]
+            foreign = frozenset(name for ballot in ballots for name in ballot.names) - own
+        self._foreign = held, foreign
 
     def _try(self, step: Callable[[], Any]) -> tuple[BaseException | None, Any]:
         """Do `step`; alone in its group a rank just raises."""

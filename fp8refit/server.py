@@ -83,7 +83,11 @@ class RankServer:
                     self._open_receiver(rank).receive_ahead(self._token, order.config)
 
             rank.prepare(
-                lambda: self._make_source(order.source, importer, rank), order.config, kv=order.kv, on_judged=receive
+                lambda: self._make_source(order.source, importer, rank),
+                order.config,
+                kv=order.kv,
+                is_known=order.is_known,
+                on_judged=receive,
             )
             return {}
         if isinstance(order, messages.Join):

@@ -72,7 +72,9 @@ class Ballot(BaseModel):
     phase: Phase
     error: ErrorRecord | None = None
     claim: str = ""
-    """What has to be equal on every rank: names claimed, source read."""
+    """What has to be equal on every rank: the source that was read."""
+    held: str = ""
+    """Digest of the names that this rank holds."""
     names: tuple[str, ...] = ()
     version: int = 0
     asked: str = ""

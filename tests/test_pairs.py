@@ -21,6 +21,7 @@ from fp8refit.remote import GRACE_S, NUM_VOTES, PairAnswers, RemoteRanks
 from fp8refit.sources import MappingSource, as_source
 from fp8refit.transport.memory import Importer
 from fp8refit.transport.messages import Fingerprint, Reply, Request
+from fp8refit.vote import Ballot
 from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE
 from tests.fake_ranks import (
     Client,
@@ -28,6 +29,7 @@ from tests.fake_ranks import (
     Cluster,
     Remote,
     ThreadChannel,
+    ThreadGroup,
     arm,
     as_announced_iterator,
     fail_once,
@@ -172,6 +174,34 @@ def test_a_refit_like_the_last_is_one_exchange(steady):
         report = steady.refit(seed)
         assert report.phases_s["flush"] >= FLUSH_S
     assert steady.channel.exchanges == [steady.orders] * 2
+
+
+def test_ranks_agree_once_before_they_write_what_they_know(steady, monkeypatch):
+    phases = []
+
+    def exchange(group, message, *, timeout_s):
+        if group.rank == 0:
+            phases.append(Ballot.model_validate_json(message).phase)
+        return exchange_for_real(group, message, timeout_s=timeout_s)
+
+    exchange_for_real = ThreadGroup.exchange
+    monkeypatch.setattr(ThreadGroup, "exchange", exchange)
+    steady.refit(2)
+    assert phases == ["prepared", "written"]
+
+
+def test_ranks_that_hold_other_tensors_than_before_are_told_everything_again(steady):
+    def forget():
+        for server in steady.remote.servers:
+            server._rank._foreign = ("other", "tensors"), frozenset()
+
+    forget()
+    if steady.orders[-1] == "write":
+        steady.refuse(TransportError, "hold other tensors than at the last refit")
+    else:
+        steady.refit(2)  # as ranks that another trainer refitted
+        assert steady.channel.exchanges[-1] == steady.orders
+    steady.refit(3)
 
 
 def test_a_policy_that_lies_where_the_last_one_did_is_not_looked_at_tensor_by_tensor(steady, monkeypatch):

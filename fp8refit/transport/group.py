@@ -49,7 +49,10 @@ class ProcessGroupExchange:
         try:
             work = torch.distributed.all_gather(gathered, own, group=self._group, async_op=True)
             assert work is not None, "asynchronous"
-            wait_for(work, timeout_s)
+            if self._device.type == "cpu":
+                work.wait(timedelta(seconds=timeout_s))
+            else:
+                wait_for(work, timeout_s)
         except RuntimeError as error:
             raise EngineLostError(
                 f"rank {self.rank} of {self.size} did not hear from every other rank within {timeout_s:g} s, or one of them "

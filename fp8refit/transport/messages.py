@@ -109,6 +109,14 @@ class Prepare(_Message):
     is_under_way: bool = False
     """Whether the trainer broadcasts already, and `Take` comes next: the first buckets may be received meanwhile."""
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the source is said to be laid out as that of the last refit."""
+        source = self.source
+        return (source.kind == "mapped" and source.refs is None) or (
+            source.kind == "broadcast" and source.tensors is None
+        )
+
 
 class Write(_Message):
     """Write all of it; see `Rank.write`."""

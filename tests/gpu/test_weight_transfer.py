@@ -1,0 +1,68 @@
+"""vLLM's weight-transfer API with fp8refit as its backend: the bytes against those of a refit, from the same GPU and another.
+
+python -m pytest tests/gpu/test_weight_transfer.py
+"""
+
+import json
+import os
+import statistics
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.scripts import run_script
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.timeout(900),
+]
+
+SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
+RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
+WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "weight_transfer"
+TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "300"))
+WAYS = ("module", "stream", "broadcast")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_script(
+        "run_weight_transfer.py",
+        ["--shape", SHAPE, "--work", WORK],
+        out=WORK / "found.json",
+        log=RESULTS / "weight-transfer.log",
+        timeout_s=TIMEOUT_S,
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_bytes_are_those_of_a_refit(way, found):
+    digests = found["fingerprints"]
+    assert digests["refit"][0] != digests["refit"][1]
+    assert digests[way] == digests["refit"]
+
+
+def test_versions_are_those_that_a_refitter_sees(found):
+    assert found["versions_agree"]
+
+
+def test_nan_is_named_and_healed(found):
+    assert found["nan"] == {"names": ["model.layers.1.mlp.down_proj.weight"], "was_dirty": True, "healed": True}
+
+
+def test_write_the_result(found):
+    result = {
+        "what": f"{SHAPE} by vLLM's weight-transfer API, module and stream on the engine's GPU, broadcast from another by NCCL",
+        "command": "python -m pytest tests/gpu/test_weight_transfer.py",
+        "gpu": found["gpu"],
+        "versions": found["versions"],
+        "seconds": {way: statistics.median(found[f"{way}_s"]) for way in ("refit", *WAYS)},
+        "all_seconds": {way: found[f"{way}_s"] for way in ("refit", *WAYS)},
+        "nan": found["nan"],
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "weight_transfer_h200.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,171 @@
+"""What `run_weight_transfer.py` does."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import policies
+import torch
+import vllm
+from fp8refit_vllm.trainer import RefitTrainer, RefitTrainerInitInfo
+from layout_modes import DUMMY, settings
+from measuring import log
+from torch import Tensor, nn
+from vllm import LLM
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from fp8refit import NonFiniteError, RefitConfig, Refitter
+
+TIMEOUT_S = 60.0
+NUM_ROUNDS = 7
+NUM_WARM_UP = 3
+DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
+
+
+class LlmClient:
+    """vLLM's four methods, of an LLM in this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._llm.start_weight_update()
+
+    def update_weights(self, update_info: dict) -> None:
+        self._llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self) -> None:
+        self._llm.finish_weight_update()
+
+
+class StreamSource(WeightSource):
+    """A trainer's own source, which gives one tensor after another."""
+
+    def __init__(self, policy: dict[str, Tensor]) -> None:
+        self._policy = policy
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._policy.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._policy.items()
+
+
+def module_of(policy: dict[str, Tensor]) -> nn.Module:
+    """A module whose parameters are the tensors of a policy, under their names."""
+    root = nn.Module()
+    for name, tensor in policy.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+    return root
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    torch.cuda.init()  # sees all GPUs: the engine is given the first
+    all_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    policies.write_config(args.shape, args.work / "dummy")
+    os.environ["CUDA_VISIBLE_DEVICES"] = all_gpus.split(",")[0]
+    llm = LLM(**settings(args.work / "dummy", weight_transfer_config={"backend": "fp8refit"}, **DUMMY))
+    os.environ["CUDA_VISIBLE_DEVICES"] = all_gpus
+    log("booted")
+    found = {
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "vllm": vllm.__version__, "cuda": torch.version.cuda},
+        **measure(llm, args.shape),
+    }
+    args.out.write_text(json.dumps(found))
+    llm.llm_engine.engine_core.shutdown()
+
+
+def measure(llm: LLM, shape: str) -> dict:
+    policy = policies.fill_policy(policies.allocate(shape), 1)
+    refitter = Refitter(llm, timeout_s=TIMEOUT_S)
+    found: dict = {
+        "fingerprints": {"refit": fingerprints(policy, lambda: refitter.refit(policy), refitter.fingerprints)}
+    }
+    found["refit_s"] = seconds(lambda: refitter.refit(policy))
+    log("refitted")
+    sources = {"module": ModuleSource(module_of(policy)), "stream": StreamSource(policy)}
+    for name, source in sources.items():
+        trainer = trainer_of(llm, source)
+        found["fingerprints"][name] = fingerprints(policy, trainer.send_weights, trainer.fingerprints)
+        found[f"{name}_s"] = seconds(trainer.send_weights)
+        if name == "module":
+            found["nan"] = send_nan(trainer, policy)
+        trainer.shutdown()
+        log(f"sent a {name}")
+    del sources, source, trainer
+    torch.cuda.set_device(1)
+    elsewhere = policies.fill_policy({name: tensor.to("cuda:1") for name, tensor in policy.items()}, 1)
+    trainer = trainer_of(llm, ModuleSource(module_of(elsewhere)), transport="collective")
+    found["fingerprints"]["broadcast"] = fingerprints(elsewhere, trainer.send_weights, trainer.fingerprints)
+    found["broadcast_s"] = seconds(trainer.send_weights)
+    found["versions_agree"] = trainer.version == Refitter(llm).version
+    trainer.shutdown()
+    log("broadcast")
+    return found
+
+
+def trainer_of(llm: LLM, source: WeightSource, **options) -> RefitTrainer:
+    """As a trainer makes one by the API of vLLM 0.26."""
+    init_info = RefitTrainerInitInfo(rank=0, config=RefitConfig(timeout_s=TIMEOUT_S, **options))
+    config = WeightTransferConfig(backend="fp8refit")
+    return WeightTransferTrainerFactory.trainer_init(
+        "fp8refit", config, init_info, client=LlmClient(llm), source=source
+    )
+
+
+def fingerprints(
+    policy: dict[str, Tensor], send: Callable[[], object], read: Callable[[], list[str]]
+) -> list[list[str]]:
+    """Of every rank, for two policies."""
+    found = []
+    for seed in (2, 1):
+        policies.fill_policy(policy, seed)
+        send()
+        found.append(read())
+    return found
+
+
+def seconds(send: Callable[[], object]) -> list[float]:
+    found = []
+    for _ in range(NUM_WARM_UP + NUM_ROUNDS):
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        send()
+        found.append(time.perf_counter() - start_s)
+    return found[NUM_WARM_UP:]
+
+
+def send_nan(trainer: RefitTrainer, policy: dict[str, Tensor]) -> dict:
+    """What a NaN ends in, and whether the next update heals it."""
+    before, value = trainer.fingerprints(), policy[DOWN_PROJ][3, 5].clone()
+    policy[DOWN_PROJ][3, 5] = float("nan")
+    try:
+        trainer.send_weights()
+        names: list[str] = []
+    except NonFiniteError as error:
+        names = list(error.names)
+    policy[DOWN_PROJ][3, 5] = value
+    was_dirty = trainer.is_dirty
+    trainer.send_weights()
+    return {"names": names, "was_dirty": was_dirty, "healed": trainer.fingerprints() == before}
