@@ -20,6 +20,7 @@ KV = {"vLLM": "kv_vllm_{shape}_h200.json", "SGLang": "kv_sglang_{shape}_h200.jso
 EXPERTS = "experts_*_h200.json"
 BROADCASTS = "broadcast_*_h200.json"
 SERVERS = "servers_*_h200.json"
+TRANSFER = RESULTS / "weight_transfer_h200.json"
 ENGINES = ROOT / "docs" / "engines.toml"
 FAMILIES = ROOT / "docs" / "families.toml"
 
@@ -37,6 +38,7 @@ def render() -> dict[str, str]:
         "engines": render_engines(read_engines()),
         "families": render_families(),
         "experts": render_experts(_read_all(EXPERTS)),
+        "transfer": render_transfer(json.loads(TRANSFER.read_text())),
         "broadcasts": render_broadcasts(_read_all(BROADCASTS), _read_all(SERVERS)),
     }
 
@@ -319,6 +321,18 @@ def render_experts(results: list[dict[str, Any]]) -> str:
         f"{single['wall_ms_median']:.1f} ms ({single['times_faster']:.0f} x faster), experts stacked, {stacked['num_tensors']} "
         f"tensors, {stacked['wall_ms_median']:.1f} ms. `python -m pytest tests/gpu/test_experts.py` measures it again; more is "
         "in [benchmarks](benchmarks/README.md).\n"
+    )
+
+
+def render_transfer(result: dict[str, Any]) -> str:
+    """VLLM's weight-transfer API."""
+    ms = {way: f"{1e3 * seconds:.0f} ms" for way, seconds in result["seconds"].items()}
+    link = f"[`{TRANSFER.relative_to(ROOT)}`]({TRANSFER.relative_to(ROOT)})"
+    return (
+        f"Tested with vLLM 0.32 on the CPU in CI, and with {result['versions']['vllm']} on two {result['gpu']}s, Qwen3-8B shape, "
+        "its bytes against those of a refit: a module on the engine's GPU takes "
+        f"{ms['module']} where `refit` takes {ms['refit']}; any other source there, read as a stream, {ms['stream']}; "
+        f"a broadcast from the other GPU {ms['broadcast']}. From {link}; `{result['command']}` measures it again.\n"
     )
 
 

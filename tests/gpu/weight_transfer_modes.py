@@ -119,7 +119,9 @@ def measure(llm: LLM, shape: str) -> dict:
     trainer = trainer_of(llm, ModuleSource(module_of(elsewhere)), transport="collective")
     found["fingerprints"]["broadcast"] = fingerprints(elsewhere, trainer.send_weights, trainer.fingerprints)
     found["broadcast_s"] = seconds(trainer.send_weights)
-    found["versions_agree"] = trainer.version == Refitter(llm).version
+    other = Refitter(llm, timeout_s=TIMEOUT_S)
+    other.fingerprints()  # has asked the ranks, and heard of their version
+    found["served_versions"] = [trainer.version, other.version]
     trainer.shutdown()
     log("broadcast")
     return found
