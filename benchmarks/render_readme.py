@@ -329,8 +329,8 @@ def render_transfer(result: dict[str, Any]) -> str:
     ms = {way: f"{1e3 * seconds:.0f} ms" for way, seconds in result["seconds"].items()}
     link = f"[`{TRANSFER.relative_to(ROOT)}`]({TRANSFER.relative_to(ROOT)})"
     return (
-        f"Tested with vLLM 0.32 on the CPU in CI, and with {result['versions']['vllm']} on two {result['gpu']}s, Qwen3-8B shape, "
-        "its bytes against those of a refit: a module on the engine's GPU takes "
+        f"Tested with vLLM 0.32 on the CPU in CI, and with {result['versions']['vllm']} on two {result['gpu']}s, Qwen3-8B "
+        "shape, its bytes against those of a refit: a module on the engine's GPU takes "
         f"{ms['module']} where `refit` takes {ms['refit']}; any other source there, read as a stream, {ms['stream']}; "
         f"a broadcast from the other GPU {ms['broadcast']}. From {link}; `{result['command']}` measures it again.\n"
     )
