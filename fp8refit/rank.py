@@ -65,7 +65,7 @@ class Rank:
             config: How to refit.
             kv: Which KV scales to set once the weights are written, if not those that the source brings.
             objection: Why the engine may not be refitted now, as its driver sees it.
-            is_known: Whether making the source, and judging it, reads nothing of it.
+            is_known: Whether every rank knows the source from the last refit: to judge it is no collective operation.
             on_judged: Called when this rank can take it, and others may not. What it raises keeps all ranks from it.
 
         Raises:
