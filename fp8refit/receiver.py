@@ -5,17 +5,16 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from fp8refit.caught import Caught
 from fp8refit.config import RefitConfig
-from fp8refit.errors import RankFailedError, RefitError, StagingMemoryError, TransportError
+from fp8refit.errors import RankFailedError, RefitError, TransportError
 from fp8refit.rank import Rank
 from fp8refit.received import ReceivedSource
 from fp8refit.report import PhaseClock, RankReport
 from fp8refit.transport import messages
-from fp8refit.transport.buckets import NUM_BUFFERS, BucketLayout, lay_out
+from fp8refit.transport.buckets import NUM_BUFFERS, BucketLayout, largest_bytes, lay_out, take_buffers
 from fp8refit.transport.collective import Communicator
 from fp8refit.transport.header import Status, read_header
 from fp8refit.transport.links import Transfer
@@ -202,20 +201,12 @@ class Receiver:
         Raises:
             StagingMemoryError: There is not enough memory.
         """
-        num_bytes, device = max((bucket.num_bytes for bucket in buckets), default=0), self._rank.target.device
+        num_bytes, device = largest_bytes(buckets), self._rank.target.device
         num_buffers = min(len(buckets), NUM_BUFFERS)
         kept = self._buffers[:num_buffers]
         if len(kept) < num_buffers or any(buffer.numel() < num_bytes or buffer.device != device for buffer in kept):
             self._buffers, kept = (), ()
-            try:
-                self._buffers = tuple(
-                    torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(num_buffers)
-                )
-            except torch.OutOfMemoryError as error:
-                raise StagingMemoryError(
-                    f"no room for {num_buffers} buffers of {num_bytes >> 20} MiB on {device}; lower bucket_bytes or leave the "
-                    "engine less memory. Nothing was written"
-                ) from error
+            self._buffers = take_buffers(buckets, device, remedy="lower bucket_bytes or leave the engine less memory")
         return self._buffers
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp8refit.caught import Caught
 from fp8refit.config import RefitConfig
-from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError, StagingMemoryError
+from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError
 from fp8refit.fill import scale_problem
 from fp8refit.guard import LayoutGuard
 from fp8refit.kernels import Task, WorkTable, compile_table
@@ -28,7 +28,7 @@ from fp8refit.reader import Arrival, Arrived, Reader
 from fp8refit.report import PhaseClock
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat, dtype_name
 from fp8refit.sources import MappingSource, Source
-from fp8refit.transport.buckets import NUM_BUFFERS, Placement, WireTensor, lay_out
+from fp8refit.transport.buckets import NUM_BUFFERS, Placement, WireTensor, lay_out, take_buffers
 from fp8refit.transport.collective import Communicator
 from fp8refit.transport.header import Headers, Status
 from fp8refit.transport.links import Transfer
@@ -103,16 +103,7 @@ class Sender:
         self.was_told = False
         """Whether the ranks know how the last send ended, or will."""
         self._headers = Headers(len(self._buckets), device)
-        num_bytes = max((bucket.num_bytes for bucket in self._buckets), default=0)
-        try:
-            self._buffers = [
-                torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in self._buckets[:NUM_BUFFERS]
-            ]
-        except torch.OutOfMemoryError as error:
-            raise StagingMemoryError(
-                f"no room for {NUM_BUFFERS} buffers of {num_bytes >> 20} MiB on the trainer's {device}; lower bucket_bytes. "
-                "Nothing was written"
-            ) from error
+        self._buffers = take_buffers(self._buckets, device, remedy="lower the trainer's bucket_bytes")
 
     @property
     def num_buckets(self) -> int:

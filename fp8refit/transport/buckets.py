@@ -15,6 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from fp8refit.errors import StagingMemoryError
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, TensorMeta
 from fp8refit.transport.segment import DTYPES
 
@@ -282,6 +283,26 @@ def lay_out(tensors: Sequence[WireTensor], bucket_bytes: int, num_sections: int 
             first += count
     close()
     return tuple(buckets)
+
+
+def take_buffers(buckets: Sequence[BucketLayout], device: torch.device, *, remedy: str) -> tuple[Tensor, ...]:
+    """Memory of `device` that every bucket fits into: `NUM_BUFFERS` of it, fewer if there are fewer buckets.
+
+    Raises:
+        StagingMemoryError: There is not enough; says the remedy.
+    """
+    num_bytes, count = largest_bytes(buckets), min(len(buckets), NUM_BUFFERS)
+    try:
+        return tuple(torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(count))
+    except torch.OutOfMemoryError as error:
+        raise StagingMemoryError(
+            f"no room for {count} buffers of {num_bytes >> 20} MiB on {device}; {remedy}. Nothing was written"
+        ) from error
+
+
+def largest_bytes(buckets: Sequence[BucketLayout]) -> int:
+    """Bytes of the largest bucket."""
+    return max((bucket.num_bytes for bucket in buckets), default=0)
 
 
 def _rows_that_fit(tensor: WireTensor, first: int, num_bytes: int) -> int:

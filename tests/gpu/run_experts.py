@@ -7,26 +7,15 @@ python run_experts.py speed --shape S --work DIR --out FILE                     
 `--engine sglang` for SGLang, which `--shape tiny-moe` tries where it runs on a CPU.
 """
 
-import os
-import sys
-from pathlib import Path
+from surroundings import set_up
 
-os.environ |= {
+set_up(
     # Else requests reach the scheduler one by one, and what is batched with what, which the last bits depend on, is chance.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_DEEP_GEMM_WARMUP": "skip",
-    "VLLM_NO_USAGE_STATS": "1",
-    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
-    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # other engines may have begun on one of the GPUs
-    "SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK": "1",  # Triton's; that of FlashInfer is compiled from sources
-    "HF_HUB_OFFLINE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-}
-
-sys.path.append(str(Path(__file__).parents[1]))
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    SGLANG_ENABLE_JIT_DEEPGEMM="0",
+    SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK="0",  # other engines may have begun on one of the GPUs
+    SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK="1",  # Triton's; that of FlashInfer is compiled from sources
+)
 
 if __name__ == "__main__":  # processes of engines import this file again, and nothing of what follows
     from experts_modes import main

@@ -9,22 +9,11 @@ compares. Prints nothing of its own; the result is a JSON file.
     python run_layouts.py sleep --shape S --tp N --work DIR --out FILE     refit between sleep and wake-up
 """
 
-import os
 import sys
-from pathlib import Path
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if sys.argv[1].startswith("external") else "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_DEEP_GEMM_WARMUP": "skip",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-}
+from surroundings import set_up
 
-sys.path.append(str(Path(__file__).parents[1]))
+set_up(VLLM_ENABLE_V1_MULTIPROCESSING="0" if sys.argv[1].startswith("external") else "1")
 
 if __name__ == "__main__":  # vLLM's processes import this file again, and nothing of what follows
     from layout_modes import main

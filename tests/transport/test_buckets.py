@@ -8,8 +8,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from fp8refit.errors import StagingMemoryError
 from fp8refit.slots import SCALE_SUFFIX
-from fp8refit.transport.buckets import HEADER_BYTES, Cut, WireTensor, lay_out
+from fp8refit.transport.buckets import HEADER_BYTES, NUM_BUFFERS, Cut, WireTensor, lay_out, take_buffers
 
 CODES = {"dtype": "float8_e4m3fn", "block_size": (128, 128), "row_step": 128}
 NUM_SECTIONS = 3
@@ -177,3 +178,25 @@ def test_scales_of_a_box_are_those_of_its_blocks():
 def test_what_cannot_be_a_weight_is_refused_before_memory_is_taken(fields):
     with pytest.raises(ValidationError):
         WireTensor(**{"name": "w", **fields})
+
+
+@pytest.mark.parametrize("num_tensors", [1, 2, 3, 8])
+def test_buffers_are_as_large_as_the_largest_bucket_and_no_more_than_the_buckets(num_tensors):
+    tensors = [WireTensor(name=f"t{size}", shape=(1 << 20, size), dtype="uint8") for size in range(1, num_tensors + 1)]
+    buckets = lay_out(tensors, 1 << 20)
+    buffers = take_buffers(buckets, torch.device("cpu"), remedy="")
+    assert len(buffers) == min(len(buckets), NUM_BUFFERS)
+    assert {buffer.numel() for buffer in buffers} == {max(bucket.num_bytes for bucket in buckets)}
+
+
+def test_no_room_for_buffers_says_what_to_do(monkeypatch):
+    buckets = lay_out([WireTensor(name="t", shape=(4 << 20,), dtype="uint8")], 1 << 20)
+
+    def empty(*_, **__):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(
+        StagingMemoryError, match=r"no room for 3 buffers of 1 MiB on cpu; leave some\. Nothing was written"
+    ):
+        take_buffers(buckets, torch.device("cpu"), remedy="leave some")
