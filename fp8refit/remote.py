@@ -70,11 +70,11 @@ class PairAnswers:
     is_refused: bool
     """Whether they are those to the first."""
     flush_s: float
-    """Seconds in which the engine dropped its caches."""
+    """Seconds in which the engine dropped its caches while the ranks waited for that."""
 
 
 class Pairs(Protocol):
-    """Reaches every rank with two messages in one exchange, between which the engine drops its caches."""
+    """Reaches every rank with two messages in one exchange, in which the engine drops its caches."""
 
     def hold(self) -> None:
         """Leave the caches, when the engine is asked to drop them, to `call_pair`; until then or until the next `call`."""
@@ -86,7 +86,7 @@ class Pairs(Protocol):
         Raises:
             CacheFlushError: Caches stay. No rank was given `second`.
             RankFailedError: Dropping them failed. No rank was given `second`.
-            EngineLostError: See `Channel.call`.
+            EngineLostError: See `Channel.call`; or caches stay that nothing uses, and the ranks were given `second`.
         """
         ...
 

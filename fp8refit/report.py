@@ -66,7 +66,8 @@ class RankReport(BaseModel):
     """sha256 over names, shapes and dtypes of all that came."""
     kv: KvReport | None = None
     flush_s: float = 0.0
-    """Seconds in which the engine dropped its caches, if it was asked for that and for the write at once."""
+    """Seconds in which the engine dropped its caches, if it was asked for that and for the write at once; 0 if it did both at
+    the same time."""
 
 
 class RefitReport(BaseModel):
@@ -85,10 +86,10 @@ class RefitReport(BaseModel):
     bytes_written: int
     phases_s: dict[str, float]
     """Seconds of host time in each phase, in order. `plan` judges the source, `pause` stops running requests, `flush`
-    drops the caches of the policy that is replaced, `transfer` is what it took to reach ranks in other processes, and for them
-    to judge what is laid out as the last time if they are asked for that and for the write at once, `fill` ends
-    when everything is launched, `verify` when the device has finished and its status word is read, `kv` when KV-cache scales
-    are measured and written; `resume` admits requests again."""
+    drops the caches of the policy that is replaced (unless that passes while ranks write), `transfer` is what it took to reach
+    ranks in other processes, and for them to judge what is laid out as the last time if they are asked for that and for the
+    write at once, `fill` ends when everything is launched, `verify` when the device has finished and its status word is read,
+    `kv` when KV-cache scales are measured and written; `resume` admits requests again."""
     fill_device_s: float | None = None
     """Seconds between the first and the last byte written, on the device's own clock; None on a CPU."""
     extra_bytes: int = 0

@@ -89,6 +89,30 @@ def add_to_core(name: str, method: Callable[..., Any]) -> None:
     setattr(EngineCore, name, method)
 
 
+def begin_call(core: Any, method: str, timeout_s: float, message: str) -> Callable[[], list[Any]] | None:
+    """Give every worker of an engine core a message, and what waits for their answers; None if they run where the core does.
+
+    The next call of the workers has to come after that wait.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    executor = core.model_executor
+    if not isinstance(executor, MultiprocExecutor):
+        return None
+    wait: Callable[[], list[Any]] = executor.collective_rpc(method, timeout_s, (message,), non_block=True).result
+    return wait
+
+
+def is_cache_idle(core: Any) -> bool:
+    """Whether an engine core can be told to drop its prefix cache without a refusal: no block is in use but the null block."""
+    try:
+        managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+        pools = [manager.block_pool for manager in managers]
+        return bool(pools) and all(pool.num_gpu_blocks - pool.get_num_free_blocks() == 1 for pool in pools)
+    except AttributeError:
+        return False
+
+
 def publish_in_core(core: Any, version: int) -> bool:
     """Have an engine core name the policy in its outputs, where vLLM does that (since 0.32)."""
     if not hasattr(core, "set_weight_version"):

@@ -154,6 +154,11 @@ class SyncDriver:
             raise channel_lost(error) from error
         if outcome.ended == "kept":
             raise kept()
+        if outcome.ended == "stale":
+            raise EngineLostError(
+                f"vLLM kept its prefix cache, of which nothing was in use ({outcome.said}), while new weights were written: "
+                "what it holds is of the policy before. Start the engine again"
+            )
         if outcome.ended == "failed":
             raise RankFailedError(f"vLLM raised {outcome.said} when it was to drop its caches; nothing was written")
         self._published = outcome.version or None

@@ -42,6 +42,11 @@ class Core:
     def set_weight_version(self, version):
         self.note("version", version)
 
+    def begin_call(self, method, timeout_s, message):
+        """As `compat.begin_call` does where the workers run in other processes."""
+        self.note("begin")
+        return partial(self.collective_rpc, method, timeout_s, (message,))
+
     def note(self, *event):
         self.events.append(event)
         if event[0] in self.raises:
@@ -88,6 +93,24 @@ def engine(core):
 @pytest.fixture
 def driver(engine):
     return SyncDriver(SimpleNamespace(llm_engine=engine), PLUGIN_METHOD)
+
+
+@pytest.fixture
+def idle(core, engine, monkeypatch):
+    """Workers in other processes, and a cache of which nothing is in use."""
+    engine.vllm_config.kv_transfer_config = None
+    core.scheduler = scheduler_of([7, 7], [3, 3])
+    monkeypatch.setattr("fp8refit_vllm.core.begin_call", type(core).begin_call)
+
+
+def scheduler_of(*counts):
+    """A scheduler with one pool of blocks for each pair of how many there are and how many are free, without the null block."""
+    pools = [
+        SimpleNamespace(num_gpu_blocks=1 + blocks, get_num_free_blocks=lambda n=free: n) for blocks, free in counts
+    ]
+    managers = [SimpleNamespace(block_pool=pool) for pool in pools for _ in range(2)]
+    coordinator = SimpleNamespace(single_type_managers=managers)
+    return SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator))
 
 
 def finish(step):
@@ -150,6 +173,55 @@ def test_caches_that_cannot_be_dropped_do_not_cost_the_engine(driver, core):
     with pytest.raises(RankFailedError, match="vLLM raised ValueError: no such cache"):
         pair(driver)
     assert core.events == BOTH[:2]
+
+
+@pytest.mark.usefixtures("idle")
+def test_caches_that_nothing_uses_are_dropped_while_workers_write(driver, core):
+    found = pair(driver)
+    assert core.events == [BOTH[0], ("begin",), ("flush", False, False), BOTH[2], ("version", "5")]
+    assert (ids(found.answers), found.is_refused, found.flush_s) == (["second"] * 2, False, 0.0)
+
+
+@pytest.mark.usefixtures("idle")
+def test_caches_are_kept_if_a_rank_refuses(driver, core):
+    core.replies["first"][1] = "rubbish"
+    assert pair(driver).is_refused
+    assert core.events == BOTH[:1]
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize(
+    "counts", [[(7, 7), (3, 2)], [(7, 6)], []], ids=["of another pool", "of the only pool", "no pool at all"]
+)
+def test_caches_that_may_stay_are_dropped_first(counts, driver, core):
+    core.scheduler = scheduler_of(*counts)
+    pair(driver)
+    assert [name for name, *_ in core.events] == ["fp8refit_call", "flush", "fp8refit_call", "version"]
+
+
+@pytest.mark.usefixtures("idle")
+def test_caches_outside_the_engine_are_dropped_first(driver, core, engine):
+    engine.vllm_config.kv_transfer_config = "a connector"
+    pair(driver)
+    assert core.events == [*BOTH, ("version", "5")]
+
+
+@pytest.mark.usefixtures("idle")
+def test_workers_in_the_core_s_own_process_write_after_it(driver, core, monkeypatch):
+    monkeypatch.setattr("fp8refit_vllm.core.begin_call", lambda *_: None)
+    pair(driver)
+    assert [name for name, *_ in core.events] == ["fp8refit_call", "flush", "fp8refit_call", "version"]
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("said", ["it says that blocks are in use", "ValueError: no such cache"])
+def test_caches_that_stay_beside_new_weights_cost_the_engine(said, driver, core, engine):
+    core.is_empty = False
+    if "ValueError" in said:
+        core.raises["flush"] = ValueError("no such cache")
+    with pytest.raises(EngineLostError, match=f"{said}.* is of the policy before. Start the engine again"):
+        pair(driver)
+    assert [name for name, *_ in core.events] == ["fp8refit_call", "begin", "flush", "fp8refit_call"]
 
 
 def test_a_worker_that_raises_costs_the_engine(driver, core):

@@ -104,19 +104,25 @@ def wait_for_layouts():
 
 @pytest.fixture(scope="module")
 def found():
-    """What every engine found, refitted and fresh. With four GPUs those that fit beside each other run at the same time."""
+    """What every engine found, refitted and fresh. Those that fit beside each other run at the same time."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     WORK.mkdir(parents=True, exist_ok=True)
     result = {}
 
     def run_beside(*chains):
-        parallel = NUM_GPUS >= 4
+        """Run chains of steps, as many at a time as there are GPUs for."""
         kept = {*LAYOUTS, *(["checkpoint"] if TENSOR_PARALLEL else [])}
-        wanted = [[step for step in chain if step[0].rpartition("-")[2] in kept] for chain in chains]
-        with ThreadPoolExecutor(len(chains) if parallel else 1) as pool:
-            places = [[0, 1], [2], [3]] if parallel else [list(range(NUM_GPUS))] * 3
-            for part in pool.map(run_chain, wanted, places[: len(chains)]):
-                result.update(part)
+        chains = [[step for step in chain if step[0].rpartition("-")[2] in kept] for chain in chains]
+        waiting = [chain for chain in chains if chain]
+        while waiting:
+            beside, first_free = [], 0
+            while waiting and first_free + waiting[0][0][2] <= NUM_GPUS:
+                gpus = range(first_free, first_free + waiting[0][0][2])
+                beside.append((waiting.pop(0), gpus))
+                first_free = gpus.stop
+            with ThreadPoolExecutor(len(beside)) as pool:
+                for part in pool.map(run_chain, *zip(*beside, strict=True)):
+                    result.update(part)
 
     for file in (WORK / SHAPE).glob("layout-*.json"):
         file.unlink()

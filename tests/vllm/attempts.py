@@ -61,9 +61,15 @@ def note_calls(subject: Subject, refit: Callable[[], RefitReport]) -> dict:
         return call_utility(method, *arguments)
 
     client.call_utility = note
-    phases_s = refit().phases_s
+    report = refit()
     del client.call_utility
-    return {"calls": calls, "phases_s": phases_s, "seconds": time.monotonic() - start_s, **subject.state()}
+    found = {
+        "calls": calls,
+        "phases_s": report.phases_s,
+        "waits_for_flush": [rank.flush_s > 0 for rank in report.ranks],
+        "seconds": time.monotonic() - start_s,
+    }
+    return found | subject.state()
 
 
 def try_steady(subject: Subject, family: str, work: Path) -> dict:
