@@ -13,7 +13,12 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 RESULT = RESULTS / "vllm_qwen3-8b_h200.json"
-LAYOUTS = ("vllm_layouts_h200.json", "vllm_layouts_4_external4_h200.json")
+LAYOUTS = (
+    "vllm_layouts_h200.json",
+    "vllm_layouts_4_external4_h200.json",
+    "vllm_layouts_1_2_h200.json",
+    "vllm_layouts_2_h200.json",
+)
 """Of one layout the later one counts."""
 SGLANG = RESULTS / "sglang_qwen3-8b_h200.json"
 KV = {"vLLM": "kv_vllm_{shape}_h200.json", "SGLang": "kv_sglang_{shape}_h200.json"}
@@ -102,7 +107,9 @@ def render_layouts(results: list[dict[str, Any]]) -> str:
         fifty, fill = found["fifty_refits"], found["fill_by_rank"][0]
         name = "one rank in another process" if tp == "1" else f"tensor parallel {tp} in other processes"
         filled = f"{fill['fill_device_ms_median']:.2f} ms, {fill['fill_over_roofline']:.2f} x copy"
-        host = f"{fifty['host_ms_median']:.1f} ms, {fifty['phases_ms_median']['flush']:.1f} of it the reset"
+        host, reset_ms = f"{fifty['host_ms_median']:.1f} ms", fifty["phases_ms_median"]["flush"]
+        if reset_ms >= 0.1:
+            host += f", {reset_ms:.1f} of it the reset"
         lines.append((name, found["equal_to_fresh_boot"], fifty["wall_ms_median"], host, filled))
     for tp, ranks in launched.items():
         equal = {key: all(rank["equal_to_fresh_boot"] for rank in ranks) for key in EQUALITIES}
@@ -122,11 +129,12 @@ def render_layouts(results: list[dict[str, Any]]) -> str:
         for name, equal, wall_ms, host, filled in lines
     )
     served = results[0]["served_qwen3-0.6b"]
-    links = " and ".join(f"[`{name}`]({RESULTS.relative_to(ROOT)}/{name})" for name in LAYOUTS)
+    links = ", ".join(f"[`{name}`]({RESULTS.relative_to(ROOT)}/{name})" for name in LAYOUTS)
     return (
         "The same model with its ranks in other processes, BF16 weights on one GPU unless said otherwise, 50 refits between "
-        "generations; medians of the whole call. *Host* is what is not the fill, with vLLM's *reset* of its prefix cache. "
-        "Ranks on other GPUs read over NVLink, which is what the whole then waits for.\n\n"
+        "generations; medians of the whole call. *Host* is what is not the fill, with vLLM's *reset* of its prefix cache, "
+        "unless that passes while ranks in processes of their own write. Ranks on other GPUs read over NVLink, which is what "
+        "the whole then waits for.\n\n"
         "| vLLM | against a fresh boot | refit | of that, host | fill on the weights' own GPU |\n"
         f"| --- | --- | --- | --- | --- |\n{table}\n\n"
         f"`AsyncLLM`, Qwen3-0.6B shape, requests kept through {served['num_refits']} refits: {served['num_kept']} "

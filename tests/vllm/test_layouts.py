@@ -118,8 +118,7 @@ def test_a_broadcast_like_the_last_is_one_exchange_with_the_engine_core(seed, la
     (driver,) = layout_runs.lived("multi-process").drivers
     steady, one = driver["steady"][seed], driver["policies"]["rounds"][int(seed) - 1]
     assert steady["calls"] == ["fp8refit_pair"]
-    assert steady["waits_for_flush"] == [True]
-    assert 0 < steady["phases_s"]["flush"] < steady["phases_s"]["fill"]
+    assert steady["waits_for_flush"] == [False], "on a CPU the worker has a process of its own"
     assert (steady["live"], steady["outputs"]) == (one["live"], one["outputs"])
 
 
