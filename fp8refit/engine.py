@@ -41,6 +41,11 @@ class Ranks(Protocol):
         """Whether a write began and was not committed."""
         ...
 
+    @property
+    def drops_caches(self) -> bool:
+        """Whether `write` has the engine drop its caches, once every rank can take what was prepared; nobody else need then."""
+        ...
+
     async def prepare(
         self,
         make_source: Callable[[], Source],
@@ -138,6 +143,8 @@ class LocalRanks:
     Args:
         rank: The rank.
     """
+
+    drops_caches = False
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank

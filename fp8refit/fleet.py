@@ -156,6 +156,11 @@ class FleetRanks:
         """See `fp8refit.engine.Ranks`."""
         return any(member.is_dirty for member in self._members)
 
+    @property
+    def drops_caches(self) -> bool:
+        """See `fp8refit.engine.Ranks`: only an engine that is alone is asked for both at once."""
+        return all(member.drops_caches for member in self._members)
+
     async def prepare(
         self,
         make_source: Callable[[], Source],

@@ -17,6 +17,7 @@ from fp8refit.served import ServedRanks, ServerDriver
 from fp8refit.server import RankServer
 from fp8refit.transport.clerk import Clerk
 from fp8refit.transport.line import Line
+from fp8refit.transport.pairs import PairAnswers, Pairs, call_in_turn
 
 
 class EngineHost:
@@ -128,6 +129,7 @@ class _HostControls(DrivenEngine):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, engine.ranks)
         self._channel = _channel_of(engine)
+        self._pairs: Pairs | None = engine.ranks.pairs if isinstance(engine.ranks, RemoteRanks) else None
 
     async def pause(self, config: RefitConfig) -> int:
         await self.check_ready()
@@ -135,6 +137,11 @@ class _HostControls(DrivenEngine):
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         return await self._channel.call(message, timeout_s=timeout_s)
+
+    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
+        if self._pairs is not None:
+            return await self._pairs.call_pair(first, second, timeouts_s=timeouts_s)
+        return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
 
 
 class _OwnRank:

@@ -223,7 +223,8 @@ class Refitter:
             with clock.phase("pause"):
                 num_interrupted = await engine.pause(config)
             with clock.phase("flush"):
-                await engine.flush_caches()
+                if not ranks.drops_caches:
+                    await engine.flush_caches()
         with Caught() as failed, clock.phase("transfer"):
             written = await ranks.write(objection=busy.error)
         del busy  # the error's traceback would hold it, and it the error

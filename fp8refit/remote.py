@@ -8,7 +8,6 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Protocol, TypeVar
@@ -31,6 +30,7 @@ from fp8refit.sources import MappingSource, SafetensorsSource, Source
 from fp8refit.transport import messages
 from fp8refit.transport.memory import Bucket, Export, Exporter, TensorRef
 from fp8refit.transport.messages import PROTOCOL, Reply, Request
+from fp8refit.transport.pairs import Pairs
 from fp8refit.transport.segment import DTYPES
 from fp8refit.vote import merge_errors
 
@@ -61,41 +61,12 @@ class Channel(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PairAnswers:
-    """What came of two messages in one exchange."""
-
-    answers: Sequence[str]
-    """To the second; or to the first, if a rank could not do that and nothing came after it."""
-    is_refused: bool
-    """Whether they are those to the first."""
-    flush_s: float
-    """Seconds in which the engine dropped its caches while the ranks waited for that."""
-
-
-class Pairs(Protocol):
-    """Reaches every rank with two messages in one exchange, in which the engine drops its caches."""
-
-    def hold(self) -> None:
-        """Leave the caches, when the engine is asked to drop them, to `call_pair`; until then or until the next `call`."""
-        ...
-
-    async def call_pair(self, first: Request, second: Request, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        """Give every rank `first`; if all could do that drop the caches, and give every rank `second`.
-
-        Raises:
-            CacheFlushError: Caches stay. No rank was given `second`.
-            RankFailedError: Dropping them failed. No rank was given `second`.
-            EngineLostError: See `Channel.call`; or caches stay that nothing uses, and the ranks were given `second`.
-        """
-        ...
-
-
 class RemoteRanks:
     """Implements `fp8refit.engine.Ranks` over a channel.
 
     What the ranks have to judge before a write that is laid out as the last one waits for the write, where both can go in one
-    exchange: until then they hear nothing of it, and if they refuse it then, nothing is written.
+    exchange: until then they hear nothing of it, and if they refuse it then, nothing is written. Not where requests are aborted
+    meanwhile: that would have been for nothing.
 
     Args:
         channel: Reaches every rank.
@@ -133,6 +104,16 @@ class RemoteRanks:
     def channel(self) -> Channel:
         """How the ranks are reached."""
         return self._channel
+
+    @property
+    def pairs(self) -> Pairs | None:
+        """How they are reached with two messages at once, if they can be."""
+        return self._pairs
+
+    @property
+    def drops_caches(self) -> bool:
+        """See `fp8refit.engine.Ranks`."""
+        return self._held is not None
 
     async def prepare(
         self,
@@ -458,16 +439,15 @@ class RemoteRanks:
         """Give the ranks what was held and, if all could do that, a request. Replies are those to the last they were given."""
         assert self._pairs is not None, "something was held"
         timeouts_s = self._timeout_s(held.order), self._timeout_s(request.order)
-        pair = await self._pairs.call_pair(held, request, timeouts_s=timeouts_s)
+        pair = await self._pairs.call_pair(held.encode(), request.encode(), timeouts_s=timeouts_s)
         self._flush_s, self.has_refused = pair.flush_s, pair.is_refused
         return _replies(pair.answers, held if pair.is_refused else request)
 
     def _hold(self, order: messages.Prepare) -> bool:
-        """Keep an order for the exchange of the next one; False if the engine cannot be given both at once."""
-        if self._pairs is None:
+        """Keep an order for the exchange of the next one; False if the engine is not to be given both at once."""
+        if self._pairs is None or self._config.in_flight == "abort":
             return False
         self._check_is_there()
-        self._pairs.hold()
         self._held = Request(id=uuid.uuid4().hex, order=order)
         return True
 

@@ -15,7 +15,8 @@ from fp8refit.remote import GRACE_S, RemoteRanks
 from fp8refit.sources import SafetensorsSource, Source, StreamSource
 from fp8refit.transport import messages
 from fp8refit.transport.line import Line
-from fp8refit.transport.orders import Answer, AnyOrder, Call, Flush, Pause, Publish, Refuse, Resume, Tokenize
+from fp8refit.transport.orders import Answer, AnyOrder, Call, Flush, Pair, Pause, Refuse, Resume, Tokenize
+from fp8refit.transport.pairs import PairAnswers
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class ServerDriver:
     def __init__(self, server: Line) -> None:
         self.server = server
         self._timeout_s = RefitConfig().timeout_s
+        self._unpublished: int | None = None
         self.greeted = server.greet()
         """Which server it was that answered."""
 
@@ -52,7 +54,8 @@ class ServerDriver:
 
     async def resume(self) -> None:
         """See `fp8refit.engine.Engine`."""
-        await self._post(Resume())
+        await self._post(Resume(version=self._unpublished))
+        self._unpublished = None
 
     async def refuse(self, reason: str) -> None:
         """See `fp8refit.engine.Engine`."""
@@ -67,12 +70,18 @@ class ServerDriver:
         return (await self._post(Tokenize(prompts=tuple(prompts)))).token_ids
 
     async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`."""
-        await self._post(Publish(version=version))
+        """See `fp8refit.engine.Engine`. It is told when it is to go on."""
+        self._unpublished = version
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         """See `fp8refit.remote.Channel`."""
         return (await self._post(Call(message=message, timeout_s=timeout_s), timeout_s)).said
+
+    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
+        """See `fp8refit.transport.pairs.Pairs`."""
+        order = Pair(first=first, second=second, timeouts_s=timeouts_s)
+        answer = await self._post(order, sum(timeouts_s) + self._timeout_s)
+        return PairAnswers(answers=answer.said, is_refused=answer.is_refused, flush_s=answer.flush_s)
 
     async def greet(self) -> str:
         """Which server answers now."""
@@ -110,7 +119,7 @@ class ServedRanks(RemoteRanks):
     """
 
     def __init__(self, driver: ServerDriver) -> None:
-        super().__init__(driver)
+        super().__init__(driver, driver)
         self._driver = driver
 
     async def _meet(self) -> None:
@@ -149,7 +158,7 @@ class ServedRanks(RemoteRanks):
         self._exporter.close()
         for bucket in self._buckets.values():
             bucket.close()
-        super().__init__(self._driver)
+        super().__init__(self._driver, self._driver)
         self._config = config
 
     async def _prepare(

@@ -3,7 +3,10 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
+
+from pydantic import ValidationError
 
 from fp8refit.config import RefitConfig
 from fp8refit.remote import RemoteRanks
@@ -11,6 +14,8 @@ from fp8refit.served import ServedRanks, ServerDriver
 from fp8refit.server import RankServer
 from fp8refit.transport.clerk import Clerk
 from fp8refit.transport.http import Server
+from fp8refit.transport.orders import OrderRequest
+from fp8refit.transport.pairs import PairAnswers, call_in_turn
 from tests.fake_ranks import Cluster, ThreadChannel
 
 URL = "http://fake:1"
@@ -45,6 +50,9 @@ class FakeControls:
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         return await self.channel.call(message, timeout_s=timeout_s)
 
+    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
+        return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
+
 
 class Running:
     """A server that runs.
@@ -68,12 +76,15 @@ class Running:
         self.cluster = Cluster()
         self.controls = FakeControls(self.cluster)
         self.clerk = Clerk(self.controls, token=self.token)
+        self.orders: list[str] = []
 
     @property
     def events(self) -> list[str]:
         return self.controls.events
 
     def answer(self, message: str) -> str:
+        with suppress(ValidationError):
+            self.orders.append(OrderRequest.model_validate_json(message).order.step)
         return self.do(self.clerk.answer(message, is_trusted=self.is_trusted)).model_dump_json()
 
     def do(self, steps: Any) -> Any:

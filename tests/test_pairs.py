@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,10 +18,11 @@ from fp8refit import (
     Refitter,
     TransportError,
 )
-from fp8refit.remote import GRACE_S, NUM_VOTES, PairAnswers, RemoteRanks
+from fp8refit.remote import GRACE_S, NUM_VOTES, RemoteRanks
 from fp8refit.sources import MappingSource, as_source
 from fp8refit.transport.memory import Importer
-from fp8refit.transport.messages import Fingerprint, Reply, Request
+from fp8refit.transport.messages import Fingerprint, Request
+from fp8refit.transport.pairs import PairAnswers, call_in_turn
 from fp8refit.vote import Ballot
 from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE
 from tests.fake_ranks import (
@@ -42,33 +44,27 @@ TIMEOUT_S = 40.0
 
 
 class PairChannel(ThreadChannel):
-    """See `fp8refit.remote.Pairs` too. Notes what goes in which exchange, caches among it."""
+    """See `fp8refit.transport.pairs.Pairs` too. Notes what goes in which exchange, caches among it."""
 
     def __init__(self, remote: Remote) -> None:
         super().__init__(remote.servers)
         self.exchanges: list[list[str]] = []
         self.pair_timeouts_s: tuple[float, float] | None = None
-        self.leaves_caches = False
         self.keeps_caches = False
         self.while_flushing: Callable[[], None] = lambda: None
 
-    def hold(self) -> None:
-        self.leaves_caches = True
-
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        self.leaves_caches = False
         self.exchanges.append([])
         return await self._pass_on(message, timeout_s=timeout_s)
 
-    async def call_pair(self, first: Request, second: Request, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        self.leaves_caches, self.pair_timeouts_s = False, timeouts_s
+    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
+        self.pair_timeouts_s = timeouts_s
         self.exchanges.append([])
-        answers = await self._pass_on(first.encode(), timeout_s=timeouts_s[0])
-        if any(Reply.model_validate_json(answer).error for answer in answers):
-            return PairAnswers(answers=answers, is_refused=True, flush_s=0.0)
+        pair = await call_in_turn(self._pass_on, self.flush_beside, first, second, timeouts_s=timeouts_s)
+        return pair if pair.is_refused else replace(pair, flush_s=FLUSH_S)
+
+    async def flush_beside(self) -> None:
         self.flush()
-        answers = await self._pass_on(second.encode(), timeout_s=timeouts_s[1])
-        return PairAnswers(answers=answers, is_refused=False, flush_s=FLUSH_S)
 
     def flush(self) -> None:
         self.exchanges[-1].append("flush")
@@ -86,9 +82,8 @@ class PairEngine(ClientEngine):
 
     async def flush_caches(self) -> None:
         channel = self._model.ranks.channel
-        if not channel.leaves_caches:
-            channel.exchanges.append([])
-            channel.flush()
+        channel.exchanges.append([])
+        channel.flush()
 
 
 class PairEntryPoint:
@@ -222,6 +217,14 @@ def test_what_is_new_to_the_ranks_is_judged_before_the_engine_is_paused(steady):
     assert steady.first[place : place + 3] == [[step] for step in steady.orders]
 
 
+def test_no_request_is_aborted_for_what_ranks_refuse(steady):
+    steady.refitter = Refitter(steady.client, transport=steady.refitter._config.transport, in_flight="abort")
+    steady.refit(2)
+    steady.channel.exchanges.clear()
+    steady.refit(3)
+    assert steady.channel.exchanges == [[step] for step in steady.orders]
+
+
 def test_the_ranks_have_as_long_for_each_of_both_as_for_each_alone(steady):
     steady.refit(2)
     alone = {
@@ -325,7 +328,6 @@ def test_whatever_else_comes_first_ends_what_waits(steady):
     finish(ranks.fingerprints())
     with pytest.raises(RankFailedError, match="this refit was given up"):
         finish(ranks.write())
-    assert not steady.channel.leaves_caches
     assert steady.cluster.live_bytes() == before
     assert (ranks.is_dirty, steady.cluster.states) == (False, [(False, 2)] * 2)
     assert ["prepare"] not in steady.channel.exchanges

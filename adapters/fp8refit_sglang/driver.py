@@ -8,6 +8,7 @@ from fp8refit.admission import cache_kept, unfinished
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.transport.loopback import Switchboard
+from fp8refit.transport.pairs import PairAnswers, call_in_turn
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.worker import FLUSH, KEPT
 
@@ -77,6 +78,10 @@ class Driver:
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         """See `fp8refit.remote.Channel`."""
         return await self._drive(self._switchboard.ask(message, self._ring, timeout_s=timeout_s))
+
+    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
+        """See `fp8refit.transport.pairs.Pairs`."""
+        return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
 
     async def _ring(self, address: str) -> None:
         success, said = await self._controls.ring(address)

@@ -45,7 +45,7 @@ class SglangEngine(DrivenEngine):
             super().__init__(server, ServedRanks(server))
         else:
             driver = Driver(_controls_of(candidate))
-            super().__init__(driver, RemoteRanks(driver))
+            super().__init__(driver, RemoteRanks(driver, driver))
 
     @classmethod
     def accepts(cls, candidate: object) -> bool:

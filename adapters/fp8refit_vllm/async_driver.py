@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 from fp8refit.admission import refusal, still_running
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
-from fp8refit_vllm.compat import pause_generation, token_ids
-from fp8refit_vllm.driver import channel_lost, error_of, kept, tokenized
+from fp8refit.transport.pairs import PairAnswers, call_in_turn
+from fp8refit_vllm.compat import core_caller, pause_generation, token_ids
+from fp8refit_vllm.core import CORE_METHOD, Outcome
+from fp8refit_vllm.driver import can_pair, channel_lost, error_of, kept, pair_answers, tokenized
 from fp8refit_vllm.gate import LlmGate
 
 T = TypeVar("T")
@@ -35,6 +37,7 @@ class AsyncDriver:
         self._gate: LlmGate | None = None
         self._was_paused = False
         self._timeout_s = RefitConfig().timeout_s
+        self._published: int | None = None
         self.config = llm.vllm_config
 
     @property
@@ -90,7 +93,7 @@ class AsyncDriver:
     async def flush_caches(self) -> None:
         """See `fp8refit.engine.Engine`. The KV of requests that are kept is computed anew."""
         try:
-            is_empty = await self._ask(self._llm.reset_prefix_cache(True, self.config.kv_transfer_config is not None))
+            is_empty = await self._ask(self._llm.reset_prefix_cache(True, self._has_connector))
         except RankFailedError as error:
             raise kept(str(error)) from error
         if not is_empty:
@@ -105,11 +108,13 @@ class AsyncDriver:
 
     async def publish_version(self, version: int) -> None:
         """See `fp8refit.engine.Engine`."""
-        if hasattr(self._llm, "update_weight_version"):
+        published, self._published = self._published, None
+        if published != version and hasattr(self._llm, "update_weight_version"):
             await self._ask(self._llm.update_weight_version(str(version)))
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         """See `fp8refit.remote.Channel`."""
+        self._published = None
         try:
             answers: Sequence[str] = await self._ask(
                 self._llm.collective_rpc(self._method, timeout_s, (message,)), timeout_s
@@ -117,6 +122,26 @@ class AsyncDriver:
         except RankFailedError as error:
             raise channel_lost(error) from error
         return answers
+
+    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
+        """See `fp8refit.transport.pairs.Pairs`. The core names the policy in its outputs too, once every rank has it."""
+        llm = self._llm
+        if not can_pair(llm, self._method):
+            return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
+        self._published = None
+        call_core = core_caller(llm)
+        assert call_core is not None, "it can pair"
+        asked = self._method, first, second, timeouts_s, self._has_connector, True
+        try:
+            outcome = Outcome(*await self._ask(call_core(CORE_METHOD, *asked), sum(timeouts_s) + self._timeout_s))
+        except RankFailedError as error:
+            raise channel_lost(error) from error
+        self._published = outcome.version or None
+        return pair_answers(outcome)
+
+    @property
+    def _has_connector(self) -> bool:
+        return self.config.kv_transfer_config is not None
 
     @property
     def _num_unfinished(self) -> int:

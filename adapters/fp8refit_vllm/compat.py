@@ -77,8 +77,14 @@ def in_process_executor(engine: Any) -> Any:
 
 
 def core_caller(engine: Any) -> Callable[..., Any] | None:
-    """What calls a method of an LLM's engine core by its name, in the core's own process; None if it is in this one."""
-    call: Callable[..., Any] | None = getattr(getattr(engine, "engine_core", None), "call_utility", None)
+    """What calls a method of an engine core by its name, in the core's own process; None if it is in this one.
+
+    Args:
+        engine: The engine of an LLM; or an AsyncLLM, whose calls are awaited.
+    """
+    client = getattr(engine, "engine_core", None)
+    name = "call_utility_async" if is_async_client(engine) else "call_utility"
+    call: Callable[..., Any] | None = getattr(client, name, None)
     return call
 
 

@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from pydantic import ValidationError
-
-from fp8refit.transport.messages import PROTOCOL, Reply, Request
+from fp8refit.transport.messages import have_done
 from fp8refit_vllm.compat import begin_call, is_cache_idle, publish_in_core
 
 CORE_METHOD = "fp8refit_pair"
@@ -41,6 +39,7 @@ def carry_out(
     second: str,
     timeouts_s: Sequence[float],
     has_connector: bool,
+    keeps_requests: bool,
 ) -> list[Any]:
     """Give every rank `first`; if all could do that drop the caches, and give every rank `second`. See `Outcome`.
 
@@ -54,11 +53,12 @@ def carry_out(
         second: Another.
         timeouts_s: For each.
         has_connector: Whether KV is kept outside the engine too.
+        keeps_requests: Whether requests that are kept have theirs computed anew.
     """
     answers = core.collective_rpc(method, timeouts_s[0], (first,))
-    if not _have_done(answers, first):
+    if not have_done(answers, first):
         return list(Outcome("refused", answers))
-    drop = partial(core.reset_prefix_cache, False, has_connector)
+    drop = partial(core.reset_prefix_cache, keeps_requests, has_connector)
     wait = begin_call(core, method, timeouts_s[1], second) if not has_connector and is_cache_idle(core) else None
     if wait is not None:
         is_empty, _, said = _try_to(drop)
@@ -89,18 +89,7 @@ def _publish(core: Any, answers: Sequence[Any], request: str) -> int:
     return version if version and publish_in_core(core, version) else 0
 
 
-def _have_done(answers: Sequence[Any], request: str) -> list[Reply]:
-    """What the ranks say, if every one of them did what was asked for; nothing if not, and then the driver says why."""
-    asked = Request.model_validate_json(request)
-    try:
-        replies = [Reply.model_validate_json(answer) for answer in answers]
-    except ValidationError:
-        return []
-    has_done = all(reply.is_to(asked) and reply.error is None and reply.protocol == PROTOCOL for reply in replies)
-    return replies if has_done else []
-
-
 def _whole_version(answers: Sequence[Any], request: str) -> int:
     """Of the policy that all ranks hold when they did what was asked for; 0 if they did not, or it is not one."""
-    versions = {reply.version for reply in _have_done(answers, request) if not reply.is_dirty}
+    versions = {reply.version for reply in have_done(answers, request) if not reply.is_dirty}
     return versions.pop() if len(versions) == 1 else 0

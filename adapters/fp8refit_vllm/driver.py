@@ -13,8 +13,7 @@ from fp8refit.errors import (
     RefitError,
     UnsupportedEngineError,
 )
-from fp8refit.remote import PairAnswers
-from fp8refit.transport.messages import Request
+from fp8refit.transport.pairs import PairAnswers, call_in_turn
 from fp8refit_vllm.compat import call_in_time, core_caller, in_process_executor, says_dead, token_ids
 from fp8refit_vllm.core import CORE_METHOD, Outcome
 from fp8refit_vllm.worker import PLUGIN_METHOD
@@ -55,6 +54,34 @@ def tokenized(found: list[list[int]] | None) -> list[list[int]]:
     return found
 
 
+def can_pair(engine: Any, method: str) -> bool:
+    """Whether an engine core takes two messages at once. Caches of other input than text are not all in the core.
+
+    Args:
+        engine: See `fp8refit_vllm.compat.core_caller`.
+        method: The workers' method for us.
+    """
+    is_text = not engine.vllm_config.model_config.is_multimodal_model
+    return core_caller(engine) is not None and method == PLUGIN_METHOD and is_text
+
+
+def pair_answers(outcome: Outcome) -> PairAnswers:
+    """What came of two messages to an engine core.
+
+    Raises:
+        CacheFlushError: Caches stay.
+        EngineLostError: They stay beside weights that were written.
+    """
+    if outcome.ended == "stale":
+        raise EngineLostError(
+            f"vLLM kept its prefix cache, of which nothing was in use ({outcome.said}), while new weights were written: "
+            "what it holds is of the policy before. Start the engine again"
+        )
+    if outcome.ended in ("kept", "failed"):
+        raise kept(outcome.said)
+    return PairAnswers(answers=outcome.answers, is_refused=outcome.ended == "refused", flush_s=outcome.flush_s)
+
+
 class SyncDriver:
     """A `vllm.LLM`, wherever its engine core and its workers run.
 
@@ -72,14 +99,7 @@ class SyncDriver:
         self._timeout_s = RefitConfig().timeout_s
         self.config = self._engine.vllm_config
         self.worker = getattr(getattr(self._executor, "driver_worker", None), "worker", None)
-        self._leaves_caches = False
         self._published: int | None = None
-
-    @property
-    def can_pair(self) -> bool:
-        """Whether the engine core takes two messages at once. Caches of other input than text are not all in the core."""
-        is_text = not self.config.model_config.is_multimodal_model
-        return core_caller(self._engine) is not None and self._method == PLUGIN_METHOD and is_text
 
     async def check_ready(self) -> None:
         """See `fp8refit.engine.Engine`."""
@@ -108,8 +128,6 @@ class SyncDriver:
 
     async def flush_caches(self) -> None:
         """See `fp8refit.engine.Engine`."""
-        if self._leaves_caches:
-            return
         if not self._ask(lambda: self._engine.reset_prefix_cache(False, self._has_connector)):
             raise kept()
         if self.config.model_config.is_multimodal_model:
@@ -128,7 +146,7 @@ class SyncDriver:
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         """See `fp8refit.remote.Channel`."""
-        self._leaves_caches, self._published = False, None
+        self._published = None
         try:
             return self._ask(
                 lambda: self._engine.collective_rpc(self._method, timeout_s, (message,)), timeout_s=timeout_s
@@ -136,33 +154,22 @@ class SyncDriver:
         except RankFailedError as error:
             raise channel_lost(error) from error
 
-    def hold(self) -> None:
-        """See `fp8refit.remote.Pairs`."""
-        self._leaves_caches = True
-
-    async def call_pair(self, first: Request, second: Request, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        """See `fp8refit.remote.Pairs`. The core names the policy in its outputs too, once every rank has it."""
-        self._leaves_caches, self._published = False, None
+    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
+        """See `fp8refit.transport.pairs.Pairs`. The core names the policy in its outputs too, once every rank has it."""
+        if not can_pair(self._engine, self._method):
+            return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
+        self._published = None
         call_core = core_caller(self._engine)
         assert call_core is not None, "it can pair"
-        asked = self._method, first.encode(), second.encode(), timeouts_s, self._has_connector
+        asked = self._method, first, second, timeouts_s, self._has_connector, False
         try:
             outcome = Outcome(
                 *self._ask(lambda: call_core(CORE_METHOD, *asked), timeout_s=sum(timeouts_s) + self._timeout_s)
             )
         except RankFailedError as error:
             raise channel_lost(error) from error
-        if outcome.ended == "kept":
-            raise kept()
-        if outcome.ended == "stale":
-            raise EngineLostError(
-                f"vLLM kept its prefix cache, of which nothing was in use ({outcome.said}), while new weights were written: "
-                "what it holds is of the policy before. Start the engine again"
-            )
-        if outcome.ended == "failed":
-            raise RankFailedError(f"vLLM raised {outcome.said} when it was to drop its caches; nothing was written")
         self._published = outcome.version or None
-        return PairAnswers(answers=outcome.answers, is_refused=outcome.ended == "refused", flush_s=outcome.flush_s)
+        return pair_answers(outcome)
 
     @property
     def _has_connector(self) -> bool:

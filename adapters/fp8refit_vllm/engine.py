@@ -40,8 +40,7 @@ class VllmEngine(DrivenEngine):
         if driver.worker is not None:
             super().__init__(driver, LocalRanks(rank_of(driver.worker)))
             return
-        pairs = driver if isinstance(driver, SyncDriver) and driver.can_pair else None
-        super().__init__(driver, RemoteRanks(driver, pairs))
+        super().__init__(driver, RemoteRanks(driver, driver))
 
     @classmethod
     def accepts(cls, candidate: object) -> bool:

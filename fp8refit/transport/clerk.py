@@ -20,6 +20,7 @@ from fp8refit.control import ControlPlane
 from fp8refit.errors import EngineBusyError, RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.transport import messages, orders
 from fp8refit.transport.orders import Answer, AnyOrder, Caller, OrderRequest, Place
+from fp8refit.transport.pairs import Pairs
 from fp8refit.vote import ErrorRecord
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ SILENCE_S = 60.0
 _HEALED = "the next refit that succeeds heals it"
 
 
-class Controls(ControlPlane, Protocol):
+class Controls(ControlPlane, Pairs, Protocol):
     """What a clerk does with its engine."""
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
@@ -119,19 +120,21 @@ class Clerk:
             return Answer(value=num_requests)
         if isinstance(order, orders.Call):
             return Answer(said=tuple(await controls.call(order.message, timeout_s=order.timeout_s)))
+        if isinstance(order, orders.Pair):
+            pair = await controls.call_pair(order.first, order.second, timeouts_s=order.timeouts_s)
+            return Answer(said=tuple(pair.answers), is_refused=pair.is_refused, flush_s=pair.flush_s)
         if isinstance(order, orders.Tokenize):
             return Answer(token_ids=await controls.tokenize(order.prompts))
         if isinstance(order, orders.Look):
             return Answer(value=int(can_read(order.path)))
         if isinstance(order, orders.Flush):
             await controls.flush_caches()
-        elif isinstance(order, orders.Publish):
-            await controls.publish_version(order.version)
-            self._version = order.version
         elif isinstance(order, orders.Refuse):
             await controls.refuse(order.reason)
             self._let_go()
         elif isinstance(order, orders.Resume):
+            if order.version is not None:
+                await self._publish(order.version)
             await controls.resume()
             self._let_go()
         return Answer()
@@ -177,11 +180,14 @@ class Clerk:
                 await self._controls.refuse(f"{reason}, part way; {_HEALED}")
                 return
             if version != self._version:
-                await self._controls.publish_version(version)
-                self._version = version
+                await self._publish(version)
             await self._controls.resume()
         except RefitError as error:
             await self._controls.refuse(f"{reason}, and the engine did not go on ({error}); {_HEALED}")
+
+    async def _publish(self, version: int) -> None:
+        await self._controls.publish_version(version)
+        self._version = version
 
     async def _whole_version(self) -> int | None:
         """Have every rank let go of an unfinished refit; the version that all hold, or None if there is none."""

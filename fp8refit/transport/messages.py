@@ -3,9 +3,10 @@
 Every request has an id that its reply echoes, and every step after `Prepare` names the refit it belongs to. Errors are values.
 """
 
-from typing import Annotated, Literal, Self, TypeAlias
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.layout import EngineLayout
@@ -264,3 +265,19 @@ class Reply(_Message):
     def is_to(self, request: Request) -> bool:
         """Whether this answers a request, and no earlier one. What a rank could not read had no id for it."""
         return self.id in (request.id, "")
+
+
+def have_done(answers: Sequence[Any], request: str) -> list[Reply]:
+    """What the ranks say, if every one of them did what was asked for; nothing if not, and then the driver says why.
+
+    Args:
+        answers: Whatever came.
+        request: As it was given to them.
+    """
+    asked = Request.model_validate_json(request)
+    try:
+        replies = [Reply.model_validate_json(answer) for answer in answers]
+    except ValidationError:
+        return []
+    is_done = all(reply.is_to(asked) and reply.error is None and reply.protocol == PROTOCOL for reply in replies)
+    return replies if is_done else []

@@ -39,9 +39,11 @@ class Pause(_Message):
 
 
 class Resume(_Message):
-    """See `fp8refit.engine.Engine.resume`."""
+    """See `fp8refit.engine.Engine.resume`, and `publish_version`."""
 
     step: Literal["resume"] = "resume"
+    version: int | None = None
+    """Of the policy that is served from then on, if it is a new one."""
 
 
 class Refuse(_Message):
@@ -64,19 +66,21 @@ class Tokenize(_Message):
     prompts: tuple[str, ...]
 
 
-class Publish(_Message):
-    """See `fp8refit.engine.Engine.publish_version`."""
-
-    step: Literal["publish"] = "publish"
-    version: int
-
-
 class Call(_Message):
     """See `fp8refit.remote.Channel.call`."""
 
     step: Literal["call"] = "call"
     message: str
     timeout_s: float
+
+
+class Pair(_Message):
+    """See `fp8refit.transport.pairs.Pairs.call_pair`."""
+
+    step: Literal["pair"] = "pair"
+    first: str
+    second: str
+    timeouts_s: tuple[float, float]
 
 
 class Look(_Message):
@@ -87,7 +91,7 @@ class Look(_Message):
 
 
 AnyOrder: TypeAlias = Annotated[
-    Hello | Pause | Resume | Refuse | Flush | Tokenize | Publish | Call | Look, Field(discriminator="step")
+    Hello | Pause | Resume | Refuse | Flush | Tokenize | Call | Pair | Look, Field(discriminator="step")
 ]
 
 
@@ -141,5 +145,9 @@ class Answer(_Message):
     value: int = 0
     said: tuple[str, ...] = ()
     """What every rank said, in order of rank."""
+    is_refused: bool = False
+    """Whether that was to the first of two messages; see `fp8refit.transport.pairs.PairAnswers`."""
+    flush_s: float = 0.0
+    """See there."""
     token_ids: list[list[int]] = []
     error: ErrorRecord | None = None

@@ -1,18 +1,20 @@
 """What is added to vLLM's engine core, and the driver that calls it. A real core: `tests/vllm/test_broadcast.py`."""
 
+import asyncio
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from fp8refit_vllm.async_driver import AsyncDriver
 from fp8refit_vllm.core import CORE_METHOD, carry_out
 from fp8refit_vllm.driver import SyncDriver
 from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD
 
-from fp8refit import CacheFlushError, EngineLostError, RankFailedError
+from fp8refit import CacheFlushError, EngineLostError
 from fp8refit.transport.messages import Hello, Reply, Request
 from fp8refit.vote import ErrorRecord
 
-FIRST, SECOND = Request(id="first", order=Hello()), Request(id="second", order=Hello())
+FIRST, SECOND = (Request(id=name, order=Hello()).encode() for name in ("first", "second"))
 TIMEOUTS_S = (3.0, 4.0)
 BOTH = [("fp8refit_call", 3.0, "first"), ("flush", False, True), ("fp8refit_call", 4.0, "second")]
 
@@ -79,6 +81,12 @@ class Engine:
     def set_weight_version(self, version):
         self.versions.append(version)
 
+    def reset_mm_cache(self):
+        self.core.note("multimodal")
+
+    def reset_encoder_cache(self):
+        self.core.note("encoder")
+
 
 @pytest.fixture
 def core():
@@ -123,8 +131,6 @@ def finish(step):
 
 
 def pair(driver):
-    driver.hold()
-    finish(driver.flush_caches())
     return finish(driver.call_pair(FIRST, SECOND, timeouts_s=TIMEOUTS_S))
 
 
@@ -170,7 +176,7 @@ def test_no_rank_is_asked_to_write_while_caches_stay(driver, core):
 
 def test_caches_that_cannot_be_dropped_do_not_cost_the_engine(driver, core):
     core.raises["flush"] = ValueError("no such cache")
-    with pytest.raises(RankFailedError, match="vLLM raised ValueError: no such cache"):
+    with pytest.raises(CacheFlushError, match=r"nothing was written.*ValueError: no such cache"):
         pair(driver)
     assert core.events == BOTH[:2]
 
@@ -257,19 +263,90 @@ def test_another_version_than_the_core_named_is_named(driver, engine):
     assert engine.versions == ["6"]
 
 
-def test_caches_are_dropped_at_once_when_nothing_is_held_any_more(driver, core):
-    driver.hold()
-    finish(driver.call(FIRST.encode(), timeout_s=1.0))
-    finish(driver.flush_caches())
-    assert core.events == [("fp8refit_call", 1.0, "first"), ("flush", False, True)]
+class AsyncEngine(Engine):
+    """The same as an AsyncLLM."""
+
+    errored = False
+    pause_generation = output_processor = None
+
+    def __init__(self, core):
+        super().__init__(core)
+        self.engine_core = SimpleNamespace(call_utility_async=self.call_utility_async)
+
+    async def call_utility_async(self, method, *arguments):
+        return self.call_utility(method, *arguments)
+
+    async def reset_prefix_cache(self, reset_running_requests, reset_connector):
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
+    async def collective_rpc(self, method, timeout_s, arguments):
+        return super().collective_rpc(method, timeout_s, arguments)
+
+    async def update_weight_version(self, version):
+        self.versions.append(version)
+
+    async def reset_mm_cache(self):
+        super().reset_mm_cache()
+
+    async def reset_encoder_cache(self):
+        super().reset_encoder_cache()
 
 
-def test_a_core_of_another_process_with_our_plugin_takes_two_messages_at_once(engine):
-    make = partial(SyncDriver, SimpleNamespace(llm_engine=engine))
-    assert make(PLUGIN_METHOD).can_pair
-    assert not make(EXTENSION_METHOD).can_pair
-    engine.vllm_config.model_config.is_multimodal_model = True
-    assert not make(PLUGIN_METHOD).can_pair
-    engine.vllm_config.model_config.is_multimodal_model = False
-    del engine.engine_core.call_utility
-    assert not make(PLUGIN_METHOD).can_pair
+@pytest.fixture
+def async_engine(core):
+    return AsyncEngine(core)
+
+
+def pair_async(engine, method=PLUGIN_METHOD):
+    """What comes of a pair, and what is said to the engine's client when version 5 and then 6 are to be named."""
+
+    async def steps():
+        driver = AsyncDriver(engine, method)
+        found = await driver.call_pair(FIRST, SECOND, timeouts_s=TIMEOUTS_S)
+        for version in (5, 6):
+            await driver.publish_version(version)
+        return found
+
+    return asyncio.run(steps())
+
+
+def test_an_async_engine_has_the_kv_of_requests_that_are_kept_computed_anew(async_engine, core):
+    found = pair_async(async_engine)
+    assert core.events == [BOTH[0], ("flush", True, True), BOTH[2], ("version", "5")]
+    assert (ids(found.answers), found.is_refused, async_engine.versions) == (["second"] * 2, False, ["6"])
+
+
+def test_an_async_engine_s_caches_that_stay_leave_the_old_policy(async_engine, core):
+    core.raises["flush"] = RuntimeError("blocks are not freed")
+    with pytest.raises(CacheFlushError, match=r"nothing was written.*blocks are not freed"):
+        pair_async(async_engine)
+    assert [name for name, *_ in core.events] == ["fp8refit_call", "flush"]
+
+
+def test_an_async_engine_s_core_that_raises_is_lost(async_engine, core):
+    core.raises["fp8refit_call"] = ValueError("no such method")
+    with pytest.raises(EngineLostError, match="channel to its workers broke"):
+        pair_async(async_engine)
+
+
+@pytest.mark.parametrize("what", ["an extension's method", "more than text", "another kind of client"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_core_that_does_not_take_two_messages_is_given_one_after_the_other(
+    is_async, what, engine, async_engine, core
+):
+    engine = async_engine if is_async else engine
+    if what == "more than text":
+        engine.vllm_config.model_config.is_multimodal_model = True
+    elif what == "another kind of client":
+        engine.engine_core = SimpleNamespace()
+    method = EXTENSION_METHOD if what == "an extension's method" else PLUGIN_METHOD
+    found = pair_async(engine, method) if is_async else pair(SyncDriver(SimpleNamespace(llm_engine=engine), method))
+    other_caches = [("multimodal",), ("encoder",)] if what == "more than text" else []
+    first, second = ((method, *asked) for _, *asked in (BOTH[0], BOTH[2]))
+    assert core.events == [first, ("flush", is_async, True), *other_caches, second]
+    assert (ids(found.answers), found.is_refused) == (["second"] * 2, False)
+    assert engine.versions == (["5", "6"] if is_async else [])
+    core.events.clear()
+    core.replies["first"][1] = "rubbish"
+    found = pair_async(engine, method) if is_async else pair(SyncDriver(SimpleNamespace(llm_engine=engine), method))
+    assert (core.events, found.is_refused) == ([first], True)
