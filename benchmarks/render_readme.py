@@ -18,6 +18,7 @@ LAYOUTS = (
     "vllm_layouts_4_external4_h200.json",
     "vllm_layouts_1_2_h200.json",
     "vllm_layouts_2_h200.json",
+    "vllm_layouts_served_h200.json",
 )
 """Of one layout the later one counts."""
 SGLANG = RESULTS / "sglang_qwen3-8b_h200.json"
@@ -128,7 +129,7 @@ def render_layouts(results: list[dict[str, Any]]) -> str:
         f"| {name} | {'equal' if is_equal(equal) else 'NOT equal'} | {wall_ms:.1f} ms | {host} | {filled} |"
         for name, equal, wall_ms, host, filled in lines
     )
-    served = results[0]["served_qwen3-0.6b"]
+    served = next(result["served_qwen3-0.6b"] for result in reversed(results) if "served_qwen3-0.6b" in result)
     links = ", ".join(f"[`{name}`]({RESULTS.relative_to(ROOT)}/{name})" for name in LAYOUTS)
     return (
         "The same model with its ranks in other processes, BF16 weights on one GPU unless said otherwise, 50 refits between "
