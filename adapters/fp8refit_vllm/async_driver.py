@@ -10,9 +10,9 @@ from fp8refit.admission import refusal, still_running
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
 from fp8refit.transport.pairs import PairAnswers, call_in_turn
-from fp8refit_vllm.compat import core_caller, pause_generation, token_ids
-from fp8refit_vllm.core import CORE_METHOD, Outcome
-from fp8refit_vllm.driver import can_pair, channel_lost, error_of, kept, pair_answers, tokenized
+from fp8refit_vllm.compat import pause_generation, token_ids
+from fp8refit_vllm.core import Outcome
+from fp8refit_vllm.driver import channel_lost, error_of, kept, pair_answers, pair_caller, tokenized
 from fp8refit_vllm.gate import LlmGate
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class AsyncDriver:
     async def flush_caches(self) -> None:
         """See `fp8refit.engine.Engine`. The KV of requests that are kept is computed anew."""
         try:
-            is_empty = await self._ask(self._llm.reset_prefix_cache(True, self._has_connector))
+            is_empty = await self._ask(self._llm.reset_prefix_cache(True, self.config.kv_transfer_config is not None))
         except RankFailedError as error:
             raise kept(str(error)) from error
         if not is_empty:
@@ -125,23 +125,17 @@ class AsyncDriver:
 
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
         """See `fp8refit.transport.pairs.Pairs`. The core names the policy in its outputs too, once every rank has it."""
-        llm = self._llm
-        if not can_pair(llm, self._method):
+        call_core = pair_caller(self._llm, self._method, keeps_requests=True)
+        if call_core is None:
             return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
         self._published = None
-        call_core = core_caller(llm)
-        assert call_core is not None, "it can pair"
-        asked = self._method, first, second, timeouts_s, self._has_connector, True
+        timeout_s = sum(timeouts_s) + self._timeout_s
         try:
-            outcome = Outcome(*await self._ask(call_core(CORE_METHOD, *asked), sum(timeouts_s) + self._timeout_s))
+            outcome = Outcome(*await self._ask(call_core(first, second, timeouts_s), timeout_s))
         except RankFailedError as error:
             raise channel_lost(error) from error
         self._published = outcome.version or None
         return pair_answers(outcome)
-
-    @property
-    def _has_connector(self) -> bool:
-        return self.config.kv_transfer_config is not None
 
     @property
     def _num_unfinished(self) -> int:

@@ -19,9 +19,9 @@ CORE_METHOD = "fp8refit_pair"
 class Outcome(NamedTuple):
     """How far the core came. Travels as a list."""
 
-    ended: Literal["refused", "kept", "failed", "stale", "done"]
-    """A rank could not do the first; caches stayed, or dropping them raised, before the ranks were given the second, or
-    (`stale`) after; or everything was done."""
+    ended: Literal["refused", "kept", "stale", "done"]
+    """A rank could not do the first; caches stayed before the ranks were given the second, or after; or the ranks were given
+    both, and the caches are gone."""
     answers: list[str]
     """Of every rank, to the last that they were given."""
     flush_s: float = 0.0
@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
     version: int = 0
     """Of the policy that every rank committed, which the core's outputs show from now on; 0 if none."""
     said: str = ""
-    """What dropping the caches raised, or that they stayed."""
+    """What dropping the caches raised."""
 
 
 def carry_out(
@@ -64,11 +64,11 @@ def carry_out(
         is_empty, _, said = _try_to(drop)
         answers = wait()
         if not is_empty:
-            return list(Outcome("stale", answers, said=said or "it says that blocks are in use"))
+            return list(Outcome("stale", answers, said=said))
         return list(Outcome("done", answers, version=_publish(core, answers, second)))
     is_empty, flush_s, said = _try_to(drop)
     if not is_empty:
-        return list(Outcome("failed" if said else "kept", [], flush_s, said=said))
+        return list(Outcome("kept", [], flush_s, said=said))
     answers = core.collective_rpc(method, timeouts_s[1], (second,))
     return list(Outcome("done", answers, flush_s, _publish(core, answers, second)))
 

@@ -54,15 +54,21 @@ def tokenized(found: list[list[int]] | None) -> list[list[int]]:
     return found
 
 
-def can_pair(engine: Any, method: str) -> bool:
-    """Whether an engine core takes two messages at once. Caches of other input than text are not all in the core.
+def pair_caller(engine: Any, method: str, *, keeps_requests: bool) -> Callable[..., Any] | None:
+    """What gives an engine core two messages and their timeouts at once, for an `Outcome`; None if it does not take them.
+
+    Caches of other input than text are not all in the core.
 
     Args:
         engine: See `fp8refit_vllm.compat.core_caller`.
         method: The workers' method for us.
+        keeps_requests: Whether requests that are kept have their KV computed anew.
     """
-    is_text = not engine.vllm_config.model_config.is_multimodal_model
-    return core_caller(engine) is not None and method == PLUGIN_METHOD and is_text
+    call_core, config = core_caller(engine), engine.vllm_config
+    if call_core is None or method != PLUGIN_METHOD or config.model_config.is_multimodal_model:
+        return None
+    has_connector = config.kv_transfer_config is not None
+    return lambda *pair: call_core(CORE_METHOD, method, *pair, has_connector, keeps_requests)
 
 
 def pair_answers(outcome: Outcome) -> PairAnswers:
@@ -74,10 +80,10 @@ def pair_answers(outcome: Outcome) -> PairAnswers:
     """
     if outcome.ended == "stale":
         raise EngineLostError(
-            f"vLLM kept its prefix cache, of which nothing was in use ({outcome.said}), while new weights were written: "
-            "what it holds is of the policy before. Start the engine again"
+            f"vLLM kept its prefix cache, of which nothing was in use ({outcome.said or 'it says that blocks are'}), while new "
+            "weights were written: what it holds is of the policy before. Start the engine again"
         )
-    if outcome.ended in ("kept", "failed"):
+    if outcome.ended == "kept":
         raise kept(outcome.said)
     return PairAnswers(answers=outcome.answers, is_refused=outcome.ended == "refused", flush_s=outcome.flush_s)
 
@@ -128,7 +134,8 @@ class SyncDriver:
 
     async def flush_caches(self) -> None:
         """See `fp8refit.engine.Engine`."""
-        if not self._ask(lambda: self._engine.reset_prefix_cache(False, self._has_connector)):
+        has_connector = self.config.kv_transfer_config is not None
+        if not self._ask(lambda: self._engine.reset_prefix_cache(False, has_connector)):
             raise kept()
         if self.config.model_config.is_multimodal_model:
             self._ask(self._engine.reset_mm_cache)
@@ -156,24 +163,17 @@ class SyncDriver:
 
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
         """See `fp8refit.transport.pairs.Pairs`. The core names the policy in its outputs too, once every rank has it."""
-        if not can_pair(self._engine, self._method):
+        call_core = pair_caller(self._engine, self._method, keeps_requests=False)
+        if call_core is None:
             return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
         self._published = None
-        call_core = core_caller(self._engine)
-        assert call_core is not None, "it can pair"
-        asked = self._method, first, second, timeouts_s, self._has_connector, False
+        timeout_s = sum(timeouts_s) + self._timeout_s
         try:
-            outcome = Outcome(
-                *self._ask(lambda: call_core(CORE_METHOD, *asked), timeout_s=sum(timeouts_s) + self._timeout_s)
-            )
+            outcome = Outcome(*self._ask(lambda: call_core(first, second, timeouts_s), timeout_s=timeout_s))
         except RankFailedError as error:
             raise channel_lost(error) from error
         self._published = outcome.version or None
         return pair_answers(outcome)
-
-    @property
-    def _has_connector(self) -> bool:
-        return self.config.kv_transfer_config is not None
 
     def _ask(self, call: Callable[[], T], *, timeout_s: float | None = None) -> T:
         """Call vLLM. What its engine core takes too long for, in another process, is not waited for.
