@@ -1,9 +1,11 @@
 """One engine from noise through policies, sources and faults, and what it holds and says after each."""
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import sglang
 import torch
@@ -21,10 +23,12 @@ from engines import (
     state,
     traces,
 )
+from fp8refit_sglang.driver import Driver
+from fp8refit_sglang.worker import FLUSH
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fp8refit import Refitter, gathered
+from fp8refit import Broadcaster, Refitter, gathered
 from fp8refit.checkpoint import quantize_checkpoint
 from tests import cross_engine
 
@@ -38,6 +42,7 @@ def run_refits(family: str, num_ranks: int, work: Path) -> dict:
     """Policies over noise, then every kind of source, then every attempt and the refit that heals it."""
     with booted_noise(family, work, num_ranks) as engine:
         found: dict[str, Any] = {"policies": try_policies(engine, family)}
+        found["broadcasts"] = try_broadcasts(engine, family)
         found["sources"] = try_sources(engine, family, work)
         good = refitted(engine, family, 1)
         for name, attempt in ATTEMPTS.items():
@@ -74,6 +79,24 @@ def try_policies(engine: sglang.Engine, family: str) -> dict:
         "moved": [[n for n in one if one[n] != two.get(n)] for one, two in zip(before, after, strict=True)],
         "traces": sorted(traces(engine) - booted["traces"]),
     }
+
+
+def try_broadcasts(engine: sglang.Engine, family: str) -> list[dict]:
+    """Policies 2, 1, 2 and 1 by one broadcaster: what ranks are asked for, and what they hold and say then."""
+    asked: list[str] = []
+    call = Driver.call
+
+    async def note(driver: Driver, message: str, *, timeout_s: float) -> Sequence[str]:
+        asked.append(message if message == FLUSH else json.loads(message)["order"]["step"])
+        return await call(driver, message, timeout_s=timeout_s)
+
+    rounds = []
+    with patch.object(Driver, "call", note), Broadcaster([engine], timeout_s=30) as broadcaster:
+        for seed in (2, 1, 2, 1):
+            asked.clear()
+            broadcaster.push(make_policy(family, seed))
+            rounds.append({"asked": list(asked), "outputs": generate(engine), "live": look(engine, "live_bytes")})
+    return rounds
 
 
 def try_sources(engine: sglang.Engine, family: str, work: Path) -> dict:

@@ -65,6 +65,18 @@ def test_nothing_is_left_on_the_engine_after_success(refits):
     assert refits.found["policies"]["traces"] == []
 
 
+def test_broadcasts_leave_what_other_refits_do(refits):
+    first, second, _ = refits.found["policies"]["rounds"]
+    for one, other in zip(refits.found["broadcasts"], [second, first] * 2, strict=True):
+        assert (one["live"], one["outputs"]) == (other["live"], other["outputs"])
+
+
+def test_ranks_are_asked_for_no_more_than_they_need_to_take_what_they_know(refits):
+    first, second, *others = (one["asked"] for one in refits.found["broadcasts"])
+    assert first[-3:] == second[-3:] == ["prepare", "flush", "take"] and "join" in first
+    assert others == [["prepare", "flush", "take"]] * 2
+
+
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_kind_of_source_gives_the_same_bytes(kind, refits):
     assert refits.found["sources"][kind] == refits.found["policies"]["rounds"][0]["live"]
