@@ -134,8 +134,8 @@ def render_layouts(results: list[dict[str, Any]]) -> str:
     return (
         "The same model with its ranks in other processes, BF16 weights on one GPU unless said otherwise, 50 refits between "
         "generations; medians of the whole call. *Host* is what is not the fill, with vLLM's *reset* of its prefix cache, "
-        "unless that passes while ranks in processes of their own write. Ranks on other GPUs read over NVLink, which is what "
-        "the whole then waits for.\n\n"
+        "which passes while ranks in processes of their own write; rows of several ranks that name it are older than that. "
+        "Ranks on other GPUs read over NVLink, which is what the whole then waits for.\n\n"
         "| vLLM | against a fresh boot | refit | of that, host | fill on the weights' own GPU |\n"
         f"| --- | --- | --- | --- | --- |\n{table}\n\n"
         f"`AsyncLLM`, Qwen3-0.6B shape, requests kept through {served['num_refits']} refits: {served['num_kept']} "
