@@ -49,7 +49,7 @@ class ServerDriver:
 
     async def pause(self, config: RefitConfig) -> int:
         """See `fp8refit.engine.Engine`."""
-        self._timeout_s = config.timeout_s
+        self._timeout_s, self._unpublished = config.timeout_s, None
         return (await self._post(Pause(config=config))).value
 
     async def resume(self) -> None:

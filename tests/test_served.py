@@ -10,6 +10,7 @@ import torch
 
 from fp8refit import RefitConfig, Refitter
 from fp8refit.errors import (
+    CacheFlushError,
     EngineBusyError,
     EngineLostError,
     InvalidSourceError,
@@ -149,6 +150,28 @@ def test_a_server_that_was_away_is_found_again(running, monkeypatch):
         refitter.refit(policy)
     running.start()
     assert refitter.refit(policy).version == 1
+
+
+def test_a_server_that_was_started_again_is_not_told_the_version_of_the_one_before(running, monkeypatch):
+    refitter, policy = Refitter(URL), running.cluster.make_policy(1)
+    answer = running.answer
+
+    def lost_at_last(message: str) -> str:
+        if OrderRequest.model_validate_json(message).order.step == "resume":
+            raise EngineLostError("the server cannot be reached")
+        return answer(message)
+
+    async def keep_caches():
+        raise CacheFlushError("blocks are in use")
+
+    with monkeypatch.context() as patched, pytest.raises(EngineLostError):
+        patched.setattr(running, "answer", lost_at_last)
+        refitter.refit(policy)
+    running.start()
+    running.controls.flush_caches = keep_caches
+    with pytest.raises(CacheFlushError):
+        refitter.refit(policy)
+    assert running.events == ["pause", "resume"]
 
 
 # Who may ask.

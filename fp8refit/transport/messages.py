@@ -274,8 +274,8 @@ def have_done(answers: Sequence[Any], request: str) -> list[Reply]:
         answers: Whatever came.
         request: As it was given to them.
     """
-    asked = Request.model_validate_json(request)
     try:
+        asked = Request.model_validate_json(request)
         replies = [Reply.model_validate_json(answer) for answer in answers]
     except ValidationError:
         return []

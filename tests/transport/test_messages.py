@@ -13,7 +13,7 @@ from fp8refit.transport import messages
 from fp8refit.transport.buckets import Cut, WireTensor
 from fp8refit.transport.collective import Meeting
 from fp8refit.transport.memory import Segment, TensorRef
-from fp8refit.transport.messages import Reply, Request
+from fp8refit.transport.messages import Hello, Reply, Request, have_done
 from fp8refit.transport.process import Process
 from fp8refit.vote import ErrorRecord
 from tests.fakes import make_target
@@ -138,3 +138,12 @@ def test_a_reply_comes_out_of_json_as_it_went_in(model):
     again = Reply.model_validate_json(reply.encode())
     assert again == reply
     assert isinstance(again.layout, EngineLayout)
+
+
+@pytest.mark.parametrize("answers", [[], ["rubbish"], [None]])
+def test_nothing_is_done_that_nobody_says_is_done(answers):
+    assert have_done(answers, Request(id="a", order=Hello()).encode()) == []
+
+
+def test_what_cannot_be_read_is_not_done():
+    assert have_done([Reply(id="").encode()], "rubbish") == []
