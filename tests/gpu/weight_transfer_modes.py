@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import policies
@@ -16,8 +16,9 @@ from measuring import log
 from torch import Tensor, nn
 from vllm import LLM
 from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.base import ModuleSource, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from weight_transfers import LlmClient, PolicySource
 
 from fp8refit import NonFiniteError, RefitConfig, Refitter
 
@@ -25,38 +26,6 @@ TIMEOUT_S = 60.0
 NUM_ROUNDS = 7
 NUM_WARM_UP = 3
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
-
-
-class LlmClient:
-    """vLLM's four methods, of an LLM in this process."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-
-    def init_weight_transfer_engine(self, init_info: dict) -> None:
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self._llm.start_weight_update()
-
-    def update_weights(self, update_info: dict) -> None:
-        self._llm.update_weights({"update_info": update_info})
-
-    def finish_weight_update(self) -> None:
-        self._llm.finish_weight_update()
-
-
-class StreamSource(WeightSource):
-    """A trainer's own source, which gives one tensor after another."""
-
-    def __init__(self, policy: dict[str, Tensor]) -> None:
-        self._policy = policy
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._policy.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._policy.items()
 
 
 def module_of(policy: dict[str, Tensor]) -> nn.Module:
@@ -104,7 +73,7 @@ def measure(llm: LLM, shape: str) -> dict:
     }
     found["refit_s"] = seconds(lambda: refitter.refit(policy))
     log("refitted")
-    sources = {"module": ModuleSource(module_of(policy)), "stream": StreamSource(policy)}
+    sources = {"module": ModuleSource(module_of(policy)), "stream": PolicySource(policy)}
     for name, source in sources.items():
         trainer = trainer_of(llm, source)
         found["fingerprints"][name] = fingerprints(policy, trainer.send_weights, trainer.fingerprints)

@@ -2,11 +2,9 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from attempts import bad_policy
 from broadcast import DOWN_PROJ
 from engines import PROMPTS, booted_dummy, live_bytes, make_policy, refused
@@ -14,53 +12,24 @@ from fp8refit_vllm.letters import Letter
 from fp8refit_vllm.trainer import RefitTrainer, RefitTrainerInitInfo
 from servers import KEY, Server, die, run_driver
 from subject import NOISE, Subject, booted_as
-from vllm import LLM
-from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.base import ModuleSource, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from fp8refit import RefitConfig, Refitter
 from tests.tiny_models import make_model, save_model
+from tests.weight_transfers import LlmClient, PolicySource
 
 FAMILY, KERNEL = "qwen2_wide", "ue8m0"
 CONFIG = {"weight_transfer_config": {"backend": "fp8refit"}}
 TIMEOUT_S = 20.0
 
 
-class LlmClient:
-    """vLLM's four methods, of an LLM in this process."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-
-    def init_weight_transfer_engine(self, init_info: dict) -> None:
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self._llm.start_weight_update()
-
-    def update_weights(self, update_info: dict) -> None:
-        self._llm.update_weights({"update_info": update_info})
+class VersionedClient(LlmClient):
+    """The same since vLLM names the version of what it was brought (0.32)."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._llm.finish_weight_update(weight_version)
-
-
-class PolicySource(WeightSource):
-    """A trainer's own."""
-
-    def __init__(self, policy: dict[str, torch.Tensor], half_way: Callable[[], object] = lambda: None) -> None:
-        self._policy = policy
-        self._half_way = half_way
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._policy.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for place, pair in enumerate(self._policy.items()):
-            if place == len(self._policy) // 2:
-                self._half_way()
-            yield pair
+        self.llm.finish_weight_update(weight_version)
 
 
 def trainer_of(client: Any, source: WeightSource, **options: Any) -> RefitTrainer:
@@ -75,7 +44,7 @@ def run_weight_transfer(work: str) -> dict:
     policies = {seed: make_policy(FAMILY, seed) for seed in (1, 2)}
     batch = [[(7 * i + j) % 256 for j in range(64)] for i in range(2)]
     with booted_as("tensor parallel", Path(work) / f"{FAMILY}-bf16", KERNEL, **NOISE, **CONFIG) as subject:
-        llm, client = subject.llm, LlmClient(subject.llm)
+        llm, client = subject.llm, VersionedClient(subject.llm)
         found: dict[str, Any] = {"uninvited": try_strangers(subject)}
         subject.refit(policies[1])
         found["ordinary"] = {"1": subject.live()}
@@ -143,7 +112,7 @@ def run_served_transfer(work: str) -> dict:
             for seed in (1, 2):
                 Refitter(llm).refit(make_policy(FAMILY, seed))
                 found["ordinary"][seed] = [live_bytes(llm)]
-            trainer_of(LlmClient(llm), ModuleSource(models[1])).send_weights()
+            trainer_of(VersionedClient(llm), ModuleSource(models[1])).send_weights()
             found["in process"] = {"live": [live_bytes(llm)], "version": Refitter(llm).version}
         server.wait()
         client = HTTPVLLMWeightSyncClient(server.url, timeout=TIMEOUT_S)
