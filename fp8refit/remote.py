@@ -222,8 +222,7 @@ class RemoteRanks:
     ) -> messages.MappedTensors | messages.Files | messages.Pushed:
         offer = self._offer(source)
         order = messages.Prepare(refit=self._refit, config=self._config, source=offer, kv=kv)
-        is_known = isinstance(offer, messages.MappedTensors) and offer.refs is None and kv is None
-        if not (is_known and self._hold(order)):
+        if not (order.is_known and kv is None and self._hold(order)):
             await self._ask(order)
         return offer
 

@@ -35,7 +35,7 @@ class ServerDriver:
     def __init__(self, server: Line) -> None:
         self.server = server
         self._timeout_s = RefitConfig().timeout_s
-        self._unpublished: int | None = None
+        self._new_version: int | None = None
         self.greeted = server.greet()
         """Which server it was that answered."""
 
@@ -49,13 +49,12 @@ class ServerDriver:
 
     async def pause(self, config: RefitConfig) -> int:
         """See `fp8refit.engine.Engine`."""
-        self._timeout_s, self._unpublished = config.timeout_s, None
+        self._timeout_s, self._new_version = config.timeout_s, None
         return (await self._post(Pause(config=config))).value
 
     async def resume(self) -> None:
         """See `fp8refit.engine.Engine`."""
-        await self._post(Resume(version=self._unpublished))
-        self._unpublished = None
+        await self._post(Resume(version=self._new_version))
 
     async def refuse(self, reason: str) -> None:
         """See `fp8refit.engine.Engine`."""
@@ -71,7 +70,7 @@ class ServerDriver:
 
     async def publish_version(self, version: int) -> None:
         """See `fp8refit.engine.Engine`. It is told when it is to go on."""
-        self._unpublished = version
+        self._new_version = version
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         """See `fp8refit.remote.Channel`."""

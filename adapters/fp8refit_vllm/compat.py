@@ -100,10 +100,8 @@ def begin_call(core: Any, method: str, timeout_s: float, message: str) -> Callab
 
     The next call of the workers has to come after that wait.
     """
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
     executor = core.model_executor
-    if not isinstance(executor, MultiprocExecutor):
+    if getattr(executor, "rpc_broadcast_mq", None) is None:
         return None
     wait: Callable[[], list[Any]] = executor.collective_rpc(method, timeout_s, (message,), non_block=True).result
     return wait
