@@ -3,6 +3,8 @@
 - `nox -s demo`: the main job on the embedded default: no GPU, no download
 - `nox -s tests`: core and transformers, then real vLLM, then real SGLang with stubbed kernels, on the CPU
 - `nox -s lint types`
+- `nox -s fuzz -- --minutes 10`: every fuzzer, with new seeds and more examples until the time is over
+- `nox -s planted`: every fault of `tests/planted`, planted into a copy, is found by its fuzzer or oracle
 
 `-j 2` runs two sessions at once: most tests of engines are one process that works, or several that wait for each other.
 """
@@ -39,19 +41,33 @@ def tests(session: nox.Session) -> None:
     """Core and transformers, and every engine that runs on a CPU, each in its own environment."""
 
 
+def install_core(session: nox.Session) -> None:
+    session.install(TORCH, "-e", ".[demo]", *group("test"))
+
+
+def install_vllm(session: nox.Session) -> None:
+    session.install(TORCH, *VLLM, "-e", ".[transformers]", *group("test"), *group("test-vllm"))
+    # vLLM names them, a CPU engine does not need them, and their PyPI builds fail to import without CUDA.
+    session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
+
+
+def install_sglang(session: nox.Session, version: str) -> None:
+    session.install("-r", f"tests/sglang/requirements-{version}.txt", "-e", ".[transformers]", *group("test"))
+    # Alone: they ask for CUDA builds of torch and for kernels, which tests/sglang has stubs for.
+    session.install("--no-deps", f"sglang=={version}", "torchvision==0.28.0")
+
+
 @nox.session
 def tests_core(session: nox.Session) -> None:
     """Core and transformers."""
-    session.install(TORCH, "-e", ".[demo]", *group("test"))
+    install_core(session)
     session.run("pytest", "-n", "2", "-m", "not gpu and not vllm and not sglang", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
 def tests_vllm(session: nox.Session) -> None:
     """Real vLLM on the CPU: its engine in this process and in others, one rank and two, `LLM` and `AsyncLLM`."""
-    session.install(TORCH, *VLLM, "-e", ".[transformers]", *group("test"), *group("test-vllm"))
-    # vLLM names them, a CPU engine does not need them, and their PyPI builds fail to import without CUDA.
-    session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
+    install_vllm(session)
     session.run("pytest", "tests/vllm", *session.posargs, env=ENVIRONMENT)
 
 
@@ -59,11 +75,45 @@ def tests_vllm(session: nox.Session) -> None:
 def tests_sglang(session: nox.Session) -> None:
     """Real SGLang on the CPU with stubbed kernels: `generate` and `async_generate`, one rank and two, version after version."""
     for version, options in SGLANG.items():
-        requirements = f"tests/sglang/requirements-{version}.txt"
-        session.install("-r", requirements, "-e", ".[transformers]", *group("test"))
-        # Alone: they ask for CUDA builds of torch and for kernels, which tests/sglang has stubs for.
-        session.install("--no-deps", f"sglang=={version}", "torchvision==0.28.0")
+        install_sglang(session, version)
         session.run("pytest", "tests/sglang", *options, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Every fuzzer for `-- --minutes N` in all, shared fairly; `tests_core` runs them shortly."""
+    install_core(session)
+    session.run("python", "tests/fuzz/run_fuzz.py", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(requires=["planted_core", "planted_vllm", "planted_sglang"], venv_backend="none")
+def planted(session: nox.Session) -> None:
+    """Every planted fault is found, each in the environment of its finder: `-- [--only NAME] [--out FILE.json]`."""
+
+
+@nox.session
+def planted_core(session: nox.Session) -> None:
+    """Planted faults whose finders need no engine but transformers."""
+    install_core(session)
+    run_planted(session, "core")
+
+
+@nox.session
+def planted_vllm(session: nox.Session) -> None:
+    """Planted faults whose finders need vLLM."""
+    install_vllm(session)
+    run_planted(session, "vllm")
+
+
+@nox.session
+def planted_sglang(session: nox.Session) -> None:
+    """Planted faults whose finders need SGLang."""
+    install_sglang(session, max(SGLANG))
+    run_planted(session, "sglang")
+
+
+def run_planted(session: nox.Session, finders: str) -> None:
+    session.run("python", "tests/planted/run_planted.py", "--session", finders, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

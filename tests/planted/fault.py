@@ -16,3 +16,5 @@ class Fault:
     """Arguments of pytest: a fuzzer or oracle that passes without the fault and fails with it."""
     session: str = "core"
     """Whose environment `found_by` needs: core, vllm or sglang."""
+    crashes: bool = False
+    """Whether it may kill the process that finds it, so that pytest ends by a signal."""
