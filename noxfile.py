@@ -83,7 +83,7 @@ def tests_sglang(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """Every fuzzer for `-- --minutes N` in all, shared fairly; `tests_core` runs them shortly."""
     install_core(session)
-    session.run("python", "tests/fuzz/run_fuzz.py", *session.posargs, env=ENVIRONMENT)
+    session.run("python", "-m", "tests.fuzz.run_fuzz", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(requires=["planted_core", "planted_vllm", "planted_sglang"], venv_backend="none")
@@ -113,7 +113,7 @@ def planted_sglang(session: nox.Session) -> None:
 
 
 def run_planted(session: nox.Session, finders: str) -> None:
-    session.run("python", "tests/planted/run_planted.py", "--session", finders, *session.posargs, env=ENVIRONMENT)
+    session.run("python", "-m", "tests.planted.run_planted", "--session", finders, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

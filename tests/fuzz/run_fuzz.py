@@ -1,6 +1,6 @@
 """Run the fuzzers of this folder for a given time, each file in turns, with a new seed and more examples every turn.
 
-    python tests/fuzz/run_fuzz.py [--minutes 10] [--seed 1] [FILE ...]
+    python -m tests.fuzz.run_fuzz [--minutes 10] [--seed 1] [FILE ...]
 
 The file that has had the least time is next. The first turn that fails ends the run, with the command that repeats it.
 """
@@ -39,7 +39,10 @@ class Fuzzer:
         start = time.monotonic()
         code = subprocess.run([sys.executable, *command, "-q"], cwd=ROOT, env=os.environ | environment).returncode
         seconds = time.monotonic() - start
-        print(f"{self.file}: seed {seed}, {self.num_examples} examples a test: {seconds:.0f} s, exit code {code}", flush=True)
+        print(
+            f"{self.file}: seed {seed}, {self.num_examples} examples a test: {seconds:.0f} s, exit code {code}",
+            flush=True,
+        )
         if code not in (0, NO_TESTS):
             setting = " ".join(f"{name}={value}" for name, value in environment.items())
             print(f"\nfailed; to repeat it:\n  {setting} python -m pytest {self.file} --hypothesis-seed={seed}")
@@ -52,9 +55,13 @@ class Fuzzer:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", default=sorted(str(file.relative_to(ROOT)) for file in HERE.glob("test_*.py")))
+    parser.add_argument(
+        "files", nargs="*", default=sorted(str(file.relative_to(ROOT)) for file in HERE.glob("test_*.py"))
+    )
     parser.add_argument("--minutes", type=float, default=float(os.environ.get("FP8REFIT_FUZZ_MINUTES", "10")))
-    parser.add_argument("--seed", type=int, default=random.randrange(1_000_000), help="Of the first turn; then one more.")
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(1_000_000), help="Of the first turn; then one more."
+    )
     chosen = parser.parse_args()
     end = time.monotonic() + 60 * chosen.minutes
     fuzzers = [Fuzzer(file) for file in chosen.files]

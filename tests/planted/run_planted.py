@@ -1,6 +1,6 @@
 """Plant every fault into a copy of the project, and see that its finder finds it.
 
-    python tests/planted/run_planted.py [--only NAME ...] [--session core|vllm|sglang] [--out FILE.json]
+    python -m tests.planted.run_planted [--only NAME ...] [--session core|vllm|sglang] [--out FILE.json]
 
 The copy holds what git tracks, as it is in the working tree. Finders have to pass there before a fault is planted, and to
 fail with it: tests that failed, not a usage error, an empty selection or a crash, but for a fault that says it crashes.
@@ -21,12 +21,10 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
 from tests.planted.fault import Fault
 from tests.planted.test_planted import FAULTS
 
+ROOT = Path(__file__).parents[2]
 ENGINES = {"core": "torch", "vllm": "vllm", "sglang": "sglang"}
 """Session to the package without which its finders do not run."""
 TESTS_FAILED = 1
@@ -163,18 +161,27 @@ def versions() -> dict[str, str]:
 def write(outcomes: list[Outcome], file: Path) -> None:
     """Write the outcomes as JSON; of faults that were not planted now, what is in the file stays."""
     known = json.loads(file.read_text())["faults"] if file.exists() else []
-    now = {outcome.name: asdict(outcome) | {"versions": versions()} for outcome in outcomes if outcome.outcome != "skipped"}
+    now = {
+        outcome.name: asdict(outcome) | {"versions": versions()} for outcome in outcomes if outcome.outcome != "skipped"
+    }
     names = [fault.name for fault in FAULTS]
     merged = {fault["name"]: fault for fault in known if fault["name"] in names} | now
     faults = [merged[name] for name in names if name in merged]
     found = sum(fault["outcome"] == "found" for fault in faults)
-    content = {"command": "nox -s planted -- --out FILE", "num_faults": len(FAULTS), "num_found": found, "faults": faults}
+    content = {
+        "command": "nox -s planted -- --out FILE",
+        "num_faults": len(FAULTS),
+        "num_found": found,
+        "faults": faults,
+    }
     file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", metavar="NAME", help="A fault's name, or a part of it; again for each.")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="A fault's name, or a part of it; again for each."
+    )
     parser.add_argument("--session", choices=ENGINES, help="Whose finders to run: by default all that are installed.")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for the outcomes.")
     chosen = parser.parse_args()
@@ -204,7 +211,9 @@ def main() -> int:
             print(f"{latest.outcome:8}{latest.seconds:7.1f} s  {latest.name}: {latest.detail}", flush=True)
     if chosen.out is not None:
         write(outcomes, chosen.out)
-    counts = {name: sum(outcome.outcome == name for outcome in outcomes) for name in ("found", "missed", "broken", "skipped")}
+    counts = {
+        name: sum(outcome.outcome == name for outcome in outcomes) for name in ("found", "missed", "broken", "skipped")
+    }
     print(", ".join(f"{count} {name}" for name, count in counts.items()))
     return 1 if counts["missed"] or counts["broken"] else 0
 
