@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 SILENCE_S = 60.0
 """How much longer than `RefitConfig.timeout_s` a driver may say nothing."""
+_DIED = "the driver of a refit died"
 _HEALED = "the next refit that succeeds heals it"
 
 
@@ -99,7 +100,7 @@ class Clerk:
             return
         if self._process < 0 or not select.select([self._process], [], [], 0)[0]:
             raise EngineBusyError("another driver refits this server; wait for it")
-        await self._end("the driver of a refit died")
+        await self._end(_DIED)
 
     async def _obey_watched(self, request: OrderRequest) -> Answer:
         """Carry out an order. While its driver holds the server, it may not fall silent from then on."""
@@ -145,9 +146,12 @@ class Clerk:
         if driver.place == self._place:
             try:
                 self._process = os.pidfd_open(driver.pid)
-            except OSError:  # it died since, or is of a kernel that has none: silence will tell
+            except ProcessLookupError:  # while requests were waited for
+                self._end_soon(_DIED)
                 return
-            asyncio.get_running_loop().add_reader(self._process, self._end_soon, "the driver of a refit died")
+            except OSError:  # a kernel that has none: silence will tell
+                return
+            asyncio.get_running_loop().add_reader(self._process, self._end_soon, _DIED)
 
     def _let_go(self) -> None:
         self._holder = None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import cpu_kernel
 import torch
+from attacked import run_oracle
 from broadcast import run_broadcast
 from conformance import run_conformance
 from engines import (
@@ -168,6 +169,7 @@ SCENARIOS = {
     "online": run_online,
     "live": run_live,
     "served": run_served,
+    "oracle": run_oracle,
     "replicas": run_replicas,
     "ray": run_ray,
     "ray executor": run_ray_executor,

@@ -12,7 +12,7 @@ import time
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,9 @@ class Server:
             assert self._process.is_alive() and time.monotonic() < deadline_s, "the server does not start"
             time.sleep(0.1)
 
-    def complete(self, prompt: list[int]) -> dict:
+    def complete(self, prompt: Sequence[int], num_tokens: int = 8) -> dict:
         """Status, and greedy tokens or what is said instead."""
-        asked = {"model": FAMILY, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        asked = {"model": FAMILY, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
         answer = self.post("/v1/completions", json.dumps(asked | {"return_token_ids": True}))
         if answer["status"] == 200:
             return {"status": 200, "tokens": answer["body"]["choices"][0]["token_ids"]}
