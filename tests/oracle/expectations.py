@@ -14,8 +14,11 @@ def check(found: Mapping[str, Any], *, least: Mapping[str, int]) -> None:
         found: By a campaign.
         least: How often what was done, so that the figures mean something.
     """
+    assert found["ended_by"] is None
     judged = found["judged"]
-    assert {kind: judged.get(kind, 0) for kind in VIOLATIONS} == dict.fromkeys(VIOLATIONS, 0), json.dumps(judged, indent=1)
+    assert {kind: judged.get(kind, 0) for kind in VIOLATIONS} == dict.fromkeys(VIOLATIONS, 0), json.dumps(
+        judged, indent=1
+    )
     assert found["policies_with_several_fingerprints"] == 0
     assert {name: found[name] for name in least if found[name] < least[name]} == {}, json.dumps(found, indent=1)
     for kind in ("of_one", "of_two_across_keep", "refused"):

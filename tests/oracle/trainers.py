@@ -157,7 +157,7 @@ def _modules(setup: Setup) -> list[str]:
 @contextmanager
 def _surroundings() -> Iterator[None]:
     """Of the process that forks, which is started with the first trainer: it finds this module, and asks no driver for GPUs."""
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
     with patch.dict(os.environ, {"PYTHONPATH": paths, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         yield
 
@@ -287,4 +287,3 @@ def _step_of(message: str) -> str:
     from fp8refit.transport.messages import Request
 
     return Request.model_validate_json(message).order.step
-
