@@ -21,7 +21,8 @@ os.environ |= {
     "NCCL_CUMEM_ENABLE": "0",  # as SGLang has it in its processes
 }
 
-sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+sys.path.append(str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # before others that have a package called tests
 
 if __name__ == "__main__":
     from server_modes import main

@@ -157,7 +157,7 @@ def _modules(setup: Setup) -> list[str]:
 @contextmanager
 def _surroundings() -> Iterator[None]:
     """Of the process that forks, which is started with the first trainer: it finds this module, and asks no driver for GPUs."""
-    paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with patch.dict(os.environ, {"PYTHONPATH": paths, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         yield
 

@@ -9,6 +9,7 @@ import multiprocessing
 from pathlib import Path
 
 import torch
+from attacked import run_oracle
 from conformance import run_conformance
 from experts import run_experts
 from fresh import run_fresh
@@ -23,6 +24,7 @@ SCENARIOS = {
     "latent": run_latent,
     "conformance": run_conformance,
     "served": run_served,
+    "oracle": run_oracle,
 }
 SPAWNED = ("refits",)
 """Scenarios with engines whose processes import SGLang anew, as SGLang has it. Those of others are forks, which boot faster."""

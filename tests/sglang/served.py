@@ -126,15 +126,16 @@ class Server:
 
     Args:
         model: The checkpoint.
+        options: Of `sglang.launch_server`.
     """
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **options: Any) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        options = settings(model) | {"port": port, "skip_server_warmup": True}
-        arguments = [option(name, value) for name, value in options.items()]
+        asked = settings(model) | {"port": port, "skip_server_warmup": True} | options
+        arguments = [option(name, value) for name, value in asked.items()]
         command = [sys.executable, "-m", "sglang.launch_server", *(part for pair in arguments for part in pair)]
         self._process = subprocess.Popen(command)
 

@@ -1,0 +1,17 @@
+"""A running SGLang server is attacked while it answers; every token names its policy. What is real here: `conftest.py`."""
+
+import pytest
+
+from tests.oracle.expectations import check
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(200)]
+
+
+@pytest.fixture(scope="module")
+def found(run_engine):
+    """What a campaign found."""
+    return run_engine("oracle")
+
+
+def test_no_answer_is_stale_or_mixed_or_of_a_dirty_server(found):
+    check(found, least={"pushes": 12, "poisoned": 3, "kills": 4, "kills_inside_the_write": 3})
