@@ -10,7 +10,7 @@ from typing import Any
 from tests.oracle.bands import NUM_POLICIES, Bands
 from tests.oracle.judge import Answer, Attempt, Judge
 from tests.oracle.load import Ask, Load
-from tests.oracle.trainers import Order, Poison, Pushed, Setup, Trainer, Trainers, Way
+from tests.oracle.trainers import Order, Poison, Pushed, Setup, Step, Trainer, Trainers, Way
 
 WAYS: tuple[Way, ...] = ("broadcast", "stream", "mapped")
 _CHANCES: dict[Way, int] = {"broadcast": 2, "stream": 3, "mapped": 3}
@@ -21,6 +21,8 @@ through with it."""
 POISONS: tuple[Poison, ...] = ("nan", "shape", "name")
 IN_FLIGHT = ("wait", "keep")
 _PAUSE_S = 0.02
+_SOONER = 0.9
+"""How much, after a kill that was meant for a write came after it."""
 _NUM_PROBES = 2
 
 
@@ -60,7 +62,8 @@ class _Kill:
     """How one trainer was killed."""
 
     way: Way
-    is_aimed: bool
+    aim: Step | None
+    """After what; None for any moment."""
     was_whole: bool
     """Whether the server was, before."""
     outcome: str = ""
@@ -153,6 +156,7 @@ class Campaign:
             "kills_inside_by": {
                 way: sum(k.was_whole and k.outcome == "dirty" for k in decided if k.way == way) for way in WAYS
             },
+            "kills_by_aim": dict(Counter(kill.aim or "any moment" for kill in decided)),
             "longest_decision_s": max((kill.decided_s for kill in decided), default=0.0),
             "write_s": self._write_s,
             "policies_with_several_fingerprints": sum(len(found) > 1 for found in tally.prints.values()),
@@ -237,21 +241,26 @@ class Campaign:
         self._probe()
 
     def _push_to_be_killed(self, in_flight: str) -> None:
-        """A push whose trainer is killed: while it writes, most of the time; or at any moment."""
-        is_aimed = self._chance.random() < 0.85
-        way = self._draw(_AIMED if is_aimed else _CHANCES)
+        """A push whose trainer is killed: as it writes, most of the time; as requests are waited for; or at any moment."""
+        aims = Counter(kill.aim for kill in self._tally.kills)
+        chances = {"write": 0.8, "pause": 0.1, None: 0.1}
+        aim: Step | None = self._chance.choices(list(chances), list(chances.values()))[0]
+        if not aims["pause"]:  # at least once
+            aim = "pause"
+        way = self._draw(_AIMED if aim == "write" else _CHANCES)
         draw = self._chance.random()
-        order = self._order(way, in_flight, dies_s=draw * self._write_s[way] if is_aimed else None)
-        kill = _Kill(way=way, is_aimed=is_aimed, was_whole=not self._tally.is_dirty)
+        dies_s = {"write": draw * self._write_s[way], "pause": draw * _PAUSE_S, None: 0.0}[aim]
+        order = self._order(way, in_flight, dies_after=aim, dies_s=dies_s)
+        kill = _Kill(way=way, aim=aim, was_whole=not self._tally.is_dirty)
         victim = self._victims.take()
         begin_s = victim.begin(order)
-        pushed = victim.end(None if is_aimed else 1.1 * draw * self._push_s[way])
-        if pushed is None and not is_aimed:
+        pushed = victim.end(None if aim else 1.1 * draw * self._push_s[way])
+        if pushed is None and not aim:
             victim.kill()
         killed_s = time.monotonic()
         if pushed is not None:  # it was faster
             victim.kill()
-            self._write_s[way] = min(self._write_s[way], pushed.write_s) or self._write_s[way]
+            self._write_s[way] *= _SOONER if aim == "write" else 1
             assert pushed.error is None, f"a good push failed ({order}): {pushed.error}: {pushed.message}"
             self._note(order, begin_s, pushed.end_s, "served", pushed.version)
             self._tally.pushes[f"{way}, {in_flight}"] += 1
@@ -261,6 +270,8 @@ class Campaign:
         answer = self._load.ask(self._num_orders)
         outcome = self._outcome_of(answer, order)
         kill.outcome, kill.decided_s = outcome, answer.heard_s - killed_s
+        if aim == "write" and outcome == "served":
+            self._write_s[way] *= _SOONER
         self._tally.kills.append(kill)
         self._note(order, begin_s, answer.heard_s, outcome)
 

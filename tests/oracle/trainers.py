@@ -25,6 +25,8 @@ IMPORTED_IN = os.getpid()
 Way = Literal["broadcast", "stream", "mapped"]
 """How a policy comes to a server: in a broadcast, by a bucket that is read again and again, or where it lies."""
 Poison = Literal["nan", "shape", "name"]
+Step = Literal["pause", "write", "resume"]
+"""The server lets requests come to their ends, or keeps them; the ranks write; requests go on."""
 READY_S = 120.0
 _BEGINS = ("begin", "take", "write")
 """Orders to the ranks with which a write begins."""
@@ -39,7 +41,8 @@ class Order:
         way: How it comes to the server.
         in_flight: What becomes of requests that run.
         poison: What is wrong with it: NaN in one tensor, a tensor of another shape, or a name that is missing.
-        dies_s: Seconds after the write began when the trainer kills itself; None if it does not.
+        dies_after: With which step it posts the order after which the trainer kills itself; None if it does not.
+        dies_s: How many seconds after that.
         seed: For which tensor is bad.
     """
 
@@ -47,7 +50,8 @@ class Order:
     way: Way
     in_flight: str
     poison: Poison | None = None
-    dies_s: float | None = None
+    dies_after: Step | None = None
+    dies_s: float = 0.0
     seed: int = 0
 
 
@@ -64,7 +68,7 @@ class Pushed:
     """When the trainer began to push."""
     end_s: float = 0.0
     write_s: float = 0.0
-    """From the order with which the write begins to the end."""
+    """From the order with which the write begins to the order to go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,15 +221,15 @@ class _Desk:
             torch.cuda.synchronize()
         source = (lambda: iter(tensors.items())) if order.way == "stream" else tensors
         refitter = self._refitter(order.way, order.in_flight)
-        write = _Write(order.dies_s)
+        watch = _Watch(order)
         found: dict[str, Any] = {"begin_s": time.monotonic()}
         try:
-            with write.watched():
+            with watch.watching():
                 version = refitter.refit(source).version
             found |= {"end_s": time.monotonic(), "version": version, "fingerprints": tuple(refitter.fingerprints())}
         except RefitError as error:
             found |= {"end_s": time.monotonic(), "error": type(error).__name__, "message": str(error)}
-        return Pushed(**found, is_dirty=refitter.is_dirty, write_s=write.seconds_until(found["end_s"]))
+        return Pushed(**found, is_dirty=refitter.is_dirty, write_s=watch.write_s)
 
 
 def poisoned(tensors: dict[str, Any], poison: Poison, seed: int) -> dict[str, Any]:
@@ -241,45 +245,50 @@ def poisoned(tensors: dict[str, Any], poison: Poison, seed: int) -> dict[str, An
     return spoilt
 
 
-class _Write:
-    """Notes when a push begins to write, and ends this process some time after.
+class _Watch:
+    """Notes when a push comes to a step, and ends this process some time after one of them.
 
     Args:
-        dies_s: When; None to go on.
+        order: Which, and when.
     """
 
-    def __init__(self, dies_s: float | None) -> None:
-        self._dies_s = dies_s
-        self._begin_s: float | None = None
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._begins_s: dict[Step, float] = {}
 
-    def seconds_until(self, end_s: float) -> float:
-        return end_s - self._begin_s if self._begin_s is not None else 0.0
+    @property
+    def write_s(self) -> float:
+        """How long the write took; 0 if it did not come to its end."""
+        return (
+            self._begins_s["resume"] - self._begins_s["write"] if self._begins_s.keys() >= {"write", "resume"} else 0.0
+        )
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         from fp8refit.transport.line import Line
-        from fp8refit.transport.orders import Call, Pair
+        from fp8refit.transport.orders import Call, Pair, Pause, Resume
 
         post = Line.post
 
         def note(line: Line, order: Any, *, timeout_s: float) -> Any:
-            if isinstance(order, Pair) or (isinstance(order, Call) and _step_of(order.message) in _BEGINS):
-                self._begin()
+            if isinstance(order, Pause):
+                self._begin("pause")
+            elif isinstance(order, Pair) or (isinstance(order, Call) and _step_of(order.message) in _BEGINS):
+                self._begin("write")
+            elif isinstance(order, Resume):
+                self._begin("resume")
             return post(line, order, timeout_s=timeout_s)
 
         with patch.object(Line, "post", note):
             yield
 
-    def _begin(self) -> None:
-        if self._begin_s is not None:
-            return
-        self._begin_s = time.monotonic()
-        if self._dies_s is not None:
-            threading.Thread(target=self._die, args=(self._dies_s,), daemon=True).start()
+    def _begin(self, step: Step) -> None:
+        if step not in self._begins_s and step == self._order.dies_after:
+            threading.Thread(target=self._die, daemon=True).start()
+        self._begins_s.setdefault(step, time.monotonic())
 
-    @staticmethod
-    def _die(seconds: float) -> None:
-        time.sleep(seconds)
+    def _die(self) -> None:
+        time.sleep(self._order.dies_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.oracle.expectations import check
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(160)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(200)]
 
 
 @pytest.fixture(scope="module")
