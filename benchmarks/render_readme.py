@@ -26,6 +26,7 @@ KV = {"vLLM": "kv_vllm_{shape}_h200.json", "SGLang": "kv_sglang_{shape}_h200.jso
 EXPERTS = "experts_*_h200.json"
 BROADCASTS = "broadcast_*_h200.json"
 SERVERS = "servers_*_h200.json"
+ORACLE = "oracle_*.json"
 TRANSFER = RESULTS / "weight_transfer_h200.json"
 ENGINES = ROOT / "docs" / "engines.toml"
 FAMILIES = ROOT / "docs" / "families.toml"
@@ -46,6 +47,7 @@ def render() -> dict[str, str]:
         "experts": render_experts(_read_all(EXPERTS)),
         "transfer": render_transfer(json.loads(TRANSFER.read_text())),
         "broadcasts": render_broadcasts(_read_all(BROADCASTS), _read_all(SERVERS)),
+        "oracle": render_oracle(_read_all(ORACLE)),
     }
 
 
@@ -397,6 +399,39 @@ def _server_row(found: dict[str, Any], way: str) -> str:
         *(f"{1e3 * seconds:.1f} ms" for seconds in (pushed["idle_push_s"], pushed["push_s"], still_s)),
     ]
     return f"| {' | '.join(cells)} |\n"
+
+
+def render_oracle(results: list[dict[str, Any]]) -> str:
+    """What servers said while they were attacked."""
+    if not results:
+        return "It runs on the CPU in CI, on real vLLM and SGLang servers; it has not run on GPUs yet.\n"
+    return (
+        f"It runs on the CPU in CI, and ran on {_machines(results)}, each server on one GPU and its trainers on another. "
+        "*Inside*: the server said afterwards that the write was not complete; the others died before the first byte, or after "
+        "the commit. *Wrong*: stale, mixed, or answered while dirty.\n\n"
+        "| | pushes | poisoned | killed | of these inside | requests | refused | cut short | across a `keep` | wrong | "
+        "failed |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        + "".join(map(_oracle_row, results))
+    )
+
+
+def _oracle_row(found: dict[str, Any]) -> str:
+    judged = found["judged"]
+    wrong = ("stale", "mixed", "while_dirty", "foreign", "misnamed")
+    inside = ", ".join(f"{count} by {way}" for way, count in found["kills_inside_by"].items() if count)
+    cells = [
+        found["what"],
+        found["pushes"],
+        found["poisoned"],
+        found["kills"],
+        f"{found['kills_inside_the_write']} ({inside})",
+        judged["answers"],
+        *(judged.get(kind, 0) for kind in ("refused", "cut_short", "of_two_across_keep")),
+        f"**{sum(judged.get(kind, 0) for kind in wrong)}**",
+        f"**{judged.get('failed', 0)}**",
+    ]
+    return f"| {' | '.join(map(str, cells))} |\n"
 
 
 def _machines(results: list[dict[str, Any]]) -> str:

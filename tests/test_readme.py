@@ -46,6 +46,30 @@ def test_a_broadcast_is_rendered_beside_its_wire_and_a_server_beside_its_request
     assert "| a server | `keep` | 50 | 900, 0 failed | 40.0 ms | 500.0 ms | 7000.0 ms |" in said
 
 
+def test_what_an_oracle_found_is_rendered_and_its_wrong_answers_are_added_up():
+    found = {
+        "gpu": "a GPU",
+        "versions": {"torch": "2"},
+        "what": "a server",
+        "pushes": 250,
+        "poisoned": 25,
+        "kills": 240,
+    }
+    found |= {"kills_inside_the_write": 200, "kills_inside_by": {"broadcast": 80, "stream": 120, "mapped": 0}}
+    found["judged"] = {
+        "answers": 9000,
+        "refused": 70,
+        "cut_short": 8,
+        "of_two_across_keep": 300,
+        "stale": 1,
+        "mixed": 2,
+    }
+    said = load_renderer().render_oracle([found])
+    inside = "200 (80 by broadcast, 120 by stream)"
+    assert f"| a server | 250 | 25 | 240 | {inside} | 9000 | 70 | 8 | 300 | **3** | **0** |" in said
+    assert "has not run on GPUs yet" in load_renderer().render_oracle([])
+
+
 ENGINES = {engine["package"]: engine for engine in load_renderer().read_engines()}
 
 
