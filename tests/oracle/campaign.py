@@ -31,7 +31,7 @@ class Plan:
     """How much is done. Both modes of `in_flight` get half of it.
 
     Args:
-        pushes: Good ones, at least, beside those that heal.
+        pushes: Good ones, beside those that heal, and two by every way at the beginning of each half.
         poisoned: Bad ones.
         kills: Trainers that are killed.
         kills_inside: Kills between the first byte and the commit, after which the campaign goes no further; 0 for all kills.
@@ -164,13 +164,18 @@ class Campaign:
         }
 
     def _run_part(self, in_flight: str, part: int) -> Iterator[dict]:
-        """One mode: everything in an order that is drawn, and a dirty server is healed, or attacked once more."""
+        """One mode: every way twice, as the second push finds what the first one left. Then everything in an order that is
+        drawn, and a dirty server is healed, or attacked once more.
+        """
         plan, start_s = self._plan, time.monotonic()
         share = lambda count: count * part // len(IN_FLIGHT) - count * (part - 1) // len(IN_FLIGHT)  # noqa: E731
         deadline_s = start_s + (self._deadline_s - start_s) / (len(IN_FLIGHT) + 1 - part)
         steps = ["push"] * share(plan.pushes) + ["poison"] * share(plan.poisoned) + ["kill"] * share(plan.kills)
         self._chance.shuffle(steps)
         goal = plan.kills_inside * part // len(IN_FLIGHT)
+        for way in plan.ways:
+            self._push_well(way, in_flight)
+            self._push_well(way, in_flight)
         for number, step in enumerate(steps):
             if time.monotonic() > deadline_s:
                 self._log(f"{in_flight}: out of time after {number} of {len(steps)} steps")
