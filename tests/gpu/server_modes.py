@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument(
         "--kills", type=int, default=0, help="attack one server until so many trainers died as they wrote"
     )
-    parser.add_argument("--seconds", type=float, default=420.0, help="of the attack, at most")
+    parser.add_argument("--seconds", type=float, default=460.0, help="of the attack, at most")
     parser.add_argument("--by", default=",".join(ALL_WAYS), help="how policies come to a server that is attacked")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -192,17 +192,17 @@ def attack(server: Served, args: argparse.Namespace) -> Iterator[dict]:
         url=server.url,
         shape=args.shape,
         device=f"cuda:{args.tp}" if on_gpus else "cpu",
-        bucket_bytes=(16 if on_gpus else 1) << 20,
+        bucket_bytes=(32 if on_gpus else 1) << 20,
         timeout_s=60.0,
     )
     plan = Plan(
         pushes=args.pushes,
-        poisoned=args.pushes // 2,
+        poisoned=args.pushes,
         kills=3 * args.kills,
         kills_inside=args.kills,
         seconds=args.seconds,
         clients=NUM_CLIENTS if on_gpus else 3,
-        tokens=32 if on_gpus else 16,
+        tokens=24 if on_gpus else 16,
         prompts=(24, 200, 400, 120) if on_gpus else (24, 200),
         ways=tuple(args.by.split(",")),
         ahead=5 if on_gpus else 2,

@@ -35,7 +35,9 @@ ORACLE_SHAPE = os.environ.get("FP8REFIT_ORACLE_SHAPE", "qwen3-0.6b-untied")
 ORACLE_BY = os.environ.get("FP8REFIT_ORACLE_BY", "broadcast,stream,mapped")
 NUM_KILLS = int(os.environ.get("FP8REFIT_KILLS", "200"))
 """While they write."""
-ATTACK_S = 420
+ATTACK_S = 460
+LOG_CHARS = 200_000
+"""Of the end of a server's log."""
 NUM_REQUESTS = 32
 """Of each server, at least."""
 WAYS = ("wait", "keep")
@@ -99,6 +101,8 @@ def attacked(request):
     finally:
         if out.exists():
             write_oracle(engine, json.loads(out.read_text()))
+        for log in out.parent.glob(f"{out.stem}-server-*.log"):
+            (RESULTS / log.name).write_text(log.read_text(errors="replace")[-LOG_CHARS:])
 
 
 def write_oracle(engine, found):
@@ -113,7 +117,7 @@ def write_oracle(engine, found):
 
 
 def test_the_oracle_finds_no_stale_or_mixed_answer_and_none_of_a_dirty_server(attacked):
-    check(attacked, least={"pushes": 100, "poisoned": 20, "kills_inside_the_write": NUM_KILLS})
+    check(attacked, least={"pushes": 100, "poisoned": 10, "kills_inside_the_write": NUM_KILLS})
 
 
 @pytest.fixture(scope="module", params=RUN)

@@ -14,8 +14,9 @@ from tests.oracle.trainers import Order, Poison, Pushed, Setup, Step, Trainer, T
 
 WAYS: tuple[Way, ...] = ("broadcast", "stream", "mapped")
 _CHANCES: dict[Way, int] = {"broadcast": 2, "stream": 3, "mapped": 3}
-"""A broadcast of a trainer that made none before takes longest: its ranks meet first."""
-_AIMED: dict[Way, int] = {"broadcast": 2, "stream": 3}
+_HEALING: dict[Way, int] = {"broadcast": 1, "stream": 4, "mapped": 2}
+"""A broadcast takes longest where others came between: its ranks meet anew."""
+_AIMED: dict[Way, int] = {"broadcast": 1, "stream": 2}
 """Where a write needs its trainer to the end. One that maps its memory is only waited for: a server that has the order goes
 through with it."""
 POISONS: tuple[Poison, ...] = ("nan", "shape", "name")
@@ -141,6 +142,8 @@ class Campaign:
     def found(self) -> dict:
         """What was found until now."""
         tally, decided = self._tally, self._tally.kills
+        if not tally.attempts:
+            return {"ended_by": self._ended_by}
         judged = Judge(self._bands, tally.attempts).judge(list(self._load.answers))
         return {
             "ended_by": self._ended_by,
@@ -181,7 +184,7 @@ class Campaign:
                 self._log(f"{in_flight}: out of time after {number} of {len(steps)} steps")
                 break
             if self._tally.is_dirty and self._chance.random() > 0.1:
-                self._push_well(self._draw(_CHANCES), in_flight)
+                self._push_well(self._draw(_HEALING), in_flight)
             if step == "push":
                 self._push_well(self._draw(_CHANCES), in_flight)
             elif step == "poison":
