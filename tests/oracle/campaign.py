@@ -25,6 +25,8 @@ _PAUSE_S = 0.02
 _SOONER = 0.9
 """How much, after a kill that was meant for a write came after it."""
 _NUM_PROBES = 2
+_SLOW_S = 5.0
+"""A push that takes longer waited for something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +163,7 @@ class Campaign:
             },
             "kills_by_aim": dict(Counter(kill.aim or "any moment" for kill in decided)),
             "longest_decision_s": max((kill.decided_s for kill in decided), default=0.0),
+            "longest_push_s": max(attempt.end_s - attempt.begin_s for attempt in tally.attempts),
             "write_s": self._write_s,
             "policies_with_several_fingerprints": sum(len(found) > 1 for found in tally.prints.values()),
             "judged": judged,
@@ -301,6 +304,8 @@ class Campaign:
             version=version,
         )
         self._tally.attempts.append(attempt)
+        if end_s - begin_s > _SLOW_S:
+            self._log(f"{order}, {outcome}: took {end_s - begin_s:.1f} s, the {len(self._tally.attempts)}. attempt")
 
     def _probe(self) -> None:
         """Equal prompts, long ones, which the caches of the policy before would answer."""
