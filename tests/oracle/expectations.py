@@ -14,7 +14,7 @@ def check(found: Mapping[str, Any], *, least: Mapping[str, int]) -> None:
         found: By a campaign.
         least: How often what was done, so that the figures mean something.
     """
-    assert found["ended_by"] is None
+    assert found["ended_by"] is None, found["ended_by"]
     judged = found["judged"]
     assert {kind: judged.get(kind, 0) for kind in VIOLATIONS} == dict.fromkeys(VIOLATIONS, 0), json.dumps(
         judged, indent=1
