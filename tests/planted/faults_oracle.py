@@ -72,8 +72,9 @@ FAULTS = [
     Fault(
         name="a version is published before its policy is whole",
         path="fp8refit/transport/clerk.py",
-        before="num_requests = await controls.pause(order.config)\n",
-        after="num_requests = [await controls.pause(order.config), await self._publish(self._version + 1)][0]\n",
+        before="            num_requests = await controls.pause(order.config)\n",
+        after="            await self._publish(self._version + 1)\n"
+        "            num_requests = await controls.pause(order.config)\n",
         found_by=SGLANG,
         session="sglang",
     ),
