@@ -1,6 +1,6 @@
 """What a driver says of a source that the ranks do not read for themselves, once it has judged what it can."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,14 +51,23 @@ def announce(source: Source, config: RefitConfig) -> Announcement | None:
     odd_scales: list[str] = []
     may_refuse = source.is_repeatable and config.on_scale_mismatch == "refuse"
     if may_refuse and any(meta.dtype is FP8_DTYPE for meta in metadata.values()):
-        pieces = in_pieces(source, config.bucket_bytes)
-        odd = {piece.name for piece in pieces if piece.name.endswith(SCALE_SUFFIX) and _is_odd(piece.tensor)}
+        odd = {name for name, scale in _scales(source, metadata, config) if _is_odd(scale)}
         odd_scales = sorted(odd)
     unfit: dict[str, str] = {}
     if isinstance(source, RandomAccess):
         scales = source.pick(name for name, meta in metadata.items() if is_kv_scale(name) and meta.shape in ((), (1,)))
         unfit = dict(unfit_scales({name: float(scale) for name, scale in scales.items()}))
     return Announcement(metadata=metadata, problems=tuple(problems), odd_scales=tuple(odd_scales), unfit=unfit)
+
+
+def _scales(source: Source, metadata: Mapping[str, TensorMeta], config: RefitConfig) -> Iterator[tuple[str, Tensor]]:
+    """Scales of what is FP8 already, or rows of them; where all else need not be read for that, it is not."""
+    if isinstance(source, RandomAccess):
+        yield from source.pick(name for name in metadata if name.endswith(SCALE_SUFFIX)).items()
+        return
+    for piece in in_pieces(source, config.bucket_bytes):
+        if piece.name.endswith(SCALE_SUFFIX):
+            yield piece.name, piece.tensor
 
 
 def _look_for_bad_values(source: Source, config: RefitConfig) -> None:

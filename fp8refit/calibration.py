@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8refit.config import KvConfig, KvOrder
 from fp8refit.errors import InvalidCalibrationError
 from fp8refit.names import strip_wrappers
+from fp8refit.tensors import why_unreadable
 
 Calibration: TypeAlias = (
     Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | str | Sequence[str] | Mapping[str, Any]
@@ -43,10 +44,8 @@ async def order_of(
     """
     if calibration is not None and kv_scales is not None:
         raise InvalidCalibrationError("give a calibration batch or kv_scales, not both")
-    if kv_scales is not None and not kv_scales:
-        raise InvalidCalibrationError("kv_scales: it holds no scale")
     if kv_scales is not None:
-        scales = {strip_wrappers(name): _number(name, value) for name, value in kv_scales.items()}
+        scales = _scales(kv_scales)
         problems = [f"{name}: {why}" for name, why in unfit_scales(scales)]
         if problems:  # here, because JSON has no NaN
             raise InvalidCalibrationError(f"kv_scales: {'; '.join(problems)}")
@@ -83,9 +82,13 @@ def _sequences(batch: Any) -> list[list[int]]:
         if "input_ids" not in batch:
             raise InvalidCalibrationError(f"calibration: a mapping without input_ids ({', '.join(map(str, batch))})")
         batch, mask = batch["input_ids"], batch.get("attention_mask")
-    rows = _rows(batch)
+    if isinstance(batch, Tensor) and batch.dtype is torch.bool:
+        raise InvalidCalibrationError(
+            "calibration: a tensor of bools is a mask; pass the token ids, or both as input_ids and attention_mask"
+        )
+    rows = _rows(batch, _INTEGERS)
     if mask is not None:
-        masks = _rows(mask)
+        masks = _rows(mask, (*_INTEGERS, torch.bool), "attention_mask is ")
         if list(map(len, masks)) != list(map(len, rows)):
             raise InvalidCalibrationError("calibration: attention_mask has another shape than input_ids")
         rows = [
@@ -105,19 +108,25 @@ def _sequences(batch: Any) -> list[list[int]]:
 
 
 def _is_token_id(token: Any) -> bool:
-    return hasattr(token, "__index__") and not isinstance(token, bool) and index(token) >= 0
+    try:
+        return not isinstance(token, bool) and index(token) >= 0
+    except (TypeError, ValueError, RuntimeError):  # NumPy and torch raise the latter two for what is no integer
+        return False
 
 
-def _rows(batch: Any) -> list[list[Any]]:
+def _rows(batch: Any, dtypes: Sequence[torch.dtype], what: str = "") -> list[list[Any]]:
     """A batch as lists."""
-    is_integer = not isinstance(batch, Tensor) or batch.dtype in _INTEGERS
+    if isinstance(batch, Tensor):
+        _check_readable(batch, what)
+    is_integer = not isinstance(batch, Tensor) or batch.dtype in dtypes
     if not is_integer or getattr(batch, "ndim", 1) not in (1, 2):
+        wanted = "a mask is of integers or bools" if torch.bool in dtypes else "token ids are integers"
         raise InvalidCalibrationError(
-            f"calibration: a tensor of {batch.dtype} and shape {list(batch.shape)}; token ids are integers, (L,) or (B, L)"
+            f"calibration: {what}a tensor of {batch.dtype} and shape {list(batch.shape)}; {wanted}, (L,) or (B, L)"
         )
     rows = _as_list(batch)
     if rows is None:
-        raise InvalidCalibrationError(f"calibration: {type(batch).__name__} is no batch of token ids or prompts")
+        raise InvalidCalibrationError(f"calibration: {what}{type(batch).__name__} is no batch of token ids or prompts")
     nested = [_as_list(row) for row in rows]
     if any(row is None for row in nested):
         return [rows]
@@ -128,8 +137,20 @@ def _as_list(value: Any) -> list[Any] | None:
     """A list, tuple, tensor or NumPy array with its elements; None for anything else."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return list(value)
+    if isinstance(value, Tensor):
+        _check_readable(value)
     found = value.tolist() if hasattr(value, "tolist") else None
     return found if isinstance(found, list) else None
+
+
+def _check_readable(tensor: Tensor, what: str = "") -> None:
+    """Hold that a tensor has bytes to read.
+
+    Raises:
+        InvalidCalibrationError: It has not.
+    """
+    if problem := why_unreadable(tensor):
+        raise InvalidCalibrationError(f"calibration: {what}a tensor that {problem}")
 
 
 def _cut(rows: Sequence[Sequence[int]], max_tokens: int) -> tuple[tuple[int, ...], ...]:
@@ -143,16 +164,39 @@ def _cut(rows: Sequence[Sequence[int]], max_tokens: int) -> tuple[tuple[int, ...
     return tuple(kept)
 
 
+def _scales(given: Any) -> dict[str, float]:
+    """Scales by their checkpoint names.
+
+    Raises:
+        InvalidCalibrationError: They are no numbers by name, or none.
+    """
+    if not isinstance(given, Mapping):
+        raise InvalidCalibrationError(f"kv_scales: is a {type(given).__name__}; give a mapping of names to numbers")
+    if not given:
+        raise InvalidCalibrationError("kv_scales: it holds no scale")
+    scales: dict[str, float] = {}
+    for raw_name, value in given.items():
+        try:
+            name = strip_wrappers(raw_name)
+        except (TypeError, UnicodeEncodeError):
+            raise InvalidCalibrationError(f"kv_scales: has {raw_name!r} for a name; names are text") from None
+        if name in scales:
+            raise InvalidCalibrationError(f"kv_scales: {name} is given twice, the second time as {raw_name}")
+        scales[name] = _number(raw_name, value)
+    return scales
+
+
 def _number(name: str, value: object) -> float:
     if isinstance(value, Tensor):
+        if problem := why_unreadable(value):
+            raise InvalidCalibrationError(f"kv_scales: {name} {problem}")
         if value.numel() != 1:
             raise InvalidCalibrationError(
                 f"kv_scales: {name} has shape {list(value.shape)}; KV-cache scales are one number a tensor"
             )
-        return float(value)
     if isinstance(value, bool | str) or not isinstance(value, SupportsFloat):
         raise InvalidCalibrationError(f"kv_scales: {name} is {value!r}; give a number")
     try:
         return float(value)
-    except (OverflowError, TypeError, ValueError) as error:
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidCalibrationError(f"kv_scales: {name} is no number that a scale could be ({error})") from error

@@ -11,7 +11,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -282,19 +281,16 @@ def _write_shards(
     Raises:
         NonFiniteError: Names every tensor with NaN or Inf.
     """
-    wanted = {output.name for shard in shards.values() for output in shard}
     num_bytes = sum(output.num_source_bytes for shard in shards.values() for output in shard)
     num_bytes_done = 0
-    tensors = ((name, tensor) for name, tensor in source if name in wanted)
     bad: list[str] = []
     for file_name, shard in shards.items():
         batch: dict[str, Tensor] = {}
-        for output, (name, tensor) in zip(shard, islice(tensors, len(shard)), strict=True):
-            assert output.name == name, f"{output.name=} {name=}"
+        for output in shard:
             try:
-                batch |= _convert(output, tensor, device)
+                batch |= _convert(output, source.stored[output.name].read(), device)
             except NonFiniteError:
-                bad.append(name)
+                bad.append(output.name)
             num_bytes_done += output.num_source_bytes
             if on_progress is not None:
                 on_progress(num_bytes_done, num_bytes)
@@ -317,7 +313,8 @@ def _convert(output: _Output, tensor: Tensor, device: torch.device) -> dict[str,
         codes, scale = quantize_blockwise(tensor, block_size=output.block_size, scale_format=output.scale_format)
         return {output.name: codes.cpu(), output.name + SCALE_SUFFIX: scale.cpu()}
     values = tensor.to(output.dtype)
-    if not bool(torch.isfinite(values).all()):
+    is_narrow = values.is_floating_point() and values.itemsize == 1  # of which torch does not say what is finite
+    if not bool(torch.isfinite(values.to(torch.float32) if is_narrow else values).all()):
         raise NonFiniteError([output.name], written=False)
     return {output.name: values}
 

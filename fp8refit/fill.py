@@ -5,9 +5,10 @@ takes tensors one after another, moves them through two buckets of bounded size,
 is being filled. Neither synchronises with the device until its result is asked for.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from fp8refit.slots import Op, ScaleFormat, Slot
 from fp8refit.sources import MappingSource
 
 _BUCKET_ALIGNMENT_BYTES = 256
+
+ReadBox: TypeAlias = Callable[[Tensor, Tensor], None]
+"""Reads what a view of a tensor without bytes shows, into memory of its shape and dtype."""
 
 
 def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig) -> Task:
@@ -114,7 +118,7 @@ class ResidentFill:
             if source.problems or not self._fits(source.tensors):
                 return False
             self._recognise(source)
-        if not self.table.refresh([source.sent[place] for place in self._places]):
+        if not self.table.refresh([source.sent[place] for place in self._places], self._guard.addresses[self._places]):
             return False
         if self._scale_table is not None:
             tensors = source.tensors
@@ -178,9 +182,17 @@ class StreamFill:
         self._bad: set[str] = set()
         self.num_device_bytes = sum(bucket.num_bytes for bucket in self._buckets)
 
-    def add(self, step: Step, tensor: Tensor, *, is_stable: bool) -> None:
-        """Stage the box of `step` in `tensor`. `is_stable`: the tensor keeps its bytes until `bad_sources` returned."""
-        self._stage(step.source, bind(step, self._slots[step.slot], tensor, self._config), is_stable=is_stable)
+    def add(self, step: Step, tensor: Tensor, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
+        """Stage the box of `step` in `tensor`.
+
+        Args:
+            step: What to do with it.
+            tensor: The whole source tensor.
+            is_stable: Whether it keeps its bytes until `bad_sources` returned.
+            read_box: Gives the bytes, if it has none itself.
+        """
+        task = bind(step, self._slots[step.slot], tensor, self._config)
+        self._stage(step.source, task, is_stable=is_stable, read_box=read_box)
 
     def add_rows(self, step: Step, rows: Tensor, first_row: int) -> None:
         """Stage what `step` reads of some rows of its tensor, `first_row` the first of them. Runs of rows come in order."""
@@ -196,12 +208,12 @@ class StreamFill:
             if task is not None:
                 self._stage(step.source, task, is_stable=False)
 
-    def _stage(self, name: str, task: Task, *, is_stable: bool) -> None:
+    def _stage(self, name: str, task: Task, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
         for piece in _split(task, self._buckets[0].num_bytes):
             box = piece.box(task.source.detach())
             if not self._buckets[0].has_room(box):
                 self.flush()
-            self._buckets[0].put(name, piece, box, is_stable=is_stable)
+            self._buckets[0].put(name, piece, box, is_stable=is_stable, read_box=read_box)
 
     def bad_sources(self) -> list[str]:
         """Fill what is staged, wait, and name the source tensors that were flagged."""
@@ -235,13 +247,18 @@ class _Bucket:
         return self._used + box.numel() * box.element_size() <= self.num_bytes
 
     @torch.inference_mode()
-    def put(self, name: str, task: Task, box: Tensor, *, is_stable: bool) -> None:
-        """Copy `box` in and remember to do `task` with the copy."""
+    def put(self, name: str, task: Task, box: Tensor, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
+        """Copy `box` in, or read it, and remember to do `task` with the copy."""
         num_bytes = box.numel() * box.element_size()
         staged = _view(self._memory, self._used, box)
-        if box.device.type == "cpu" and self._host is not None and not (is_stable and box.is_pinned()):
+        if read_box is not None:
+            into = staged if self._host is None else _view(self._host, self._used, box)
+            read_box(box, into)
+            box = into
+        elif box.device.type == "cpu" and self._host is not None and not (is_stable and box.is_pinned()):
             box = _view(self._host, self._used, box).copy_(box)
-        staged.copy_(box, non_blocking=True)
+        if box is not staged:
+            staged.copy_(box, non_blocking=True)
         self._used += -(-num_bytes // _BUCKET_ALIGNMENT_BYTES) * _BUCKET_ALIGNMENT_BYTES
         self._sources.append(name)
         self._tasks.append(replace(task, source=staged, offset=(0,) * staged.ndim, select=(), is_transposed=False))

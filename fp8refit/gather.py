@@ -24,7 +24,8 @@ from fp8refit.pieces import Piece
 from fp8refit.renaming import Renamer, Renaming
 from fp8refit.shards import Part, PartReader, has_shards, is_shard
 from fp8refit.slots import TensorMeta
-from fp8refit.sources import NamedTensors, StateDict, named, what_is_wrong
+from fp8refit.sources import NamedTensors, StateDict, named
+from fp8refit.tensors import why_unreadable
 from fp8refit.trainers import Statement, Step, Trainers, trainer_group
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class Gathered(AbstractContextManager["Gathered"]):
                 self._problems[name] = f"{name}: sent twice, the second time as {raw_name}; send it once"
                 continue
             seen.add(name)
-            problem = None if is_shard(tensor) else what_is_wrong(tensor)
+            problem = None if is_shard(tensor) else why_unreadable(tensor)
             if problem is not None:
                 self._problems[name] = f"{name}: {problem}"
                 continue

@@ -3,18 +3,23 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError
+from fp8refit.files import StoredTensor
 from fp8refit.fill import ResidentFill, StreamFill
 from fp8refit.pieces import InPieces, Piece
 from fp8refit.plan import PlanBuilder, RefitPlan, Step, compile_plan
 from fp8refit.received import ReceivedFill
 from fp8refit.slots import Inventory, TensorMeta
-from fp8refit.sources import MappingSource, Source
+from fp8refit.sources import MappingSource, SafetensorsSource, Source, check_readable
+
+Arriving: TypeAlias = tuple[str, Tensor] | tuple[str, StoredTensor] | Piece
+"""A tensor, one in a file that is still to be read, or some rows of one."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,13 +72,15 @@ class Job:
         """Names that may come and that this rank has no slot for."""
         return self.foreign.union(self.inventory.unneeded)
 
-    def staged_tensors(self) -> Iterator[tuple[str, Tensor] | Piece]:
+    def staged_tensors(self) -> Iterator["Arriving"]:
         """The tensors that go through staging, from the source, or runs of their rows."""
         if isinstance(self.source, InPieces):
             return self.source.pieces(self.config.bucket_bytes)
         if isinstance(self.source, MappingSource):
             tensors = self.source.tensors
             return ((name, tensors[name]) for name in self.stream_steps or ())
+        if isinstance(self.source, SafetensorsSource):
+            return iter(self.source.stored.items())
         return iter(self.source)
 
 
@@ -106,11 +113,11 @@ class Arrivals:
             else None
         )
 
-    def take(self, tensors: Iterable[tuple[str, Tensor] | Piece]) -> None:
+    def take(self, tensors: Iterable[Arriving]) -> None:
         """Stage what comes.
 
         Raises:
-            InvalidSourceError: A tensor came twice, in part, or otherwise than announced.
+            InvalidSourceError: A tensor came twice, in part, without bytes, or otherwise than announced.
         """
         for tensor in tensors:
             if not isinstance(tensor, Piece):
@@ -120,13 +127,19 @@ class Arrivals:
             else:
                 self._take_rows(tensor)
 
-    def _take_whole(self, name: str, tensor: Tensor) -> None:
+    def _take_whole(self, name: str, tensor: Tensor | StoredTensor) -> None:
         self._check_is_complete()
+        if isinstance(tensor, StoredTensor):
+            for step in self._steps_of(name, TensorMeta.of(tensor.meta)):
+                self._stream.add(step, tensor.meta, is_stable=False, read_box=tensor.read_box)
+            return
+        check_readable(name, tensor)
         for step in self._steps_of(name, TensorMeta.of(tensor)):
             self._stream.add(step, tensor, is_stable=self._job.is_stable)
 
     def _take_rows(self, piece: Piece) -> None:
         """Stage rows as they come."""
+        check_readable(piece.name, piece.tensor)
         cut = self._cut
         if cut is None or piece.name != cut.name:
             self._check_is_complete()

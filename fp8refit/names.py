@@ -11,6 +11,8 @@ _NOT_WEIGHTS = re.compile(r"(?:^|\.)rotary_emb\.(?:inv_freq|original_inv_freq|co
 
 _KV_SCALE = re.compile(r"\.(?:q|k|v|kv|prob)_scale$|\.[kv]_proj\.output_scale$")
 
+_EXPERTS = re.compile(r"(.+\.experts)\.(?:\d+\..+|[a-z]\w*)$")
+
 FUSED_MODULES: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -24,8 +26,12 @@ def strip_wrappers(name: str) -> str:
 
     >>> strip_wrappers("module._orig_mod.model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight")
     'model.layers.0.mlp.up_proj.weight'
+
+    Raises:
+        UnicodeEncodeError: It is no text that could be sent.
     """
     name = _WRAPPERS.sub("", name)
+    name.encode()
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name
@@ -66,6 +72,18 @@ def other_spellings(name: str) -> tuple[str, ...]:
     ('model.layers.0.mlp.gate.weight',)
     """
     return (name.replace(".block_sparse_moe.", ".mlp."),) if ".block_sparse_moe." in name else ()
+
+
+def stack_of(name: str) -> str | None:
+    """The layer's tensors of all experts, in which a state dict may hold what a saved checkpoint names one by one.
+
+    >>> stack_of("model.layers.0.mlp.experts.3.up_proj.weight")
+    'model.layers.0.mlp.experts'
+    >>> stack_of("model.layers.0.mlp.experts.gate_up_proj")
+    'model.layers.0.mlp.experts'
+    """
+    found = _EXPERTS.match(name)
+    return found[1] if found is not None else None
 
 
 def without_numbers(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from fp8refit.slots import TensorMeta
-from fp8refit.sources import Source
+from fp8refit.sources import Source, check_readable
 
 BLOCK_ROWS = 128
 """Rows of one block of a weight."""
@@ -46,11 +46,19 @@ class InPieces(Protocol):
 
 
 def in_pieces(source: Source, max_bytes: int) -> Iterator[Piece]:
-    """Read a source once, its large tensors in runs of rows. See `cut` for how large they are."""
+    """Read a source once, its large tensors in runs of rows. See `cut` for how large they are.
+
+    Raises:
+        InvalidSourceError: A tensor has no bytes here.
+    """
     if isinstance(source, InPieces):
-        yield from source.pieces(max_bytes)
+        for piece in source.pieces(max_bytes):
+            check_readable(piece.name, piece.tensor)
+            yield piece
+            del piece
         return
     for name, tensor in source:
+        check_readable(name, tensor)
         yield from cut(name, tensor, max_bytes)
 
 

@@ -7,10 +7,11 @@ a whole source and raises every problem at once.
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from fp8refit.errors import InvalidSourceError
-from fp8refit.names import is_adapter_weight, is_kv_scale, is_not_a_weight
+from fp8refit.names import is_adapter_weight, is_kv_scale, is_not_a_weight, other_spellings, stack_of
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, Op, Slot, Stacked, TensorMeta, dtype_name
 
 
@@ -101,6 +102,8 @@ class PlanBuilder:
         self._has_kv_scales = any(slot.is_optional for slot in slots)
         self._problems = list(problems)
         self._ignored: list[str] = []
+        self._apart: dict[str, tuple[str, ...]] = {}
+        """Tensors of single experts, and the slots that hold them in one."""
         self._seen: dict[str, TensorMeta] = {}
         self._weights: dict[int, Step] = {}
         self._scales: dict[int, Step] = {}
@@ -124,6 +127,8 @@ class PlanBuilder:
                 or (is_kv_scale(name) and not self._has_kv_scales)
             ):
                 self._ignored.append(name)
+            elif stacked := self._held_stacked(name):
+                self._apart[name] = stacked
             elif is_adapter_weight(name):
                 self._problems.append(
                     f"{name}: belongs to a LoRA adapter; merge it into the model (merge_and_unload) and send the merged weights"
@@ -181,6 +186,25 @@ class PlanBuilder:
         found.update(steps)
         return list(steps.values())
 
+    def _held_stacked(self, name: str) -> tuple[str, ...]:
+        """The slots for what came under a name that only files have: those of all experts of its layer, or its own."""
+        for spelled in (name, *other_spellings(name)):
+            if spelled in self._by_name:
+                return (spelled,)
+            stack = stack_of(spelled)
+            if stack in self._stacks:
+                return self._stacks[stack]
+        return ()
+
+    @cached_property
+    def _stacks(self) -> dict[str | None, tuple[str, ...]]:
+        """The slots that hold all experts of a layer, by that layer."""
+        stacks: dict[str | None, tuple[str, ...]] = {}
+        for name, indexes in self._by_name.items():
+            if len(self._slots[indexes[0]].full_shape) == 3 and (stack := stack_of(name)):
+                stacks[stack] = (*stacks.get(stack, ()), name)
+        return stacks
+
     def finish(self) -> RefitPlan:
         """Judge completeness and give the plan.
 
@@ -188,7 +212,7 @@ class PlanBuilder:
             InvalidSourceError: Names every problem met so far and every weight that did not come.
         """
         self._drop_superseded_aliases()
-        problems = [*self._problems, *self._incomplete()]
+        problems = [*self._problems, *self._come_apart(), *self._incomplete()]
         if problems:
             raise InvalidSourceError(problems)
         steps = tuple(
@@ -249,8 +273,17 @@ class PlanBuilder:
             op=Op.COPY_SCALES, source=name, slot=index, offset=offset, shape=shape, dtype=dtype_name(meta.dtype)
         )
 
+    def _come_apart(self) -> Iterable[str]:
+        if self._apart:
+            name, held = next(iter(self._apart.items()))
+            yield (
+                f"{name}: it and {len(self._apart) - 1} more are as save_pretrained() writes them, and this engine holds all "
+                f"experts of a layer in one tensor ({held[0]}); load the files with from_pretrained() and send the state_dict()"
+            )
+
     def _incomplete(self) -> Iterable[str]:
         blamed = {problem.split(":", 1)[0] for problem in self._problems}
+        blamed.update(*self._apart.values())
         aliases: dict[str, list[str]] = {}
         for alias, name in self._aliases.items():
             aliases.setdefault(name, []).append(alias)

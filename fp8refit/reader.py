@@ -143,13 +143,16 @@ class Reader:
             )
 
     def _stream(self, source: Source) -> Iterator[Arrival]:
-        for piece in in_pieces(source, _PIECE_BYTES):
-            shape = self._shapes.get(piece.name)
-            if shape is None:
-                raise InvalidSourceError([f"{piece.name}: came and was not announced"], written=True)
-            if piece.full_shape != shape:
-                raise InvalidSourceError(
-                    [f"{piece.name}: came as {list(piece.full_shape)}, announced was {list(shape)}"], written=True
-                )
-            yield Arrival(name=piece.name, first_row=piece.first_row, values=piece.tensor.detach().to(self._device))
-            del piece
+        try:
+            for piece in in_pieces(source, _PIECE_BYTES):
+                shape = self._shapes.get(piece.name)
+                if shape is None:
+                    raise InvalidSourceError([f"{piece.name}: came and was not announced"])
+                if piece.full_shape != shape:
+                    raise InvalidSourceError(
+                        [f"{piece.name}: came as {list(piece.full_shape)}, announced was {list(shape)}"]
+                    )
+                yield Arrival(name=piece.name, first_row=piece.first_row, values=piece.tensor.detach().to(self._device))
+                del piece
+        except InvalidSourceError as error:
+            raise InvalidSourceError(error.problems, written=True) from error

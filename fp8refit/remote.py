@@ -31,7 +31,7 @@ from fp8refit.transport import messages
 from fp8refit.transport.memory import Bucket, Export, Exporter, TensorRef
 from fp8refit.transport.messages import PROTOCOL, Reply, Request
 from fp8refit.transport.pairs import Pairs
-from fp8refit.transport.segment import DTYPES
+from fp8refit.transport.segment import DTYPES, check_dtypes
 from fp8refit.vote import merge_errors
 
 T = TypeVar("T")
@@ -235,7 +235,10 @@ class RemoteRanks:
             replies = await self._ask(messages.Write(refit=self._refit, keeps_mapped=self._is_settled))
         else:
             await self._ask(messages.Begin(refit=self._refit))
-            await self._push(self._source)
+            try:
+                await self._push(self._source)
+            except InvalidSourceError as error:
+                raise InvalidSourceError(error.problems, written=True) from error
             replies = await self._ask(messages.Finish(refit=self._refit))
         self._check_is_one_policy(replies)
         return replies
@@ -307,7 +310,7 @@ class RemoteRanks:
             InvalidSourceError: They have to be looked for in a source that can be read only once.
         """
         if isinstance(source, SafetensorsSource):
-            return messages.Files(path=str(Path(source.path).resolve()))
+            return messages.Files(path=str(Path(source.path).resolve()), stamps=source.stamps)
         if isinstance(source, MappingSource):
             export, problems = self._export(source)
             for device in export.gpus:
@@ -342,6 +345,7 @@ class RemoteRanks:
         said = announce(source, self._config)
         if said is None:
             return messages.Pushed(manifest=None)
+        check_dtypes(said.metadata)
         manifest = {name: (meta.shape, dtype_name(meta.dtype)) for name, meta in said.metadata.items()}
         return messages.Pushed(
             manifest=manifest, problems=tuple(said.problems), odd_scales=said.odd_scales, unfit=said.unfit
@@ -355,9 +359,7 @@ class RemoteRanks:
         for piece in in_pieces(source, self._config.bucket_bytes):
             name, tensor = piece.name, piece.tensor
             if dtype_name(tensor.dtype) not in DTYPES:
-                raise InvalidSourceError(
-                    [f"{name}: has dtype {dtype_name(tensor.dtype)}, which no weight has"], written=True
-                )
+                raise InvalidSourceError([f"{name}: has dtype {dtype_name(tensor.dtype)}, which no weight has"])
             bucket = self._bucket_for(tensor)
             if name in refs or not bucket.has_room(tensor):
                 await self._flush(refs, runs)

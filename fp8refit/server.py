@@ -156,7 +156,7 @@ class RankServer:
             return self._open_receiver(rank).source(source)
         if isinstance(source, messages.Files):
             importer.close()
-            return SafetensorsSource(Path(source.path))
+            return SafetensorsSource(Path(source.path), judged=source.stamps)
         manifest = None if source.manifest is None else _metadata(source.manifest)
         return PushedSource(manifest, problems=source.problems, odd_scales=source.odd_scales, unfit=source.unfit)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.slots import TensorMeta
+from fp8refit.tensors import why_unreadable
 
 if TYPE_CHECKING:  # takes a second to import, and who has shards has done so
     from torch.distributed.device_mesh import DeviceMesh
@@ -132,6 +133,8 @@ class PartReader:
         meta, placed = TensorMeta.of(tensor), f"{placements} on {tuple(mesh.shape)}"
         with torch.no_grad():
             local = tensor.to_local().detach()
+            if hasattr(local, "trigger_wait"):  # it is still on its way to this rank
+                local = local.trigger_wait()
         if problem := _what_is_wrong(local, mesh, placements):
             raise InvalidSourceError([f"{name}: {problem}"])
         key = meta.shape, placements, mesh
@@ -174,10 +177,8 @@ def _what_is_wrong(local: Tensor, mesh: "DeviceMesh", placements: Sequence[Any])
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    if local.is_meta:
-        return "is on the meta device and has no bytes"
-    if local.layout is not torch.strided:
-        return f"is {local.layout}; send it dense"
+    if problem := why_unreadable(local):
+        return problem
     if mesh.get_coordinate() is None:
         return f"lies on {mesh}, of which this rank is no part"
     unknown = [

@@ -4,8 +4,8 @@ Names are checkpoint names with trainers' wrappers stripped. A `MappingSource` h
 order; every other source is a stream, read in its own order with one tensor in memory at a time.
 """
 
+import hashlib
 import itertools
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from fp8refit.errors import InvalidSourceError
+from fp8refit.files import FileStamp, SafetensorsFile, StoredTensor, Threads
 from fp8refit.names import strip_wrappers
 from fp8refit.slots import TensorMeta
+from fp8refit.tensors import why_unreadable
 
 NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
 StateDict: TypeAlias = "Mapping[str, Tensor] | NamedTensors | Callable[[], NamedTensors] | str | Path | Source"
 Manifest: TypeAlias = Mapping[str, TensorMeta | Tensor | tuple[Iterable[int], torch.dtype]]
-
-
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 @runtime_checkable
@@ -181,8 +181,7 @@ class StreamSource:
             InvalidSourceError: A value is no tensor, or one without bytes here.
         """
         for name, _, tensor in named(self._make_iterator()):
-            if problem := what_is_wrong(tensor):
-                raise InvalidSourceError([f"{name}: {problem}"])
+            check_readable(name, tensor)
             yield name, tensor
 
     def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]] | None:
@@ -231,71 +230,77 @@ class PushedSource:
 
 
 class SafetensorsSource:
-    """A safetensors file, or a folder of them with or without an index."""
+    """A safetensors file, or a folder of them with or without an index. The files stay open, and no other one is read.
+
+    Args:
+        path: Of the file or folder.
+        judged: What the files have to be, if somebody else judged them.
+
+    Attributes:
+        path: Of the file or folder.
+        stamps: Which files they are.
+        stored: Every tensor, by its checkpoint name.
+
+    Raises:
+        InvalidSourceError: A file is missing or unreadable, or not the one that was judged.
+    """
 
     is_repeatable = True
 
-    def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
+    def __init__(self, path: Path, *, judged: Sequence[FileStamp] | None = None) -> None:
         self.path = path
-        self._files = _safetensors_files(path)
-        self._file_of: dict[str, Path] = {}
-        self.metadata: dict[str, TensorMeta] = {}
+        files = _safetensors_files(path)
+        if judged is not None and [file.name for file in files] != [stamp.name for stamp in judged]:
+            raise InvalidSourceError([f"{path}: holds other files than those that were judged; refit again"])
+        stamps: Iterable[FileStamp | None] = itertools.repeat(None, len(files)) if judged is None else judged
+        threads = Threads()
+        opened = [SafetensorsFile(file, threads, judged=stamp) for file, stamp in zip(files, stamps, strict=True)]
+        self.stamps = tuple(file.stamp for file in opened)
+        self.stored: dict[str, StoredTensor] = {}
         problems = []
-        for file in self._files:
-            try:
-                with safe_open(file, framework="pt") as tensors:
-                    for raw_name in tensors.keys():  # noqa: SIM118 - a handle, not a mapping
-                        name = strip_wrappers(raw_name)
-                        if name in self._file_of:
-                            problems.append(f"{name}: stored twice, in {self._file_of[name].name} and in {file.name}")
-                            continue
-                        view = tensors.get_slice(raw_name)
-                        self._file_of[name] = file
-                        self.metadata[name] = TensorMeta(
-                            shape=tuple(view.get_shape()), dtype=_SAFETENSORS_DTYPES.get(view.get_dtype(), torch.uint8)
-                        )
-            except (SafetensorError, OSError) as error:
-                raise InvalidSourceError([f"{file}: cannot be read as safetensors ({error})"]) from error
+        for file in opened:
+            for raw_name, tensor in file.tensors.items():
+                name = strip_wrappers(raw_name)
+                if name in self.stored:
+                    problems.append(f"{name}: stored twice, the second time in {file.path.name}")
+                    continue
+                self.stored[name] = tensor
+        self.metadata = {name: TensorMeta.of(tensor.meta) for name, tensor in self.stored.items()}
         self.problems = tuple(problems)
+
+    @property
+    def digest(self) -> str:
+        """Equal on every host that sees the same state of the same files."""
+        stamps = (stamp.model_dump_json(exclude={"inode", "boot"}) for stamp in self.stamps)
+        return hashlib.sha256("\n".join(stamps).encode()).hexdigest()
 
     def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]]:
         """See `Source`."""
         return self.metadata, self.problems
 
     def pick(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """See `RandomAccess`."""
-        from safetensors import safe_open
+        """See `RandomAccess`.
 
-        picked: dict[str, Tensor] = {}
-        wanted = set(names)
-        for file in {self._file_of[name] for name in wanted}:
-            with safe_open(file, framework="pt") as tensors:
-                raw_names = {strip_wrappers(name): name for name in tensors.keys()}  # noqa: SIM118 - a handle, not a mapping
-                picked |= {name: tensors.get_tensor(raw_names[name]) for name in wanted & raw_names.keys()}
-        return picked
+        Raises:
+            InvalidSourceError: A file is not any more what it was.
+        """
+        return {name: self.stored[name].read() for name in names}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Source`."""
-        from safetensors import safe_open
+        """See `Source`.
 
-        for file in self._files:
-            with safe_open(file, framework="pt") as tensors:
-                for raw_name in tensors.keys():  # noqa: SIM118 - a handle, not a mapping
-                    yield strip_wrappers(raw_name), tensors.get_tensor(raw_name)
+        Raises:
+            InvalidSourceError: A file is not any more what it was.
+        """
+        return ((name, tensor.read()) for name, tensor in self.stored.items())
 
 
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "BOOL": torch.bool,
-}
+class _Index(BaseModel):
+    """What `model.safetensors.index.json` says."""
+
+    model_config = ConfigDict(strict=True)
+
+    weight_map: dict[str, str]
 
 
 def _safetensors_files(path: Path) -> list[Path]:
@@ -304,32 +309,66 @@ def _safetensors_files(path: Path) -> list[Path]:
     Raises:
         InvalidSourceError: There are none, or the index names one that is not there.
     """
-    if not path.exists():
-        raise InvalidSourceError([f"{path}: does not exist"])
-    if path.is_file():
+    if _is_file(path):
         return [path]
+    try:
+        inside = sorted(path.iterdir())
+    except (OSError, ValueError) as error:
+        why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise InvalidSourceError([f"{path}: {why}"]) from error
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidSourceError([f"{index}: not a safetensors index ({error!r})"]) from error
-        absent = [name for name in names if not (path / name).is_file()]
-        if absent:
-            raise InvalidSourceError([f"{name}: named by {index} but not there" for name in absent])
-        return [path / name for name in names]
-    files = sorted(path.glob("*.safetensors"))
+    if index in inside:
+        return _indexed_files(index)
+    files = [file for file in inside if file.suffix == ".safetensors"]
     if not files:
         raise InvalidSourceError([f"{path}: no safetensors file, nor a folder with any"])
     return files
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """The files that an index names.
+
+    Raises:
+        InvalidSourceError: It is no index, or a file is not there.
+    """
+    try:
+        weight_map = _Index.model_validate_json(index.read_bytes()).weight_map
+    except (OSError, ValidationError) as error:
+        raise InvalidSourceError([f"{index}: not a safetensors index ({str(error)[:300]})"]) from error
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    absent = [file.name for file in files if not _is_file(file)]
+    if absent:
+        raise InvalidSourceError([f"{name[:200]}: named by {index} but not there" for name in absent])
+    return files
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def check_readable(name: str, tensor: object, *, written: bool = False) -> None:
+    """Hold that a tensor has bytes to read.
+
+    Raises:
+        InvalidSourceError: It has none here, or is none.
+    """
+    if problem := why_unreadable(tensor):
+        raise InvalidSourceError([f"{name}: {problem}"], written=written)
 
 
 def named(items: Iterable[Any]) -> Iterator[tuple[str, str, Any]]:
     """Checkpoint name, name as it was sent, and value of each pair.
 
     Raises:
-        InvalidSourceError: An item is no pair of a name and a value.
+        InvalidSourceError: An item is no pair of a name and a value, or there are no items.
     """
+    if not isinstance(items, Iterable):
+        raise InvalidSourceError(
+            [f"source: its function returned {type(items).__name__}; return a new iterator of pairs (name, tensor)"]
+        )
     for item in items:
         try:
             raw_name, value = item
@@ -349,7 +388,7 @@ def _read_all(raw_names: Sequence[str], values: Sequence[Any]) -> dict[str, Tens
     tensors: dict[str, Tensor] = {}
     try:
         for raw_name, tensor in zip(raw_names, values, strict=True):
-            if type(tensor) not in _PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_meta:
+            if why_unreadable(tensor):
                 return None
             tensors[strip_wrappers(raw_name)] = tensor
     except (TypeError, ValueError):
@@ -365,7 +404,7 @@ def _readable(items: Iterable[Any], problems: dict[str, str]) -> Iterator[tuple[
             problems[name] = f"{name}: sent twice, the second time as {raw_name}; send it once"
             continue
         names.add(name)
-        if problem := what_is_wrong(tensor):
+        if problem := why_unreadable(tensor):
             problems[name] = f"{name}: {problem}"
         else:
             yield name, tensor
@@ -403,21 +442,3 @@ def _read_manifest(manifest: Manifest) -> dict[str, TensorMeta]:
                 raise InvalidSourceError([f"{raw_name}: the manifest says {entry!r}, not (shape, dtype)"]) from None
         metas[strip_wrappers(raw_name)] = entry
     return metas
-
-
-def what_is_wrong(tensor: Any) -> str | None:
-    """Why a source value cannot be read, or None."""
-    if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_meta:
-        return None
-    if not isinstance(tensor, Tensor):
-        return f"is of type {type(tensor).__name__}, not a tensor"
-    if hasattr(tensor, "full_tensor"):
-        return (
-            "is a DTensor shard; pass the mapping that holds it, from every trainer rank, or fp8refit.gathered(mapping), or "
-            "send tensor.full_tensor() from every trainer rank"
-        )
-    if tensor.layout is not torch.strided:
-        return f"is {tensor.layout}; send it dense"
-    if tensor.is_meta:
-        return "is on the meta device and has no bytes"
-    return None

@@ -26,7 +26,7 @@ from fp8refit.errors import (
 )
 from fp8refit.fill import ResidentFill, StreamFill, misfit_scales, required_format, scale_problem
 from fp8refit.fingerprint import fingerprint
-from fp8refit.job import Arrivals, Job, Write, by_source
+from fp8refit.job import Arrivals, Arriving, Job, Write, by_source
 from fp8refit.kv_scales import KvScales, Measured, refuse_unfit, report_of
 from fp8refit.layout import EngineLayout
 from fp8refit.pieces import Piece
@@ -34,7 +34,14 @@ from fp8refit.plan import RefitPlan
 from fp8refit.received import ReceivedFill, ReceivedSource
 from fp8refit.report import KvReport, RankReport
 from fp8refit.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta
-from fp8refit.sources import MappingSource, PushedSource, RandomAccess, Source, check_can_be_read_twice
+from fp8refit.sources import (
+    MappingSource,
+    PushedSource,
+    RandomAccess,
+    SafetensorsSource,
+    Source,
+    check_can_be_read_twice,
+)
 
 T = TypeVar("T")
 
@@ -151,7 +158,8 @@ class Target:
             finally:
                 if self._job is None and self._resident is not None:
                     self._resident.release()
-        return self._job.plan.source_digest if self._job.plan is not None else ""
+        digest = self._job.plan.source_digest if self._job.plan is not None else ""
+        return digest + source.digest if isinstance(source, SafetensorsSource) else digest
 
     def write(self, *, drain: bool = False) -> RankReport:
         """Write what was prepared, reading its source. The rank is dirty from the first byte until `commit`.
@@ -427,7 +435,8 @@ class Target:
                 odd = sorted(need_powers & source.odd_scales)
                 misfits = [scale_problem(name, ScaleFormat.UE8M0) for name in odd]
             elif source.is_repeatable:
-                misfits = misfit_scales(plan.steps, inventory.slots, source)
+                scales = source.pick(need_powers).items() if isinstance(source, RandomAccess) else source
+                misfits = misfit_scales(plan.steps, inventory.slots, scales)
             if misfits:
                 raise InvalidSourceError(misfits)
 
@@ -558,7 +567,7 @@ def _assert_in_place(inventory: Inventory) -> None:
         )
 
 
-def _take_all(arrivals: Arrivals, tensors: Iterator[tuple[str, Tensor] | Piece], *, drain: bool) -> None:
+def _take_all(arrivals: Arrivals, tensors: Iterator[Arriving], *, drain: bool) -> None:
     try:
         arrivals.take(tensors)
     except Exception:

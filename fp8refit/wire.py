@@ -6,14 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from fp8refit.config import RefitConfig
-from fp8refit.errors import InvalidSourceError
 from fp8refit.layout import EngineLayout, SlotLayout
 from fp8refit.names import is_not_a_weight
 from fp8refit.pieces import BLOCK_ROWS
 from fp8refit.sections import Sections
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, ScaleFormat, Stacked, TensorMeta, dtype_name
 from fp8refit.transport.buckets import WireTensor
-from fp8refit.transport.segment import DTYPES
+from fp8refit.transport.segment import DTYPES, check_dtypes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +61,7 @@ def choose_wire(
     Raises:
         InvalidSourceError: A dtype that no weight has.
     """
-    odd = [
-        f"{name}: has dtype {dtype_name(meta.dtype)}, which no weight has"
-        for name, meta in metadata.items()
-        if dtype_name(meta.dtype) not in DTYPES
-    ]
-    if odd:
-        raise InvalidSourceError(odd)
+    check_dtypes(metadata)
     chooser = _Chooser(metadata, layouts, config, sections if sections is not None else Sections())
     chosen = [each for name, meta in metadata.items() for each in chooser.choose(name, meta)]
     return Wire(tensors=tuple(tensor for tensor, _ in chosen), origins=tuple(origin for _, origin in chosen))

@@ -9,6 +9,8 @@ PACKAGE = Path(__file__).parents[1] / "fp8refit"
 LAYERS = [
     "_version",
     "errors",
+    "tensors",
+    "files",
     "guard",
     "live",
     "slots",

@@ -25,6 +25,7 @@ from fp8refit.fingerprint import fingerprint
 from fp8refit.rank import Rank
 from fp8refit.server import RankServer
 from fp8refit.slots import dtype_name
+from fp8refit.sources import SafetensorsSource
 from fp8refit.transport import messages
 from fp8refit.transport.memory import Bucket, Exporter, Importer
 from fp8refit.transport.messages import Reply, Request
@@ -94,7 +95,7 @@ def pushed(policy, **fields) -> messages.Pushed:
 
 def files(policy, folder: Path) -> messages.Files:
     save_file(policy, folder / "weights.safetensors")
-    return messages.Files(path=str(folder))
+    return messages.Files(path=str(folder), stamps=SafetensorsSource(folder).stamps)
 
 
 def push(refit: str, policy, bucket: Bucket) -> messages.Push:
@@ -208,7 +209,9 @@ def test_parts_are_written_as_they_come(server, model, bucket):
 
 
 def test_files_that_are_not_there_are_named(server):
-    refused(server, prepare("a", messages.Files(path="/nowhere")), InvalidSourceError, "/nowhere: does not exist")
+    refused(
+        server, prepare("a", messages.Files(path="/nowhere", stamps=())), InvalidSourceError, "/nowhere: does not exist"
+    )
 
 
 def test_a_dtype_that_this_torch_does_not_know_is_named(server):
@@ -560,5 +563,7 @@ def test_nothing_grows_over_twenty_refits(server, model, bucket):
 
 
 def test_requests_hold_no_tensor_and_nothing_but_json():
-    request = Request(id="1", order=prepare("a", messages.Files(path="/x"), validate="strict", timeout_s=3.0))
+    request = Request(
+        id="1", order=prepare("a", messages.Files(path="/x", stamps=()), validate="strict", timeout_s=3.0)
+    )
     assert json.loads(request.encode())["order"]["config"]["validate"] == "strict"

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from fp8refit.guard import Addresses
 from fp8refit.kernels.reference import quantize_reference
 from fp8refit.slots import FP8_DTYPE, Op, ScaleFormat
 
@@ -59,8 +60,12 @@ class WorkTable(Protocol):
     num_device_bytes: int
     """Memory the table itself holds on the device."""
 
-    def refresh(self, sources: Sequence[Tensor]) -> bool:
+    def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
         """Point the tasks at `sources`, each with the `source_layout` of the source of the tasks that read it.
+
+        Args:
+            sources: All of which can be read.
+            addresses: Where each begins, if that was asked already.
 
         Returns:
             False, with nothing done, if one is aligned otherwise than those that the table was compiled for.
@@ -144,7 +149,7 @@ class ReferenceTable:
         self._tasks = [replace(task, source=torch.empty(0, device="cpu")) for task in tasks]
         self._bad: set[int] = set()
 
-    def refresh(self, sources: Sequence[Tensor]) -> bool:
+    def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
         """See `WorkTable`."""
         self.bad_tasks()
         self._sources = [sources[place] for place in self._places]

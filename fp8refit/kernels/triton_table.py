@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8refit.guard import Addresses, addresses_of
 from fp8refit.kernels.reference import AMAX_FLOOR
 from fp8refit.kernels.table import ALIGNMENT_BYTES, Task, assert_is_writable, is_empty
 from fp8refit.slots import Op, ScaleFormat
@@ -101,10 +102,11 @@ class TritonTable:
         )
 
     @torch.inference_mode()
-    def refresh(self, sources: Sequence[Tensor]) -> bool:
+    def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
         """See `WorkTable`."""
         self.bad_tasks()
-        addresses = np.fromiter(map(Tensor.data_ptr, sources), dtype=np.int64, count=len(sources))
+        if addresses is None:
+            addresses = addresses_of(sources)
         if not np.array_equal(addresses[self._source_of_row] % ALIGNMENT_BYTES, self._misalignment):
             return False
         self._host_view[:, _SOURCE] = addresses[self._source_of_row] + self._byte_offsets

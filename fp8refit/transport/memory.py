@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -110,7 +111,7 @@ class Exporter:
         self._process = Process.current()
         self._segments: dict[_SegmentKey, Segment | None] = {}
         self._guard = LayoutGuard((), ())
-        self._addresses: list[int] = []
+        self._addresses = self._guard.addresses
         self._export: Export | None = None
 
     def export(self, tensors: Mapping[str, Tensor], known_as: Sequence[str] | None = None) -> Export:
@@ -126,7 +127,7 @@ class Exporter:
             export = self._export = self._describe(tensors)
             if not self._guard.holds(names, values):  # to make one takes eight times as long as to ask it
                 self._guard = LayoutGuard(names, values)
-            self._addresses = list(map(Tensor.data_ptr, values))
+            self._addresses = self._guard.addresses
         return export
 
     def again(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Export | None:
@@ -136,14 +137,14 @@ class Exporter:
         is_current = (
             self._export is not None
             and self._guard.holds(names, tensors)
-            and list(map(Tensor.data_ptr, tensors)) == self._addresses
+            and bool(np.array_equal(self._guard.addresses, self._addresses))
             and all(self._driver.buffer_id(base) == buffer_id for _, base, buffer_id in self._segments)
         )
         return self._export if is_current else None
 
     def close(self) -> None:
         """Forget every handle. What ranks have mapped stays mapped until they let go."""
-        self._segments, self._guard, self._addresses, self._export = {}, LayoutGuard((), ()), [], None
+        self._segments, self._guard, self._export = {}, LayoutGuard((), ()), None
 
     def _describe(self, tensors: Mapping[str, Tensor]) -> Export:
         segments: dict[_SegmentKey, Segment | None] = {}

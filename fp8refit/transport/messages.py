@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.files import FileStamp
 from fp8refit.layout import EngineLayout
 from fp8refit.report import KvReport, RankReport
 from fp8refit.transport.buckets import MAX_SECTIONS, WireTensor
@@ -16,7 +17,7 @@ from fp8refit.transport.collective import Meeting
 from fp8refit.transport.memory import Segment, TensorRef
 from fp8refit.vote import ErrorRecord
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Number of this language; both sides have to speak the same."""
 
 
@@ -44,6 +45,8 @@ class Files(_Message):
 
     kind: Literal["files"] = "files"
     path: str
+    stamps: tuple[FileStamp, ...]
+    """Of the files that the driver judged, in their order; no others are read."""
 
 
 class Pushed(_Message):

@@ -11,21 +11,30 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from fp8refit.errors import TransportError
-from fp8refit.slots import dtype_name
+from fp8refit.errors import InvalidSourceError, TransportError
+from fp8refit.files import SAFETENSORS_DTYPES
+from fp8refit.slots import TensorMeta, dtype_name
 from fp8refit.transport.process import Process
 
 _INDEX_LIMIT = 1 << 63
 
-DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-        *(torch.complex64, torch.complex128),
-    )
-}
+DTYPES = {dtype_name(dtype): dtype for dtype in (*SAFETENSORS_DTYPES.values(), torch.complex128)}
 """What can be sent, by name."""
+
+
+def check_dtypes(metadata: Mapping[str, TensorMeta]) -> None:
+    """Hold that everything can be sent.
+
+    Raises:
+        InvalidSourceError: Names every tensor of a dtype that no weight has.
+    """
+    odd = [
+        f"{name}: has dtype {dtype_name(meta.dtype)}, which no weight has"
+        for name, meta in metadata.items()
+        if dtype_name(meta.dtype) not in DTYPES
+    ]
+    if odd:
+        raise InvalidSourceError(odd)
 
 
 class Segment(BaseModel, frozen=True, extra="forbid"):

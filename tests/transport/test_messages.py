@@ -7,6 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import InvalidSourceError
+from fp8refit.files import FileStamp
 from fp8refit.layout import EngineLayout
 from fp8refit.report import RankReport
 from fp8refit.transport import messages
@@ -40,7 +41,10 @@ SOURCES = [
     messages.MappedTensors(digest="d", segments=(SEGMENT,), refs=(REF,), problems=("w: sent twice",)),
     messages.MappedTensors(digest="d", refs=()),
     messages.MappedTensors(digest="d"),
-    messages.Files(path="/a b/ä.safetensors"),
+    messages.Files(
+        path="/a b/ä.safetensors",
+        stamps=(FileStamp(name="ä.safetensors", num_bytes=9, mtime_ns=1 << 60, header="ab", inode=3, boot="c"),),
+    ),
     messages.Pushed(manifest=None),
     messages.Pushed(manifest={}),
     messages.Pushed(manifest={"w": ((2, 3), "bfloat16"), "s": ((), "float32")}, problems=("p",), odd_scales=("s",)),
