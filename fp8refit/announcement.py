@@ -13,8 +13,9 @@ from fp8refit.fill import scale_problem
 from fp8refit.kernels import fits_scale_format
 from fp8refit.names import is_kv_scale
 from fp8refit.pieces import in_pieces
-from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, TensorMeta
+from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, ScaleFormat, TensorMeta
 from fp8refit.sources import RandomAccess, Source, check_can_be_read_twice
+from fp8refit.transport.segment import check_dtypes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +41,16 @@ def announce(source: Source, config: RefitConfig) -> Announcement | None:
 
     Raises:
         NonFiniteError: NaN or Inf, if they are looked for before writing.
-        InvalidSourceError: They have to be looked for in a source that can be read only once.
+        InvalidSourceError: They have to be looked for in a source that can be read only once, or a dtype is none that can be
+            sent.
     """
     scanned = source.scan()
-    if config.validate_values == "strict":
+    metadata, problems = scanned if scanned is not None else ({}, ())
+    check_dtypes(metadata, problems)
+    if config.validate_values == "strict" and not problems:
         _look_for_bad_values(source, config)
     if scanned is None:
         return None
-    metadata, problems = scanned
     odd_scales: list[str] = []
     may_refuse = source.is_repeatable and config.on_scale_mismatch == "refuse"
     if may_refuse and any(meta.dtype is FP8_DTYPE for meta in metadata.values()):
@@ -55,7 +58,11 @@ def announce(source: Source, config: RefitConfig) -> Announcement | None:
         odd_scales = sorted(odd)
     unfit: dict[str, str] = {}
     if isinstance(source, RandomAccess):
-        scales = source.pick(name for name, meta in metadata.items() if is_kv_scale(name) and meta.shape in ((), (1,)))
+        scales = source.pick(
+            name
+            for name, meta in metadata.items()
+            if is_kv_scale(name) and meta.shape in ((), (1,)) and meta.dtype in SOURCE_DTYPES
+        )
         unfit = dict(unfit_scales({name: float(scale) for name, scale in scales.items()}))
     return Announcement(metadata=metadata, problems=tuple(problems), odd_scales=tuple(odd_scales), unfit=unfit)
 

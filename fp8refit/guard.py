@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -48,7 +49,10 @@ class LayoutGuard:
 
         False says nothing; alignment is not looked at. Memory that lies where it lay is what it was: to shrink is to move.
         """
-        if self._guards is None or self._names != names or not self._guards.check(*tensors):
+        if self._guards is None or self._names != names:
+            return False
+        # torch asks a nested tensor for its strides, and ends the process when that raises.
+        if any(map(getattr, tensors, repeat("is_nested"), repeat(True))) or not self._guards.check(*tensors):
             return False
         addresses = addresses_of(tensors)
         if not all(has_memory(tensors[place]) for place in np.flatnonzero(addresses != self.addresses).tolist()):

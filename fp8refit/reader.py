@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.pieces import in_pieces
+from fp8refit.slots import TensorMeta
 from fp8refit.sources import MappingSource, Source
 from fp8refit.transport.buckets import Run
 from fp8refit.wire import Wire
@@ -104,9 +105,9 @@ class Reader:
             self._read = arrival.name, arrival.end_row
 
     @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor that was announced."""
-        return {origin.name: origin.shape for origin in self._wire.origins}
+    def _announced(self) -> dict[str, TensorMeta]:
+        """Every tensor that was announced."""
+        return {origin.name: origin.meta for origin in self._wire.origins}
 
     @cached_property
     def _travelling(self) -> frozenset[str]:
@@ -145,13 +146,12 @@ class Reader:
     def _stream(self, source: Source) -> Iterator[Arrival]:
         try:
             for piece in in_pieces(source, _PIECE_BYTES):
-                shape = self._shapes.get(piece.name)
-                if shape is None:
+                announced = self._announced.get(piece.name)
+                if announced is None:
                     raise InvalidSourceError([f"{piece.name}: came and was not announced"])
-                if piece.full_shape != shape:
-                    raise InvalidSourceError(
-                        [f"{piece.name}: came as {list(piece.full_shape)}, announced was {list(shape)}"]
-                    )
+                came = TensorMeta(shape=piece.full_shape, dtype=piece.tensor.dtype)
+                if came != announced:
+                    raise InvalidSourceError([f"{piece.name}: came as {came}, announced was {announced}"])
                 yield Arrival(name=piece.name, first_row=piece.first_row, values=piece.tensor.detach().to(self._device))
                 del piece
         except InvalidSourceError as error:

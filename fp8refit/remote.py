@@ -31,7 +31,7 @@ from fp8refit.transport import messages
 from fp8refit.transport.memory import Bucket, Export, Exporter, TensorRef
 from fp8refit.transport.messages import PROTOCOL, Reply, Request
 from fp8refit.transport.pairs import Pairs
-from fp8refit.transport.segment import DTYPES, check_dtypes
+from fp8refit.transport.segment import DTYPES
 from fp8refit.vote import merge_errors
 
 T = TypeVar("T")
@@ -345,7 +345,6 @@ class RemoteRanks:
         said = announce(source, self._config)
         if said is None:
             return messages.Pushed(manifest=None)
-        check_dtypes(said.metadata)
         manifest = {name: (meta.shape, dtype_name(meta.dtype)) for name, meta in said.metadata.items()}
         return messages.Pushed(
             manifest=manifest, problems=tuple(said.problems), odd_scales=said.odd_scales, unfit=said.unfit

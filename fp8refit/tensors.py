@@ -33,10 +33,10 @@ def why_unreadable(tensor: Any) -> str | None:
         return f"is {tensor.layout}; send it dense"
     if tensor.is_meta:
         return "is on the meta device and has no bytes"
+    if _is_fake(tensor) or not has_memory(tensor):
+        return _why_without_memory(tensor)
     if tensor.is_neg():
         return "is a view whose bytes have the other sign; send tensor.resolve_neg()"
-    if not has_memory(tensor):
-        return _why_without_memory(tensor)
     return None
 
 
@@ -55,6 +55,14 @@ def has_memory(tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
         return tensor.data_ptr() != 0 and tensor.storage_offset() * tensor.itemsize + num_bytes <= storage.nbytes()
     except (RuntimeError, ValueError):  # there is no storage to ask
+        return False
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """Whether a subclass pretends to be on a device: torch warns of whoever asks where it lies."""
+    try:
+        return type(tensor) not in _PLAIN_TENSORS and tensor.untyped_storage().device.type == "meta"
+    except (RuntimeError, ValueError):
         return False
 
 

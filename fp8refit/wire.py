@@ -12,7 +12,7 @@ from fp8refit.pieces import BLOCK_ROWS
 from fp8refit.sections import Sections
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, ScaleFormat, Stacked, TensorMeta, dtype_name
 from fp8refit.transport.buckets import WireTensor
-from fp8refit.transport.segment import DTYPES, check_dtypes
+from fp8refit.transport.segment import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class Origin:
 
     name: str
     """Checkpoint name of the trainer's tensor."""
-    shape: tuple[int, ...]
+    meta: TensorMeta
     """Of the trainer's tensor."""
     expert: int | None = None
     """Which matrix of a stack."""
@@ -57,11 +57,7 @@ def choose_wire(
         layouts: Of every rank of every engine.
         config: How to refit.
         sections: Which ranks get only a part of some tensors.
-
-    Raises:
-        InvalidSourceError: A dtype that no weight has.
     """
-    check_dtypes(metadata)
     chooser = _Chooser(metadata, layouts, config, sections if sections is not None else Sections())
     chosen = [each for name, meta in metadata.items() for each in chooser.choose(name, meta)]
     return Wire(tensors=tuple(tensor for tensor, _ in chosen), origins=tuple(origin for _, origin in chosen))
@@ -97,13 +93,11 @@ class _Chooser:
         is_transposed, parts = self._parts_of(canonical, meta)
         if not travels or not parts or name != weight_name:
             tensor = self._choose(name, meta, canonical)
-            yield tensor.model_copy(update={"travels": travels}), Origin(name=name, shape=meta.shape)
+            yield tensor.model_copy(update={"travels": travels}), Origin(name=name, meta=meta)
             return
         for (expert, first_row), part in sorted(parts.items()):
             matrix = TensorMeta(shape=self._slots[part][0].full_shape, dtype=meta.dtype)
-            origin = Origin(
-                name=name, shape=meta.shape, expert=expert, first_row=first_row, is_transposed=is_transposed
-            )
+            origin = Origin(name=name, meta=meta, expert=expert, first_row=first_row, is_transposed=is_transposed)
             yield self._choose(part, matrix, part).model_copy(update={"part_of": name}), origin
 
     def _parts_of(self, name: str, meta: TensorMeta) -> tuple[bool, dict[tuple[int, int], str]]:

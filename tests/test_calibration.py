@@ -6,6 +6,7 @@ from collections import UserDict
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from fp8refit.calibration import order_of
 from fp8refit.config import KvConfig, KvOrder
@@ -80,9 +81,11 @@ def test_sequences_may_differ_in_length():
     assert token_ids([[7], [8, 9], (0,)]) == ((7,), (8, 9), (0,))
 
 
+@pytest.mark.parametrize("bits", [int, bool])
 @pytest.mark.parametrize("kind", [torch.tensor, np.array, list], ids=["tensor", "numpy", "list"])
-def test_the_mask_says_what_is_padding(kind):
-    batch = {"input_ids": kind([[0, 0, 7], [8, 9, 0]]), "attention_mask": kind([[0, 0, 1], [1, 1, 0]])}
+def test_the_mask_says_what_is_padding(kind, bits):
+    mask = [list(map(bits, row)) for row in [[0, 0, 1], [1, 1, 0]]]
+    batch = {"input_ids": kind([[0, 0, 7], [8, 9, 0]]), "attention_mask": kind(mask)}
     assert token_ids(batch) == ((7,), (8, 9))
 
 
@@ -116,6 +119,9 @@ def test_the_batch_of_the_user_is_left_alone():
     assert rows == kept and type(rows[0][0]) is np.int64
 
 
+with FakeTensorMode():
+    FAKE = torch.ones(2, 3, dtype=torch.int64)
+
 BAD_BATCHES = {
     "empty-list": ([], "holds no"),
     "empty-tensor": (torch.empty(0, 4, dtype=torch.int64), "holds no"),
@@ -132,7 +138,27 @@ BAD_BATCHES = {
     "mixed-depth": ([[1], 2], "which is no token id"),
     "deep": ([[[1, 2]]], "which is no token id"),
     "floats": (torch.ones(2, 3), r"a tensor of torch\.float32 and shape \[2, 3\]"),
-    "bools": (torch.ones(2, 3, dtype=torch.bool), r"a tensor of torch\.bool"),
+    "bools": (torch.ones(2, 3, dtype=torch.bool), "a tensor of bools is a mask; pass the token ids"),
+    "meta": (torch.ones(2, 3, dtype=torch.int64, device="meta"), "a tensor that is on the meta device"),
+    "list-of-meta": ([torch.ones(3, dtype=torch.int64, device="meta")], "a tensor that is on the meta device"),
+    "numbers-on-meta": ([torch.tensor(3, device="meta")], "a tensor that is on the meta device"),
+    "sparse": (torch.eye(3, dtype=torch.int64).to_sparse(), r"a tensor that is torch\.sparse_coo; send it dense"),
+    "nested": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a tensor that is a nested tensor"),
+    "jagged": (
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        "a tensor that is a nested tensor",
+    ),
+    "fake": (FAKE, "a tensor that is a FakeTensor without memory"),
+    "sequence-among-numbers": ([torch.ones(2, dtype=torch.int64), 3], "which is no token id"),
+    "float-numbers": ([torch.tensor(3.0)], "which is no token id"),
+    "mask-of-floats": (
+        {"input_ids": torch.ones(1, 2, dtype=torch.int64), "attention_mask": torch.ones(1, 2)},
+        "attention_mask is a tensor of torch.float32 .* a mask is of integers or bools",
+    ),
+    "mask-on-meta": (
+        {"input_ids": [[1, 2]], "attention_mask": torch.ones(1, 2, dtype=torch.int64, device="meta")},
+        "attention_mask is a tensor that is on the meta device",
+    ),
     "cube": (torch.ones(2, 3, 4, dtype=torch.int64), r"shape \[2, 3, 4\]"),
     "scalar": (torch.tensor(3), r"shape \[\]"),
     "numpy-floats": (np.ones((2, 3)), "calibration: .*token id"),
@@ -164,11 +190,32 @@ def test_scales_are_numbers_by_name():
         ("1.0", "a is '1.0'; give a number"),
         (True, "a is True; give a number"),
         (None, "a is None; give a number"),
+        (torch.ones(1, device="meta"), "a is on the meta device"),
+        (torch.ones(1).to_sparse(), "a is torch.sparse_coo"),
+        (torch.tensor([1j]), "a is no number that a scale could be"),
+        (10**400, "a is no number that a scale could be"),
     ],
 )
 def test_scales_that_are_no_numbers_are_refused(value, message):
     with pytest.raises(InvalidCalibrationError, match=message):
         order(kv_scales={"a": value})
+
+
+@pytest.mark.parametrize(
+    ("kv_scales", "message"),
+    [
+        ([("a", 1.0)], "kv_scales: is a list; give a mapping of names to numbers"),
+        (torch.ones(2), "kv_scales: is a Tensor"),
+        ({}, "holds no scale"),
+        ({3: 1.0}, "has 3 for a name"),
+        ({None: 1.0}, "has None for a name"),
+        ({"\ud800": 1.0}, "for a name; names are text"),
+        ({"a": 1.0, "module.a": 2.0}, "a is given twice, the second time as module.a"),
+    ],
+)
+def test_scales_that_are_not_by_name_are_refused(kv_scales, message):
+    with pytest.raises(InvalidCalibrationError, match=message):
+        order(kv_scales=kv_scales)
 
 
 def test_measured_or_given_but_not_both():

@@ -1,6 +1,7 @@
 """`fp8refit push`, to fake servers: what it sends where, what it writes, and its exit codes."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -232,7 +233,7 @@ def test_progress_counts_bytes_that_are_read(transport, running, replica, policy
 
 
 @pytest.mark.parametrize("transport", ["auto", "collective"])
-def test_a_file_that_goes_while_it_is_read_is_named_and_the_next_push_heals(
+def test_a_file_that_is_cut_short_while_it_is_read_is_named_and_the_next_push_heals(
     transport, running, policy, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(clerk, "can_read", lambda path: False)
@@ -241,13 +242,30 @@ def test_a_file_that_goes_while_it_is_read_is_named_and_the_next_push_heals(
     save_file(last, tmp_path / "2.safetensors")
 
     def on_progress(url, done, total):
-        (tmp_path / "2.safetensors").unlink(missing_ok=True)
+        os.truncate(tmp_path / "2.safetensors", 100)
 
     result = push_checkpoint(tmp_path, [URL], RefitConfig(transport=transport), on_progress=on_progress)
     (pushed,) = result.failed
-    assert f"{tmp_path}: cannot be read any more" in pushed.error
+    assert f"{tmp_path}/2.safetensors: was changed after it was judged" in pushed.error
     assert pushed.is_dirty
     assert running.events[-1].startswith("refuse: ")
     save_file(last, tmp_path / "2.safetensors")
     assert push(tmp_path, "--to", URL, "--transport", transport).exit_code == 0
+    running.cluster.assert_holds(policy, version=1)
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+def test_a_file_that_is_replaced_while_it_is_read_is_read_to_its_end(transport, running, policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(clerk, "can_read", lambda path: False)
+    (tmp_path / "checkpoint").mkdir()
+    save_file(policy, tmp_path / "checkpoint" / "model.safetensors")
+    save_file({name: -tensor for name, tensor in policy.items()}, tmp_path / "next")
+
+    def on_progress(url, done, total):
+        if (tmp_path / "next").exists():
+            (tmp_path / "next").rename(tmp_path / "checkpoint" / "model.safetensors")
+
+    config = RefitConfig(transport=transport)
+    result = push_checkpoint(tmp_path / "checkpoint", [URL], config, on_progress=on_progress)
+    assert not result.failed and not (tmp_path / "next").exists()
     running.cluster.assert_holds(policy, version=1)

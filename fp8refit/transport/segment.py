@@ -22,11 +22,11 @@ DTYPES = {dtype_name(dtype): dtype for dtype in (*SAFETENSORS_DTYPES.values(), t
 """What can be sent, by name."""
 
 
-def check_dtypes(metadata: Mapping[str, TensorMeta]) -> None:
+def check_dtypes(metadata: Mapping[str, TensorMeta], problems: Iterable[str] = ()) -> None:
     """Hold that everything can be sent.
 
     Raises:
-        InvalidSourceError: Names every tensor of a dtype that no weight has.
+        InvalidSourceError: Names every tensor of a dtype that no weight has, and `problems` if there is one.
     """
     odd = [
         f"{name}: has dtype {dtype_name(meta.dtype)}, which no weight has"
@@ -34,7 +34,7 @@ def check_dtypes(metadata: Mapping[str, TensorMeta]) -> None:
         if dtype_name(meta.dtype) not in DTYPES
     ]
     if odd:
-        raise InvalidSourceError(odd)
+        raise InvalidSourceError([*problems, *odd])
 
 
 class Segment(BaseModel, frozen=True, extra="forbid"):

@@ -1,0 +1,269 @@
+"""What trainers may hand over, bad tensors among it: all of it is in place afterwards, or none, or nobody is served."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from fp8refit.slots import TensorMeta
+from tests.fakes import FakeModel, make_policy
+from tests.fuzz.engines import ROUTES, Subject, fake_engine  # noqa: F401 - a fixture
+
+NAMES = [slot.name for slot in FakeModel().slots()]
+
+
+class Wrapper(Tensor):
+    """Wraps a tensor, as quantized and asynchronous ones do, and has no memory."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Wrapper":
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+class Own(Tensor):
+    """A subclass over memory of its own."""
+
+
+def resized(tensor: Tensor, num_bytes: int) -> Tensor:
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(num_bytes)
+    return tensor
+
+
+def view_of_freed(tensor: Tensor) -> Tensor:
+    flat = torch.cat([torch.zeros(64, dtype=tensor.dtype), tensor.flatten()])
+    view = flat[64:].view(tensor.shape)
+    flat.untyped_storage().resize_(0)
+    return view
+
+
+def fake(tensor: Tensor) -> Tensor:
+    with FakeTensorMode():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def with_one(tensor: Tensor, value: float) -> Tensor:
+    tensor = tensor.clone()
+    tensor.view(-1)[tensor.numel() // 2] = value
+    return tensor
+
+
+WITHOUT_BYTES: dict[str, Callable[[Tensor], Any]] = {
+    "fake": fake,
+    "fake parameter": lambda t: nn.Parameter(fake(t), requires_grad=False),
+    "meta": lambda t: t.to("meta"),
+    "freed": lambda t: resized(t, 0),
+    "cut short": lambda t: resized(t, t.nbytes - 1),
+    "view of what was freed": view_of_freed,
+    "wrapper": Wrapper,
+    "never stored": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+    "functional": torch._to_functional_tensor,
+    "uninitialised": lambda t: nn.UninitializedParameter(requires_grad=False),
+}
+MISFITS: dict[str, Callable[[Tensor], Any]] = {
+    "sparse": Tensor.to_sparse,
+    "nested": lambda t: torch.nested.nested_tensor([t.float(), t.float()]),
+    "jagged": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
+    "other sign": torch._neg_view,
+    "list": Tensor.tolist,
+    "none": lambda t: None,
+    "numpy": lambda t: t.float().numpy(),
+    "quantized": lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
+    "bool": lambda t: t > 0,
+    "int32": lambda t: t.to(torch.int32),
+    "float64": Tensor.double,
+    "complex": lambda t: t.to(torch.complex64),
+    "no rows": lambda t: t[:0],
+    "one row more": lambda t: torch.cat([t, t[:1]]),
+    "one dimension more": lambda t: t[None],
+    "one number": lambda t: t.flatten()[0],
+}
+NOT_FINITE: dict[str, Callable[[Tensor], Any]] = {
+    "NaN": lambda t: with_one(t, float("nan")),
+    "Inf": lambda t: with_one(t, float("inf")),
+    "-Inf": lambda t: with_one(t, float("-inf")),
+}
+HARMLESS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda t: t,
+    "parameter": lambda t: nn.Parameter(t.clone()),
+    "subclass": lambda t: t.clone().as_subclass(Own),
+    "columns first": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t,
+    "every second": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
+    "off alignment": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
+    "lazy clone": torch._lazy_clone,
+    "made for inference": torch.inference_mode()(Tensor.clone),
+    "float32": Tensor.float,
+    "end of a larger storage": lambda t: torch.cat([torch.zeros(77, dtype=t.dtype), t.flatten()])[77:].view(t.shape),
+}
+
+
+def as_mapping(items):
+    return dict(items), {}
+
+
+def as_ordered(items):
+    return OrderedDict(items), {}
+
+
+def as_list(items):
+    return list(items), {}
+
+
+def as_function(items):
+    return lambda: iter(items), {}
+
+
+def as_iterable(items):
+    return dict(items).items(), {}
+
+
+def as_iterator(items):
+    return iter(items), {}
+
+
+def announced(items):
+    """With a manifest of what is announced, which may not be what comes."""
+    return iter(items), {"manifest": {name: TensorMeta.of(tensor) for name, tensor in items}}
+
+
+MAPPINGS = [as_mapping, as_ordered, as_list]
+REPEATABLE = [*MAPPINGS, as_function, as_iterable]
+forms = st.sampled_from([*REPEATABLE, as_iterator])
+names = st.sampled_from(NAMES)
+wrappers = st.sampled_from(["", "module.", "_orig_mod.", "base_model.model."])
+UNFIT = WITHOUT_BYTES | MISFITS
+
+
+class Sources(RuleBasedStateMachine):
+    """One engine, refitted again and again."""
+
+    subject: Subject | None = None
+
+    @initialize(route=st.sampled_from([*ROUTES, "here", "through a bucket"]))
+    def start(self, route):
+        self.subject = Subject(route)
+        self.is_broadcast, self.is_strict = route == "broadcast", "twice" in route
+        self.kept: dict[str, Tensor] = {}
+        self.seed = 0
+
+    def teardown(self):
+        if self.subject is not None:
+            self.subject.close()
+
+    def policy(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+        self.seed += 1
+        return make_policy(self.subject.model, self.seed, dtype)
+
+    def can_take(self, form) -> bool:
+        """A broadcast announces what comes, and to look twice takes a source that can be read twice."""
+        return form in REPEATABLE or not (self.is_broadcast or self.is_strict)
+
+    @rule(form=forms, plants=st.dictionaries(names, st.sampled_from(list(HARMLESS)), max_size=5), wrapper=wrappers)
+    def refit(self, form, plants, wrapper):
+        if not self.can_take(form):
+            return
+        policy = self.policy()
+        sent = {wrapper + name: HARMLESS[plants.get(name, "itself")](tensor) for name, tensor in policy.items()}
+        state_dict, options = form(list(sent.items()))
+        self.subject.good(state_dict, policy, **options)
+
+    @rule(form=forms, plants=st.dictionaries(names, st.sampled_from(list(UNFIT)), min_size=1, max_size=3))
+    def plant(self, form, plants):
+        if not self.can_take(form):
+            return
+        policy = self.policy()
+        for name, kind in plants.items():
+            policy[name] = UNFIT[kind](policy[name])
+        state_dict, options = form(list(policy.items()))
+        error = self.subject.bad(state_dict, is_seen_before=form in REPEATABLE, **options)
+        if form in REPEATABLE:
+            assert all(name in str(error) for name in plants), "every one is named"
+
+    @rule(name=names, kind=st.sampled_from(list(NOT_FINITE)), form=forms)
+    def plant_no_number(self, name, kind, form):
+        if not self.can_take(form):
+            return
+        policy = self.policy()
+        policy[name] = NOT_FINITE[kind](policy[name])
+        state_dict, options = form(list(policy.items()))
+        assert name in str(self.subject.bad(state_dict, is_seen_before=self.is_strict, **options))
+
+    @rule(name=names, kind=st.sampled_from(list(UNFIT)))
+    def lie_in_a_manifest(self, name, kind):
+        """What comes is not what was announced; all is well until then."""
+        if self.is_strict:
+            return
+        policy = self.policy()
+        _, options = announced(list(policy.items()))
+        policy[name] = UNFIT[kind](policy[name])
+        error = self.subject.bad(iter(policy.items()), is_seen_before=False, **options)
+        assert name in str(error)
+
+    @rule(
+        name=names,
+        form=forms,
+        how=st.sampled_from(["missing", "unknown", "twice", "no pair", "no name", "no text", "unfinished"]),
+    )
+    def spoil(self, name, form, how):
+        if not self.can_take(form) or (how == "twice" and form is as_mapping):
+            return
+        items: list[Any] = list(self.policy().items())
+        place = NAMES.index(name)
+        tensor = items[place][1]
+        is_mapping = form in (as_mapping, as_ordered, as_iterable)
+        match how:
+            case "missing":
+                del items[place]
+            case "unknown":
+                items.append(("model.what.is.this.weight", tensor))
+            case "twice":
+                items.append(("module." + name, tensor))
+            case "no pair" if not is_mapping:
+                items[place] = tensor
+            case "no name":
+                items[place] = (3, tensor)
+            case "no text":
+                items[place] = (name + "\ud800", tensor)
+            case _:
+                items = items[:place]
+        state_dict, options = form(items)
+        self.subject.bad(state_dict, is_seen_before=form in REPEATABLE, **options)
+
+    @rule(returned=st.sampled_from([None, 3, torch.ones(2), "text", [None]]))
+    def return_something_else(self, returned):
+        self.subject.bad(lambda: returned, is_seen_before=True)
+
+    @rule(form=st.sampled_from(MAPPINGS))
+    def refit_in_place(self, form):
+        """As a trainer does: the same tensors, with other values."""
+        policy = self.policy()
+        if not self.kept:
+            self.kept = {name: tensor.clone() for name, tensor in policy.items()}
+        for name, tensor in policy.items():
+            self.kept[name].copy_(tensor)
+        state_dict, options = form(list(self.kept.items()))
+        self.subject.good(state_dict, policy, **options)
+
+    @precondition(lambda self: self.subject is not None and self.kept)
+    @rule(form=st.sampled_from(MAPPINGS), name=names, num_bytes=st.sampled_from([0, 1, -1]))
+    def free_in_place(self, form, name, num_bytes):
+        """The same tensors, of which one has lost its memory since."""
+        self.refit_in_place(form)
+        storage = self.kept[name].untyped_storage()
+        num_bytes = num_bytes if num_bytes >= 0 else storage.nbytes() - 1
+        storage.resize_(num_bytes)
+        state_dict, options = form(list(self.kept.items()))
+        assert name in str(self.subject.bad(state_dict, is_seen_before=True, **options))
+        self.kept = {}
+
+
+TestSources = Sources.TestCase

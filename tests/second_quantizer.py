@@ -1,0 +1,70 @@
+"""A quantizer that shares nothing with fp8refit's: the rules of `quantize_blockwise` once more, in NumPy and ml_dtypes.
+
+Block by block, in loops, with exact integer arithmetic for powers of two: slow, and plain to read against the specification.
+"""
+
+from fractions import Fraction
+from math import ceil, frexp
+
+import ml_dtypes
+import numpy as np
+import torch
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+LARGEST = {"fp32": 448, "ue8m0": 464}
+"""What a block's largest value may be after division by its scale: the last one that still rounds to 448 is 464."""
+FLOORS = {"fp32": np.float32(1e-10), "ue8m0": np.float32(1e-4)}
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The values of a tensor of any strides as float32, which holds every BF16 and FP16 number."""
+    tensor = tensor.detach().cpu()
+    kinds = {torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16, torch.float32: np.float32}
+    width = {2: torch.int16, 4: torch.int32}[tensor.itemsize]
+    bits = np.array(tensor.contiguous().view(width).numpy())
+    return bits.view(kinds[tensor.dtype]).astype(np.float32)
+
+
+def round_to_bf16(values: np.ndarray) -> np.ndarray:
+    """float32 by way of BF16, to nearest even."""
+    return values.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def scale_of(amax: np.float32, scale_format: str) -> np.float32:
+    """The scale of a block with this largest magnitude."""
+    amax = max(amax, FLOORS[scale_format])
+    if scale_format == "fp32":
+        return np.float32(amax / np.float32(LARGEST["fp32"]))
+    limit, exact = LARGEST["ue8m0"], Fraction(float(amax))
+    power = frexp(amax)[1] - 12
+    assert exact > limit * Fraction(2) ** power
+    while exact > limit * Fraction(2) ** power:
+        power += 1
+    return np.float32(Fraction(2) ** power)
+
+
+def quantize(
+    values: np.ndarray, block_size: tuple[int, int] = (128, 128), scale_format: str = "fp32"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes as bytes, and float32 scales, of a finite float32 matrix."""
+    (rows, cols), (height, width) = values.shape, block_size
+    codes = np.zeros((rows, cols), dtype=np.uint8)
+    scales = np.zeros((ceil(rows / height), ceil(cols / width)), dtype=np.float32)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            where = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
+            block = values[where]
+            scales[i, j] = scale = scale_of(np.abs(block).max(), scale_format)
+            with np.errstate(over="ignore", under="ignore"):
+                inverse = np.float32(1) / scale
+                scaled = np.clip(block * inverse, np.float32(-448), np.float32(448))
+            codes[where] = scaled.astype(E4M3).view(np.uint8)
+    return codes, scales
+
+
+def quantize_tensor(
+    tensor: torch.Tensor, block_size: tuple[int, int] = (128, 128), scale_format: str = "fp32"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize` for a torch matrix: codes (N, K) as float8_e4m3fn, and float32 scales, on the CPU."""
+    codes, scales = quantize(to_numpy(tensor), block_size, scale_format)
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales)
