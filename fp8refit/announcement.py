@@ -15,7 +15,7 @@ from fp8refit.names import is_kv_scale
 from fp8refit.pieces import in_pieces
 from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, ScaleFormat, TensorMeta
 from fp8refit.sources import RandomAccess, Source, check_can_be_read_twice
-from fp8refit.transport.segment import check_dtypes
+from fp8refit.transport.segment import unsendable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +41,14 @@ def announce(source: Source, config: RefitConfig) -> Announcement | None:
 
     Raises:
         NonFiniteError: NaN or Inf, if they are looked for before writing.
-        InvalidSourceError: They have to be looked for in a source that can be read only once, or a dtype is none that can be
-            sent.
+        InvalidSourceError: They have to be looked for in a source that can be read only once.
     """
     scanned = source.scan()
     metadata, problems = scanned if scanned is not None else ({}, ())
-    check_dtypes(metadata, problems)
+    odd = unsendable(metadata)
+    if odd:
+        metadata = {name: meta for name, meta in metadata.items() if name not in odd}
+        problems = (*problems, *odd.values())
     if config.validate_values == "strict" and not problems:
         _look_for_bad_values(source, config)
     if scanned is None:
@@ -54,8 +56,7 @@ def announce(source: Source, config: RefitConfig) -> Announcement | None:
     odd_scales: list[str] = []
     may_refuse = source.is_repeatable and config.on_scale_mismatch == "refuse"
     if may_refuse and any(meta.dtype is FP8_DTYPE for meta in metadata.values()):
-        odd = {name for name, scale in _scales(source, metadata, config) if _is_odd(scale)}
-        odd_scales = sorted(odd)
+        odd_scales = sorted({name for name, scale in _scales(source, metadata, config) if _is_odd(scale)})
     unfit: dict[str, str] = {}
     if isinstance(source, RandomAccess):
         scales = source.pick(

@@ -122,7 +122,7 @@ class Broadcast:
         self._config = RefitConfig()
         self._layouts: list[EngineLayout] | None = None
         self._sections = Sections()
-        self._chosen: tuple[dict[str, TensorMeta], RefitConfig, list[EngineLayout], Wire] | None = None
+        self._chosen: tuple[list[tuple[str, TensorMeta]], RefitConfig, list[EngineLayout], Wire] | None = None
         self._sender: Sender | None = None
         self._heard: _Heard | None = None
         self._offered: tuple[Announcement, messages.Broadcast] | None = None
@@ -235,10 +235,11 @@ class Broadcast:
         said = self._hear(source, config)
         device = _device_of(source)
         communicator = await self._join(config, device)
-        metadata, layouts, sections = dict(said.metadata), await self._known_layouts(), self._sections
-        if self._chosen is None or self._chosen[:3] != (metadata, config, layouts):
+        layouts, sections = await self._known_layouts(), self._sections
+        announced = list(said.metadata.items())  # a stream is read in its order
+        if self._chosen is None or self._chosen[:3] != (announced, config, layouts):
             self._sender = self._offered = None
-            self._chosen = metadata, config, layouts, choose_wire(metadata, layouts, config, sections)
+            self._chosen = announced, config, layouts, choose_wire(said.metadata, layouts, config, sections)
         wire = self._chosen[3]
         if self._sender is None or self._sender.device != device:
             self._sender = None

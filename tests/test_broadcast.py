@@ -194,6 +194,25 @@ def test_ranks_that_hold_the_same_take_one_broadcast(open_remote):
     assert sender.num_bytes == sender.num_bytes_to(None)
 
 
+def test_a_stream_may_come_in_another_order_than_the_last(open_remote):
+    remote = open_remote()
+    for seed in (1, 2, 3):
+        policy = remote.cluster.make_policy(seed)
+        items = list(policy.items())[:: -1 if seed == 2 else 1]
+        remote.refitter.refit(lambda items=items: iter(items))
+        remote.cluster.assert_holds(policy, version=seed)
+
+
+def test_another_dtype_than_was_announced_is_refused(open_remote):
+    remote = open_remote()
+    policy = remote.cluster.make_policy(1)
+    manifest = manifest_of(policy)
+    policy[Q_PROJ] = policy[Q_PROJ].float()
+    with pytest.raises(InvalidSourceError, match=rf"{Q_PROJ}: came as float32 .* announced was bfloat16"):
+        remote.refitter.refit(iter(policy.items()), manifest=manifest)
+    heals(remote)
+
+
 def test_ranks_that_answer_out_of_order_get_their_own_parts(open_remote):
     remote = open_remote()
     remote.channel.on_answers = lambda answers: answers[::-1]

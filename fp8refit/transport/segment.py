@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from fp8refit.errors import InvalidSourceError, TransportError
+from fp8refit.errors import TransportError
 from fp8refit.files import SAFETENSORS_DTYPES
 from fp8refit.slots import TensorMeta, dtype_name
 from fp8refit.transport.process import Process
@@ -22,19 +22,13 @@ DTYPES = {dtype_name(dtype): dtype for dtype in (*SAFETENSORS_DTYPES.values(), t
 """What can be sent, by name."""
 
 
-def check_dtypes(metadata: Mapping[str, TensorMeta], problems: Iterable[str] = ()) -> None:
-    """Hold that everything can be sent.
-
-    Raises:
-        InvalidSourceError: Names every tensor of a dtype that no weight has, and `problems` if there is one.
-    """
-    odd = [
-        f"{name}: has dtype {dtype_name(meta.dtype)}, which no weight has"
+def unsendable(metadata: Mapping[str, TensorMeta]) -> dict[str, str]:
+    """Why some tensors cannot be sent, by name."""
+    return {
+        name: f"{name}: has dtype {dtype_name(meta.dtype)}, which no weight has"
         for name, meta in metadata.items()
         if dtype_name(meta.dtype) not in DTYPES
-    ]
-    if odd:
-        raise InvalidSourceError([*problems, *odd])
+    }
 
 
 class Segment(BaseModel, frozen=True, extra="forbid"):

@@ -259,8 +259,9 @@ class Files(RuleBasedStateMachine):
             if change in ASIDE:
                 self.subject.good(folder, policy)
             else:
-                self.subject.bad(folder, is_seen_before=self.is_strict)
-        assert countdown < 0, "it was changed"
+                error = self.subject.bad(folder, is_seen_before=self.is_strict)
+                assert "was changed after it was judged" in str(error), error
+        assert countdown < 0
 
     @precondition(lambda self: self.subject is not None and self.reads_itself)
     @rule(**CHECKPOINT, change=st.sampled_from([*IN_PLACE, *ASIDE]), fraction=fractions)

@@ -4,13 +4,17 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from fp8refit.slots import TensorMeta
+from fp8refit.errors import InvalidSourceError
+from fp8refit.plan import compile_plan
+from fp8refit.slots import Slot, TensorMeta
 from tests.fakes import FakeModel, make_policy
 from tests.fuzz.engines import ROUTES, Subject, fake_engine  # noqa: F401 - a fixture
 
@@ -53,7 +57,7 @@ def fake(tensor: Tensor) -> Tensor:
 
 def with_one(tensor: Tensor, value: float) -> Tensor:
     tensor = tensor.clone()
-    tensor.view(-1)[tensor.numel() // 2] = value
+    tensor.view(-1)[-1] = value  # which the engine holds, of every tensor
     return tensor
 
 
@@ -167,13 +171,19 @@ class Sources(RuleBasedStateMachine):
         """A broadcast announces what comes, and to look twice takes a source that can be read twice."""
         return form in REPEATABLE or not (self.is_broadcast or self.is_strict)
 
-    @rule(form=forms, plants=st.dictionaries(names, st.sampled_from(list(HARMLESS)), max_size=5), wrapper=wrappers)
-    def refit(self, form, plants, wrapper):
+    @rule(
+        form=forms,
+        plants=st.dictionaries(names, st.sampled_from(list(HARMLESS)), max_size=5),
+        wrapper=wrappers,
+        is_backwards=st.booleans(),
+    )
+    def refit(self, form, plants, wrapper, is_backwards):
         if not self.can_take(form):
             return
         policy = self.policy()
         sent = {wrapper + name: HARMLESS[plants.get(name, "itself")](tensor) for name, tensor in policy.items()}
-        state_dict, options = form(list(sent.items()))
+        items = list(sent.items())
+        state_dict, options = form(items[::-1] if is_backwards else items)
         self.subject.good(state_dict, policy, **options)
 
     @rule(form=forms, plants=st.dictionaries(names, st.sampled_from(list(UNFIT)), min_size=1, max_size=3))
@@ -267,3 +277,37 @@ class Sources(RuleBasedStateMachine):
 
 
 TestSources = Sources.TestCase
+
+
+def slot(name: str, *shape: int) -> Slot:
+    return Slot(name=name, full_shape=shape, weight=torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+
+
+@given(
+    layers=st.integers(1, 3),
+    experts=st.integers(1, 4),
+    parent=st.sampled_from(["mlp", "block_sparse_moe"]),
+    missing=st.booleans(),
+)
+def test_a_saved_mixture_of_experts_is_told_in_one_line(layers, experts, parent, missing):
+    """Files hold one tensor an expert, and a model of transformers one a layer."""
+    slots, sent = [slot("norm.weight", 8)], {}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}.mlp"
+        slots += [
+            slot(f"{prefix}.experts.gate_up_proj", experts, 16, 8),
+            slot(f"{prefix}.experts.down_proj", experts, 8, 8),
+        ]
+        slots.append(slot(f"{prefix}.gate.weight", experts, 8))
+        for expert in range(experts):
+            for kind in ("w1", "w2", "w3"):
+                sent[f"model.layers.{layer}.{parent}.experts.{expert}.{kind}.weight"] = (8, 8)
+        sent[f"model.layers.{layer}.{parent}.gate.weight"] = (experts, 8)
+    if not missing:
+        sent["norm.weight"] = (8,)
+    metadata = {name: TensorMeta(shape=shape, dtype=torch.bfloat16) for name, shape in sent.items()}
+    with pytest.raises(InvalidSourceError) as raised:
+        compile_plan(tuple(slots), metadata)
+    said, *others = raised.value.problems
+    assert "state_dict()" in said and "leave it out" not in str(raised.value)
+    assert others == ["norm.weight: missing"] * missing

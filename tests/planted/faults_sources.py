@@ -1,0 +1,228 @@
+"""Faults in how sources are judged and read."""
+
+from tests.planted.fault import Fault
+
+SOURCES = "tests/fuzz/test_sources.py::TestSources"
+FILES = "tests/fuzz/test_files.py"
+
+FAULTS = [
+    Fault(
+        name="a tensor is taken whatever it stands on",
+        path="fp8refit/tensors.py",
+        before="        and has_memory(tensor)\n    ):",
+        after="    ):",
+        found_by=SOURCES,
+        crashes=True,
+    ),
+    Fault(
+        name="a subclass is taken whatever it stands on",
+        path="fp8refit/tensors.py",
+        before="    if _is_fake(tensor) or not has_memory(tensor):\n",
+        after="    if not isinstance(tensor, Tensor):\n",
+        found_by=SOURCES,
+        crashes=True,
+    ),
+    Fault(
+        name="a view with the other sign is taken",
+        path="fp8refit/tensors.py",
+        before="        and not (tensor.is_meta or tensor.is_nested or tensor.is_neg())\n",
+        after="        and not (tensor.is_meta or tensor.is_nested)\n",
+        found_by=SOURCES,
+    ),
+    Fault(
+        name="memory of a source that is recognised is not looked at",
+        path="fp8refit/guard.py",
+        before="        if not all(has_memory(",
+        after="        if False and not all(has_memory(",
+        found_by=SOURCES,
+        crashes=True,
+    ),
+    Fault(
+        name="a nested tensor is asked for its strides",
+        path="fp8refit/guard.py",
+        before='any(map(getattr, tensors, repeat("is_nested"), repeat(True))) or ',
+        after="",
+        found_by=SOURCES,
+        crashes=True,
+    ),
+    Fault(
+        name="what a function returns is taken for an iterable",
+        path="fp8refit/sources.py",
+        before="    if not isinstance(items, Iterable):\n",
+        after="    if items is items and False:\n",
+        found_by=SOURCES,
+    ),
+    Fault(
+        name="a name that is no text is taken",
+        path="fp8refit/names.py",
+        before="    name.encode()\n",
+        after="",
+        found_by=SOURCES,
+    ),
+    Fault(
+        name="a broadcast takes another dtype than was announced",
+        path="fp8refit/reader.py",
+        before="                if came != announced:\n",
+        after="                if came.shape != announced.shape:\n",
+        found_by=SOURCES,
+    ),
+    Fault(
+        name="a broadcast in another order is sent as the last one was announced",
+        path="fp8refit/broadcast.py",
+        before="        announced = list(said.metadata.items())  # a stream is read in its order\n",
+        after="        announced = sorted(said.metadata.items(), key=lambda item: item[0])\n",
+        found_by=SOURCES,
+    ),
+    Fault(
+        name="a dtype that cannot be sent is met while it is sent",
+        path="fp8refit/announcement.py",
+        before="    odd = unsendable(metadata)\n",
+        after="    odd = unsendable({})\n",
+        found_by=SOURCES,
+    ),
+    Fault(
+        name="every expert of a saved checkpoint is told to be left out",
+        path="fp8refit/plan.py",
+        before="            elif stacked := self._held_stacked(name):\n",
+        after="            elif stacked := self._held_stacked(name)[:0]:\n",
+        found_by="tests/fuzz/test_sources.py::test_a_saved_mixture_of_experts_is_told_in_one_line",
+    ),
+    Fault(
+        name="quantize narrows dtypes that it does not know to bytes",
+        path="fp8refit/checkpoint.py",
+        before="    dtype = torch.bfloat16 if is_rounded else meta.dtype\n",
+        after="    dtype = torch.bfloat16 if is_rounded else meta.dtype if meta.dtype.itemsize > 2 else torch.uint8\n",
+        found_by=FILES,
+    ),
+    Fault(
+        name="files announce bytes for dtypes that they do not know",
+        path="fp8refit/sources.py",
+        before="        self.metadata = {name: TensorMeta.of(tensor.meta) for name, tensor in self.stored.items()}\n",
+        after=(
+            "        self.metadata = {\n"
+            "            name: TensorMeta(\n"
+            "                shape=tuple(tensor.meta.shape),\n"
+            "                dtype=torch.uint8 if tensor.meta.dtype is torch.int16 else tensor.meta.dtype,\n"
+            "            )\n"
+            "            for name, tensor in self.stored.items()\n"
+            "        }\n"
+        ),
+        found_by=FILES,
+    ),
+    Fault(
+        name="a dtype that no file may hold is looked up",
+        path="fp8refit/files.py",
+        before="            if entry.dtype not in SAFETENSORS_DTYPES\n",
+        after="            if not entry.dtype\n",
+        found_by=FILES,
+    ),
+    Fault(
+        name="a file that is written to while it is read is committed",
+        path="fp8refit/files.py",
+        before="        if (found.st_size, found.st_mtime_ns) != self._state:\n",
+        after="        if found.st_size != self._state[0]:\n",
+        found_by=FILES,
+    ),
+    Fault(
+        name="a file is opened anew for every read",
+        path="fp8refit/files.py",
+        before="                count = os.preadv(self._descriptor, [to.data], where)\n",
+        after=(
+            "                with open(self.path, 'rb') as anew:\n"
+            "                    count = os.preadv(anew.fileno(), [to.data], where)\n"
+        ),
+        found_by=FILES,
+    ),
+    Fault(
+        name="a file that ends too early is read for ever",
+        path="fp8refit/files.py",
+        before="            if not count:\n                raise InvalidSourceError([self._why_changed()])\n",
+        after="            if not count:\n                to = to[len(to) :]\n",
+        found_by=FILES,
+    ),
+    Fault(
+        name="ranks read what their driver did not judge",
+        path="fp8refit/server.py",
+        before="SafetensorsSource(Path(source.path), judged=source.stamps)",
+        after="SafetensorsSource(Path(source.path))",
+        found_by=FILES,
+    ),
+    Fault(
+        name="files of one size and time are taken for the same",
+        path="fp8refit/files.py",
+        before='        told_apart = {"inode", "boot"} if self.boot != other.boot else set()\n',
+        after='        told_apart = {"inode", "boot"}\n',
+        found_by=FILES,
+    ),
+    Fault(
+        name="an index that is none raises what its reader raises",
+        path="fp8refit/sources.py",
+        before="    except (OSError, ValidationError) as error:\n",
+        after="    except OSError as error:\n",
+        found_by=FILES,
+    ),
+    Fault(
+        name="a file name that is too long raises what the system raises",
+        path="fp8refit/sources.py",
+        before="    except (OSError, ValueError):  # a name that no file can have\n",
+        after="    except ZeroDivisionError:\n",
+        found_by=FILES,
+    ),
+    Fault(
+        name="a header that is none raises what its reader raises",
+        path="fp8refit/files.py",
+        before="        except (ValidationError, ValueError) as error:\n",
+        after="        except ZeroDivisionError as error:\n",
+        found_by=FILES,
+    ),
+    Fault(
+        name="tensors of a calibration batch are read whatever they stand on",
+        path="fp8refit/calibration.py",
+        before="    if problem := why_unreadable(tensor):\n",
+        after="    if problem := why_unreadable(0) and None:\n",
+        found_by="tests/fuzz/test_calibration.py",
+        crashes=True,
+    ),
+    Fault(
+        name="a mask of bools is told to be integers",
+        path="fp8refit/calibration.py",
+        before="        masks = _rows(mask, (*_INTEGERS, torch.bool), ",
+        after="        masks = _rows(mask, _INTEGERS, ",
+        found_by="tests/fuzz/test_calibration.py",
+    ),
+    Fault(
+        name="a mask is taken for token ids of a wrong dtype",
+        path="fp8refit/calibration.py",
+        before="    if isinstance(batch, Tensor) and batch.dtype is torch.bool:\n",
+        after="    if batch is mask is not None:\n",
+        found_by="tests/fuzz/test_calibration.py",
+    ),
+    Fault(
+        name="KV scales are taken for a mapping",
+        path="fp8refit/calibration.py",
+        before="    if not isinstance(given, Mapping):\n",
+        after="    if given is None:\n",
+        found_by="tests/fuzz/test_calibration.py",
+    ),
+    Fault(
+        name="names of KV scales are taken for text",
+        path="fp8refit/calibration.py",
+        before="        except (TypeError, UnicodeEncodeError):\n",
+        after="        except ZeroDivisionError:\n",
+        found_by="tests/fuzz/test_calibration.py",
+    ),
+    Fault(
+        name="a power of two is the scale that brings the largest value to 448",
+        path="fp8refit/kernels/reference.py",
+        before="UE8M0_MANTISSA_464 = 0x680000\n",
+        after="UE8M0_MANTISSA_464 = 0x600000\n",
+        found_by="tests/fuzz/test_quantizer.py",
+    ),
+    Fault(
+        name="values are divided by their scale",
+        path="fp8refit/kernels/reference.py",
+        before="    codes = (blocks * inverse).clamp(",
+        after="    codes = (blocks / scale).clamp(",
+        found_by="tests/fuzz/test_quantizer.py",
+    ),
+]
