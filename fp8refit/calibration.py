@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from itertools import compress
 from operator import index
 from typing import Any, SupportsFloat, TypeAlias
 
@@ -91,9 +92,12 @@ def _sequences(batch: Any) -> list[list[int]]:
         masks = _rows(mask, (*_INTEGERS, torch.bool), "attention_mask is ")
         if list(map(len, masks)) != list(map(len, rows)):
             raise InvalidCalibrationError("calibration: attention_mask has another shape than input_ids")
-        rows = [
-            [token for token, bit in zip(row, bits, strict=True) if bit] for row, bits in zip(rows, masks, strict=True)
-        ]
+        try:
+            rows = [list(compress(row, bits)) for row, bits in zip(rows, masks, strict=True)]
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise InvalidCalibrationError(
+                f"calibration: attention_mask holds what is neither true nor false ({error})"
+            ) from error
     for place, row in enumerate(rows):
         if not row:
             raise InvalidCalibrationError(f"calibration: sequence {place} holds no token")

@@ -5,13 +5,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -197,7 +198,6 @@ class Files(RuleBasedStateMachine):
         self.subject = Subject(route)
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(clerk, "can_read", lambda path: is_seen)
-        self.reads_itself = not self.subject.is_here and is_seen and route != "broadcast"
         self.is_strict = "twice" in route
         self.root = Path(tempfile.mkdtemp())
         self.seed = 0
@@ -263,24 +263,6 @@ class Files(RuleBasedStateMachine):
                 assert "was changed after it was judged" in str(error), error
         assert countdown < 0
 
-    @precondition(lambda self: self.subject is not None and self.reads_itself)
-    @rule(**CHECKPOINT, change=st.sampled_from([*IN_PLACE, *ASIDE]), fraction=fractions)
-    def change_before_the_engine_opens_it(self, shards, with_index, dtype, change, fraction):
-        _, folder, files = self.write(shards, with_index, dtype)
-        is_changed = False
-
-        def on_message(message: str) -> str:
-            nonlocal is_changed
-            if "stamps" in message and not is_changed:
-                change(files[int(fraction * shards)], fraction)
-                is_changed = True
-            return message
-
-        self.subject.on_message = on_message
-        self.subject.bad(folder, is_seen_before=True)
-        self.subject.on_message = lambda message: message
-        assert is_changed
-
     @rule(**CHECKPOINT, content=st.sampled_from(list(NO_INDEX)))
     def spoil_the_index(self, shards, with_index, dtype, content):
         _, folder, _ = self.write(shards, with_index, dtype)
@@ -330,6 +312,34 @@ def _replace_header(file: Path, header: bytes, claimed: int | None) -> None:
 
 
 TestFiles = Files.TestCase
+
+
+@given(
+    changes=st.lists(st.tuples(st.sampled_from([swap, *IN_PLACE, *ASIDE]), fractions), min_size=1, max_size=3),
+    shards=st.integers(1, 3),
+    with_index=st.booleans(),
+)
+def test_an_engine_opens_what_was_judged(changes, shards, with_index):
+    """Files change after the trainer judged them, and before ranks in another process open them."""
+    subject = Subject("through a bucket")
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed, (change, fraction) in enumerate(changes):
+            folder = Path(scratch) / str(seed)
+            policy = make_policy(subject.model, seed)
+            files = save(policy, folder, shards, with_index=with_index)
+            waiting = [partial(change, files[int(fraction * shards)], fraction)]
+
+            def on_message(message: str, waiting: list[Callable[[], None]] = waiting) -> str:
+                if "stamps" in message and waiting:
+                    waiting.pop()()
+                return message
+
+            subject.on_message = on_message
+            subject.bad(folder, is_seen_before=True)
+            assert not waiting, "it was changed"
+            if change is swap:
+                assert subject.either(folder, load(folder)), "and the next order judges anew"
+    subject.close()
 
 
 @given(

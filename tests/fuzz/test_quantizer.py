@@ -57,8 +57,11 @@ def matrices(draw, *, max_side: int = 150):
         powers = 2.0 ** rng.integers(-3, 4, values.shape) if pool is EDGES else 1.0
         signs = rng.choice([-1.0, 1.0], values.shape)
         values = np.where(chosen, rng.choice(pool, values.shape) * powers * signs, values)
-    if draw(st.booleans()):
-        values = _at_edges(values, rng, dtype)
+    match draw(st.sampled_from(["as they are", "at edges", "at ties"])):
+        case "at edges":
+            values = _at_edges(values, rng, dtype)
+        case "at ties":
+            values = _at_ties(values, rng)
     largest = torch.finfo(dtype).max
     wide = torch.from_numpy(values).clamp(-largest, largest).to(dtype)
     if draw(st.integers(0, 9)) == 0:
@@ -76,6 +79,14 @@ def _at_edges(values: np.ndarray, rng: np.random.Generator, dtype: torch.dtype) 
             values[top : top + 16, left : left + 16] *= edge
             values[top, left] = edge * (1 + rng.integers(-1, 2) * step)
     return values
+
+
+def _at_ties(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Every value lies right between two codes times the scale, which is an odd number: to round twice shows."""
+    mantissas = 2 * rng.integers(8, 16, values.shape) + 1
+    values = mantissas * 2.0 ** rng.integers(-8, 4, values.shape) * rng.choice([-1.0, 1.0], values.shape)
+    values[::16, ::16] = 448.0
+    return values * rng.choice([3.0, 5.0, 7.0, 9.0])
 
 
 blocks = st.sampled_from(BLOCKS)

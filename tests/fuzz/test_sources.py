@@ -221,7 +221,7 @@ class Sources(RuleBasedStateMachine):
     @rule(
         name=names,
         form=forms,
-        how=st.sampled_from(["missing", "unknown", "twice", "no pair", "no name", "no text", "unfinished"]),
+        how=st.sampled_from(["missing", "unknown", "twice", "no pair", "unfinished"]),
     )
     def spoil(self, name, form, how):
         if not self.can_take(form) or (how == "twice" and form is as_mapping):
@@ -239,14 +239,18 @@ class Sources(RuleBasedStateMachine):
                 items.append(("module." + name, tensor))
             case "no pair" if not is_mapping:
                 items[place] = tensor
-            case "no name":
-                items[place] = (3, tensor)
-            case "no text":
-                items[place] = (name + "\ud800", tensor)
             case _:
                 items = items[:place]
         state_dict, options = form(items)
         self.subject.bad(state_dict, is_seen_before=form in REPEATABLE, **options)
+
+    @rule(name=names, form=forms, odd=st.sampled_from([3, None, ("a",), b"a", "\ud800"]))
+    def misname(self, name, form, odd):
+        """A name that is no text, beside all that there has to be."""
+        if self.can_take(form):
+            items = [*self.policy().items(), (odd, torch.ones(3))]
+            state_dict, options = form(items)
+            self.subject.bad(state_dict, is_seen_before=form in REPEATABLE, **options)
 
     @rule(returned=st.sampled_from([None, 3, torch.ones(2), "text", [None]]))
     def return_something_else(self, returned):
@@ -277,6 +281,18 @@ class Sources(RuleBasedStateMachine):
 
 
 TestSources = Sources.TestCase
+
+
+@given(
+    orders=st.lists(st.tuples(st.permutations(NAMES), st.sampled_from([as_function, as_list])), min_size=2, max_size=3)
+)
+def test_a_broadcast_may_come_in_any_order(orders):
+    subject = Subject("broadcast")
+    for seed, (order, form) in enumerate(orders):
+        policy = make_policy(subject.model, seed)
+        state_dict, _ = form([(name, policy[name]) for name in order])
+        subject.good(state_dict, policy)
+    subject.close()
 
 
 def slot(name: str, *shape: int) -> Slot:
