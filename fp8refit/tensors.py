@@ -11,7 +11,7 @@ _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 def why_unreadable(tensor: Any) -> str | None:
     """Why the bytes of a value cannot be read, or None. Reads none of them.
 
-    Takes 0.5 us for a plain tensor: a model of experts has 18 000.
+    Takes 0.8 us for a plain tensor: a model of experts has 18 000.
     """
     if (
         type(tensor) in _PLAIN_TENSORS
@@ -43,17 +43,16 @@ def why_unreadable(tensor: Any) -> str | None:
 def has_memory(tensor: Tensor) -> bool:
     """Whether memory is behind all that a strided tensor reads."""
     try:
-        if tensor.is_contiguous():
-            num_bytes = tensor.nbytes
-        else:
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            num_bytes = (
-                (sum((length - 1) * step for length, step in steps) + 1) * tensor.itemsize if tensor.nbytes else 0
-            )
+        num_bytes = tensor.nbytes
         if not num_bytes:
             return True
-        storage = tensor.untyped_storage()
-        return tensor.data_ptr() != 0 and tensor.storage_offset() * tensor.itemsize + num_bytes <= storage.nbytes()
+        if not tensor.is_contiguous():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            num_bytes = (sum((length - 1) * step for length, step in steps) + 1) * tensor.itemsize
+        start = int(tensor.storage_offset())
+        if start:
+            num_bytes += start * tensor.itemsize
+        return tensor.untyped_storage().nbytes() >= num_bytes and tensor.data_ptr() != 0
     except (RuntimeError, ValueError):  # there is no storage to ask
         return False
 

@@ -153,7 +153,11 @@ BAD_BATCHES = {
     "float-numbers": ([torch.tensor(3.0)], "which is no token id"),
     "mask-of-floats": (
         {"input_ids": torch.ones(1, 2, dtype=torch.int64), "attention_mask": torch.ones(1, 2)},
-        "attention_mask is a tensor of torch.float32 .* a mask is of integers or bools",
+        r"attention_mask is a tensor of torch\.float32 .* a mask is of integers or bools",
+    ),
+    "mask-of-rows": (
+        {"input_ids": [[1, 2]], "attention_mask": [torch.ones(2), 3]},
+        "attention_mask has another shape|attention_mask holds what is neither true nor false",
     ),
     "mask-on-meta": (
         {"input_ids": [[1, 2]], "attention_mask": torch.ones(1, 2, dtype=torch.int64, device="meta")},

@@ -163,6 +163,29 @@ def test_a_folder_of_shards(with_index, tmp_path):
     assert_gives_weights(source)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "x\0y", "", "."])
+def test_a_shard_of_a_name_that_no_file_has_is_named(name, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(InvalidSourceError, match=r"named by .* but not there"):
+        as_source(tmp_path)
+
+
+def test_a_path_that_no_file_has_is_refused():
+    for path in ("x" * 300, "x\0y"):
+        with pytest.raises(InvalidSourceError, match="cannot be read"):
+            as_source(path)
+
+
+def test_a_function_that_returns_nothing_is_refused():
+    with pytest.raises(InvalidSourceError, match="its function returned NoneType; return a new iterator"):
+        as_source(lambda: None).scan()
+
+
+def test_a_name_that_is_no_text_is_refused():
+    with pytest.raises(InvalidSourceError, match="where a pair"):
+        as_source({"\ud800": torch.ones(1)}).scan()
+
+
 def test_only_files_that_the_index_names_are_read(tmp_path):
     save_shards(tmp_path, with_index=True)
     save_file(WEIGHTS, tmp_path / "consolidated.safetensors")
@@ -176,9 +199,22 @@ def test_a_shard_that_is_not_there_is_named(tmp_path):
         as_source(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"weights": {}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[]",
+        b'{"weights": {}}',
+        b'{"weight_map": null}',
+        b'{"weight_map": {"a": 5}}',
+        b'{"weight_map": {"a": null}}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+    ids=repr,
+)
 def test_a_corrupt_index_is_refused(content, tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text(content)
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
     with pytest.raises(InvalidSourceError, match="not a safetensors index"):
         as_source(tmp_path)
 
