@@ -18,6 +18,7 @@ from fp8refit.errors import (
     RankFailedError,
     RefitError,
     StagingMemoryError,
+    StaleCacheError,
     TransportError,
     UnsupportedEngineError,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "RefitReport",
     "Refitter",
     "StagingMemoryError",
+    "StaleCacheError",
     "TransportError",
     "UnsupportedEngineError",
     "__version__",

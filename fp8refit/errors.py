@@ -102,6 +102,10 @@ class CacheFlushError(RefitError):
     """The engine did not drop the KV cache of the previous policy."""
 
 
+class StaleCacheError(RefitError, ValueError):
+    """A KV cache that a request brings holds tokens of another policy than the one that is served."""
+
+
 class StagingMemoryError(RefitError):
     """There is no room on the engine's device for the buckets through which tensors from elsewhere go."""
 

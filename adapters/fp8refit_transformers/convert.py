@@ -8,6 +8,7 @@ from torch import nn
 
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.slots import ScaleFormat
+from fp8refit_transformers.caches import watch_caches
 from fp8refit_transformers.kv_cache import find_attentions, use_fp8_cache
 from fp8refit_transformers.linear import BlockFp8Linear
 
@@ -29,7 +30,8 @@ def to_block_fp8(
     """Replace every `nn.Linear` of `model` by a `BlockFp8Linear` of the same weights, in place.
 
     The LM head, the routers of mixtures of experts and the modules that `model.config`'s quantization config ignores
-    keep their dtype; so do experts that are held as one stacked parameter. Peak extra memory: one layer.
+    keep their dtype; so do experts that are held as one stacked parameter. A cache (`past_key_values`) that was filled before
+    a refit is refused after it. Peak extra memory: one layer.
 
     Args:
         model: A Hugging Face causal LM.
@@ -37,7 +39,7 @@ def to_block_fp8(
         scale_format: `"fp32"` or `"ue8m0"`.
         kv_cache_dtype: `"auto"` leaves caches in the model's dtype. With `"fp8"` every `DynamicCache` of the model, those of
             `generate` too, holds float8_e4m3fn, with one scale a layer for keys and one for values, 1.0 until a `Refitter`
-            writes them; a cache that was filled before a refit is refused after it.
+            writes them.
 
     Returns:
         `model`.
@@ -65,6 +67,7 @@ def to_block_fp8(
         model.set_submodule(name, layer)
     if kv_cache_dtype == "fp8":
         use_fp8_cache(model)
+    watch_caches(model)
     return model
 
 

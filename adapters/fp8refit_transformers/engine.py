@@ -1,23 +1,22 @@
-"""A Hugging Face model in this process as an engine: one rank, admission at `forward`, no caches of its own."""
+"""A Hugging Face model in this process as an engine: one rank, admission at every module, no caches of its own."""
 
-import uuid
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from fp8refit.config import RefitConfig
 from fp8refit.engine import LocalRanks
-from fp8refit.errors import EngineDirtyError, UnsupportedEngineError
+from fp8refit.errors import EngineBusyError, UnsupportedEngineError
 from fp8refit.rank import Rank
 from fp8refit.refitter import Refitter
 from fp8refit.sources import SafetensorsSource
 from fp8refit.target import Target
+from fp8refit_transformers.admission import admit, find_call, refusal_of, refuse
+from fp8refit_transformers.caches import Policy, watch_caches
 from fp8refit_transformers.convert import to_block_fp8
-from fp8refit_transformers.kv_cache import fp8_kvs
 from fp8refit_transformers.layout import read_inventory
 from fp8refit_transformers.linear import BlockFp8Linear
 
@@ -42,13 +41,14 @@ class TransformersEngine:
                 "`from fp8refit_transformers import to_block_fp8; to_block_fp8(model)`"
             )
         self._model = candidate
+        self._served = watch_caches(candidate)
         target = Target(
             lambda: read_inventory(candidate),
             device=_only_device(candidate),
             engine=self.name,
             versions={package: version(package) for package in ("torch", "transformers")},
         )
-        target.is_dirty = bool(_refusals(candidate))  # a copy of a dirty model is as dirty
+        target.is_dirty = refusal_of(candidate) is not None  # a copy of a dirty model is as dirty
         self.ranks = LocalRanks(Rank(target))
 
     @classmethod
@@ -91,22 +91,34 @@ class TransformersEngine:
         return engine
 
     async def check_ready(self) -> None:
-        """See `fp8refit.engine.Engine`: requests are calls, and the caller of `refit` makes none meanwhile."""
+        """See `fp8refit.engine.Engine`: requests are calls of the model.
+
+        Raises:
+            EngineBusyError: One is under way: in another thread, or this is called in the middle of it.
+        """
+        call = find_call(self._model)
+        if call is not None:
+            raise EngineBusyError(
+                f"the model is at work ({call}), and would go on with another policy; let it finish, then refit"
+            )
 
     async def pause(self, config: RefitConfig) -> int:
-        """See `fp8refit.engine.Engine`."""
+        """See `fp8refit.engine.Engine`.
+
+        Raises:
+            EngineBusyError: A call came just before requests were refused.
+        """
         await self.refuse("a refit is under way")
+        await self.check_ready()
         return 0
 
     async def resume(self) -> None:
         """See `fp8refit.engine.Engine`."""
-        for key in _refusals(self._model):
-            del self._model._forward_pre_hooks[key]
+        admit(self._model)
 
     async def refuse(self, reason: str) -> None:
         """See `fp8refit.engine.Engine`."""
-        await self.resume()
-        self._model.register_forward_pre_hook(_Refuse(reason), prepend=True)
+        refuse(self._model, reason)
 
     async def flush_caches(self) -> None:
         """See `fp8refit.engine.Engine`: every `generate` call begins with a cache of its own."""
@@ -116,25 +128,8 @@ class TransformersEngine:
         raise UnsupportedEngineError("a model has no tokenizer: pass token ids")
 
     async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`: outputs of a model carry no version, but FP8 caches do, and older ones are refused."""
-        policy = uuid.uuid4().hex
-        for _, kv in fp8_kvs(self._model):
-            kv.version, kv.policy = version, policy
-
-
-class _Refuse:
-    """A forward pre-hook that admits nothing."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def __call__(self, *_: Any) -> None:
-        raise EngineDirtyError(f"this model refuses requests: {self._reason}")
-
-
-def _refusals(model: nn.Module) -> list[int]:
-    """Keys of the hooks that refuse requests."""
-    return [key for key, hook in model._forward_pre_hooks.items() if isinstance(hook, _Refuse)]
+        """See `fp8refit.engine.Engine`: outputs of a model carry no version, but caches do, and older ones are refused."""
+        self._served.policy, self._served.was_refitted = Policy(version), True
 
 
 def _only_device(model: nn.Module) -> torch.device:

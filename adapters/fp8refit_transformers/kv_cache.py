@@ -6,16 +6,16 @@ are seen through their codes too; a forward without a cache quantizes nothing. Q
 """
 
 import inspect
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.slots import FP8_DTYPE
+from fp8refit_transformers.caches import find_cache
 
 KINDS = ("k", "v")
 DTYPE = "fp8_e4m3"
@@ -41,10 +41,6 @@ class Fp8Kv(nn.Module):
         for kind in KINDS:
             scale = torch.ones((), dtype=torch.float32, device=device)
             self.register_buffer(f"{kind}_scale", scale, persistent=False)
-        self.version = 0
-        """Of the policy that is served."""
-        self.policy = uuid.uuid4().hex
-        """Names that policy, among those of copies of the model too, which count for themselves."""
 
     def extra_repr(self) -> str:
         """Scales, for `print(model)`."""
@@ -69,8 +65,6 @@ class _Codes:
     def __init__(self, *args: Any, kv: Fp8Kv) -> None:
         super().__init__(*args)
         self.k_scale, self.v_scale = kv.k_scale.clone(), kv.v_scale.clone()
-        self.version, self.policy = kv.version, kv.policy
-        """Of the policy whose keys and values these are."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append codes of (B, H, L, D), and give what all codes mean, in the dtype that came."""
@@ -177,9 +171,9 @@ def _put_fp8_layer(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
     Raises:
         TypeError: It is a kind of cache that holds no FP8.
-        ValueError: It holds tokens of another dtype, or of another policy.
+        ValueError: It holds tokens of another dtype.
     """
-    cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+    cache = find_cache(args, kwargs)
     if cache is None or isinstance(cache, UnquantizedCache):
         return
     if not isinstance(cache, DynamicCache):
@@ -196,11 +190,6 @@ def _put_fp8_layer(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     elif not isinstance(layer, _Codes):
         raise ValueError(
             "this model keeps its KV cache as FP8, and past_key_values holds tokens of another dtype; begin with an empty cache"
-        )
-    elif layer.policy != kv.policy:
-        raise ValueError(
-            f"past_key_values holds tokens of policy version {layer.version}, and the model serves version {kv.version}; "
-            "begin with an empty cache"
         )
 
 

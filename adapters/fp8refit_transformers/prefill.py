@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.slots import Observe
+from fp8refit_transformers.admission import exempt
 from fp8refit_transformers.kv_cache import UnquantizedCache, find_decoder
 
 MAX_TOKENS = 8192
 
 
 class DecoderPrefill:
-    """See `fp8refit.slots.Prefill`: runs the decoder without its LM head, unquantized and around the model's admission.
+    """See `fp8refit.slots.Prefill`: runs the decoder without its LM head, unquantized, also while the model refuses requests.
 
     Nothing is cached and no hook is set: attention shows its keys and values to the cache that it is given.
 
@@ -33,12 +34,10 @@ class DecoderPrefill:
 
     def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
         """See `fp8refit.slots.Prefill`. Sequences of one length are one batch, so that there is no padding."""
-        with _evaluating(self._decoder):
+        # Not compiled: compiled code is made for a model that serves.
+        with _evaluating(self._decoder), exempt(self._decoder), torch.compiler.set_stance("force_eager"):
             for _, batch in groupby(sorted(sequences, key=len), key=len):
-                # Not the module itself, but its forward: a hook of the model refuses requests while it is refitted.
-                self._decoder.forward(
-                    input_ids=torch.stack(list(batch)), past_key_values=_Observed(observe), use_cache=True
-                )
+                self._decoder(input_ids=torch.stack(list(batch)), past_key_values=_Observed(observe), use_cache=True)
 
 
 class _Observed(UnquantizedCache):

@@ -8,6 +8,7 @@ from unittest import SkipTest
 import pytest
 import torch
 from fp8refit_transformers import to_block_fp8
+from fp8refit_transformers.admission import refusal_of
 from torch import Tensor, nn
 
 from fp8refit.testing import CHECKS, Subject, name_of
@@ -31,7 +32,6 @@ class TransformersSubject(Subject):
         self.family = family
         self.scale_format = scale_format
         self.engine = self.boot(make_model(family, 100))
-        self.hooks = set(self.engine._forward_pre_hooks)
 
     def boot(self, model: nn.Module) -> nn.Module:
         return to_block_fp8(model, scale_format=self.scale_format, kv_cache_dtype="fp8")
@@ -64,7 +64,8 @@ class TransformersSubject(Subject):
         return 0
 
     def traces(self) -> list[str]:
-        return [str(hook) for key, hook in self.engine._forward_pre_hooks.items() if key not in self.hooks]
+        refusal = refusal_of(self.engine)
+        return [refusal] if refusal is not None else []
 
     def memory_bytes(self) -> int:
         return tensor_bytes()

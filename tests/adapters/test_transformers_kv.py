@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from fp8refit_transformers import TransformersEngine, to_block_fp8
+from fp8refit_transformers.admission import refusal_of
 from fp8refit_transformers.kv_cache import Fp8Kv, Fp8SlidingWindowLayer, fp8_kvs
 from safetensors.torch import save_file
 from transformers import (
@@ -464,7 +465,7 @@ def test_bad_orders_change_nothing(order, message):
     with pytest.raises(InvalidCalibrationError, match=message):
         refitter.refit(make_policy(seed=2).state_dict(), **order)
     assert torch.equal(log_probs(engine), before)
-    assert not refitter.is_dirty and refitter.version == 0 and not engine._forward_pre_hooks
+    assert not refitter.is_dirty and refitter.version == 0 and refusal_of(engine) is None
     if "calibration" in order and "kv_scales" not in order:
         with pytest.raises(InvalidCalibrationError, match=message):
             refitter.calibrate(order["calibration"])
@@ -526,7 +527,7 @@ def test_calibrate_alone_sets_scales_for_what_is_served():
     assert report.scales == scales_of(engine) == pytest.approx(expected, rel=0.02)
     assert (report.origin, report.num_sequences, report.num_tokens, report.num_passes) == ("calibration", 2, 64, 1)
     assert torch.equal(log_probs(engine, use_cache=False), served) and kv_error(engine) < bad / 5
-    assert refitter.version == 0 and not refitter.is_dirty and not engine._forward_pre_hooks
+    assert refitter.version == 0 and not refitter.is_dirty and refusal_of(engine) is None
 
 
 def test_calibrate_that_fails_changes_nothing():
@@ -540,7 +541,7 @@ def test_calibrate_that_fails_changes_nothing():
     with pytest.raises(CalibrationError):
         refitter.calibrate(batch)
     assert not refitter.is_dirty and scales_of(engine) == dict.fromkeys(NAMES, 1.0)
-    assert torch.equal(log_probs(engine).nan_to_num(), before.nan_to_num()) and not engine._forward_pre_hooks
+    assert torch.equal(log_probs(engine).nan_to_num(), before.nan_to_num()) and refusal_of(engine) is None
 
 
 def test_margin_kinds_and_reduction_are_configured():

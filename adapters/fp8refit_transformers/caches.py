@@ -1,0 +1,107 @@
+"""Whose keys and values a cache holds: one that was begun under another policy than the served one is refused.
+
+Compiled code checks it too, and is not compiled anew when the policy changes: it asks whether two objects are one.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from fp8refit.errors import StaleCacheError
+
+_SERVED = "_fp8refit_served"
+_BEGUN_UNDER = "_fp8refit_policy"
+
+
+class Policy:
+    """Stands for one policy. A copy of a model or a cache shares it, for it serves or holds the same; a refit makes another.
+
+    Args:
+        version: Its number.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class Served:
+    """What one model serves now. All its layers share it."""
+
+    def __init__(self) -> None:
+        self.policy = Policy(0)
+        self.was_refitted = False
+        """Whether tokens of unknown origin may be those of an older policy."""
+
+
+def watch_caches(model: nn.Module) -> Served:
+    """Let every layer of `model` refuse caches of another policy than the served one. May be repeated."""
+    layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    known = (getattr(layer, _SERVED) for layer in layers if hasattr(layer, _SERVED))
+    served: Served = next(known, None) or Served()
+    for layer in layers:
+        if not hasattr(layer, _SERVED):
+            setattr(layer, _SERVED, served)
+            layer.register_forward_pre_hook(_check_cache, with_kwargs=True)
+    return served
+
+
+def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
+    """The cache among the arguments of a layer."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+
+
+def _check_cache(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook.
+
+    Raises:
+        StaleCacheError: The cache holds tokens of another policy.
+    """
+    cache = find_cache(args, kwargs)
+    if cache is None:
+        return
+    served: Served = getattr(layer, _SERVED)
+    policy: Policy | None = getattr(cache, _BEGUN_UNDER, None)
+    if policy is served.policy:
+        return
+    if policy is None and not (served.was_refitted and _is_begun(cache)):
+        setattr(cache, _BEGUN_UNDER, served.policy)
+    else:
+        _judge(cache, served)
+
+
+@torch.compiler.disable(reason="past_key_values was begun under another policy")
+def _judge(cache: Any, served: Served) -> None:
+    """Refuse a cache that holds tokens of another policy. Not compiled: the code would not look again whether it is another."""
+    policy: Policy | None = getattr(cache, _BEGUN_UNDER, None)
+    if policy is not served.policy and _holds_tokens(cache):
+        whose = f"of policy version {policy.version}" if policy is not None else "of an unknown policy"
+        raise StaleCacheError(
+            f"past_key_values holds tokens {whose}, and the model serves version {served.policy.version}; begin with an empty "
+            "cache"
+        )
+    setattr(cache, _BEGUN_UNDER, served.policy)
+
+
+def _is_begun(cache: Any) -> bool:
+    """Whether a cache may hold something, without a look at its tensors."""
+    return not hasattr(cache, "layers") or any(
+        getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
+        for layer in cache.layers
+    )
+
+
+def _holds_tokens(cache: Any) -> bool:
+    """Whether any layer holds keys, values or a recurrent state. May wait for the device."""
+    return not hasattr(cache, "layers") or any(
+        (getattr(layer, "is_initialized", False) and int(layer.get_seq_length()) > 0)
+        or any(getattr(layer, "has_previous_state", {}).values())
+        for layer in cache.layers
+    )
