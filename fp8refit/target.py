@@ -7,6 +7,7 @@ commit the rank is dirty; only a later complete write heals it.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from fp8refit.pieces import Piece
 from fp8refit.plan import RefitPlan
 from fp8refit.received import ReceivedFill, ReceivedSource
 from fp8refit.report import KvReport, RankReport
+from fp8refit.sharing import shared_bytes
 from fp8refit.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta
 from fp8refit.sources import (
     MappingSource,
@@ -336,6 +338,7 @@ class Target:
         if self._inventory is None or self._inventory.watch.was_any_replaced():
             self._inventory = self._resident = self._stream_plan = self._received = None
             inventory = self._read_inventory()
+            inventory = replace(inventory, refusals=(*inventory.refusals, *shared_bytes(inventory.slots)))
             devices = {slot.weight.device for slot in inventory.slots} or {self._device}
             if len(devices) > 1 or any(device.type == "meta" for device in devices):
                 places = ", ".join(sorted(map(str, devices)))

@@ -14,6 +14,7 @@ LAYERS = [
     "guard",
     "live",
     "slots",
+    "sharing",
     "fingerprint",
     "names",
     "layers",

@@ -1,7 +1,7 @@
 """Reads a live model: which checkpoint tensor lies where."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from fp8refit.slots import (
     Refusal,
     Slot,
 )
+from fp8refit_transformers.admission import own_class
 from fp8refit_transformers.kv_cache import DTYPE, KINDS, Fp8Kv, fp8_kvs
 from fp8refit_transformers.linear import BlockFp8Linear
 from fp8refit_transformers.prefill import DecoderPrefill
@@ -29,17 +30,17 @@ def read_inventory(model: nn.Module) -> Inventory:
     slots: list[Slot] = []
     aliases: dict[str, str] = {}
     unneeded: list[str] = []
-    canonical: dict[tuple[int, tuple[int, ...]], str] = {}
+    first_names: dict[Hashable, str] = {}
     for name, tensor in _state(model):
         checkpoint_name = strip_wrappers(name)
-        storage = (tensor.data_ptr(), tuple(tensor.shape))
-        first = canonical.setdefault(storage, checkpoint_name) if tensor.numel() else checkpoint_name
+        slot = _slot(model, name, tensor)
+        first = first_names.setdefault(_place(slot), checkpoint_name) if tensor.numel() else checkpoint_name
         if not tensor.is_floating_point():
             unneeded.append(checkpoint_name)
         elif first != checkpoint_name:
             aliases[checkpoint_name] = first
         else:
-            slots.append(_slot(model, name, tensor))
+            slots.append(slot)
     return Inventory(
         slots=tuple(slots),
         aliases=aliases,
@@ -87,6 +88,12 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
+def _place(slot: Slot) -> Hashable:
+    """What two names have in common that stand for the same tensor: weights that are tied and scales that are not are two."""
+    parts = (slot.weight, slot.scale)
+    return tuple((part.data_ptr(), part.shape, part.stride(), part.dtype) for part in parts if part is not None)
+
+
 def _slot(model: nn.Module, name: str, tensor: Tensor) -> Slot:
     module, _, key = name.rpartition(".")
     owner = model.get_submodule(module)
@@ -95,7 +102,7 @@ def _slot(model: nn.Module, name: str, tensor: Tensor) -> Slot:
         full_shape=tuple(tensor.shape),
         weight=tensor,
         module=module,
-        kernel=type(owner).__name__,
+        kernel=own_class(owner).__name__,
     )
     if not isinstance(owner, BlockFp8Linear) or key != "weight":
         return place

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from fp8refit_transformers import BlockFp8Linear, TransformersEngine, to_block_fp8
+from fp8refit_transformers.admission import refusal_of
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
@@ -145,6 +146,28 @@ def test_a_tied_head_may_be_sent_or_not(sent):
     assert_same_bytes(engine, make_engine(policy))
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_weights_that_are_tied_without_their_scales_are_refused_by_name(is_late):
+    engine, policy = make_engine(make_policy(seed=1)), make_policy(seed=2)
+    refitter = Refitter(engine)
+    if is_late:
+        refitter.refit(policy.state_dict())
+    mlp = engine.model.layers[0].mlp
+    mlp.up_proj.weight = mlp.gate_proj.weight
+    before = live_bytes(engine)
+    with pytest.raises(UnsupportedEngineError, match="nothing was written") as raised:
+        refitter.refit(policy.state_dict())
+    (reason,) = raised.value.reasons
+    prefix = "model.layers.0.mlp"
+    assert reason.startswith(
+        f"{prefix}.gate_proj.weight: its weight shares memory with the weight of {prefix}.up_proj.weight"
+    )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in live_bytes(engine).items())
+    mlp.up_proj.weight_scale_inv = mlp.gate_proj.weight_scale_inv
+    refitter.refit(policy.state_dict())
+    assert refitter.layout().aliases == {f"{prefix}.up_proj.weight": f"{prefix}.gate_proj.weight"}
+
+
 def test_an_untied_head_must_be_sent():
     engine = make_engine(make_policy(seed=1))
     state = make_policy(seed=2).state_dict()
@@ -178,20 +201,19 @@ def test_nan_makes_the_engine_dirty_until_the_next_whole_policy():
     assert not refitter.is_dirty and refitter.version == 1
     assert_same_bytes(engine, make_engine(policy))
     assert torch.equal(logits(engine), logits(make_engine(policy)))
-    assert not engine._forward_pre_hooks
+    assert refusal_of(engine) is None
 
 
-def test_blocks_do_not_pile_up_and_the_last_reason_is_told():
+def test_refusals_do_not_pile_up_and_the_last_reason_is_told():
     engine = make_engine(make_policy())
     adapter = TransformersEngine(engine)
     asyncio.run(adapter.refuse("first"))
     asyncio.run(adapter.refuse("second"))
-    assert len(engine._forward_pre_hooks) == 1
     with pytest.raises(EngineDirtyError, match="second"):
         engine(input_ids=PROMPT)
     asyncio.run(adapter.resume())
     asyncio.run(adapter.resume())
-    assert not engine._forward_pre_hooks
+    assert refusal_of(engine) is None
     assert logits(engine).shape == (2, 6, SIZES["vocab_size"])
 
 
