@@ -5,7 +5,6 @@ and commit on every rank of that engine. The core never imports an engine; adapt
 `fp8refit.engines`.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -253,12 +252,31 @@ class Engine(ControlPlane, Protocol):
         ...
 
 
+class Turn:
+    """What one refit of an engine at a time holds.
+
+    A lock whose holder is known: after an interrupt that comes in the middle of `take` or `end`, `end` is right in any case.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[str, object] = {}
+
+    def take(self, holder: object) -> bool:
+        """Whether `holder` has it now; False if another has."""
+        return self._holders.setdefault("holder", holder) is holder
+
+    def end(self, holder: object) -> None:
+        """Let go of it, if `holder` has it. May be repeated."""
+        if self._holders.get("holder") is holder:
+            del self._holders["holder"]
+
+
 @dataclass(frozen=True, slots=True)
 class AttachedEngine:
-    """An adapter on its engine, and the lock that one refit at a time holds. A copied or pickled engine has none."""
+    """An adapter on its engine, and the turn that one refit at a time takes. A copied or pickled engine has none."""
 
     engine: Engine
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    turn: Turn = field(default_factory=Turn)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None

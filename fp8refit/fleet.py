@@ -6,14 +6,13 @@ broadcast goes to all, and all commit or none does.
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar, cast
 
 from fp8refit.broadcast import Broadcast
 from fp8refit.config import KvOrder, RefitConfig
-from fp8refit.engine import AttachedEngine, Engine, attach_engine
+from fp8refit.engine import AttachedEngine, Engine, Turn, attach_engine
 from fp8refit.errors import EngineLostError, RefitError, UnsupportedEngineError
 from fp8refit.layout import EngineLayout
 from fp8refit.remote import RemoteRanks
@@ -48,8 +47,8 @@ class Fleet:
             )
         self.name = " + ".join(engine.name for engine in self._engines)
         self.ranks = FleetRanks(members, self._together)
-        lock = _Locks([each.lock for each in attached])
-        self._fp8refit_engine = AttachedEngine(cast(Engine, self), cast(threading.Lock, lock))
+        turns = _Turns([each.turn for each in attached])
+        self._fp8refit_engine = AttachedEngine(cast(Engine, self), turns)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -214,23 +213,23 @@ class FleetRanks:
         await self._together([member.close() for member in self._members])
 
 
-class _Locks:
-    """The locks of several engines as one."""
+class _Turns(Turn):
+    """The turns of several engines as one."""
 
-    def __init__(self, locks: Sequence[Any]) -> None:
-        self._locks = locks
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns = turns
 
-    def acquire(self, blocking: bool = True) -> bool:
-        for place, lock in enumerate(self._locks):
-            if not lock.acquire(blocking=blocking):
-                for taken in self._locks[:place]:
-                    taken.release()
-                return False
-        return True
+    def take(self, holder: object) -> bool:
+        """See `Turn`: all of them or none."""
+        if all(turn.take(holder) for turn in self._turns):
+            return True
+        self.end(holder)
+        return False
 
-    def release(self) -> None:
-        for lock in self._locks:
-            lock.release()
+    def end(self, holder: object) -> None:
+        """See `Turn`."""
+        for turn in self._turns:
+            turn.end(holder)
 
 
 def _run(call: Coroutine[Any, Any, T]) -> T:

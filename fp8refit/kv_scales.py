@@ -194,7 +194,7 @@ class KvScales:
     def write(self, scales: Mapping[str, float]) -> dict[str, float]:
         """Write scales, and every copy that the engine keeps of them. Give what was written, by our names.
 
-        Until `commit` the scales are torn: what is written may be part of a set that other ranks never wrote.
+        They are torn until the rank's commit: what is written may be part of a set that other ranks never wrote.
         """
         canonical = {alias: name for names in self._known_names() for alias, name in names}
         values = {canonical[name]: to_float32(value) for name, value in scales.items() if name in canonical}
@@ -204,10 +204,6 @@ class KvScales:
                 self.torn = self._read()
             self._write(values)
         return values
-
-    def commit(self) -> None:
-        """Declare the scales that were written whole."""
-        self.torn = None
 
     def heal(self) -> None:
         """Write the last whole set over what an attempt that failed left of another one."""

@@ -1,7 +1,7 @@
 """The steps of one refit, in order, timed. The only place that knows the order."""
 
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from textwrap import shorten
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -20,7 +20,7 @@ from fp8refit.errors import (
 )
 from fp8refit.gather import opened
 from fp8refit.layout import EngineLayout
-from fp8refit.report import KvReport, PhaseClock, RankReport, RefitReport
+from fp8refit.report import KvReport, PhaseClock, RefitReport
 from fp8refit.sources import Manifest, StateDict, as_source
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Refitter:
         if config is not None and options:
             raise ValueError(f"give config or its fields as keywords, not both (got {sorted(options)} too)")
         attached = attach_engine(engine)
-        self._engine, self._lock = attached.engine, attached.lock
+        self._engine, self._turn = attached.engine, attached.turn
 
     @property
     def version(self) -> int:
@@ -130,7 +130,7 @@ class Refitter:
         """
         config = self._config
         with opened(state_dict, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s) as whole:
-            return await self._alone(self._refit(whole, manifest, calibration, kv_scales))
+            return await self._alone(lambda attempt: self._refit(attempt, whole, manifest, calibration, kv_scales))
 
     def calibrate(self, calibration: Calibration) -> KvReport:
         """Set the scales of the engine's FP8 KV cache for the policy that it serves, all of them or none.
@@ -158,23 +158,33 @@ class Refitter:
 
     async def calibrate_async(self, calibration: Calibration) -> KvReport:
         """`calibrate` for an asynchronous engine, awaited in the event loop that drives the engine."""
-        return await self._alone(self._calibrate(calibration))
+        return await self._alone(lambda attempt: self._calibrate(attempt, calibration))
 
-    async def _alone(self, steps: Coroutine[Any, Any, T]) -> T:
-        """Take the steps of one refit while no other one is under way; refuse requests if they lose the engine."""
-        if not self._lock.acquire(blocking=False):
-            steps.close()
-            raise EngineBusyError("another refit of this engine is under way; wait for it")
+    async def _alone(self, steps: Callable[["_Attempt"], Awaitable[T]]) -> T:
+        """Take the steps of one refit while no other one is under way, and leave an engine that serves or refuses.
+
+        An interrupt may come between any two lines. What has to be done in any case is therefore done twice: an interrupt of
+        the first time is followed by the second.
+        """
+        attempt = _Attempt()
         try:
-            with Caught() as caught:
-                return await steps
-            if isinstance(caught.error, EngineLostError):
-                await self._engine.refuse(f"the engine is lost ({_describe(caught.error)})")
-            raise caught.take()
+            try:
+                if not self._turn.take(attempt):
+                    raise EngineBusyError("another refit of this engine is under way; wait for it")
+                with Caught() as failed:
+                    return await steps(attempt)
+                await self._leave(attempt, failed.error)
+                raise failed.take()
+            except BaseException as error:
+                if attempt.version is not None:
+                    await self._leave(attempt, error)
+                raise
+            finally:
+                self._turn.end(attempt)
         finally:
-            self._lock.release()
+            self._turn.end(attempt)
 
-    async def _calibrate(self, calibration: Calibration) -> KvReport:
+    async def _calibrate(self, attempt: "_Attempt", calibration: Calibration) -> KvReport:
         engine, ranks, config = self._engine, self._engine.ranks, self._config
         order = KvOrder()
         with Caught() as unready:
@@ -185,17 +195,15 @@ class Refitter:
                 raise InvalidCalibrationError("calibration: there is no batch")
             await engine.check_ready()
         await ranks.check_calibration(order, config, objection=unready.error)
-        version = ranks.version
-        with Caught() as failed:
-            with Caught() as busy:
-                await engine.pause(config)
-                await engine.flush_caches()
+        attempt.version = ranks.version
+        with Caught() as busy:
+            await engine.pause(config)
+            await engine.flush_caches()
+        try:
             report = await ranks.calibrate(order, config, objection=busy.error)
-        del busy  # the error's traceback would hold it, and it the error
-        if failed.error is not None:
-            await self._let_go(failed.error, version)
-            raise failed.take()
-        await self._go_on(engine.resume())
+        finally:
+            del busy  # the error's traceback would hold it, and it the error
+        await self._go_on(attempt)
         logger.info(
             "%d KV scales from %d tokens in %.1f ms", len(report.scales), report.num_tokens, report.seconds * 1e3
         )
@@ -203,6 +211,7 @@ class Refitter:
 
     async def _refit(
         self,
+        attempt: "_Attempt",
         state_dict: StateDict,
         manifest: Manifest | None,
         calibration: Calibration | None,
@@ -217,66 +226,66 @@ class Refitter:
             await ranks.prepare(
                 lambda: as_source(state_dict, manifest=manifest), config, kv=order, objection=unready.error
             )
-        version, num_interrupted = ranks.version, 0
-        written: Sequence[RankReport] = ()
+        attempt.version, num_interrupted = ranks.version, 0
         with Caught() as busy:
             with clock.phase("pause"):
                 num_interrupted = await engine.pause(config)
             with clock.phase("flush"):
                 if not ranks.drops_caches:
                     await engine.flush_caches()
-        with Caught() as failed, clock.phase("transfer"):
-            written = await ranks.write(objection=busy.error)
-        del busy  # the error's traceback would hold it, and it the error
-        if failed.error is not None:
-            await self._let_go(failed.error, version)
-            raise failed.take()
+        try:
+            with clock.phase("transfer"):
+                written = await ranks.write(objection=busy.error)
+        finally:
+            del busy  # the error's traceback would hold it, and it the error
         clock.move("transfer", flush=max(rank.flush_s for rank in written))
         clock.move("transfer", fill=max(rank.fill_s for rank in written))
         clock.move("transfer", verify=max(rank.verify_s for rank in written))
         kv_s = max(rank.kv.seconds if rank.kv is not None else 0.0 for rank in written)
         if kv_s:
             clock.move("transfer", kv=kv_s)
-        version = ranks.version
+        attempt.is_written = True
         with clock.phase("resume"):
-            await self._go_on(self._serve(version))
+            await self._go_on(attempt)
         report = RefitReport.of(
-            written, version=version, engine=engine.name, phases_s=clock.phases_s, num_interrupted=num_interrupted
+            written, version=ranks.version, engine=engine.name, phases_s=clock.phases_s, num_interrupted=num_interrupted
         )
         logger.info("%s", report.summary())
         return report
 
-    async def _let_go(self, error: BaseException, version: int) -> None:
-        """After a refit that failed: go on with a whole policy, the old or the new one; with parts of both refuse."""
-        if self._engine.ranks.is_dirty:
-            await self._engine.refuse(
+    async def _leave(self, attempt: "_Attempt", error: BaseException | None) -> None:
+        """After an attempt that failed: go on with a whole policy, the old or the new one; with parts of both refuse."""
+        engine, ranks = self._engine, self._engine.ranks
+        assert error is not None, "it failed"
+        if isinstance(error, EngineLostError):
+            await engine.refuse(f"the engine is lost ({_describe(error)})")
+        elif attempt.version is not None and ranks.is_dirty:
+            await engine.refuse(
                 f"the last refit failed part way ({_describe(error)}); the next one that succeeds heals it"
             )
-        else:
-            await self._go_on(self._serve_what_is_whole(version))
+        elif attempt.version is not None:
+            # It wrote nothing, or the ranks committed and their driver did not hear of it, or did not go on.
+            with Caught() as stuck:
+                if attempt.goes_on and isinstance(error, GeneratorExit):
+                    raise error  # what had to be awaited then cannot be awaited now
+                await ranks.abandon()
+                await self._go_on(attempt)
+            if stuck.error is not None:
+                await engine.refuse(
+                    f"version {self.version} is in place, but the engine did not go on ({_describe(stuck.error)}); refit again"
+                )
+                attempt.version = None
+                raise stuck.take()
+        attempt.version = None
 
-    async def _serve_what_is_whole(self, version: int) -> None:
-        """Go on after a refit that wrote nothing, or that the ranks committed and only their driver did not hear of."""
-        ranks = self._engine.ranks
-        await ranks.abandon()
-        if ranks.version != version:
-            await self._serve(ranks.version)
-        else:
-            await self._engine.resume()
-
-    async def _serve(self, version: int) -> None:
-        await self._engine.publish_version(version)
+    async def _go_on(self, attempt: "_Attempt") -> None:
+        """Serve the policy that is in place."""
+        attempt.goes_on = True
+        version = self._engine.ranks.version
+        if attempt.is_written or version != attempt.version:
+            await self._engine.publish_version(version)
         await self._engine.resume()
-
-    async def _go_on(self, steps: Awaitable[None]) -> None:
-        """Nobody may wait for an engine that holds a whole policy, and cannot be made to go on."""
-        with Caught() as caught:
-            await steps
-        if caught.error is not None:
-            await self._engine.refuse(
-                f"version {self.version} is in place, but the engine did not go on ({_describe(caught.error)}); refit again"
-            )
-            raise caught.take()
+        attempt.version = None
 
     def layout(self) -> EngineLayout:
         """Slots, kernels, scale formats and refusals of the engine."""
@@ -314,12 +323,7 @@ class Refitter:
 
     async def close_async(self) -> None:
         """`close` for an asynchronous engine."""
-        if not self._lock.acquire(blocking=False):
-            raise EngineBusyError("a refit of this engine is under way; wait for it")
-        try:
-            await self._engine.ranks.close()
-        finally:
-            self._lock.release()
+        await self._alone(lambda _: self._engine.ranks.close())
 
     def _run(self, steps: Coroutine[Any, Any, T]) -> T:
         """Run the steps of a synchronous engine, which never suspend.
@@ -363,6 +367,17 @@ class Refitter:
         except RefitError:
             if error is None:
                 raise
+
+
+class _Attempt:
+    """One refit or calibration."""
+
+    version: int | None = None
+    """Of the policy before the engine was paused; None while it is not."""
+    is_written = False
+    """Whether another policy was committed, as far as is known."""
+    goes_on = False
+    """Whether the engine was asked to go on."""
 
 
 def _describe(error: BaseException) -> str:

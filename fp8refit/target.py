@@ -263,11 +263,14 @@ class Target:
     def commit(self, version: int | None = None) -> int:
         """Declare the written policy whole, and give its version: the next one, if none is said."""
         assert self._is_whole, "commit() follows a finish() that returned"
-        self.version = version if version is not None else self.version + 1
-        self.is_dirty = self._is_whole = False
+        version = version if version is not None else self.version + 1
+        # In one line: no interrupt may come between them.
         if self._kv is not None:
-            self._kv.commit()
-        return self.version
+            self.version, self.is_dirty, self._kv.torn = version, False, None
+        else:
+            self.version, self.is_dirty = version, False
+        self._is_whole = False
+        return version
 
     def abandon(self) -> None:
         """Let go of what was prepared. A rank that was written in part stays dirty."""

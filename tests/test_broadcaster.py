@@ -242,9 +242,11 @@ def test_of_errors_on_all_that_of_the_replica_that_is_lost_is_raised(replicas):
 
 
 def test_a_refit_of_one_replica_keeps_the_broadcast_out(replicas):
-    lock = replicas.remotes[1].client._fp8refit_engine.lock
-    with lock, pytest.raises(EngineBusyError):
+    turn = replicas.remotes[1].client._fp8refit_engine.turn
+    assert turn.take("somebody else")
+    with pytest.raises(EngineBusyError):
         replicas.broadcaster.push(replicas.make_policy(1))
+    turn.end("somebody else")
     replicas.heals()
 
 

@@ -29,7 +29,7 @@ from fp8refit import (
     UnsupportedEngineError,
     refit,
 )
-from fp8refit.engine import LocalRanks
+from fp8refit.engine import LocalRanks, Turn
 from fp8refit.report import RankReport
 from tests.fake_kv import K_SCALE, V_SCALE, FakeKvCache
 from tests.fakes import FakeEngine, FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy, unchanged
@@ -575,8 +575,12 @@ def test_a_refit_that_is_cancelled_anywhere_is_whole_or_refuses(num_steps, async
             await task
 
     asyncio.run(cancel())
-    if async_model.blocked is None:
+    assert (async_model.blocked, refitter.is_dirty) == (None, False), "nothing is written in part here"
+    if refitter.version == 0:
         assert live_bytes(async_model) == before
+    else:
+        assert_holds(async_model, make_policy(async_model, seed=1))
+        assert "version 1" in async_model.events
     policy = make_policy(async_model, seed=2)
     asyncio.run(refitter.refit_async(policy))
     assert (refitter.is_dirty, async_model.blocked) == (False, None)
@@ -892,3 +896,90 @@ def test_nobody_waits_for_an_engine_that_does_not_go_on_after_a_refit_that_wrote
     assert "version 0 is in place, but the engine did not go on (RuntimeError: the scheduler is gone)" in model.blocked
     assert not refitter.is_dirty
     monkeypatch.undo()
+
+
+# Interrupts.
+
+
+INTERRUPTS = [KeyboardInterrupt(), SystemExit(), asyncio.CancelledError(), MemoryError()]
+
+
+def interrupt_once(monkeypatch, owner, name, error, *, after):
+    """Let the next call of a coroutine function raise: at once, or when all of it is done."""
+    original = getattr(owner, name)
+
+    async def interrupted(*arguments, **keywords):
+        monkeypatch.setattr(owner, name, original)
+        if after:
+            await original(*arguments, **keywords)
+        raise error
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("error", INTERRUPTS, ids=repr)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", ["pause", "flush_caches", "publish_version", "resume"])
+def test_an_interrupt_at_any_step_of_the_engine_leaves_a_whole_policy_serving(step, after, error, model, monkeypatch):
+    refitter = Refitter(model)
+    before, policy = live_bytes(model), make_policy(model, seed=1)
+    interrupt_once(monkeypatch, FakeEngine, step, error, after=after)
+    with pytest.raises(type(error)) as caught:
+        refitter.refit(policy)
+    assert caught.value is error
+    assert (model.blocked, refitter.is_dirty) == (None, False)
+    if step in ("publish_version", "resume"):
+        assert_holds(model, policy)
+        assert refitter.version == 1 and "version 1" in model.events
+    else:
+        assert live_bytes(model) == before and refitter.version == 0
+    refitter.refit(make_policy(model, seed=2))
+
+
+@pytest.mark.parametrize("error", INTERRUPTS, ids=repr)
+def test_an_interrupt_just_after_the_commit_leaves_the_new_policy_serving(error, model, monkeypatch):
+    refitter, policy = Refitter(model), make_policy(model, seed=1)
+    interrupt_once(monkeypatch, LocalRanks, "write", error, after=True)
+    with pytest.raises(type(error)):
+        refitter.refit(policy)
+    assert (refitter.version, refitter.is_dirty, model.blocked) == (1, False, None)
+    assert model.events[-2:] == ["version 1", "resume"]
+    assert_holds(model, policy)
+
+
+@pytest.mark.parametrize("error", INTERRUPTS, ids=repr)
+def test_an_interrupt_just_after_a_calibration_leaves_its_scales_serving(error, model, cache, monkeypatch):
+    refitter = Refitter(model, kv=KV)
+    interrupt_once(monkeypatch, LocalRanks, "calibrate", error, after=True)
+    with pytest.raises(type(error)):
+        refitter.calibrate(BATCH)
+    assert (refitter.version, refitter.is_dirty, model.blocked, cache.held) == (0, False, None, SEEN)
+
+
+@pytest.mark.parametrize("step", ["refuse", "resume"])
+def test_an_interrupt_while_a_failed_refit_is_seen_to_leaves_the_engine_serving_or_saying_why_not(
+    step, model, monkeypatch
+):
+    refitter = Refitter(model)
+    model.flush_fails = step == "resume"
+    interrupt_once(monkeypatch, FakeEngine, step, KeyboardInterrupt(), after=False)
+    with pytest.raises(KeyboardInterrupt):
+        refitter.refit(policy_with_nan(model))
+    model.flush_fails = False
+    if step == "refuse":
+        assert_dirty_until_refitted(refitter, model, "the last refit failed part way (")
+    else:
+        assert model.blocked.startswith("version 0 is in place, but the engine did not go on (KeyboardInterrupt")
+        assert not refitter.is_dirty
+        refitter.refit(make_policy(model, seed=1))
+        assert model.blocked is None
+
+
+def test_a_turn_is_one_holder_s_and_ended_by_nobody_else():
+    turn = Turn()
+    assert turn.take("first") and turn.take("first") and not turn.take("second")
+    turn.end("second")
+    assert not turn.take("second")
+    turn.end("first")
+    turn.end("first")
+    assert turn.take("second")

@@ -137,9 +137,9 @@ class TokenizerControls:
         return self._gate
 
     def _open_gate(self) -> None:
-        gate, self._gate = self._gate, None
-        if gate is not None:
-            gate.open()
+        if self._gate is not None:
+            self._gate.open()
+            self._gate = None  # not before it is open: an interrupt in between would leave requests at it for ever
 
     def _decide(self, is_paused: bool) -> None:
         self._was_paused = is_paused

@@ -80,8 +80,8 @@ class AsyncDriver:
             return
         if not self._was_paused:
             await self._ask(type(self._llm).resume_generation(self._llm))
-        gate, self._gate = self._gate, None
-        gate.open()
+        self._gate.open()
+        self._gate = None  # not before it is open: an interrupt in between would leave requests at it for ever
 
     async def refuse(self, reason: str) -> None:
         """See `fp8refit.engine.Engine`. The scheduler stays paused: what it might still hold may not run."""

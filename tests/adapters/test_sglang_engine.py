@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from fp8refit_sglang.gate import TokenizerGate
 
 from fp8refit import (
     CacheFlushError,
@@ -296,6 +297,26 @@ def test_requests_that_are_kept_go_on_under_the_new_policy(engine):
 
     run(engine, steps())
     assert_serves(engine)
+
+
+def test_an_interrupt_while_requests_are_let_in_again_leaves_none_waiting(solo, monkeypatch):
+    opened, original = [], TokenizerGate.open
+
+    def interrupt(gate):
+        opened.append(gate)
+        if len(opened) == 1:
+            raise MemoryError
+        original(gate)
+
+    monkeypatch.setattr(TokenizerGate, "open", interrupt)
+
+    async def steps():
+        with pytest.raises(MemoryError):
+            await Refitter(solo).refit_async(solo.make_policy(1))
+
+    run(solo, steps())
+    assert len(opened) == 2
+    assert_serves(solo)
 
 
 # Pauses by others.

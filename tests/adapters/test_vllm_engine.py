@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from fp8refit_vllm import VllmEngine
 from fp8refit_vllm.async_driver import AsyncDriver
+from fp8refit_vllm.gate import LlmGate
 
 from fp8refit import (
     CacheFlushError,
@@ -129,6 +130,23 @@ def test_a_pause_that_is_cancelled_lets_requests_in_again():
             await pause
         assert llm.is_running
         assert await asyncio.wait_for(llm.add_request(), 10) == "admitted"
+
+    asyncio.run(steps())
+
+
+def test_an_interrupt_while_requests_are_let_in_again_leaves_none_waiting(monkeypatch):
+    async def steps():
+        llm = QuietAsyncLLM()
+        driver = AsyncDriver(llm, "method")
+        await driver.pause(RefitConfig())
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(LlmGate, "open", interrupt)
+            await driver.resume()
+        await driver.resume()
+        assert await asyncio.wait_for(llm.add_request(), 10) == "admitted"
+
+    def interrupt(gate):
+        raise MemoryError
 
     asyncio.run(steps())
 
