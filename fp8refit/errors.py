@@ -58,6 +58,10 @@ class CalibrationError(RefitError):
     """
 
 
+class InvalidCorrectionError(RefitError, ValueError):
+    """What the functions of `fp8refit.correction` cannot use: tensors whose shapes differ, bounds that hold nothing."""
+
+
 class UnsupportedEngineError(RefitError, ValueError):
     """The object is no engine that fp8refit can refit: unknown, not block FP8, or with layers whose kernel repacks.
 

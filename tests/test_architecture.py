@@ -11,6 +11,7 @@ LAYERS = [
     "errors",
     "tensors",
     "files",
+    "correction",
     "guard",
     "live",
     "slots",

@@ -1,0 +1,341 @@
+"""Correction of the mismatch between a trainer and the engine that sampled for it: weights, rejection, metrics.
+
+An FP8 engine samples from a policy q that is not quite the trainer's p, so a gradient over its samples is off-policy. With
+`r = p / q` a token, the functions here turn log-probabilities of sampled tokens into weights for the loss, into masks of the
+tokens to keep, and into metrics. They compute on tensors only: no engine, no state, no collective call.
+
+Every function takes these, of one shape:
+
+- `trainer_logprobs`: (B, L), any floating dtype: log p of each sampled token, before the optimizer's step.
+- `rollout_logprobs`: (B, L), any floating dtype: log q, as the engine reported it.
+- `mask`: (B, L), bool or numbers: which tokens count. What the others hold is never read, NaN included.
+
+Log-ratios are computed in float64 and clamped to +-20 a token, and their sums once more. So ratios stay finite and above zero
+whatever the engine reported, -inf included; two -inf are a ratio of 1. A NaN in a token that counts is a fault upstream: it
+stays NaN in weights and metrics, where the loss shows it, and no mask keeps it. No gradient flows through a result: a weight
+is a change of measure, not part of the objective.
+
+verl's `rollout_corr_helper.py` (0.9.1, Apache-2.0) is the reference that the tests compare with. Where definitions differ:
+verl bounds k1 by `[log lower, log upper]` of a ratio, this module by nats. It clamps only the sum of a sequence's log-ratios,
+and none in its k1, k3 and perplexities, which differs once a single token is beyond 20 nats. Its means over sequences count
+sequences without tokens, as ratios of 1 or weights of 0. Its ESS is that of weights cut at the upper bound once more, and it
+averages weights for normalization over all ranks. It has no clipping from below, geometric mean, veto, OPSM or adaptive share.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fp8refit.errors import InvalidCorrectionError
+
+LOG_BOUND = 20.0
+"""Log-ratios beyond it are cut: exp(20) is 4.9e8. verl and TRL have the same bound."""
+
+_LEAST_MEAN = 1e-8
+"""Weights of a smaller mean are not scaled up to 1."""
+
+Level = Literal["token", "sequence", "geometric"]
+Outside = Literal["clip", "zero"]
+Divergence = Literal["k1", "k2", "k3"]
+Per = Literal["token", "sum", "mean", "max"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """How far the engine is from the trainer, over the tokens that count. NaN where no token does."""
+
+    k1: float
+    """`mean(-log r)`: KL(q || p), estimated without bias."""
+    k3: float
+    """`mean(r - 1 - log r)`: the same, never negative and with less variance (Schulman, kl-approx)."""
+    token_mult_prob_error: float
+    """`mean(exp |log r|)`: NeMo RL's token multiplicative probability error; 1 is equality, 1.05 much."""
+    ppl_ratio: float
+    """Mean over sequences of `exp(mean(-log r))`: the trainer's perplexity of the samples over the engine's."""
+    chi2_token: float
+    """`mean(r^2) - 1`: the chi-square divergence of p from q, for tokens."""
+    chi2_sequence: float
+    """`mean((prod r)^2) - 1`, over sequences."""
+    ess: float
+    """Effective sample size of the weights, as a share of the tokens: see `effective_sample_size`."""
+    masked_fraction: float
+    """Share of the tokens whose weight is zero."""
+
+
+def importance_weights(
+    trainer_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: Level = "token",
+    upper: float = 2.0,
+    lower: float = 0.0,
+    outside: Outside = "clip",
+    normalize: bool = False,
+) -> Tensor:
+    """Weights for the loss of each token.
+
+    The ratio R of a token is `r` (`level="token"`), `prod r` over its sequence (`"sequence"`), or `exp(mean log r)`
+    (`"geometric"`). The weight is `clamp(R, lower, upper)` (`outside="clip"`; with `lower=0` this is truncated importance
+    sampling, TIS: Ionides 2008, Yao et al. 2025), or `R` within `[lower, upper]` and 0 outside (`outside="zero"`: IcePop,
+    Ling team 2025; MIS of whole sequences: Li et al. 2025).
+
+    Args:
+        trainer_logprobs: See the module.
+        rollout_logprobs: See the module.
+        mask: See the module.
+        level: What the ratio is taken over.
+        upper: Largest weight.
+        lower: Smallest weight.
+        outside: What becomes of a ratio beyond the bounds.
+        normalize: Divide the weights by their mean: over tokens, or over sequences for the other levels. Weights that
+            are all zero stay so. The mean is that of these tensors: give whole batches, not micro-batches.
+
+    Returns:
+        (B, L), fp32 or fp64 if a log-probability was: 0 where the mask is.
+
+    Raises:
+        InvalidCorrectionError: Shapes differ, or bounds are none.
+
+    Example:
+        >>> weights = importance_weights(trainer_logprobs, rollout_logprobs, mask)     # doctest: +SKIP
+        >>> loss = -(weights * advantages * new_logprobs)[mask].mean()                 # doctest: +SKIP
+    """
+    _check_choice(level, Level)
+    _check_choice(outside, Outside)
+    _check(0 <= lower < upper, f"{lower=} and {upper=} are no bounds of a ratio: 0 <= lower < upper is needed")
+    counts, logs = _log_ratio(trainer_logprobs, rollout_logprobs, mask)
+    if level != "token":
+        logs = _over_sequence(logs, counts, mean=level == "geometric").clamp(-LOG_BOUND, LOG_BOUND).expand_as(logs)
+    ratio = logs.exp()
+    is_within = (ratio >= lower) & (ratio <= upper) | ratio.isnan()
+    weights = ratio.clamp(lower, upper) if outside == "clip" else torch.where(is_within, ratio, 0.0)
+    weights = torch.where(counts, weights, 0.0)
+    if normalize:
+        weights = weights / _mean_weight(weights, counts, level)
+    return weights.to(_result_dtype(trainer_logprobs, rollout_logprobs))
+
+
+def keep_mask(
+    trainer_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    divergence: Divergence = "k3",
+    per: Per = "token",
+    upper: float,
+    lower: float | None = None,
+) -> Tensor:
+    """Reject what diverged: the tokens of `mask` that are left.
+
+    A token's divergence is `k1 = -log r`, `k2 = (log r)^2 / 2` or `k3 = r - 1 - log r` (Schulman, kl-approx). A token is
+    kept if its own (`per="token"`), or the sum, mean or maximum over its sequence, is within `[lower, upper]`.
+    `per="max"` asks that of every token of the sequence, so it bounds k1 on both sides.
+
+    Args:
+        trainer_logprobs: See the module.
+        rollout_logprobs: See the module.
+        mask: See the module.
+        divergence: Which estimate.
+        per: What it is taken over. All but `"token"` keep or reject whole sequences.
+        upper: Largest divergence, in nats.
+        lower: Smallest one; by default `-upper`, which only k1 can fall below.
+
+    Returns:
+        (B, L) bool.
+
+    Raises:
+        InvalidCorrectionError: Shapes differ, or bounds are none.
+    """
+    _check_choice(divergence, Divergence)
+    _check_choice(per, Per)
+    lower = -upper if lower is None else lower
+    _check(lower < upper, f"{lower=} and {upper=} are no bounds of a divergence: lower < upper is needed")
+    counts, logs = _log_ratio(trainer_logprobs, rollout_logprobs, mask)
+    values = _divergence(logs, divergence)
+    if per in ("sum", "mean"):
+        values = _over_sequence(values, counts, mean=per == "mean")
+    within = (values >= lower) & (values <= upper)
+    if per == "max":
+        within = (within | ~counts).all(-1, keepdim=True)
+    return within & counts
+
+
+def veto_mask(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, least_ratio: float = 1e-4) -> Tensor:
+    """Drop whole sequences that hold a token with `r < least_ratio`: one that the trainer would hardly sample.
+
+    The veto of verl 0.6 and slime's `mis.py`. Arguments and errors are those of `keep_mask`.
+
+    Returns:
+        (B, L) bool: the tokens of `mask` that are left.
+    """
+    _check(0 < least_ratio < math.exp(LOG_BOUND), f"{least_ratio=} is no ratio")
+    counts, logs = _log_ratio(trainer_logprobs, rollout_logprobs, mask)
+    return counts & ((logs >= math.log(least_ratio)) | ~counts).all(-1, keepdim=True)
+
+
+def opsm_mask(
+    trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, advantages: Tensor, delta: float
+) -> Tensor:
+    """Off-policy sequence masking: drop where `A < 0` and the sequence's mean k1 exceeds `delta`.
+
+    DeepSeek-V3.2 (2025), section 3.1; slime's `--use-opsm --opsm-delta`. Other arguments and errors are those of `keep_mask`.
+
+    Args:
+        trainer_logprobs: See the module.
+        rollout_logprobs: See the module.
+        mask: See the module.
+        advantages: (B,) one a sequence, or (B, L).
+        delta: Largest mean divergence, in nats.
+
+    Returns:
+        (B, L) bool: the tokens of `mask` that are left.
+    """
+    counts, logs = _log_ratio(trainer_logprobs, rollout_logprobs, mask)
+    _check(advantages.shape in (counts.shape, counts.shape[:1]), f"advantages are {tuple(advantages.shape)}")
+    negative = (advantages if advantages.ndim == counts.ndim else advantages[:, None]) < 0
+    return counts & ~(negative & ~(_over_sequence(-logs, counts, mean=True) <= delta))
+
+
+def adaptive_weights(weights: Tensor, mask: Tensor, *, least_ess: float = 0.9) -> tuple[Tensor, Tensor]:
+    """As much correction as leaves `least_ess` of the samples effective.
+
+    Full correction is unbiased but noisy, none is biased but calm. This takes `1 + share * (weights - 1)` with the largest
+    share in [0, 1] at which `effective_sample_size` is at least `least_ess`: with the weights' mean m, standard deviation s
+    and `c = sqrt(1 / least_ess - 1)` that is `min(1, c / (s - c * (m - 1)))`, or 1 if the denominator is not positive.
+    The rule is ours. It is inspired by AIS (arXiv 2605.13907), which mixes by a coefficient of its own, and is not AIS.
+
+    Args:
+        weights: (B, L), as `importance_weights(..., outside="clip")` gives them. Zeros that reject tokens would come back as
+            `1 - share`: apply masks afterwards.
+        mask: (B, L), bool or numbers: which tokens count.
+        least_ess: Share of the tokens, in (0, 1]. 1 is no correction.
+
+    Returns:
+        The weights, (B, L) in the dtype of `weights`, 0 where the mask is; and the share, a scalar tensor of that dtype.
+
+    Raises:
+        InvalidCorrectionError: Shapes differ, or `least_ess` is no share.
+    """
+    _check(0 < least_ess <= 1, f"{least_ess=} is no share of the samples: it is in (0, 1]")
+    counts, full = _counted(weights, mask)
+    mean = _mean(full, counts)
+    deviation = _mean((full - mean).square(), counts).sqrt()
+    room = math.sqrt(1 / least_ess - 1)
+    needed = deviation - room * (mean - 1)
+    share = torch.where(needed > 0, (room / needed).clamp(max=1.0), 1.0)
+    return torch.where(counts, 1 + share * (full - 1), 0.0).to(weights.dtype), share.to(weights.dtype)
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
+    """`mean(w)^2 / mean(w^2)` over the tokens that count: Kish's effective sample size (1965), as a share of their number.
+
+    Args:
+        weights: (B, L), not negative.
+        mask: (B, L), bool or numbers: which tokens count.
+
+    Returns:
+        A scalar in (0, 1], float64: 1 for equal weights, `1 / n` if one of n tokens has all. 0 if all weights are zero, NaN if
+        no token counts.
+
+    Raises:
+        InvalidCorrectionError: Shapes differ.
+    """
+    counts, found = _counted(weights, mask)
+    largest = found.max() if found.numel() else found.new_zeros(())
+    found = found / torch.where(largest > 0, largest, 1.0)
+    ess = _mean(found, counts).square() / _mean(found.square(), counts)
+    return torch.where((largest == 0) & counts.any(), 0.0, ess)
+
+
+def mismatch(
+    trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, weights: Tensor | None = None
+) -> Mismatch:
+    """Measure how far the engine is from the trainer; the fields of `Mismatch` say how. Waits for the device once.
+
+    Args:
+        trainer_logprobs: See the module.
+        rollout_logprobs: See the module.
+        mask: See the module.
+        weights: (B, L), what the loss uses, for `ess` and `masked_fraction`; by default the token ratios themselves.
+
+    Raises:
+        InvalidCorrectionError: Shapes differ.
+    """
+    counts, logs = _log_ratio(trainer_logprobs, rollout_logprobs, mask)
+    ratio = logs.exp()
+    used = ratio if weights is None else _counted(weights, mask)[1]
+    rows = counts.any(-1)
+    of_rows = _over_sequence(logs, counts, mean=False)[:, 0].clamp(-LOG_BOUND, LOG_BOUND)
+    means = _over_sequence(logs, counts, mean=True)[:, 0]
+    found = (
+        _mean(_divergence(logs, "k1"), counts),
+        _mean(_divergence(logs, "k3"), counts),
+        _mean(logs.abs().exp(), counts),
+        _mean((-means).exp(), rows),
+        _mean(ratio.square(), counts) - 1,
+        _mean((2 * of_rows).exp(), rows) - 1,
+        effective_sample_size(used, mask),
+        _mean((used == 0).double(), counts),
+    )
+    names = Mismatch.__dataclass_fields__
+    return Mismatch(**dict(zip(names, torch.stack(found).tolist(), strict=True)))
+
+
+def _log_ratio(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tokens count, (B, L) bool, and their log r, (B, L) float64: bounded, and 0 where the mask is."""
+    shapes = [tuple(tensor.shape) for tensor in (trainer_logprobs, rollout_logprobs, mask)]
+    _check(len(set(shapes)) == 1 and len(shapes[0]) == 2, f"log-probabilities and mask are {shapes}, not (B, L) all")
+    counts = mask.bool()
+    ours, theirs = trainer_logprobs.detach().double(), rollout_logprobs.detach().double()
+    apart = counts & (ours != theirs)
+    return counts, torch.where(apart, ours - theirs, 0.0).clamp(-LOG_BOUND, LOG_BOUND)
+
+
+def _counted(weights: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tokens count, and their weights in float64, 0 for the others."""
+    shapes = [tuple(tensor.shape) for tensor in (weights, mask)]
+    _check(shapes[0] == shapes[1], f"weights and mask are {shapes}, not alike")
+    counts = mask.bool()
+    return counts, torch.where(counts, weights.detach().double(), 0.0)
+
+
+def _divergence(logs: Tensor, kind: Divergence) -> Tensor:
+    if kind == "k1":
+        return -logs
+    return logs.square() / 2 if kind == "k2" else torch.expm1(logs) - logs
+
+
+def _over_sequence(values: Tensor, counts: Tensor, *, mean: bool) -> Tensor:
+    """Sum or mean over the tokens that count, (B, 1); 0 for a sequence without any."""
+    total = torch.where(counts, values, 0.0).sum(-1, keepdim=True)
+    return total / counts.sum(-1, keepdim=True).clamp(min=1) if mean else total
+
+
+def _mean(values: Tensor, counts: Tensor) -> Tensor:
+    """Scalar; NaN if nothing counts."""
+    return torch.where(counts, values, 0.0).sum() / counts.sum()
+
+
+def _mean_weight(weights: Tensor, counts: Tensor, level: Level) -> Tensor:
+    """What weights are divided by; 1 if hardly any is left."""
+    if level != "token":
+        weights, counts = _over_sequence(weights, counts, mean=True), counts.any(-1, keepdim=True)
+    mean = _mean(weights, counts)
+    return torch.where(mean > _LEAST_MEAN, mean, 1.0)
+
+
+def _result_dtype(*tensors: Tensor) -> torch.dtype:
+    return torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
+
+
+def _check_choice(value: str, choices: object) -> None:
+    _check(value in get_args(choices), f"{value!r} is none of {', '.join(get_args(choices))}")
+
+
+def _check(is_right: bool, problem: str) -> None:
+    if not is_right:
+        raise InvalidCorrectionError(problem)

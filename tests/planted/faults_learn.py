@@ -1,0 +1,65 @@
+"""Faults of corrections, of the GRPO example and of the benchmark of rollouts."""
+
+from tests.planted.fault import Fault
+
+CORRECTION = "fp8refit/correction.py"
+FUZZ = "tests/fuzz/test_learn.py"
+
+FAULTS = [
+    Fault(
+        name="what is masked leaks into log-ratios",
+        path=CORRECTION,
+        before="torch.where(apart, ours - theirs, 0.0).clamp(",
+        after="((ours - theirs) * apart).clamp(",
+        found_by=FUZZ,
+    ),
+    Fault(
+        name="log-ratios of tokens have no bound",
+        path=CORRECTION,
+        before="torch.where(apart, ours - theirs, 0.0).clamp(-LOG_BOUND, LOG_BOUND)",
+        after="torch.where(apart, ours - theirs, 0.0)",
+        found_by=FUZZ,
+    ),
+    Fault(
+        name="the ratio of a sequence has no bound",
+        path=CORRECTION,
+        before='mean=level == "geometric").clamp(-LOG_BOUND, LOG_BOUND)',
+        after='mean=level == "geometric")',
+        found_by=f"{FUZZ}::test_weights_are_what_their_formulas_say",
+    ),
+    Fault(
+        name="a mean over a sequence counts what is masked",
+        path=CORRECTION,
+        before="counts.sum(-1, keepdim=True).clamp(min=1)",
+        after="counts.shape[-1]",
+        found_by=FUZZ,
+    ),
+    Fault(
+        name="weights are normalized over rows without tokens",
+        path=CORRECTION,
+        before="counts.any(-1, keepdim=True)\n    mean",
+        after="counts.any(-1, keepdim=True) | True\n    mean",
+        found_by=f"{FUZZ}::test_weights_are_what_their_formulas_say",
+    ),
+    Fault(
+        name="a masked token vetoes its sequence",
+        path=CORRECTION,
+        before="math.log(least_ratio)) | ~counts).all",
+        after="math.log(least_ratio)) & counts).all",
+        found_by=f"{FUZZ}::test_a_sequence_is_vetoed_by_one_token",
+    ),
+    Fault(
+        name="good sequences are dropped for their divergence",
+        path=CORRECTION,
+        before="advantages[:, None]) < 0",
+        after="advantages[:, None]) <= 0",
+        found_by=f"{FUZZ}::test_bad_sequences_off_the_policy_are_dropped",
+    ),
+    Fault(
+        name="the share of correction forgets that the mean moves",
+        path=CORRECTION,
+        before="needed = deviation - room * (mean - 1)",
+        after="needed = deviation",
+        found_by=f"{FUZZ}::test_no_more_correction_than_leaves_enough_samples",
+    ),
+]
