@@ -1,5 +1,6 @@
 """What a user copies works."""
 
+import json
 import os
 import subprocess
 import sys
@@ -28,3 +29,20 @@ def test_an_fsdp_trainer_keeps_the_engine_of_its_first_rank_up_to_date():
     )
     lines = result.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["version 1", "version 2", "version 3"]
+
+
+def test_grpo_learns_from_fp8_rollouts_and_goes_on_where_its_time_was_over(tmp_path):
+    arguments = ["--variants", "fp8kv+token", "--steps", "12", "--target", "0.2", "--out", tmp_path]
+    command = [sys.executable, EXAMPLES / "grpo.py", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([*command, "--minutes", "0"], env=environment, capture_output=True, timeout=240)
+    assert ended.returncode == 75 and b"run the same command again" in ended.stdout
+    subprocess.run(command, env=environment, capture_output=True, check=True, timeout=240)
+    results = json.loads((tmp_path / "grpo.json").read_text())
+    (run,) = results["runs"]
+    steps = run["steps"]
+    assert steps["step"] == list(range(1, 13))
+    assert steps["expected_reward"][-1] > run["warm_up_reward"] + 0.03
+    assert all(0 < k3 < 0.02 for k3 in steps["k3"]) and all(ess > 0.9 for ess in steps["ess"])
+    assert any("fp32" in kernel for kernel in run["kernels"])
+    assert {"reward.png", "mismatch.png", "density.png"} <= {file.name for file in tmp_path.iterdir()}

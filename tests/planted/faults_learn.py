@@ -4,6 +4,8 @@ from tests.planted.fault import Fault
 
 CORRECTION = "fp8refit/correction.py"
 FUZZ = "tests/fuzz/test_learn.py"
+EXAMPLE = "examples/grpo.py"
+LOOP = "tests/test_grpo.py"
 
 FAULTS = [
     Fault(
@@ -61,5 +63,33 @@ FAULTS = [
         before="needed = deviation - room * (mean - 1)",
         after="needed = deviation",
         found_by=f"{FUZZ}::test_no_more_correction_than_leaves_enough_samples",
+    ),
+    Fault(
+        name="an answer that ends too soon is rewarded",
+        path=EXAMPLE,
+        before="((rollouts.tokens == solve(rollouts.prompts)) & rollouts.mask).all(-1)",
+        after="((rollouts.tokens == solve(rollouts.prompts)) | ~rollouts.mask).all(-1)",
+        found_by=f"{LOOP}::test_only_whole_answers_are_rewarded",
+    ),
+    Fault(
+        name="the loss forgets its correction",
+        path=EXAMPLE,
+        before="-(weights * gain)[rollouts.mask].mean()",
+        after="-gain[rollouts.mask].mean()",
+        found_by=f"{LOOP}::test_the_loss_is_weighted_by_the_correction",
+    ),
+    Fault(
+        name="an engine that should be stale is refitted",
+        path=EXAMPLE,
+        before="if not self.variant.is_stale:\n            self.update_engine(rollouts.calibration)",
+        after="if True:\n            self.update_engine(rollouts.calibration)",
+        found_by=f"{LOOP}::test_a_stale_engine_is_given_the_first_policy_alone",
+    ),
+    Fault(
+        name="a run goes on without its optimizer",
+        path=EXAMPLE,
+        before='self.optimizer.load_state_dict(state["optimizer"])',
+        after="pass",
+        found_by=f"{LOOP}::test_a_run_goes_on_from_its_last_saved_step",
     ),
 ]

@@ -1,0 +1,475 @@
+"""Reinforcement learning with FP8 rollouts: GRPO on a task that checks itself, the engine refitted after every step.
+
+python examples/grpo.py --variants bf16,fp8,fp8+token,fp8-stale                    # transformers on a CPU, a few minutes
+python examples/grpo.py --engine vllm --size small --seeds 0,1,2 --out grpo        # a GPU with vLLM
+
+A small Qwen3 learns to sort numbers: first from answers, until it gets some right, then from rewards alone. A variant says how
+the engine that samples holds the policy, and how the loss corrects for that: PRECISION[-stale][+CORRECTION].
+
+  bf16  fp8  fp8kv                    weights in BF16; in block FP8; an FP8 KV cache too, calibrated at every refit
+  -stale                              the engine is never refitted: what rollouts are worth then
+  +token +sequence +icepop +adaptive  importance weights (`fp8refit.correction`); none without it
+
+One engine serves all variants and seeds of a precision: every run begins by refitting it. `OUT/grpo.json` holds every step of
+every run that has ended, with pictures beside it. The same command goes on with what is missing, also after `--minutes`.
+"""
+
+import argparse
+import copy
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from grpo_engines import ENGINES, MAX_CALIBRATION, Engine, Rollouts
+from grpo_results import add_run, describe, draw, read_results
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from fp8refit import __version__, correction, quantize_blockwise
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+COMMAND = "FP8REFIT_GRPO_COMMAND"
+"""Variable that tells the processes of one precision how the whole was started."""
+UNFINISHED = 75
+"""Exit code if the time was over: run the same command again."""
+VOCABULARY = 128
+SEPARATOR, END, PADDING = 125, 126, 127
+PRECISIONS = ("bf16", "fp8", "fp8kv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model, its task, and how it learns."""
+
+    hidden: int
+    layers: int
+    num_values: int
+    """Numbers to sort are below it."""
+    num_numbers: int
+    """In a prompt."""
+    warm_up_lr: float
+    warm_up_batch: int
+    lr: float
+    num_prompts: int
+    """In a step."""
+
+
+SIZES = {
+    "tiny": Size(
+        hidden=128, layers=2, num_values=32, num_numbers=6, warm_up_lr=1e-3, warm_up_batch=64, lr=1e-4, num_prompts=16
+    ),
+    "small": Size(
+        hidden=512,
+        layers=8,
+        num_values=100,
+        num_numbers=16,
+        warm_up_lr=5e-4,
+        warm_up_batch=256,
+        lr=5e-5,
+        num_prompts=32,
+    ),
+}
+GROUP = 8
+"""Answers to each prompt, whose rewards are compared."""
+UPDATES = 2
+"""Optimizer steps on each batch of rollouts."""
+CLIP = 0.2
+NUM_HELD_OUT = 256
+WARM_UP_CHECK_EVERY = 10
+
+CORRECTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "none": lambda trainer, rollout, mask: mask.float(),
+    "token": lambda *both: correction.importance_weights(*both),
+    "sequence": lambda *both: correction.importance_weights(*both, level="sequence"),
+    "icepop": lambda *both: correction.importance_weights(*both, lower=0.5, upper=5.0, outside="zero"),
+    "adaptive": lambda *both: correction.adaptive_weights(correction.importance_weights(*both), both[2])[0],
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How rollouts are made, and what the loss does about it."""
+
+    precision: str
+    is_stale: bool
+    correction: str
+
+    @classmethod
+    def of(cls, text: str) -> "Variant":
+        rollouts, _, correction_name = text.partition("+")
+        precision, _, stale = rollouts.partition("-")
+        variant = cls(precision, stale == "stale", correction_name or "none")
+        if precision not in PRECISIONS or stale not in ("", "stale") or variant.correction not in CORRECTIONS:
+            raise SystemExit(f"{text!r} is no variant: PRECISION[-stale][+CORRECTION], see --help")
+        return variant
+
+    def __str__(self) -> str:
+        return self.precision + "-stale" * self.is_stale + f"+{self.correction}" * (self.correction != "none")
+
+
+# --- the task ---
+
+
+def make_prompts(size: Size, count: int, generator: torch.Generator) -> Tensor:
+    """Numbers and a separator, (count, N + 1)."""
+    numbers = torch.randint(size.num_values, (count, size.num_numbers), generator=generator)
+    return torch.cat([numbers, torch.full((count, 1), SEPARATOR)], 1).to(DEVICE)
+
+
+def solve(prompts: Tensor) -> Tensor:
+    """The only right answers: the numbers in order and an end, (count, N + 1)."""
+    return torch.cat([prompts[:, :-1].sort(-1).values, torch.full_like(prompts[:, :1], END)], 1)
+
+
+def reward(rollouts: Rollouts) -> Tensor:
+    """1 for the right answer, 0 for any other, (B,)."""
+    return ((rollouts.tokens == solve(rollouts.prompts)) & rollouts.mask).all(-1).float()
+
+
+# --- the policy ---
+
+
+def make_policy(size: Size) -> nn.Module:
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=size.hidden,
+        intermediate_size=3 * size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.hidden // 64,
+        num_key_value_heads=max(2, size.hidden // 128),  # keys of all heads are whole blocks
+        head_dim=64,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PADDING,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(DEVICE)
+
+
+def logprobs_of(policy: nn.Module, prompts: Tensor, answers: Tensor) -> Tensor:
+    """Log-probability of each token of each answer, (B, L) fp32."""
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
+        logits = policy(input_ids=torch.cat([prompts, answers], 1)[:, :-1]).logits
+    logits = logits[:, prompts.shape[1] - 1 :].float()
+    return logits.log_softmax(-1).gather(-1, answers[..., None]).squeeze(-1)
+
+
+@torch.no_grad()
+def expected_reward(policy: nn.Module, prompts: Tensor) -> float:
+    """The exact chance that the policy answers right, mean over prompts: there is only one right answer to each."""
+    return logprobs_of(policy, prompts, solve(prompts)).sum(-1).exp().mean().item()
+
+
+def take_step(policy: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+
+
+def warm_up(size: Size, seed: int, target: float, progress: Progress) -> nn.Module:
+    """A policy that was shown answers until it gets `target` of them right."""
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    policy = make_policy(size)
+    held_out = make_prompts(size, NUM_HELD_OUT, generator)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=size.warm_up_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    task = progress.add_task(f"warm up, seed {seed}", total=None)
+    while (reward := expected_reward(policy, held_out)) < target:
+        for _ in range(WARM_UP_CHECK_EVERY):
+            prompts = make_prompts(size, size.warm_up_batch, generator)
+            take_step(policy, optimizer, -logprobs_of(policy, prompts, solve(prompts)).mean())
+        progress.update(task, advance=WARM_UP_CHECK_EVERY, description=f"warm up, seed {seed}: {reward:.2f} right")
+    progress.remove_task(task)
+    return policy
+
+
+# --- how much of a policy changes ---
+
+
+class Density:
+    """Which share of what an engine would hold differs from the step before."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        self._before = self._held_by(policy)
+
+    def step(self, policy: nn.Module) -> dict[str, float]:
+        """Changed shares since the last call: BF16 values, and FP8 codes and scales of block-FP8 matrices."""
+        before, self._before = self._before, self._held_by(policy)
+        shares = {}
+        for kind, now in self._before.items():
+            changed = sum((a != b).sum() for a, b in zip(before[kind], now, strict=True))
+            shares[f"changed_{kind}"] = changed.item() / sum(tensor.numel() for tensor in now)
+        return shares
+
+    @staticmethod
+    @torch.no_grad()
+    def _held_by(policy: nn.Module) -> dict[str, list[Tensor]]:
+        layers = (module for name, module in policy.named_modules() if ".layers." in name)
+        weights = [layer.weight.bfloat16() for layer in layers if isinstance(layer, nn.Linear)]
+        held: dict[str, list[Tensor]] = {"bf16": [parameter.bfloat16() for parameter in policy.parameters()]}
+        for scale_format in ("fp32", "ue8m0"):
+            codes, scales = zip(*(quantize_blockwise(w, scale_format=scale_format) for w in weights), strict=True)
+            held |= {f"codes_{scale_format}": [c.view(torch.uint8) for c in codes], f"scales_{scale_format}": [*scales]}
+        return held
+
+
+# --- one run ---
+
+
+class Run:
+    """One variant with one seed, from a policy that was warmed up."""
+
+    def __init__(
+        self, variant: Variant, seed: int, policy: nn.Module, engine: Engine, options: argparse.Namespace
+    ) -> None:
+        self.size, self.variant, self.policy, self.engine, self.options = (
+            SIZES[options.size],
+            variant,
+            policy,
+            engine,
+            options,
+        )
+        self.held_out = make_prompts(self.size, NUM_HELD_OUT, torch.Generator().manual_seed(seed))
+        self.generator = torch.Generator().manual_seed(1000 + seed)
+        self.optimizer = torch.optim.AdamW(policy.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.warm_up_reward = expected_reward(policy, self.held_out)
+        self.records: list[dict] = []
+        self.state_file = options.out / f"{variant}-{seed}-{options.lr}.pt"
+
+    def steps(self) -> Iterator[dict]:
+        """Steps of GRPO, each as a record; goes on from the last saved one."""
+        calibration = torch.cat([self.held_out, solve(self.held_out)], 1).tolist()
+        self.update_engine(calibration[:MAX_CALIBRATION])
+        if self.state_file.exists():
+            self.load()
+            if not self.variant.is_stale:
+                self.update_engine(calibration[:MAX_CALIBRATION])
+        density = Density(self.policy)
+        for step in range(len(self.records) + 1, self.options.steps + 1):
+            record = {"step": step, **self.step()}
+            record |= {"expected_reward": expected_reward(self.policy, self.held_out), **density.step(self.policy)}
+            self.records.append(record)
+            if step % self.options.save_every == 0:
+                self.save()
+            yield record
+        self.state_file.unlink(missing_ok=True)
+
+    def step(self) -> dict[str, float]:
+        """Sample, learn, refit."""
+        clock, policy = Clock(), self.policy
+        prompts = make_prompts(self.size, self.options.prompts, self.generator).repeat_interleave(GROUP, 0)
+        rollouts = self.engine.generate(prompts, max_tokens=prompts.shape[1], end=END)
+        clock.lap("rollout_s")
+
+        rewards = reward(rollouts).view(-1, GROUP)
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        advantages = advantages.view(-1, 1)
+        with torch.no_grad():
+            old = logprobs_of(policy, prompts, rollouts.tokens)
+        weights = CORRECTIONS[self.variant.correction](old, rollouts.logprobs, rollouts.mask)
+        for _ in range(UPDATES):
+            ratio = (logprobs_of(policy, prompts, rollouts.tokens) - old).exp()
+            gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+            take_step(policy, self.optimizer, -(weights * gain)[rollouts.mask].mean())
+        clock.lap("train_s")
+
+        if not self.variant.is_stale:
+            self.update_engine(rollouts.calibration)
+        clock.lap("refit_s")
+        both = old, rollouts.logprobs, rollouts.mask
+        used = correction.mismatch(*both, weights=weights)
+        mismatch = asdict(correction.mismatch(*both)) | {
+            "masked_fraction": used.masked_fraction,
+            "weights_ess": used.ess,
+        }
+        return {"reward": rewards.mean().item(), **mismatch, **clock.laps}
+
+    def update_engine(self, calibration: list[list[int]]) -> None:
+        self.engine.update(self.policy, calibration if self.variant.precision == "fp8kv" else None)
+
+    def save(self) -> None:
+        """All that a run goes on from, whole or not at all."""
+        state = {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict()}
+        part = self.state_file.with_suffix(".part")
+        torch.save(state | {"generator": self.generator.get_state(), "records": self.records}, part)
+        part.replace(self.state_file)
+
+    def load(self) -> None:
+        state = torch.load(self.state_file, map_location=DEVICE)
+        self.policy.load_state_dict(state["policy"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"].cpu())
+        self.records = state["records"]
+
+
+class Clock:
+    """Seconds of the parts of a step, the device's work included."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._start_s = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        now_s = time.perf_counter()
+        self.laps[name], self._start_s = now_s - self._start_s, now_s
+
+
+# --- all runs ---
+
+
+def run_precision(precision: str, options: argparse.Namespace) -> bool:
+    """Every run of one precision that is missing, all on one engine; whether none is left."""
+    size, engine = SIZES[options.size], None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, disable=not sys.stderr.isatty()) as progress:
+        for variant, seed in missing_runs(options):
+            policy = warmed_up(size, seed, options, progress)
+            if engine is None:
+                folder = options.out / f"model-{options.size}"
+                copy.deepcopy(policy).bfloat16().save_pretrained(folder)
+                engine = ENGINES[options.engine](folder, precision, options.set)
+            torch.manual_seed(seed)
+            run = Run(variant, seed, policy, engine, options)
+            task = progress.add_task(str(variant), total=options.steps)
+            log = open_log(options.out / "tensorboard" / run.state_file.stem)
+            for record in run.steps():
+                show(progress, task, run, record)
+                log(record)
+                if time.monotonic() > options.deadline_s and record["step"] < options.steps:
+                    run.save()
+                    return False
+            add_run(options.out, about_run(run, seed), run.records, about_all(engine))
+            progress.remove_task(task)
+    return True
+
+
+def missing_runs(options: argparse.Namespace) -> list[tuple[Variant, int]]:
+    done = [(run["variant"], run["seed"], run["lr"]) for run in read_results(options.out)["runs"]]
+    wanted = ((variant, seed) for seed in options.seeds for variant in options.variants)
+    return [(variant, seed) for variant, seed in wanted if (str(variant), seed, options.lr) not in done]
+
+
+def warmed_up(size: Size, seed: int, options: argparse.Namespace, progress: Progress) -> nn.Module:
+    """The policy that every run of a seed begins with."""
+    file = options.out / f"warm-up-{options.size}-{seed}.pt"
+    if not file.exists():
+        torch.save(warm_up(size, seed, options.target, progress).state_dict(), file)
+    policy = make_policy(size)
+    policy.load_state_dict(torch.load(file, map_location=DEVICE))
+    return policy
+
+
+def about_run(run: Run, seed: int) -> dict:
+    options = run.options
+    return {
+        "variant": str(run.variant),
+        "seed": seed,
+        "lr": options.lr,
+        "prompts": options.prompts,
+        "size": options.size,
+        "engine": options.engine,
+        "kernels": run.engine.kernels,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_USE_")},
+        "warm_up_reward": run.warm_up_reward,
+    }
+
+
+def about_all(engine: Engine) -> dict:
+    return {
+        "command": os.environ[COMMAND],
+        "gpu": torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.processor() or "CPU",
+        "versions": {"fp8refit": __version__, "torch": torch.__version__, **engine.version},
+    }
+
+
+def open_log(folder: Path) -> Callable[[dict], None]:
+    """Writes records for TensorBoard, if it is installed."""
+    if find_spec("tensorboard") is None:
+        return lambda record: None
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(folder)
+
+    def log(record: dict) -> None:
+        for name, value in record.items():
+            writer.add_scalar(name, value, record["step"])
+
+    return log
+
+
+def show(progress: Progress, task: int, run: Run, record: dict) -> None:
+    said = f"{run.state_file.stem}: reward {record['reward']:.2f}, expected {record['expected_reward']:.3f}"
+    progress.update(task, completed=record["step"], description=said)
+    if progress.disable and record["step"] % 10 == 0:
+        print(f"step {record['step']} of {said}, k3 {record['k3']:.1e}", flush=True)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=ENGINES, default="transformers")
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    everything = "bf16,bf16+token,fp8,fp8+token,fp8kv,fp8kv+token,fp8-stale"
+    parser.add_argument("--variants", default=everything, help=f"with commas; {everything} by default")
+    parser.add_argument("--seeds", default="0", help="with commas")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--prompts", type=int, help="in a step, each answered 8 times")
+    parser.add_argument("--lr", type=float, help="of the steps after the warm-up")
+    parser.add_argument("--target", type=float, default=0.3, help="share of right answers at which the warm-up ends")
+    parser.add_argument("--out", type=Path, default=Path("grpo"))
+    parser.add_argument("--save-every", type=int, default=20, help="steps")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and end after so long")
+    parser.add_argument("--set", action="append", default=[], help="of the engine: name=JSON; again for each")
+    options = parser.parse_args()
+    os.environ.setdefault(COMMAND, shlex.join(["python", "examples/grpo.py", *sys.argv[1:]]))
+    options.deadline_s = time.monotonic() + options.minutes * 60
+    options.variants = [Variant.of(text) for text in options.variants.split(",")]
+    options.seeds = [int(seed) for seed in options.seeds.split(",")]
+    options.set = {name: json.loads(value) for name, _, value in (text.partition("=") for text in options.set)}
+    size = SIZES[options.size]
+    options.lr = size.lr if options.lr is None else options.lr
+    options.prompts = size.num_prompts if options.prompts is None else options.prompts
+    return options
+
+
+def main() -> int:
+    options = read_options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    precisions = [p for p in PRECISIONS if any(variant.precision == p for variant in options.variants)]
+    if len(precisions) > 1:
+        return run_apart(precisions, options)
+    if not run_precision(precisions[0], options):
+        print(f"the time is over; run the same command again to go on in {options.out}")
+        return UNFINISHED
+    results = read_results(options.out)
+    draw(results, options.out)
+    print(describe(results["summary"]))
+    return 0
+
+
+def run_apart(precisions: list[str], options: argparse.Namespace) -> int:
+    """Each precision in a process of its own, which takes the engine's memory with it; the first exit code that is not 0."""
+    for precision in precisions:
+        chosen = ",".join(str(variant) for variant in options.variants if variant.precision == precision)
+        minutes = str((options.deadline_s - time.monotonic()) / 60)
+        again = [sys.executable, __file__, *sys.argv[1:], "--variants", chosen, "--minutes", minutes]
+        if code := subprocess.run(again).returncode:
+            return code
+    return 0
+
+
+if __name__ == "__main__":  # processes of engines import this file again
+    sys.exit(main())

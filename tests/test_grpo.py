@@ -1,0 +1,193 @@
+"""The loop of `examples/grpo.py` over an engine that says what it is told to, and its parts."""
+
+import argparse
+import json
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8refit import correction, quantize_blockwise
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def grpo():
+    """The example as a module; it finds its own files as Python lets scripts do."""
+    sys.path.insert(0, str(EXAMPLES))
+    import grpo
+
+    yield grpo
+    sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture
+def options(tmp_path, grpo):
+    return argparse.Namespace(
+        engine="transformers", size="tiny", lr=1e-3, prompts=2, steps=3, save_every=2, out=tmp_path, deadline_s=math.inf
+    )
+
+
+class Teller:
+    """An engine whose first answer to each prompt is right, and whose log-probabilities are half of what they should be."""
+
+    kernels = ("told",)
+
+    def __init__(self, grpo):
+        self.grpo, self.updates = grpo, []
+
+    def update(self, policy, calibration):
+        self.updates.append((policy.lm_head.weight.detach().clone(), calibration))
+
+    def generate(self, prompts, *, max_tokens, end):
+        answers = self.grpo.solve(prompts)
+        wrong = torch.arange(len(prompts)) % self.grpo.GROUP > 0
+        answers[wrong, 2] = 7
+        rows = [(row, [-2.0] * max_tokens) for row in answers.tolist()]
+        rows[-1] = ([*rows[-1][0][:2], end], [-2.0] * 3)  # which ends too soon
+        return self.grpo.Rollouts.of(prompts, rows, max_tokens)
+
+
+def make_run(grpo, options, variant="fp8kv", seed=0):
+    torch.manual_seed(seed)
+    policy = grpo.make_policy(grpo.SIZES["tiny"])
+    return grpo.Run(grpo.Variant.of(variant), seed, policy, Teller(grpo), options)
+
+
+def test_only_whole_answers_are_rewarded(grpo):
+    prompts = torch.tensor([[3, 1, 2, grpo.SEPARATOR]] * 4)
+    right = [1, 2, 3, grpo.END]
+    answers = [right, [1, 3, 2, grpo.END], [1, 2, 3], [1, 2, 3, 0]]
+    rollouts = grpo.Rollouts.of(prompts, [(answer, [-1.0] * len(answer)) for answer in answers], 4)
+    assert grpo.reward(rollouts).tolist() == [1, 0, 0, 0]
+    assert rollouts.mask.sum(-1).tolist() == [4, 4, 3, 4]
+    assert rollouts.calibration[2] == [3, 1, 2, grpo.SEPARATOR, 1, 2, 3]
+
+
+def test_the_expected_reward_is_the_chance_of_the_right_answer(grpo):
+    policy = grpo.make_policy(grpo.SIZES["tiny"])
+    prompts = torch.tensor([[3, 1, grpo.SEPARATOR]])
+    chance, tokens = 1.0, prompts
+    for token in (1, 3, grpo.END):
+        chance *= policy(input_ids=tokens).logits[0, -1].double().softmax(-1)[token].item()
+        tokens = torch.cat([tokens, torch.tensor([[token]])], 1)
+    assert grpo.expected_reward(policy, prompts) == pytest.approx(chance, rel=1e-4)
+
+
+def test_every_step_learns_measures_and_refits(grpo, options):
+    run = make_run(grpo, options, "fp8kv+token")
+    before = grpo.logprobs_of(run.policy, run.held_out, grpo.solve(run.held_out)).mean().item()
+    records = list(run.steps())
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert {record["reward"] for record in records} == {1 / grpo.GROUP}
+    assert all(record["changed_bf16"] > 0.5 and record["k3"] > 1 for record in records)
+    after = grpo.logprobs_of(run.policy, run.held_out, grpo.solve(run.held_out)).mean().item()
+    assert after > before + 0.05
+    weights, calibrations = zip(*run.engine.updates, strict=True)
+    assert len(weights) == 4 and torch.equal(weights[-1], run.policy.lm_head.weight)
+    assert all(not torch.equal(a, b) for a, b in pairwise(weights))
+    assert all(calibrations)
+
+
+def test_a_stale_engine_is_given_the_first_policy_alone(grpo, options):
+    run = make_run(grpo, options, "fp8-stale")
+    first = run.policy.lm_head.weight.detach().clone()
+    list(run.steps())
+    ((given, calibration),) = run.engine.updates
+    assert torch.equal(given, first) and calibration is None
+
+
+@pytest.mark.parametrize("variant", ["bf16", "bf16+icepop", "bf16+adaptive"])
+def test_the_loss_is_weighted_by_the_correction(grpo, options, monkeypatch, variant):
+    """The engine says that everything it samples is likelier than it is: no correction but none leaves the loss alone."""
+    losses = []
+    monkeypatch.setattr(grpo, "take_step", lambda policy, optimizer, loss: losses.append(loss.item()))
+    run = make_run(grpo, options, variant)
+    record = run.step()
+    # Ratios are below 0.5: IcePop masks them all. The ESS beside it is that of the ratios, whatever the loss does with them.
+    assert (record["masked_fraction"], record["weights_ess"] > 0) == ((1, False) if "icepop" in variant else (0, True))
+    assert 0 < record["ess"] < 1
+    rollouts = run.engine.generate(
+        grpo.make_prompts(run.size, 2, torch.Generator().manual_seed(1000)).repeat_interleave(grpo.GROUP, 0),
+        max_tokens=7,
+        end=grpo.END,
+    )
+    rewards = grpo.reward(rollouts).view(2, -1)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+    trainer = grpo.logprobs_of(run.policy, rollouts.prompts, rollouts.tokens).detach()
+    both = trainer, rollouts.logprobs, rollouts.mask
+    expected = {
+        "bf16": torch.ones_like(trainer),
+        "bf16+icepop": correction.importance_weights(*both, lower=0.5, upper=5.0, outside="zero"),
+        "bf16+adaptive": correction.adaptive_weights(correction.importance_weights(*both), both[2])[0],
+    }[variant]
+    assert losses == pytest.approx([-(expected * advantages)[both[2]].mean().item()] * grpo.UPDATES, abs=1e-5)
+
+
+def test_a_run_goes_on_from_its_last_saved_step(grpo, options):
+    whole = make_run(grpo, options)
+    list(whole.steps())
+    interrupted = make_run(grpo, options)
+    for record in interrupted.steps():
+        if record["step"] == 2:
+            break
+    resumed = make_run(grpo, options)
+    torch.nn.init.zeros_(resumed.policy.lm_head.weight)  # what was saved is what counts
+    records = list(resumed.steps())
+    assert [record["step"] for record in resumed.records] == [1, 2, 3] and len(records) == 1
+    torch.testing.assert_close(resumed.policy.state_dict(), whole.policy.state_dict())
+    assert not resumed.state_file.exists()
+
+
+def test_density_is_the_share_of_what_changed(grpo):
+    policy = grpo.make_policy(grpo.SIZES["tiny"])
+    density = grpo.Density(policy)
+    assert set(density.step(policy).values()) == {0.0}
+    layer = policy.model.layers[0].mlp.down_proj
+    before = quantize_blockwise(layer.weight.bfloat16())
+    with torch.no_grad():
+        layer.weight[:, :128] *= 2  # one column of blocks: codes stay, scales do not
+    after = quantize_blockwise(layer.weight.bfloat16())
+    assert torch.equal(before[0].view(torch.uint8), after[0].view(torch.uint8))
+    found = density.step(policy)
+    num_values = sum(parameter.numel() for parameter in policy.parameters())
+    matrices = [p for name, p in policy.named_parameters() if ".layers." in name and p.ndim == 2]
+    num_blocks = sum(math.ceil(p.shape[0] / 128) * math.ceil(p.shape[1] / 128) for p in matrices)
+    changed = (layer.weight[:, :128] != 0).sum().item()
+    assert found["changed_bf16"] == pytest.approx(changed / num_values)
+    assert found["changed_codes_fp32"] == found["changed_codes_ue8m0"] == 0
+    assert found["changed_scales_fp32"] == found["changed_scales_ue8m0"] == pytest.approx(1 / num_blocks)
+
+
+@pytest.mark.parametrize("text", ["fp4", "fp8+magic", "fp8-old", "fp8kv-stale+none2", ""])
+def test_what_is_no_variant_is_refused(grpo, text):
+    with pytest.raises(SystemExit, match="is no variant"):
+        grpo.Variant.of(text)
+
+
+@pytest.mark.parametrize("text", ["bf16", "fp8-stale", "fp8kv+adaptive", "fp8-stale+token"])
+def test_variants_are_written_as_they_are_read(grpo, text):
+    assert str(grpo.Variant.of(text)) == text
+
+
+def test_results_are_summed_up_over_seeds_and_drawn(grpo, tmp_path):
+    import grpo_results
+
+    columns = ["step", "reward", "expected_reward", "k3", "token_mult_prob_error", "ess", "masked_fraction"]
+    columns += [*grpo_results.CHANGED, "rollout_s", "train_s", "refit_s"]
+    for seed in range(2):
+        records = [dict.fromkeys(columns, 0.25) | {"step": step, "reward": 0.1 * step + seed} for step in range(1, 11)]
+        run = {"variant": "fp8", "seed": seed, "lr": 1e-5, "warm_up_reward": 0.1 + 0.2 * seed}
+        grpo_results.add_run(tmp_path, run, records, {"command": "python"})
+    results = json.loads((tmp_path / "grpo.json").read_text())
+    (row,) = results["summary"]
+    assert row["reward"] == pytest.approx([0.95, 1.45, 1.95])  # of the last two steps
+    assert row["warm_up_reward"] == pytest.approx([0.1, 0.2, 0.3])
+    assert row["refit_share"] == pytest.approx([1 / 3] * 3)
+    assert "0.200 -> 1.450 (0.950 to 1.950)" in grpo_results.describe([row])
+    grpo_results.draw(results, tmp_path)
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in grpo_results.PANELS)
