@@ -52,6 +52,8 @@ class Size:
     """A model, its task, and how it learns."""
 
     hidden: int
+    heads: int
+    """Of queries; two of keys and values."""
     layers: int
     num_values: int
     """Numbers to sort are below it."""
@@ -66,10 +68,19 @@ class Size:
 
 SIZES = {
     "tiny": Size(
-        hidden=128, layers=2, num_values=32, num_numbers=6, warm_up_lr=1e-3, warm_up_batch=64, lr=1e-4, num_prompts=16
+        hidden=128,
+        heads=2,
+        layers=2,
+        num_values=32,
+        num_numbers=6,
+        warm_up_lr=1e-3,
+        warm_up_batch=64,
+        lr=1e-4,
+        num_prompts=16,
     ),
     "small": Size(
         hidden=512,
+        heads=4,
         layers=8,
         num_values=100,
         num_numbers=16,
@@ -81,8 +92,6 @@ SIZES = {
 }
 GROUP = 8
 """Answers to each prompt, whose rewards are compared."""
-UPDATES = 2
-"""Optimizer steps on each batch of rollouts."""
 CLIP = 0.2
 NUM_HELD_OUT = 256
 WARM_UP_CHECK_EVERY = 10
@@ -145,9 +154,9 @@ def make_policy(size: Size) -> nn.Module:
         hidden_size=size.hidden,
         intermediate_size=3 * size.hidden,
         num_hidden_layers=size.layers,
-        num_attention_heads=size.hidden // 64,
-        num_key_value_heads=max(2, size.hidden // 128),  # keys of all heads are whole blocks
-        head_dim=64,
+        num_attention_heads=size.heads,
+        num_key_value_heads=2,
+        head_dim=size.hidden // size.heads,
         max_position_embeddings=256,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -279,7 +288,7 @@ class Run:
         with torch.no_grad():
             old = logprobs_of(policy, prompts, rollouts.tokens)
         weights = CORRECTIONS[self.variant.correction](old, rollouts.logprobs, rollouts.mask)
-        for _ in range(UPDATES):
+        for _ in range(self.options.updates):
             ratio = (logprobs_of(policy, prompts, rollouts.tokens) - old).exp()
             gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
             take_step(policy, self.optimizer, -(weights * gain)[rollouts.mask].mean())
@@ -380,6 +389,7 @@ def about_run(run: Run, seed: int) -> dict:
         "seed": seed,
         "lr": options.lr,
         "prompts": options.prompts,
+        "updates": options.updates,
         "size": options.size,
         "engine": options.engine,
         "kernels": run.engine.kernels,
@@ -427,6 +437,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--seeds", default="0", help="with commas")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--prompts", type=int, help="in a step, each answered 8 times")
+    parser.add_argument("--updates", type=int, default=2, help="of the optimizer in a step")
     parser.add_argument("--lr", type=float, help="of the steps after the warm-up")
     parser.add_argument("--target", type=float, default=0.3, help="share of right answers at which the warm-up ends")
     parser.add_argument("--out", type=Path, default=Path("grpo"))

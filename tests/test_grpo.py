@@ -28,7 +28,15 @@ def grpo():
 @pytest.fixture
 def options(tmp_path, grpo):
     return argparse.Namespace(
-        engine="transformers", size="tiny", lr=1e-3, prompts=2, steps=3, save_every=2, out=tmp_path, deadline_s=math.inf
+        engine="transformers",
+        size="tiny",
+        lr=1e-3,
+        prompts=2,
+        updates=2,
+        steps=3,
+        save_every=2,
+        out=tmp_path,
+        deadline_s=math.inf,
     )
 
 
@@ -125,7 +133,7 @@ def test_the_loss_is_weighted_by_the_correction(grpo, options, monkeypatch, vari
         "bf16+icepop": correction.importance_weights(*both, lower=0.5, upper=5.0, outside="zero"),
         "bf16+adaptive": correction.adaptive_weights(correction.importance_weights(*both), both[2])[0],
     }[variant]
-    assert losses == pytest.approx([-(expected * advantages)[both[2]].mean().item()] * grpo.UPDATES, abs=1e-5)
+    assert losses == pytest.approx([-(expected * advantages)[both[2]].mean().item()] * options.updates, abs=1e-5)
 
 
 def test_a_run_goes_on_from_its_last_saved_step(grpo, options):

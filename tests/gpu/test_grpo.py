@@ -1,0 +1,105 @@
+"""Learning with FP8 rollouts by vLLM on a real GPU: `examples/grpo.py`, three seeds a variant.
+
+    python -m pytest tests/gpu/test_grpo.py
+
+It takes about ten minutes in all; `FP8REFIT_MINUTES` (8) ends it sooner, and the same command goes on with the runs that the
+result in `FP8REFIT_RESULTS` lacks. The other figures of that page are commands of the example itself:
+
+    python examples/grpo.py --engine vllm --size small --variants fp8 --lr 1e-6 --steps 20 --updates 1 --out FOLDER    # density
+    VLLM_USE_DEEP_GEMM=1 VLLM_USE_DEEP_GEMM_E8M0=0 python examples/grpo.py --engine vllm ...                  # fp32 scales
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.timeout(1200),
+]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
+RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
+WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "grpo"
+MINUTES = os.environ.get("FP8REFIT_MINUTES", "8")
+MORE = shlex.split(os.environ.get("FP8REFIT_GRPO", ""))
+"""Arguments of the example in the place of those here."""
+VARIANTS = ("bf16", "fp8", "fp8kv", "fp8+token", "fp8-stale", "fp8kv+token", "bf16+token")
+SEEDS = ("0", "1", "2")
+UNFINISHED = 75
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [64, 128, 256]}
+SETTINGS = {
+    "compilation_config": GRAPHS,
+    "max_num_seqs": 256,
+    "kv_cache_memory_bytes": 2 << 30,
+    "gpu_memory_utilization": 0.1,  # then only looked for
+}
+PLAIN_KERNELS = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+"""Which start fast."""
+
+
+@pytest.fixture(scope="module")
+def result():
+    kind = re.search(r"[ABH]\d+", torch.cuda.get_device_name()).group().lower()
+    file = RESULTS / f"grpo_vllm_{kind}.json"
+    WORK.mkdir(parents=True, exist_ok=True)
+    if file.exists():
+        shutil.copy(file, WORK / "grpo.json")
+    command = [sys.executable, EXAMPLE, "--engine", "vllm", "--size", "small", "--variants", ",".join(VARIANTS)]
+    command += ["--seeds", ",".join(SEEDS), "--steps", "100", "--out", WORK, "--minutes", MINUTES]
+    command += [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={json.dumps(value)}")]
+    asked = {"FP8REFIT_GRPO_COMMAND": "python -m pytest tests/gpu/test_grpo.py"} if not MORE else {}
+    with open(WORK / "log", "w") as log:
+        ended = subprocess.run(
+            [*map(str, command), *MORE], env=os.environ | PLAIN_KERNELS | asked, stdout=log, stderr=log
+        )
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    shutil.copy(WORK / "log", RESULTS / "grpo.log")
+    if (WORK / "grpo.json").exists():
+        shutil.copy(WORK / "grpo.json", file)
+    for picture in WORK.glob("*.png"):
+        shutil.copy(picture, RESULTS / f"grpo_{picture.name}")
+    if ended.returncode == UNFINISHED:
+        pytest.skip(f"the time was over; the same command goes on with what {file} lacks")
+    assert ended.returncode == 0, (RESULTS / "grpo.log").read_text()[-4000:]
+    return json.loads(file.read_text())
+
+
+@pytest.fixture
+def rows(result):
+    return {row["variant"]: row for row in result["summary"]}
+
+
+def test_every_variant_has_every_seed(result):
+    ran = {(run["variant"], run["seed"]) for run in result["runs"]}
+    assert {(variant, int(seed)) for variant in VARIANTS for seed in SEEDS} <= ran
+
+
+def test_bf16_learns(rows):
+    assert rows["bf16"]["reward"][1] >= rows["bf16"]["warm_up_reward"][1] + 0.3
+
+
+def test_an_engine_that_is_never_refitted_falls_behind(rows):
+    assert rows["fp8-stale"]["reward"][2] < rows["fp8"]["reward"][0] - 0.1
+    assert rows["fp8-stale"]["k3"][0] > 3 * rows["fp8"]["k3"][2]
+
+
+@pytest.mark.parametrize("variant", ["fp8", "fp8kv", "fp8+token", "fp8kv+token"])
+def test_fp8_rollouts_learn_too(rows, variant):
+    assert rows[variant]["reward"][1] >= rows[variant]["warm_up_reward"][1] + 0.2
+    assert rows[variant]["token_mult_prob_error"][1] < 1.05
+
+
+def test_refits_are_a_small_part_of_a_step(rows):
+    assert rows["fp8"]["refit_share"][1] < 0.05
