@@ -204,11 +204,10 @@ def _rollout_rows(result: RolloutBenchResult, precisions: Sequence[Precision]) -
     if result.kv_tokens:
         room = (_thousands(result.kv_tokens[name]) if name in result.kv_tokens else "" for name in precisions)
         yield [result.config.model, "", "", "tokens in the KV cache", *room]
-    found = {(timing.batch_size, timing.context_length, timing.precision): timing for timing in result.timings}
-    for index, (batch, length) in enumerate(dict.fromkeys(case[:2] for case in found)):
+    found = {(timing.case, timing.precision): timing for timing in result.timings}
+    for index, case in enumerate(dict.fromkeys(timing.case for timing in result.timings)):
         model = result.config.model if index == 0 and not result.kv_tokens else ""
-        cells = (_rate(found.get((batch, length, name))) for name in precisions)
-        yield [model, str(batch), str(length), str(result.config.num_new_tokens), *cells]
+        yield [model, *map(str, case), *(_rate(found.get((case, name))) for name in precisions)]
 
 
 def _rate(timing: RolloutTiming | None) -> str:

@@ -269,7 +269,7 @@ def bench_rollout(
     precisions: Annotated[str, typer.Option(help="Of bf16, fp8 and fp8+kv, with commas.")] = "bf16,fp8,fp8+kv",
     batch_sizes: Annotated[str, typer.Option(help="Sequences at a time, with commas.")] = "8,64,256",
     context_lengths: Annotated[str, typer.Option(help="Tokens of each prompt, with commas.")] = "512,4096",
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each sequence is continued by.")] = 256,
+    new_tokens: Annotated[str, typer.Option(help="Tokens that each sequence is continued by, with commas.")] = "256",
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each case.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of weights and prompts.")] = 0,
     arguments: Annotated[
@@ -278,10 +278,14 @@ def bench_rollout(
             "--set", help="What to boot engines with, as max_num_batched_tokens=8192, in JSON; again for each."
         ),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="JSON file, written after every case; goes on with what it lacks."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time rollouts with BF16 weights, FP8 weights, and an FP8 KV cache under calibrated scales."""
-    from fp8refit.bench import Precision, RolloutBenchConfig, run_rollout_bench
+    from fp8refit.bench import Precision, RolloutBenchConfig, RolloutBenchResult, run_rollout_bench
     from fp8refit.bench.tables import rollout_table
 
     try:
@@ -292,15 +296,23 @@ def bench_rollout(
             precisions=tuple(Precision(name) for name in precisions.split(",")),
             batch_sizes=tuple(map(int, batch_sizes.split(","))),
             context_lengths=tuple(map(int, context_lengths.split(","))),
-            num_new_tokens=new_tokens,
+            num_new_tokens=tuple(map(int, new_tokens.split(","))),
             repeats=repeats,
             seed=seed,
             engine_arguments=dict(map(_read_argument, arguments or ())),
         )
+        earlier = None
+        if out is not None and out.exists():
+            earlier = RolloutBenchResult.model_validate_json(out.read_text())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+    def keep(result: BaseModel) -> None:
+        if out is not None:
+            out.write_text(result.model_dump_json() + "\n")
+
     with _standard_output_to_error(), _step_progress() as on_progress:
-        result = run_rollout_bench(config, on_progress=on_progress)
+        result = run_rollout_bench(config, earlier=earlier, on_progress=on_progress, on_result=keep)
     if as_json:
         _write_json(result)
     else:

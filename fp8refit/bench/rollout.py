@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count, product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,10 +21,14 @@ from fp8refit.bench import policies
 from fp8refit.bench.clock import Percentiles
 from fp8refit.bench.engine import adapter_module
 from fp8refit.bench.shapes import folder_of
+from fp8refit.errors import UnsupportedEngineError
+from fp8refit.layout import EngineLayout
 from fp8refit.refitter import Refitter
 
 _FIRST_TOKEN, _NUM_TOKENS = 100, 500
 """Ids of prompts: any vocabulary has them."""
+_WARM_UP_TOKENS = 32
+"""New tokens of the run before each case is timed: kernels are compiled by then."""
 _CALIBRATION = (8, 128)
 """Sequences, and tokens of each."""
 _SECRETS = frozenset({"KEY", "KEYS", "TOKEN", "SECRET", "PASSWORD"})
@@ -94,7 +99,8 @@ class RolloutBenchConfig(BaseModel):
     batch_sizes: tuple[int, ...] = (8, 64, 256)
     context_lengths: tuple[int, ...] = (512, 4096)
     """Tokens of each prompt."""
-    num_new_tokens: int = Field(default=256, ge=1)
+    num_new_tokens: tuple[Annotated[int, Field(ge=1)], ...] = (256,)
+    """Tokens that each prompt is continued by: every one of these is a case of its own."""
     repeats: int = Field(default=3, ge=1)
     seed: int = 0
     engine_arguments: dict[str, Any] = {}
@@ -103,21 +109,34 @@ class RolloutBenchConfig(BaseModel):
     @property
     def max_length(self) -> int:
         """Tokens of the longest sequence."""
-        return max(self.context_lengths) + self.num_new_tokens
+        return max(self.context_lengths) + max(self.num_new_tokens)
+
+    @property
+    def cases(self) -> list[tuple[int, int, int]]:
+        """Sequences, tokens of each prompt, and new tokens of each, as they are timed."""
+        return list(product(self.batch_sizes, self.context_lengths, self.num_new_tokens))
 
 
 class RolloutTiming(BaseModel):
-    """Rollouts of one precision, batch size and context length."""
+    """Rollouts of one precision, batch size, context length and number of new tokens."""
 
     model_config = ConfigDict(frozen=True)
 
     precision: Precision
     batch_size: int
     context_length: int
+    num_new_tokens: int
     tokens_per_s: Percentiles
     """New tokens of all sequences over the time from the first prompt's prefill to the last token."""
+    prefill_s: Percentiles | None = None
+    """Seconds of the same with one new token: what prompts cost. The rest is decoding."""
     against_bf16: float | None
     """Median over the median of BF16; None if that was not measured."""
+
+    @property
+    def case(self) -> tuple[int, int, int]:
+        """See `RolloutBenchConfig.cases`."""
+        return self.batch_size, self.context_length, self.num_new_tokens
 
 
 class RolloutBenchResult(BaseModel):
@@ -133,11 +152,17 @@ class RolloutBenchResult(BaseModel):
     """What the engines were booted with."""
     kv_tokens: dict[Precision, int]
     """For how many tokens the KV caches have room, where they do not grow."""
+    kernels: dict[Precision, tuple[str, ...]] = {}
+    """Kernels and scale formats of what FP8 engines multiply."""
     timings: tuple[RolloutTiming, ...]
 
 
 def run_rollout_bench(
-    config: RolloutBenchConfig, *, on_progress: Callable[[str, int, int], None] = lambda *_: None
+    config: RolloutBenchConfig,
+    *,
+    earlier: RolloutBenchResult | None = None,
+    on_progress: Callable[[str, int, int], None] = lambda *_: None,
+    on_result: Callable[[RolloutBenchResult], None] = lambda _: None,
 ) -> RolloutBenchResult:
     """Boot one engine after another, one a precision, and time generation.
 
@@ -145,52 +170,81 @@ def run_rollout_bench(
     first, made tensor by tensor, with calibrated KV scales where the cache is FP8. Prompts are random, and others in every run:
     no prefix is cached.
 
+    Args:
+        config: What is measured.
+        earlier: A result of the same command on the same machine that lacks cases: only these are measured.
+        on_progress: Called with what is done next, and how many cases of how many are done.
+        on_result: Called after each case with the result so far.
+
     Raises:
-        UnsupportedEngineError: No such engine, shape or folder, or the engine cannot be refitted.
+        UnsupportedEngineError: No such engine, shape or folder, or the engine cannot be refitted; or `earlier` is of something
+            else.
     """
-    environment = _environment_of(config.engine)
-    cases = [(batch, length) for batch in config.batch_sizes for length in config.context_lengths]
-    num_steps, done = len(config.precisions) * len(cases), 0
-    found: dict[tuple[Precision, int, int], Percentiles] = {}
-    settings: dict[Precision, dict[str, str]] = {}
-    kv_tokens: dict[Precision, int] = {}
-    versions = {"fp8refit": __version__, "torch": torch.__version__}
+    result = _empty_result(config)
+    if earlier is not None:
+        _check_same(earlier, result)
+        result = earlier
+    num_steps = len(config.precisions) * len(config.cases)
     with tempfile.TemporaryDirectory(prefix="fp8refit-bench-") as scratch:
         model = folder_of(config.model, Path(scratch))
         for precision in config.precisions:
-            on_progress(f"boot {precision}", done, num_steps)
+            timed = {timing.case for timing in result.timings if timing.precision is precision}
+            missing = [case for case in config.cases if case not in timed]
+            if not missing:
+                continue
+            on_progress(f"boot {precision}", len(result.timings), num_steps)
             engine = _open(config, model, precision)
             try:
-                settings[precision] = {name: str(value) for name, value in engine.settings.items()}
-                if engine.num_kv_tokens is not None:
-                    kv_tokens[precision] = engine.num_kv_tokens
-                if precision is not Precision.BF16:
-                    versions |= _refit(engine, config, precision)
-                for batch, length in cases:
-                    on_progress(f"{precision}, {batch} x {length}", done, num_steps)
-                    found[precision, batch, length] = _time(engine, config, batch, length)
-                    done += 1
+                result = _with_engine(result, engine, precision)
+                for case in missing:
+                    on_progress(f"{precision}, {case[0]} x {case[1]} + {case[2]}", len(result.timings), num_steps)
+                    timings = _against_bf16([*result.timings, _time(engine, config, precision, case)])
+                    result = result.model_copy(update={"timings": timings})
+                    on_result(result)
             finally:
                 engine.close()
     on_progress("done", num_steps, num_steps)
+    return result
+
+
+def _empty_result(config: RolloutBenchConfig) -> RolloutBenchResult:
     return RolloutBenchResult(
         config=config,
-        command=_command_of(config, environment),
+        command=_command_of(config, _environment_of(config.engine)),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
-        versions=versions,
-        settings=settings,
-        kv_tokens=kv_tokens,
-        timings=tuple(
-            RolloutTiming(
-                precision=precision,
-                batch_size=batch,
-                context_length=length,
-                tokens_per_s=rate,
-                against_bf16=_ratio(rate, found.get((Precision.BF16, batch, length))),
-            )
-            for (precision, batch, length), rate in found.items()
-        ),
+        versions={"fp8refit": __version__, "torch": torch.__version__},
+        settings={},
+        kv_tokens={},
+        timings=(),
     )
+
+
+def _check_same(earlier: RolloutBenchResult, result: RolloutBenchResult) -> None:
+    """See that both come from one command and one kind of machine.
+
+    Raises:
+        UnsupportedEngineError: They do not.
+    """
+    for field in ("command", "gpu"):
+        before, now = getattr(earlier, field), getattr(result, field)
+        if before != now:
+            raise UnsupportedEngineError(
+                f"the earlier result is of another {field}: {before!r}, not {now!r}; name another file"
+            )
+
+
+def _with_engine(result: RolloutBenchResult, engine: RolloutEngine, precision: Precision) -> RolloutBenchResult:
+    """What is known of a live engine, which is refitted for that where it is FP8."""
+    settings = {name: str(value) for name, value in engine.settings.items()}
+    update: dict[str, Any] = {"settings": result.settings | {precision: settings}}
+    if engine.num_kv_tokens is not None:
+        update["kv_tokens"] = result.kv_tokens | {precision: engine.num_kv_tokens}
+    if precision is not Precision.BF16:
+        layout = _refit(engine, result.config, precision)
+        kernels = {f"{slot.kernel} {slot.scale_format}" for slot in layout.slots if slot.scale_format is not None}
+        update["versions"] = result.versions | layout.versions
+        update["kernels"] = result.kernels | {precision: tuple(sorted(kernels))}
+    return result.model_copy(update=update)
 
 
 def _open(config: RolloutBenchConfig, model: Path, precision: Precision) -> RolloutEngine:
@@ -206,39 +260,63 @@ def _open(config: RolloutBenchConfig, model: Path, precision: Precision) -> Roll
     return engine
 
 
-def _refit(engine: RolloutEngine, config: RolloutBenchConfig, precision: Precision) -> dict[str, str]:
-    """Random weights in the place of noise, and scales that fit them. Gives the engine's versions."""
+def _refit(engine: RolloutEngine, config: RolloutBenchConfig, precision: Precision) -> EngineLayout:
+    """Random weights in the place of noise, and scales that fit them. Gives what the engine holds."""
     with Refitter(engine.candidate) as refitter:
         layout = refitter.layout()
         device = torch.device("cuda" if torch.cuda.is_available() and layout.device.startswith("cuda") else "cpu")
         manifest = policies.manifest(layout)
         policy = policies.stream(manifest, config.seed, device)
-        count, length = _CALIBRATION
-        batch = _prompts(count, min(length, config.max_length), config.seed) if precision is Precision.FP8_KV else None
+        num_sequences, length = _CALIBRATION
+        batch = (
+            _prompts(num_sequences, min(length, config.max_length), config.seed)
+            if precision is Precision.FP8_KV
+            else None
+        )
         refitter.refit(policy, manifest=manifest, calibration=batch)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return layout.versions
+    return layout
 
 
-def _time(engine: RolloutEngine, config: RolloutBenchConfig, batch: int, length: int) -> Percentiles:
-    rates = []
-    for run in range(config.repeats + 1):
-        prompts = _prompts(batch, length, config.seed + 1 + run)
+def _time(
+    engine: RolloutEngine, config: RolloutBenchConfig, precision: Precision, case: tuple[int, int, int]
+) -> RolloutTiming:
+    batch, length, num_new = case
+    seeds = count(config.seed + 1)
+
+    def seconds(num_tokens: int) -> float:
+        prompts = _prompts(batch, length, next(seeds))
         start_s = time.perf_counter()
-        engine.generate(prompts, config.num_new_tokens)
-        rates.append(batch * config.num_new_tokens / (time.perf_counter() - start_s))
-    return Percentiles.of(rates[1:])
+        engine.generate(prompts, num_tokens)
+        return time.perf_counter() - start_s
+
+    seconds(min(num_new, _WARM_UP_TOKENS))
+    whole_s = [seconds(num_new) for _ in range(config.repeats)]
+    return RolloutTiming(
+        precision=precision,
+        batch_size=batch,
+        context_length=length,
+        num_new_tokens=num_new,
+        tokens_per_s=Percentiles.of([batch * num_new / taken_s for taken_s in whole_s]),
+        prefill_s=Percentiles.of([seconds(1) for _ in range(config.repeats)]),
+        against_bf16=None,
+    )
 
 
-def _prompts(count: int, length: int, seed: int) -> list[list[int]]:
+def _against_bf16(timings: Sequence[RolloutTiming]) -> tuple[RolloutTiming, ...]:
+    """Each held against BF16's of the same case, if there is one."""
+    base = {timing.case: timing.tokens_per_s.median for timing in timings if timing.precision is Precision.BF16}
+    ratios = (timing.tokens_per_s.median / base[timing.case] if timing.case in base else None for timing in timings)
+    return tuple(
+        timing.model_copy(update={"against_bf16": ratio}) for timing, ratio in zip(timings, ratios, strict=True)
+    )
+
+
+def _prompts(num_prompts: int, length: int, seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(_FIRST_TOKEN, _FIRST_TOKEN + _NUM_TOKENS, (count, length), generator=generator)
+    ids = torch.randint(_FIRST_TOKEN, _FIRST_TOKEN + _NUM_TOKENS, (num_prompts, length), generator=generator)
     return [list(map(int, row)) for row in ids]
-
-
-def _ratio(rate: Percentiles, base: Percentiles | None) -> float | None:
-    return None if base is None else rate.median / base.median
 
 
 def _environment_of(engine: str) -> dict[str, str]:
@@ -255,9 +333,10 @@ def _command_of(config: RolloutBenchConfig, environment: Mapping[str, str]) -> s
         "precisions": config.precisions,
         "batch-sizes": config.batch_sizes,
         "context-lengths": config.context_lengths,
+        "new-tokens": config.num_new_tokens,
     }
     parts += [f"--{name} {','.join(map(str, values))}" for name, values in lists.items()]
-    parts += [f"--new-tokens {config.num_new_tokens}", f"--repeats {config.repeats}", f"--seed {config.seed}"]
+    parts += [f"--repeats {config.repeats}", f"--seed {config.seed}"]
     arguments = (f"{name}={json.dumps(value)}" for name, value in config.engine_arguments.items())
     parts += [f"--set {shlex.quote(argument)}" for argument in arguments]
     return " ".join(parts)

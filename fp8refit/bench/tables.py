@@ -80,11 +80,15 @@ def rollout_table(result: RolloutBenchResult) -> Group:
     """Tokens a second, case by case."""
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     title = f"{result.config.model}, {result.config.tp} rank(s) on {result.gpu} ({versions})"
-    table = Table("precision", title=f"{title}: {result.config.num_new_tokens} new tokens a sequence")
-    for column in ("room for tokens of KV", "sequences", "context", "tokens/s", "against BF16"):
+    table = Table("precision", title=title)
+    columns = ("room for tokens of KV", "sequences", "context", "new", "prefill s", "tokens/s", "against BF16")
+    for column in columns:
         table.add_column(column, justify="right")
     for timing in result.timings:
         ratio = "" if timing.against_bf16 is None else f"{timing.against_bf16:.2f} x"
-        case = (str(result.kv_tokens.get(timing.precision, "")), str(timing.batch_size), str(timing.context_length))
-        table.add_row(timing.precision, *case, f"{timing.tokens_per_s.median:.0f}", ratio)
+        prefill = "" if timing.prefill_s is None else f"{timing.prefill_s.median:.2f}"
+        room = str(result.kv_tokens.get(timing.precision, ""))
+        table.add_row(
+            timing.precision, room, *map(str, timing.case), prefill, f"{timing.tokens_per_s.median:.0f}", ratio
+        )
     return Group(table, Text(f"again: {result.command}"))

@@ -61,7 +61,7 @@ def results():
                 precisions=("bf16", "fp8"),
                 batch_sizes=(1,),
                 context_lengths=(4,),
-                num_new_tokens=2,
+                num_new_tokens=(2,),
                 repeats=1,
             )
         ),

@@ -16,7 +16,7 @@ TINY = {
     "model": "tiny",
     "batch_sizes": (1, 2),
     "context_lengths": (8,),
-    "num_new_tokens": 3,
+    "num_new_tokens": (1, 3),
     "repeats": 2,
 }
 
@@ -27,22 +27,68 @@ def result():
 
 
 def test_every_precision_is_timed_at_every_size(result):
-    cases = [(timing.precision, timing.batch_size, timing.context_length) for timing in result.timings]
-    assert cases == [(precision, batch, 8) for precision in Precision for batch in (1, 2)]
+    cases = [(timing.precision, *timing.case) for timing in result.timings]
+    assert cases == [(precision, batch, 8, new) for precision in Precision for batch in (1, 2) for new in (1, 3)]
     assert all(timing.tokens_per_s.min > 0 and timing.tokens_per_s.count == 2 for timing in result.timings)
 
 
 def test_rates_are_held_against_bf16(result):
-    base = {timing.batch_size: timing.tokens_per_s.median for timing in result.timings[:2]}
+    base = {timing.case: timing.tokens_per_s.median for timing in result.timings[:4]}
     for timing in result.timings:
-        assert timing.against_bf16 == pytest.approx(timing.tokens_per_s.median / base[timing.batch_size])
-    assert {timing.against_bf16 for timing in result.timings[:2]} == {1.0}
+        assert timing.against_bf16 == pytest.approx(timing.tokens_per_s.median / base[timing.case])
+    assert {timing.against_bf16 for timing in result.timings[:4]} == {1.0}
+
+
+def test_rates_count_the_whole_and_prompts_are_timed_apart(monkeypatch):
+    """Two seconds a call and one a token, on a clock of its own. The run before the timed ones is short."""
+    now_s, asked = [0.0], []
+
+    class Engine:
+        def generate(self, prompts, num_tokens):
+            asked.append((num_tokens, str(prompts)))
+            now_s[0] += 2 + num_tokens
+
+    monkeypatch.setattr(rollout.time, "perf_counter", lambda: now_s[0])
+    timing = rollout._time(Engine(), RolloutBenchConfig(**TINY), Precision.FP8, (2, 8, 48))
+    assert [num_tokens for num_tokens, _ in asked] == [32, 48, 48, 1, 1]
+    assert len({prompts for _, prompts in asked}) == 5
+    assert timing.tokens_per_s.median == timing.tokens_per_s.min == 2 * 48 / 50
+    assert timing.prefill_s.median == 3
+
+
+def test_kernels_and_formats_are_told(result):
+    assert {precision: len(kernels) for precision, kernels in result.kernels.items()} == {"fp8": 1, "fp8+kv": 1}
+    assert all("fp32" in kernel for kernels in result.kernels.values() for kernel in kernels)
 
 
 def test_the_command_measures_the_same_again(result):
     ran = CliRunner().invoke(app, [*shlex.split(result.command)[1:], "--json"])
     assert ran.exit_code == 0, ran.output
     assert json.loads(ran.stdout)["config"] == json.loads(result.model_dump_json())["config"]
+
+
+def test_a_command_goes_on_with_what_its_file_lacks(result, tmp_path, monkeypatch):
+    file = tmp_path / "rollouts.json"
+    lacking = result.model_copy(update={"timings": result.timings[:5] + result.timings[8:]})
+    file.write_text(lacking.model_dump_json())
+    written, open_engine = [], rollout._open
+    monkeypatch.setattr(rollout, "_open", lambda *wanted: (written.append(wanted[-1]), open_engine(*wanted))[1])
+    ran = CliRunner().invoke(app, [*shlex.split(result.command)[1:], "--out", str(file)])
+    assert ran.exit_code == 0, ran.output
+    assert written == [Precision.FP8]
+    found = rollout.RolloutBenchResult.model_validate_json(file.read_text())
+    assert {(t.precision, t.case) for t in found.timings} == {(t.precision, t.case) for t in result.timings}
+    assert set(lacking.timings) <= set(found.timings)
+    assert all(timing.against_bf16 is not None for timing in found.timings)
+
+
+def test_a_file_of_another_command_is_left_alone(result, tmp_path):
+    file = tmp_path / "rollouts.json"
+    file.write_text(result.model_dump_json())
+    before = file.read_bytes()
+    ran = CliRunner().invoke(app, [*shlex.split(result.command)[1:], "--seed", "7", "--out", str(file)])
+    assert ran.exit_code == 2 and "another command" in ran.output
+    assert file.read_bytes() == before
 
 
 def test_the_table_has_a_row_for_each_case():
@@ -90,6 +136,7 @@ def test_a_model_without_an_engine_takes_no_arguments():
 @pytest.mark.parametrize(
     ("option", "value"),
     [
+        ("--new-tokens", "0"),
         ("--precisions", "fp4"),
         ("--batch-sizes", "many"),
         ("--set", "max_num_seqs"),

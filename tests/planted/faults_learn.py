@@ -92,4 +92,11 @@ FAULTS = [
         after="pass",
         found_by=f"{LOOP}::test_a_run_goes_on_from_its_last_saved_step",
     ),
+    Fault(
+        name="a benchmark that goes on measures all cases again",
+        path="fp8refit/bench/rollout.py",
+        before="[case for case in config.cases if case not in timed]",
+        after="config.cases",
+        found_by="tests/bench/test_rollout.py::test_a_command_goes_on_with_what_its_file_lacks",
+    ),
 ]
