@@ -94,7 +94,8 @@ GROUP = 8
 """Answers to each prompt, whose rewards are compared."""
 CLIP = 0.2
 NUM_HELD_OUT = 256
-WARM_UP_CHECK_EVERY = 10
+WARM_UP_CHECK_EVERY = 5
+MAX_WARM_UP_STEPS = 5000
 
 CORRECTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "none": lambda trainer, rollout, mask: mask.float(),
@@ -194,11 +195,15 @@ def warm_up(size: Size, seed: int, target: float, progress: Progress) -> nn.Modu
     policy = make_policy(size)
     held_out = make_prompts(size, NUM_HELD_OUT, generator)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=size.warm_up_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     task = progress.add_task(f"warm up, seed {seed}", total=None)
     while (reward := expected_reward(policy, held_out)) < target:
+        if schedule.last_epoch >= MAX_WARM_UP_STEPS:
+            raise SystemExit(f"only {reward:.3f} right after {MAX_WARM_UP_STEPS} steps of warm-up; lower --target")
         for _ in range(WARM_UP_CHECK_EVERY):
             prompts = make_prompts(size, size.warm_up_batch, generator)
             take_step(policy, optimizer, -logprobs_of(policy, prompts, solve(prompts)).mean())
+            schedule.step()
         progress.update(task, advance=WARM_UP_CHECK_EVERY, description=f"warm up, seed {seed}: {reward:.2f} right")
     progress.remove_task(task)
     return policy

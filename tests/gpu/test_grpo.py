@@ -3,7 +3,8 @@
     python -m pytest tests/gpu/test_grpo.py
 
 It takes about ten minutes in all; `FP8REFIT_MINUTES` (8) ends it sooner, and the same command goes on with the runs that the
-result in `FP8REFIT_RESULTS` lacks. The other figures of that page are commands of the example itself:
+result in `FP8REFIT_RESULTS` lacks. `python benchmarks/render_learning.py` makes the page and pictures of it. The other
+figures of that page are commands of the example itself:
 
     python examples/grpo.py --engine vllm --size small --variants fp8 --lr 1e-6 --steps 20 --updates 1 --out FOLDER    # density
     VLLM_USE_DEEP_GEMM=1 VLLM_USE_DEEP_GEMM_E8M0=0 python examples/grpo.py --engine vllm ...                  # fp32 scales
@@ -68,8 +69,6 @@ def result():
     shutil.copy(WORK / "log", RESULTS / "grpo.log")
     if (WORK / "grpo.json").exists():
         shutil.copy(WORK / "grpo.json", file)
-    for picture in WORK.glob("*.png"):
-        shutil.copy(picture, RESULTS / f"grpo_{picture.name}")
     if ended.returncode == UNFINISHED:
         pytest.skip(f"the time was over; the same command goes on with what {file} lacks")
     assert ended.returncode == 0, (RESULTS / "grpo.log").read_text()[-4000:]
