@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from fp8refit.batches import Batch, PartRows, batches
 from fp8refit.caught import Caught
+from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError, RankFailedError, RefitError
 from fp8refit.pieces import Piece
 from fp8refit.renaming import Renamer, Renaming
@@ -54,9 +55,10 @@ def gathered(
         bucket_bytes: Size of one bucket, or less if a reader says so. Half of one is gathered while the other half is read. A
             tensor that is larger than that comes in blocks of rows. Beside the model a rank holds about two buckets, and what
             the reader keeps.
-        timeout_s: Seconds to wait for the other ranks at each step.
+        timeout_s: Seconds to wait for the other ranks at each step; a day at most.
 
     Raises:
+        ValueError: `timeout_s` is no number of seconds up to a day.
         InvalidSourceError: `group` is not given, and cannot be told from the shards.
 
     Example:
@@ -64,6 +66,7 @@ def gathered(
         ...     if torch.distributed.get_rank() == 0:
         ...         print(refitter.refit(weights))
     """
+    timeout_s = RefitConfig(timeout_s=timeout_s).timeout_s
     return Gathered(state_dict, group, rename=rename, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
 

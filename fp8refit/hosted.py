@@ -57,11 +57,11 @@ class EngineHost:
             raise UnsupportedEngineError(
                 f"this {self._engine.name} engine is asynchronous; await answer_async in the event loop that drives it"
             )
-        return self._runner.run(self._clerk.answer(message, is_trusted=True)).model_dump_json()
+        return self._runner.run(self._clerk.answer(message)).model_dump_json()
 
     async def answer_async(self, message: str) -> str:
         """`answer` for an asynchronous engine, in the event loop that drives it."""
-        return (await self._clerk.answer(message, is_trusted=True)).model_dump_json()
+        return (await self._clerk.answer(message)).model_dump_json()
 
 
 class HostedEngine(ServerDriver):

@@ -20,7 +20,7 @@ from fp8refit._version import __version__
 from fp8refit.announcement import announce
 from fp8refit.broadcast import Broadcast
 from fp8refit.caught import Caught
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import LONGEST_WAIT_S, KvOrder, RefitConfig
 from fp8refit.errors import EngineLostError, InvalidSourceError, RankFailedError, RefitError
 from fp8refit.layout import EngineLayout
 from fp8refit.pieces import in_pieces
@@ -459,7 +459,7 @@ class RemoteRanks:
 
     def _timeout_s(self, order: messages.Order) -> float:
         """How long to wait for the ranks."""
-        return self._num_votes(order) * self._config.timeout_s + GRACE_S
+        return min(self._num_votes(order) * self._config.timeout_s + GRACE_S, LONGEST_WAIT_S)
 
     def _num_votes(self, order: messages.Order) -> int:
         """How often the ranks may wait for each other until they answer."""
@@ -500,7 +500,8 @@ def _read(answer: str) -> Reply:
         if not (isinstance(answer, str) and answer.startswith('{"id":')):
             raise EngineLostError(f"a rank answered {shorten(repr(answer), 80)}: {_LOST_STEP}") from error
         raise RankFailedError(
-            f"a rank answered what fp8refit {__version__} cannot read; install the same version for every process ({error})"
+            f"a rank answered what fp8refit {__version__} cannot read; install the same version for every process "
+            f"({messages.first_problem(error)})"
         ) from error
     if reply.protocol != PROTOCOL:
         raise RankFailedError(

@@ -15,7 +15,18 @@ from fp8refit.remote import GRACE_S, RemoteRanks
 from fp8refit.sources import SafetensorsSource, Source, StreamSource
 from fp8refit.transport import messages
 from fp8refit.transport.line import Line
-from fp8refit.transport.orders import Answer, AnyOrder, Call, Flush, Pair, Pause, Refuse, Resume, Tokenize
+from fp8refit.transport.orders import (
+    MAX_REASON,
+    Answer,
+    AnyOrder,
+    Call,
+    Flush,
+    Pair,
+    Pause,
+    Refuse,
+    Resume,
+    Tokenize,
+)
 from fp8refit.transport.pairs import PairAnswers
 
 T = TypeVar("T")
@@ -58,7 +69,7 @@ class ServerDriver:
 
     async def refuse(self, reason: str) -> None:
         """See `fp8refit.engine.Engine`."""
-        await self._post(Refuse(reason=reason))
+        await self._post(Refuse(reason=reason[:MAX_REASON]))
 
     async def flush_caches(self) -> None:
         """See `fp8refit.engine.Engine`."""

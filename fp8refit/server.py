@@ -211,7 +211,7 @@ def _read(message: str) -> Request:
     except ValidationError as error:
         raise RankFailedError(
             f"this rank, fp8refit {__version__}, cannot read what the driver says; install the same version on both sides "
-            f"({error})"
+            f"({messages.first_problem(error)})"
         ) from error
     if request.protocol != messages.PROTOCOL:
         raise RankFailedError(

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from pydantic import ValidationError
-
 from fp8refit.config import RefitConfig
+from fp8refit.errors import RankFailedError
 from fp8refit.remote import RemoteRanks
 from fp8refit.served import ServedRanks, ServerDriver
 from fp8refit.server import RankServer
 from fp8refit.transport.clerk import Clerk
+from fp8refit.transport.door import Door
 from fp8refit.transport.http import Server
 from fp8refit.transport.orders import OrderRequest
 from fp8refit.transport.pairs import PairAnswers, call_in_turn
+from tests.asgi import ELSEWHERE, LOCAL, order_headers, scope_of
 from tests.fake_ranks import Cluster, ThreadChannel
 
 URL = "http://fake:1"
@@ -59,7 +60,7 @@ class Running:
 
     Args:
         token: What drivers have to know.
-        is_trusted: Whether it knows who asks.
+        is_trusted: Whether those who ask are on its host.
     """
 
     def __init__(self, *, token: str | None = None, is_trusted: bool = True) -> None:
@@ -75,17 +76,21 @@ class Running:
         """Another engine, in the place of the one before."""
         self.cluster = Cluster()
         self.controls = FakeControls(self.cluster)
-        self.clerk = Clerk(self.controls, token=self.token)
+        self.clerk, self.door = Clerk(self.controls), Door(token=self.token)
         self.orders: list[str] = []
 
     @property
     def events(self) -> list[str]:
         return self.controls.events
 
-    def answer(self, message: str) -> str:
-        with suppress(ValidationError):
-            self.orders.append(OrderRequest.model_validate_json(message).order.step)
-        return self.do(self.clerk.answer(message, is_trusted=self.is_trusted)).model_dump_json()
+    def answer(self, message: str, headers: dict[str, str] | None = None) -> str:
+        with suppress(RankFailedError):
+            self.orders.append(OrderRequest.decode(message).order.step)
+        scope = scope_of("/", order_headers() | (headers or {}), LOCAL if self.is_trusted else ELSEWHERE)
+        return self.do(self.door.take(scope, lambda: self._body(message), self.clerk.answer))[1]
+
+    async def _body(self, message: str) -> dict[str, Any]:
+        return {"type": "http.request", "body": message.encode()}
 
     def do(self, steps: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(steps, self._loop).result(20)
@@ -104,7 +109,7 @@ def _server_of(running: Running) -> type[Server]:
             return self.url == URL
 
         def deliver(self, message: str, *, timeout_s: float) -> str:
-            return running.answer(message)
+            return running.answer(message, self._order_headers)
 
     return FakeServer
 

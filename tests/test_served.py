@@ -1,7 +1,9 @@
 """Refits by URL, of a fake engine: what a driver and a server owe each other, whatever the engine."""
 
 import asyncio
+import contextlib
 import os
+import resource
 import subprocess
 import time
 
@@ -18,11 +20,13 @@ from fp8refit.errors import (
     TransportError,
     UnsupportedEngineError,
 )
+from fp8refit.served import ServerDriver
 from fp8refit.transport import clerk, orders
 from fp8refit.transport.orders import Caller, OrderRequest, Pause, Place, Resume
 from tests.fake_ranks import NORM, Q_PROJ, as_files, as_iterator, as_mapping
 from tests.fake_server import URL, Running, entry_point_of
 
+TOKEN = "c0ffee-c0ffee-c0ffee"
 ELSEWHERE = Place(boot_id="another host", pid_namespace=1)
 
 
@@ -142,7 +146,7 @@ def test_a_server_that_was_away_is_found_again(running, monkeypatch):
     refitter, policy = Refitter(URL), running.cluster.make_policy(1)
     refitter.refit(policy)
 
-    def away(message: str) -> str:
+    def away(message: str, headers: dict) -> str:
         raise EngineLostError("the server cannot be reached")
 
     with monkeypatch.context() as patched, pytest.raises(EngineLostError):
@@ -156,10 +160,10 @@ def test_a_server_that_was_started_again_is_not_told_the_version_of_the_one_befo
     refitter, policy = Refitter(URL), running.cluster.make_policy(1)
     answer = running.answer
 
-    def lost_at_last(message: str) -> str:
-        if OrderRequest.model_validate_json(message).order.step == "resume":
+    def lost_at_last(message: str, headers: dict) -> str:
+        if OrderRequest.decode(message).order.step == "resume":
             raise EngineLostError("the server cannot be reached")
-        return answer(message)
+        return answer(message, headers)
 
     async def keep_caches():
         raise CacheFlushError("blocks are in use")
@@ -178,12 +182,12 @@ def test_a_server_that_was_started_again_is_not_told_the_version_of_the_one_befo
 
 
 def test_a_server_with_a_token_takes_orders_from_those_who_know_it(make_running, monkeypatch):
-    running = make_running(token="secret", is_trusted=False)
+    running = make_running(token=TOKEN, is_trusted=False)
     with pytest.raises(UnsupportedEngineError, match="the token is not that of the server; set FP8REFIT_TOKEN"):
         Refitter(URL)
     with pytest.raises(UnsupportedEngineError, match="the token is not that of the server"):
-        Refitter(running.kind(URL, token="wrong"))
-    monkeypatch.setenv("FP8REFIT_TOKEN", "secret")
+        Refitter(running.kind(URL, token=TOKEN[::-1]))
+    monkeypatch.setenv("FP8REFIT_TOKEN", TOKEN)
     Refitter(URL).refit(running.cluster.make_policy(1))
 
 
@@ -195,13 +199,10 @@ def test_a_server_without_one_takes_orders_from_those_whom_it_knows(make_running
         Refitter(URL)
 
 
-def test_an_order_shows_no_token_in_logs(server):
-    assert "secret" not in repr(OrderRequest(driver=Caller.new(), token="secret", order=Resume()))
-
-
 @pytest.mark.parametrize("message", ["", "{", '{"driver": 1}', "[]"])
 def test_what_is_no_order_is_answered(message, running):
     assert "cannot read what the driver says" in running.answer(message)
+    assert not running.clerk._turn.locked()
     Refitter(URL).refit(running.cluster.make_policy(1))
 
 
@@ -246,6 +247,45 @@ def test_a_driver_that_dies_before_it_writes_lets_requests_go_on(running):
     process.kill()
     wait_until(lambda: "resume" in running.events)
     assert running.events == ["pause", "resume"]
+    process.wait()
+
+
+def test_a_driver_that_is_dead_is_noticed_in_a_server_with_a_thousand_connections(running):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.callback(os.close, os.dup(0))
+        give(running, pause(), Caller.new())
+        assert running.clerk._process > 1024
+        with pytest.raises(EngineBusyError, match="another driver refits this server"):
+            Refitter(URL)
+
+
+def test_a_reason_that_is_long_is_cut(running):
+    driver = ServerDriver(running.kind(URL))
+    asyncio.run(driver.refuse("x" * 1_000_000))
+    assert running.events == ["refuse: " + "x" * orders.MAX_REASON]
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/\0", "/\udcff", "x" * 10_000])
+def test_a_path_that_is_none_cannot_be_read(path, server):
+    assert server.sees(path) is False
+
+
+def test_ranks_that_say_what_nobody_knows_leave_the_server_refusing(running):
+    driver, process = dying_driver()
+    give(running, pause(), driver)
+
+    async def babble(message: str, *, timeout_s: float) -> list[str]:
+        return ["babble"]
+
+    running.controls.call = babble
+    process.kill()
+    wait_until(lambda: len(running.events) == 2)
+    assert running.events[-1].startswith("refuse: the driver of a refit died, and the engine did not go on")
+    assert not running.clerk._turn.locked()
     process.wait()
 
 

@@ -6,6 +6,7 @@ text, and it asks for no update session.
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,9 +27,13 @@ IN_SCHEDULER = (
 IN_SERVER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_ipc"
 """What a server's process calls before that."""
 
+IN_START = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators"
+"""What the process that takes requests calls once, before it serves any."""
+
 IN_ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.__init__"
 """What makes an attention layer while a model is built."""
 
+_HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 _HANDLE = "fp8refit"
 _ORDER = "fp8refit.order"
 
@@ -62,20 +67,29 @@ def address_in(request: Any) -> str | None:
 
 
 def handles_for(order: str) -> dict[str, str]:
-    """What to post to a server's process, so that it carries out `order`."""
+    """What drivers posted to a server's process before orders came in bodies of their own."""
     return {_ORDER: order}
 
 
-def order_in(request: Any) -> str | None:
-    """What a server's process shall do, or None if the request is none of ours."""
-    order: str | None = request.zmq_handles.get(_ORDER)
-    return order
+def has_order(request: Any) -> bool:
+    """Whether a request is one of such a driver."""
+    return _ORDER in request.zmq_handles
 
 
-def has_api_key(manager: Any) -> bool:
-    """Whether a server asks those who call for an API key."""
+def api_keys(manager: Any) -> list[str]:
+    """Those that a server asks for one of, where weights are concerned: the admin's if there is one."""
     arguments = manager.server_args
-    return bool(getattr(arguments, "api_key", None) or getattr(arguments, "admin_api_key", None))
+    key = getattr(arguments, "admin_api_key", None) or getattr(arguments, "api_key", None)
+    return [key] if key else []
+
+
+def app_to_start() -> Any | None:
+    """The FastAPI app of this process, if one may be about to serve.
+
+    None in a user's process that has an engine, and in one of several workers, whose app runs already.
+    """
+    app = getattr(sys.modules.get(_HTTP_SERVER), "app", None)
+    return app if app is not None and app.middleware_stack is None else None
 
 
 def http_refusal(reason: str, request: Any) -> Exception:
@@ -167,7 +181,9 @@ class Tokenizer:
         return [list(tokenizer.encode(prompt)) for prompt in prompts] if tokenizer is not None else None
 
     async def set_version(self, version: str) -> None:
-        """Have outputs say which weights they come from."""
+        """Have outputs say which weights they come from. A server that waits for its first weights has them now."""
+        if getattr(self.manager, "initial_weights_loaded", True) is False:
+            self.manager.initial_weights_loaded = True
         if not hasattr(self.manager, "update_weight_version"):
             self.manager._update_weight_version_if_provided(version)
             return

@@ -1,12 +1,12 @@
-"""A running SGLang server: orders are posted to the route by which SGLang takes weights, where our plugin answers them.
+"""A running SGLang server: orders are posted to the route by which SGLang takes weights, and our plugin answers them there.
 
-What comes is carried out in the server's process as `Refitter(engine)` would. The ranks are asked over a line within the
+They are told from SGLang's own requests by a header, and never reach SGLang's route: it would read the whole body of whoever
+asks. What comes is carried out in the server's process as `Refitter(engine)` would. The ranks are asked over a line within the
 server's host, so the driver need not be on it: only tensors that are to be mapped have to be.
 """
 
 import asyncio
 import json
-import os
 from collections.abc import Callable
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -14,34 +14,76 @@ from typing import Any
 
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.transport.clerk import Clerk
-from fp8refit.transport.http import Server, is_local, read_object
-from fp8refit.transport.orders import MAX_BYTES, TOKEN_VARIABLE, Answer
+from fp8refit.transport.door import HEADERS, Door, other_version
+from fp8refit.transport.http import Server, read_object
+from fp8refit.transport.orders import PROTOCOL_HEADER, Answer, read_token
 from fp8refit.vote import ErrorRecord
-from fp8refit_sglang.compat import handles_for, has_api_key, http_refusal, order_in
+from fp8refit_sglang.compat import api_keys, app_to_start, handles_for, has_order, http_refusal
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.driver import NOT_LOADED, Driver
 
 _ROUTE = "/update_weights_from_ipc"
+_ORDER_HEADER = PROTOCOL_HEADER.lower().encode()
 _INFO_ROUTES = ("/server_info", "/get_server_info")
-_CLERK = "_fp8refit_server_clerk"
 
 
-async def serve_order(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> tuple[bool, str]:
-    """Around the method behind SGLang's route for weights: carry out an order, if it is one of ours."""
-    order = order_in(obj)
-    if order is None:
-        success, message = await original(manager, obj, request)
-        return success, message
-    clerk: Clerk | None = getattr(manager, _CLERK, None)
-    if clerk is None:
-        controls = TokenizerControls(manager, asyncio.get_running_loop(), refuse_with=http_refusal)
-        clerk = Clerk(Driver(controls), token=os.environ.get(TOKEN_VARIABLE))
-        setattr(manager, _CLERK, clerk)
-    if len(order) > MAX_BYTES:
-        error = UnsupportedEngineError(f"an order of {len(order)} bytes is none of ours")
-        return True, Answer(error=ErrorRecord.of(error)).model_dump_json()
-    answer = await clerk.answer(order, is_trusted=has_api_key(manager) or is_local(request))
-    return True, answer.model_dump_json()
+def open_door(original: Callable[..., Any], manager: Any, *arguments: Any) -> None:
+    """Around a step of the start of the process that takes requests: have orders answered, if it is a server's.
+
+    Raises:
+        UnsupportedEngineError: `FP8REFIT_TOKEN` is too short. The server does not start.
+    """
+    original(manager, *arguments)
+    app = app_to_start()
+    if app is not None:  # what is added later, as SGLang's look at the API key, comes before it
+        app.add_middleware(OrderMiddleware, manager=manager, token=read_token())
+
+
+async def refuse_older(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> tuple[bool, str]:
+    """Around the method behind SGLang's route for weights: tell a driver of an older version what is wrong."""
+    if has_order(obj):
+        return True, Answer(error=ErrorRecord.of(other_version(None))).model_dump_json()
+    success, message = await original(manager, obj, request)
+    return success, message
+
+
+class OrderMiddleware:
+    """Answers orders in the place of SGLang's routes; every other request goes on to those.
+
+    Args:
+        app: What comes after it.
+        manager: SGLang's tokenizer manager.
+        token: What a driver has to show, if anything.
+    """
+
+    def __init__(self, app: Callable[..., Any], *, manager: Any, token: str | None) -> None:
+        self._app, self._manager = app, manager
+        self._door = Door(token=token, api_keys=api_keys(manager))
+        self._clerk: Clerk | None = None
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """See ASGI."""
+        if not _is_order(scope):
+            await self._app(scope, receive, send)
+            return
+        from starlette.responses import Response
+
+        status, said = await self._door.take(scope, receive, self._answer)
+        response = Response(said, status_code=status, headers=HEADERS, media_type="application/json")
+        await response(scope, receive, send)
+
+    async def _answer(self, message: str) -> Answer:
+        if self._clerk is None:
+            controls = TokenizerControls(self._manager, asyncio.get_running_loop(), refuse_with=http_refusal)
+            self._clerk = Clerk(Driver(controls))
+        return await self._clerk.answer(message)
+
+
+def _is_order(scope: dict[str, Any]) -> bool:
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return False
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path == _ROUTE and any(name.lower() == _ORDER_HEADER for name, _ in scope["headers"])
 
 
 class SglangServer(Server):
@@ -53,7 +95,7 @@ class SglangServer(Server):
         token: What it was told in `FP8REFIT_TOKEN`, if it was.
 
     Raises:
-        UnsupportedEngineError: It is no URL.
+        UnsupportedEngineError: It is no URL, or the key or token can be none.
     """
 
     engine = "sglang"
@@ -86,9 +128,16 @@ class SglangServer(Server):
 
     def deliver(self, message: str, *, timeout_s: float) -> str:
         """See `Server`."""
-        body = json.dumps({"zmq_handles": handles_for(message), "flush_cache": False})
+        answer, said = self.order(_ROUTE, message, timeout_s=timeout_s)
+        if answer is None:
+            answer = self._ask_older(timeout_s)
+        if answer is None:
+            raise UnsupportedEngineError(f"{NOT_LOADED} ({said})")
+        return answer
+
+    def _ask_older(self, timeout_s: float) -> str | None:
+        """What a plugin of another version says, which takes orders otherwise; None if there is none."""
+        body = json.dumps({"zmq_handles": handles_for("an order of another version"), "flush_cache": False})
         status, text = self.send(_ROUTE, body, timeout_s=timeout_s)
         said = read_object(text).get("message")
-        if status != HTTPStatus.OK or not isinstance(said, str) or not read_object(said):
-            raise UnsupportedEngineError(f"{NOT_LOADED} ({self.url} answered {status}: {text[:200]})")
-        return said
+        return said if status == HTTPStatus.OK and isinstance(said, str) and read_object(said) else None

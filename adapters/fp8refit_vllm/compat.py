@@ -40,11 +40,11 @@ def num_api_servers(config: Any) -> int:
     return int(getattr(config.parallel_config, "_api_process_count", 1))
 
 
-def has_api_key(arguments: Any) -> bool:
-    """Whether a server asks those who call for an API key."""
+def api_keys(arguments: Any) -> list[str]:
+    """Those that a server asks for one of."""
     import vllm.envs
 
-    return any(getattr(arguments, "api_key", None) or [vllm.envs.VLLM_API_KEY])
+    return [key for key in getattr(arguments, "api_key", None) or [vllm.envs.VLLM_API_KEY] if key]
 
 
 def http_refusal(reason: str) -> Exception:

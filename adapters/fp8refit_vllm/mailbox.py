@@ -11,6 +11,7 @@ from fp8refit.transport.store import find_store, open_store
 
 _PART_BYTES = 4 << 20
 """The store takes no value of more than 8 MiB; a large engine's layout is more."""
+_MAX_PARTS = 64
 _ENDED, _DROPPED = "ended", "dropped"
 
 
@@ -82,7 +83,10 @@ class Mailbox:
         with _Reaching(self):
             if not self._store.check([key]):
                 return None
-            keys = [f"{key}/{place}" for place in range(int(self._store.get(key)))]
+            num_parts = self._store.get(key)
+            if len(num_parts) > 2 or not num_parts.isdigit() or int(num_parts) > _MAX_PARTS:
+                raise TransportError(f"rank {rank} left {num_parts[:9]!r} parts of an answer, which is none of ours")
+            keys = [f"{key}/{place}" for place in range(int(num_parts))]
             content = b"".join(self._store.get(part) for part in keys)
             for part in (key, *keys):
                 self._store.delete_key(part)

@@ -4,19 +4,19 @@ vLLM adds no route that is not asked for: start the server with `VLLM_PLUGINS=fp
 middleware asks for the API key, if the server has one. What comes is carried out as `Refitter(AsyncLLM)` would.
 """
 
-import os
 from argparse import Namespace
 from http import HTTPStatus
 from typing import Any
 
 from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.transport.clerk import Clerk
-from fp8refit.transport.http import Server, is_local, read_object
-from fp8refit.transport.orders import MAX_BYTES, TOKEN_VARIABLE, Answer
+from fp8refit.transport.door import HEADERS, Door
+from fp8refit.transport.http import Server, read_object
+from fp8refit.transport.orders import Answer, read_token
 from fp8refit.vote import ErrorRecord
 from fp8refit_vllm.async_driver import AsyncDriver
 from fp8refit_vllm.clients import PLUGIN, check_server, method_of
-from fp8refit_vllm.compat import has_api_key, http_refusal
+from fp8refit_vllm.compat import api_keys, http_refusal
 
 _ROUTE = "/v1/fp8refit"
 _NOT_LOADED = (
@@ -32,50 +32,46 @@ class RefitEndpoint:
     required_tasks = None
 
     def __init__(self) -> None:
+        self._token: str | None = None
+        self._door: Door | None = None
         self._clerk: Clerk | None = None
-        self._refused_because: RefitError | None = None
-        self._has_api_key = False
+        self._refused_because: RefitError = RankFailedError("the server is not ready yet; refit later")
 
     def attach_router(self, app: Any) -> None:
-        """See vLLM's `EndpointPlugin`."""
+        """See vLLM's `EndpointPlugin`.
+
+        Raises:
+            UnsupportedEngineError: `FP8REFIT_TOKEN` is too short. The server does not start.
+        """
         from fastapi import Request
         from fastapi.responses import Response
 
+        self._token = read_token()  # not before: vLLM would start without a plugin that cannot be made
+
         async def take_order(request: Request) -> Response:
-            message = await _read_body(request)
-            if message is None:
-                return Response(f"more than {MAX_BYTES} bytes", status_code=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-            answer = await self._answer(message, is_trusted=self._has_api_key or is_local(request))
-            return Response(answer.model_dump_json(), media_type="application/json")
+            if self._door is None:
+                status, said = int(HTTPStatus.SERVICE_UNAVAILABLE), (await self._answer("")).model_dump_json()
+            else:
+                status, said = await self._door.take(request.scope, request.receive, self._answer)
+            return Response(said, status_code=status, headers=HEADERS, media_type="application/json")
 
         app.add_api_route(_ROUTE, take_order, methods=["POST"], include_in_schema=False)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """See vLLM's `EndpointPlugin`."""
-        self._has_api_key = has_api_key(args)
+        self._door = Door(token=self._token, api_keys=api_keys(args))
         try:
             check_server(engine_client)
         except UnsupportedEngineError as error:
             self._refused_because = error
             return
         controls = AsyncDriver(engine_client, method_of(engine_client.vllm_config), refuse_with=http_refusal)
-        self._clerk = Clerk(controls, token=os.environ.get(TOKEN_VARIABLE))
+        self._clerk = Clerk(controls)
 
-    async def _answer(self, message: str, *, is_trusted: bool) -> Answer:
+    async def _answer(self, message: str) -> Answer:
         if self._clerk is None:
-            reason = self._refused_because or RankFailedError("the server is not ready yet; refit later")
-            return Answer(error=ErrorRecord.of(reason))
-        return await self._clerk.answer(message, is_trusted=is_trusted)
-
-
-async def _read_body(request: Any) -> str | None:
-    """What was posted; None if it is too long, which is known before it is taken in."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BYTES:
-            return None
-    return body.decode(errors="replace")
+            return Answer(error=ErrorRecord.of(self._refused_because))
+        return await self._clerk.answer(message)
 
 
 class VllmServer(Server):
@@ -87,7 +83,7 @@ class VllmServer(Server):
         token: What it was told in `FP8REFIT_TOKEN`, if it was.
 
     Raises:
-        UnsupportedEngineError: It is no URL.
+        UnsupportedEngineError: It is no URL, or the key or token can be none.
     """
 
     engine = "vllm"
@@ -99,7 +95,7 @@ class VllmServer(Server):
 
     def deliver(self, message: str, *, timeout_s: float) -> str:
         """See `Server`."""
-        status, text = self.send(_ROUTE, message, timeout_s=timeout_s)
-        if status != HTTPStatus.OK:
-            raise UnsupportedEngineError(f"{_NOT_LOADED} ({self.url} answered {status}: {text[:200]})")
-        return text
+        answer, said = self.order(_ROUTE, message, timeout_s=timeout_s)
+        if answer is None:
+            raise UnsupportedEngineError(f"{_NOT_LOADED} ({said})")
+        return answer

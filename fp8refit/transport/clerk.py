@@ -5,7 +5,6 @@ before that, the clerk ends the refit: requests go on if every rank holds a whol
 """
 
 import asyncio
-import hmac
 import logging
 import os
 import select
@@ -13,11 +12,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Protocol
 
-from pydantic import ValidationError
-
-from fp8refit._version import __version__
 from fp8refit.control import ControlPlane
-from fp8refit.errors import EngineBusyError, RankFailedError, RefitError, UnsupportedEngineError
+from fp8refit.errors import EngineBusyError, RefitError
 from fp8refit.transport import messages, orders
 from fp8refit.transport.orders import Answer, AnyOrder, Caller, OrderRequest, Place
 from fp8refit.transport.pairs import Pairs
@@ -40,16 +36,14 @@ class Controls(ControlPlane, Pairs, Protocol):
 
 
 class Clerk:
-    """Carries out drivers' orders in the event loop that drives an engine.
+    """Carries out drivers' orders in the event loop that drives an engine. Who may give them, others judge before.
 
     Args:
         controls: The engine's.
-        token: What a driver has to know; None if those whom the server trusts need to know nothing.
     """
 
-    def __init__(self, controls: Controls, *, token: str | None = None) -> None:
+    def __init__(self, controls: Controls) -> None:
         self._controls = controls
-        self._token = token
         self._id, self._place = uuid.uuid4().hex, Place.here()
         self._turn = asyncio.Lock()
         self._holder: Caller | None = None
@@ -60,45 +54,31 @@ class Clerk:
         self._ending: asyncio.Task[None] | None = None
         self._obeying: asyncio.Task[Answer] | None = None
 
-    async def answer(self, message: str, *, is_trusted: bool) -> Answer:
+    async def answer(self, message: str) -> Answer:
         """Carry out one order, after those before it. Errors are values; a caller that leaves does not stop it.
 
         Args:
-            message: The order, as JSON.
-            is_trusted: Whether the server knows who asks: by its API key, or because the caller is on its host.
+            message: The order, as `OrderRequest.encode` gives it, of somebody who may give orders.
         """
-        self._obeying = asyncio.ensure_future(self._answer(message, is_trusted))
+        self._obeying = asyncio.ensure_future(self._answer(message))
         return await asyncio.shield(self._obeying)
 
-    async def _answer(self, message: str, is_trusted: bool) -> Answer:
-        async with self._turn:
-            try:
-                request = _read(message)
-                self._check_may_ask(request.token, is_trusted)
+    async def _answer(self, message: str) -> Answer:
+        try:
+            request = OrderRequest.decode(message)
+            async with self._turn:
                 await self._check_is_free_for(request.driver)
                 found = await self._obey_watched(request)
-            except Exception as error:
-                if not isinstance(error, RefitError):
-                    logger.exception("an order could not be carried out")
-                found = Answer(error=ErrorRecord.of(error))
-            return found.model_copy(update={"server": self._id, "place": self._place})
-
-    def _check_may_ask(self, token: str, is_trusted: bool) -> None:
-        if self._token is not None:
-            if not hmac.compare_digest(token.encode(), self._token.encode()):
-                raise UnsupportedEngineError(
-                    f"the token is not that of the server; set {orders.TOKEN_VARIABLE} to the same value for both"
-                )
-        elif not is_trusted:
-            raise UnsupportedEngineError(
-                "this server takes weights from its own host alone; start it with an API key, or with "
-                f"{orders.TOKEN_VARIABLE} set"
-            )
+        except Exception as error:
+            if not isinstance(error, RefitError):
+                logger.exception("an order could not be carried out")
+            found = Answer(error=ErrorRecord.of(error))
+        return found.model_copy(update={"server": self._id, "place": self._place})
 
     async def _check_is_free_for(self, driver: Caller) -> None:
         if self._holder in (None, driver):
             return
-        if self._process < 0 or not select.select([self._process], [], [], 0)[0]:
+        if self._process < 0 or not _has_ended(self._process):
             raise EngineBusyError("another driver refits this server; wait for it")
         await self._end(_DIED)
 
@@ -186,8 +166,12 @@ class Clerk:
             if version != self._version:
                 await self._publish(version)
             await self._controls.resume()
-        except RefitError as error:
-            await self._controls.refuse(f"{reason}, and the engine did not go on ({error}); {_HEALED}")
+        except Exception as error:
+            if not isinstance(error, RefitError):
+                logger.exception("the refit of a driver that left could not be ended")
+            await self._controls.refuse(
+                f"{reason}, and the engine did not go on ({error}); {_HEALED}"[: orders.MAX_REASON]
+            )
 
     async def _publish(self, version: int) -> None:
         await self._controls.publish_version(version)
@@ -203,21 +187,13 @@ class Clerk:
         return versions.pop() if is_whole else None
 
 
+def _has_ended(process: int) -> bool:
+    """Whether the process of a pidfd has ended. `select` would fail in a server with a thousand connections."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 def can_read(path: str) -> bool:
     """Whether this process may read what is there."""
-    return os.access(path, os.R_OK)
-
-
-def _read(message: str) -> OrderRequest:
-    """The order.
-
-    Raises:
-        RankFailedError: It is none that this version knows.
-    """
-    try:
-        return OrderRequest.model_validate_json(message)
-    except ValidationError as error:
-        raise RankFailedError(
-            f"this server, fp8refit {__version__}, cannot read what the driver says; install the same version on both sides "
-            f"({error.error_count()} problems, {error.errors(include_input=False, include_url=False)[:1]})"
-        ) from error
+    return "\0" not in path and os.access(path, os.R_OK)

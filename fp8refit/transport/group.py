@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from fp8refit.errors import EngineLostError
 
 _HEADER_BYTES = 8
+_MAX_BYTES = 1 << 28
 _SMALL_BYTES = 2048
 """Size of the first round; most messages fit, and need no second."""
 _POLL_S = 2e-5
@@ -37,6 +38,8 @@ class ProcessGroupExchange:
         frames = self._gather(framed, _SMALL_BYTES, timeout_s)
         sizes = [int.from_bytes(frame[:_HEADER_BYTES]) for frame in frames]
         largest = _HEADER_BYTES + max(sizes)
+        if largest > _MAX_BYTES:
+            raise EngineLostError(f"a rank announced a message of {max(sizes)} bytes, which is none of ours")
         if largest > _SMALL_BYTES:
             frames = self._gather(framed, largest, timeout_s)
         return [frame[_HEADER_BYTES : _HEADER_BYTES + size] for frame, size in zip(frames, sizes, strict=True)]

@@ -16,18 +16,16 @@ class Line:
 
     Args:
         label: What is at the other end, for messages.
-        token: What it wants drivers to know.
     """
 
     asking_s: ClassVar[float] = ASKING_S
     """How long the other end may take for what it does not have to work for."""
 
-    def __init__(self, label: str, *, token: str = "") -> None:
+    def __init__(self, label: str) -> None:
         self.label = label
         self.place: Place | None = None
         """Where the other end runs, once it was asked."""
         self._caller = Caller.new()
-        self._token = token
 
     @property
     def is_here(self) -> bool:
@@ -51,7 +49,7 @@ class Line:
             UnsupportedEngineError: It has no clerk, or does not take orders from here.
             RefitError: What came of it.
         """
-        request = OrderRequest(driver=self._caller, token=self._token, order=order)
+        request = OrderRequest(driver=self._caller, order=order)
         said = self.deliver(request.encode(), timeout_s=timeout_s)
         try:
             answer = Answer.model_validate_json(said)
@@ -71,4 +69,6 @@ class Line:
 
     def sees(self, path: str) -> bool:
         """Whether the other end can read a path; its ranks can then, too."""
+        if not path.isascii() and path.encode(errors="ignore").decode() != path:
+            return False  # bytes that are no text: they cannot be asked for
         return bool(self.post(Look(path=path), timeout_s=self.asking_s).value)

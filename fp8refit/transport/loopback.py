@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -120,7 +121,14 @@ class Switchboard:
         self._loop, self._server = loop, await asyncio.start_unix_server(self._take_call, self.address)
 
     async def _take_call(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._lines[int(await _read(reader))] = reader, writer
+        try:
+            rank = int(await _read(reader))
+        except (ValueError, RankFailedError, EOFError, OSError):
+            rank = -1
+        if rank not in range(self._num_ranks):
+            writer.close()
+            return
+        self._lines[rank] = reader, writer
         self.has_been_called = True
         if len(self._lines) == self._num_ranks:
             self._all_called.set()
@@ -149,14 +157,14 @@ class Line:
     Args:
         address: Where the driver waits.
         rank: Who calls.
-        timeout_s: Seconds to wait for a message.
+        timeout_s: Seconds to wait for the whole of a message.
 
     Raises:
         RankFailedError: The driver is not there.
     """
 
     def __init__(self, address: str, rank: int, *, timeout_s: float) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket, self._timeout_s = socket.socket(socket.AF_UNIX), timeout_s
         self._socket.settimeout(timeout_s)
         try:
             self._socket.connect(address)
@@ -171,7 +179,9 @@ class Line:
         Raises:
             RankFailedError: The driver hung up, or says nothing.
         """
-        return self._take(_size_of(self._take(_HEADER_BYTES))).decode()
+        deadline_s = time.monotonic() + self._timeout_s
+        size = _size_of(self._take(_HEADER_BYTES, deadline_s))
+        return self._take(size, deadline_s).decode()
 
     def answer(self, message: str) -> None:
         """Say something.
@@ -180,6 +190,7 @@ class Line:
             RankFailedError: The driver hung up.
         """
         try:
+            self._socket.settimeout(self._timeout_s)
             self._socket.sendall(_frame(message))
         except OSError as error:
             raise RankFailedError(f"the driver hung up ({error})") from error
@@ -188,10 +199,11 @@ class Line:
         """Hang up."""
         self._socket.close()
 
-    def _take(self, num_bytes: int) -> bytes:
+    def _take(self, num_bytes: int, deadline_s: float) -> bytes:
         taken = bytearray()
         while len(taken) < num_bytes:
             try:
+                self._socket.settimeout(max(deadline_s - time.monotonic(), 1e-3))
                 part = self._socket.recv(min(num_bytes - len(taken), 1 << 20))
             except OSError as error:
                 raise RankFailedError(f"the driver says nothing ({error})") from error

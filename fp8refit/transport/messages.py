@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import KvOrder, RefitConfig, Wait
 from fp8refit.files import FileStamp
 from fp8refit.layout import EngineLayout
 from fp8refit.report import KvReport, RankReport
@@ -19,6 +19,17 @@ from fp8refit.vote import ErrorRecord
 
 PROTOCOL = 8
 """Number of this language; both sides have to speak the same."""
+_MAX_PROBLEMS = 100
+"""Beyond this many they are counted alone: pydantic's list of them takes a hundred times what was sent."""
+
+
+def first_problem(error: ValidationError) -> str:
+    """What is wrong with what was sent, briefly, however much there is."""
+    count = error.error_count()
+    if count > _MAX_PROBLEMS:
+        return f"{count} problems"
+    first = error.errors(include_input=False, include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc'][:8]))}: {first['msg']}"[:500] + f" (1 of {count} problems)" * (count > 1)
 
 
 class _Message(BaseModel):
@@ -171,7 +182,7 @@ class Join(_Message):
     meeting: Meeting
     first_rank: int
     """Rank in the group of this engine's rank 0."""
-    timeout_s: float
+    timeout_s: Wait
 
 
 class Take(_Message):

@@ -1,24 +1,106 @@
-"""What the driver of a refit and the process of a server say to each other: validated JSON over the server's own HTTP.
+"""What the driver of a refit and the process of a server say to each other over the server's own HTTP.
 
-Orders mirror `fp8refit.engine.Engine`. What they say to the ranks behind that process (`messages`) goes through as text.
+Orders mirror `fp8refit.engine.Engine`. An order is a line of validated JSON, the head, and after it the texts that the server
+hands on unread: messages to its ranks (`messages`), and prompts. So what the server's process has to parse is small, however
+long an order is. An answer is JSON.
 """
 
 import os
 import uuid
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SerializationInfo,
+    ValidationError,
+    ValidationInfo,
+)
 
-from fp8refit.config import RefitConfig
+from fp8refit._version import __version__
+from fp8refit.config import RefitConfig, Wait
+from fp8refit.errors import RankFailedError, UnsupportedEngineError
+from fp8refit.transport.messages import first_problem
 from fp8refit.vote import ErrorRecord
 
+PROTOCOL: Final = 2
+"""Number of this language; both sides have to speak the same."""
 MAX_BYTES = 1 << 28
-"""Of one order, and of one answer. Tensors never go this way."""
+"""Of one answer."""
+MAX_ORDER_BYTES = 1 << 26
+"""Of one order. Tensors never go this way: the longest orders are announcements, about 300 bytes a tensor."""
+MAX_HEAD = 1 << 18
+"""Characters of the head of an order."""
+MAX_REASON = 1 << 13
+"""Characters of a reason to refuse requests; every refused request is told it."""
+MEDIA_TYPE = "application/x-fp8refit"
+"""Of an order. No page can send one to another site without asking that site first."""
+PROTOCOL_HEADER = "X-Fp8refit-Protocol"
+TOKEN_HEADER = "X-Fp8refit-Token"
 TOKEN_VARIABLE = "FP8REFIT_TOKEN"
 """Environment variable with the secret that drivers have to know, for servers that have no API key."""
+MIN_TOKEN = 16
+"""Characters of a token, at least."""
 API_KEY_VARIABLE = "FP8REFIT_API_KEY"
 """Environment variable with the API key that drivers show."""
+
+
+def read_token(given: str | None = None) -> str | None:
+    """The token as given, or else as the environment has it; None if it is empty or unset.
+
+    Raises:
+        UnsupportedEngineError: It is short enough to be guessed, or cannot stand in a header of HTTP.
+    """
+    token = os.environ.get(TOKEN_VARIABLE) if given is None else given
+    if not token:
+        return None
+    if len(token) < MIN_TOKEN or not is_header(token):
+        raise UnsupportedEngineError(
+            f"{TOKEN_VARIABLE} has {len(token)} characters; a token has {MIN_TOKEN} or more, printable ASCII without spaces: "
+            "set the same random one for server and driver, as of `openssl rand -hex 32`"
+        )
+    return token
+
+
+def is_header(secret: str) -> bool:
+    """Whether a secret can be sent in a header as it is."""
+    return secret.isascii() and secret.isprintable() and " " not in secret
+
+
+class _Texts:
+    """What follows the head of an order that is read: one text after another."""
+
+    def __init__(self, message: str, start: int) -> None:
+        self._message, self._next = message, start
+
+    def take(self, length: Any) -> str:
+        if type(length) is not int or not 0 <= length <= len(self._message) - self._next:
+            raise ValueError("is not the length of a text that follows")
+        start, self._next = self._next, self._next + length
+        return self._message[start : self._next]
+
+    def check_is_done(self) -> None:
+        if self._next != len(self._message):
+            raise ValueError(f"{len(self._message) - self._next} characters follow that belong to nothing")
+
+
+def _fetch(value: Any, info: ValidationInfo) -> Any:
+    return value if info.context is None else info.context["texts"].take(value)
+
+
+def _put_aside(text: str, info: SerializationInfo) -> str | int:
+    if info.context is None:
+        return text
+    info.context["texts"].append(text)
+    return len(text)
+
+
+Text: TypeAlias = Annotated[str, BeforeValidator(_fetch), PlainSerializer(_put_aside)]
+"""A text that follows the head of an order; in the head stands how many characters it has."""
 
 
 class _Message(BaseModel):
@@ -42,7 +124,7 @@ class Resume(_Message):
     """See `fp8refit.engine.Engine.resume`, and `publish_version`."""
 
     step: Literal["resume"] = "resume"
-    version: int | None = None
+    version: int | None = Field(default=None, ge=0, lt=1 << 63)
     """Of the policy that is served from then on, if it is a new one."""
 
 
@@ -50,7 +132,7 @@ class Refuse(_Message):
     """See `fp8refit.engine.Engine.refuse`."""
 
     step: Literal["refuse"] = "refuse"
-    reason: str
+    reason: str = Field(max_length=MAX_REASON)
 
 
 class Flush(_Message):
@@ -63,24 +145,24 @@ class Tokenize(_Message):
     """See `fp8refit.engine.Engine.tokenize`."""
 
     step: Literal["tokenize"] = "tokenize"
-    prompts: tuple[str, ...]
+    prompts: tuple[Text, ...]
 
 
 class Call(_Message):
     """See `fp8refit.remote.Channel.call`."""
 
     step: Literal["call"] = "call"
-    message: str
-    timeout_s: float
+    message: Text
+    timeout_s: Wait
 
 
 class Pair(_Message):
     """See `fp8refit.transport.pairs.Pairs.call_pair`."""
 
     step: Literal["pair"] = "pair"
-    first: str
-    second: str
-    timeouts_s: tuple[float, float]
+    first: Text
+    second: Text
+    timeouts_s: tuple[Wait, Wait]
 
 
 class Look(_Message):
@@ -113,7 +195,7 @@ class Caller(_Message):
     """A driver."""
 
     place: Place
-    pid: int
+    pid: int = Field(ge=0, lt=1 << 31)
     name: str
     """Tells drivers of one process apart."""
 
@@ -126,13 +208,37 @@ class Caller(_Message):
 class OrderRequest(_Message):
     """One order of one driver."""
 
+    protocol: Literal[2] = PROTOCOL
     driver: Caller
-    token: str = Field(default="", repr=False)
     order: AnyOrder
 
     def encode(self) -> str:
-        """As JSON."""
-        return self.model_dump_json(by_alias=True)
+        """As it is sent: the head, a line feed, and the texts."""
+        texts: list[str] = []
+        head = self.model_dump_json(by_alias=True, context={"texts": texts})
+        return "".join([head, "\n", *texts])
+
+    @classmethod
+    def decode(cls, message: str) -> "OrderRequest":
+        """What was sent.
+
+        Raises:
+            RankFailedError: It is nothing that this version knows.
+        """
+        end = message.find("\n", 0, MAX_HEAD + 1)
+        texts = _Texts(message, end + 1)
+        try:
+            if end < 0:
+                raise ValueError(f"its first {MAX_HEAD} characters hold no line of JSON")
+            request = cls.model_validate_json(message[:end], context={"texts": texts})
+            texts.check_is_done()
+        except ValueError as error:
+            problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            raise RankFailedError(
+                f"this server, fp8refit {__version__}, cannot read what the driver says; install the same version on both "
+                f"sides ({problem})"
+            ) from error
+        return request
 
 
 class Answer(_Message):

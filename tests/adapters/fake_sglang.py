@@ -5,24 +5,26 @@ Each fake does what SGLang 0.5.15, 0.5.17 and 0.5.23 do at the places that the a
 
 import asyncio
 import contextlib
-import json
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import fastapi
 import torch
+from fastapi import Body, FastAPI
+from fastapi.responses import JSONResponse
 from fp8refit_sglang import SglangEngine, plugin
-from fp8refit_sglang.compat import IN_SCHEDULER, IN_SERVER
+from fp8refit_sglang.compat import IN_SCHEDULER, IN_SERVER, IN_START
 from torch import Tensor, nn
 
 from tests.fake_ranks import HIDDEN, K_PROJ, LAYOUTS, SHAPES, Meeting, Shard, ThreadGroup, whole
 from tests.fakes import assert_slots_hold, live_bytes
+from tests.loopback_server import LoopbackServer
 
 NAMES = [name for name, _, _ in LAYOUTS["tensor"][0]]
 
@@ -81,12 +83,6 @@ class HookRegistry:
             return original(*args)
         ((_, hook, _),) = cls._hooks[target]
         return hook(original, *args)
-
-
-class HTTPException(Exception):
-    def __init__(self, status_code: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status_code, self.detail = status_code, detail
 
 
 class ForwardMode(Enum):
@@ -177,7 +173,8 @@ def install(monkeypatch) -> None:
         "sglang.srt.layers.quantization.kv_cache": {"BaseKVCacheMethod": BaseKVCacheMethod},
         "sglang.srt.eplb": {},
         "sglang.srt.eplb.expert_location": {"get_global_expert_location_metadata": lambda: None},
-        "fastapi": {"HTTPException": HTTPException},
+        "sglang.srt.entrypoints": {},
+        "sglang.srt.entrypoints.http_server": {"app": None},
     }
     for name, members in contents.items():
         module = ModuleType(name)
@@ -371,6 +368,9 @@ class TokenizerManager:
         self.may_dispatch = asyncio.Event()
         self.may_dispatch.set()
 
+    def init_communicators(self, server_args: SimpleNamespace) -> None:
+        HookRegistry.call(IN_START, lambda *_: None, self, server_args)
+
     def auto_create_handle_loop(self) -> None:
         if self.event_loop is None:
             self.event_loop = asyncio.get_running_loop()
@@ -539,65 +539,29 @@ class HeldWrite:
 # A server.
 
 
-class Server:
+class Server(LoopbackServer):
     """An engine behind SGLang's two routes, with an event loop in a thread of its own."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.manager = engine, engine.tokenizer_manager
         self.headers: list[dict[str, str]] = []
         self.info: Any = vars(engine.server_args)
-        self._loop = asyncio.new_event_loop()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
-        self._threads = [
-            threading.Thread(target=self._loop.run_forever, daemon=True),
-            threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.app = FastAPI()
+        self.app.add_api_route("/server_info", self._tell, methods=["GET"])
+        self.app.add_api_route("/update_weights_from_ipc", self._update, methods=["POST"])
+        http_server = sys.modules["sglang.srt.entrypoints.http_server"]
+        http_server.app = self.app
+        self.manager.init_communicators(self.manager.server_args)
+        http_server.app = None
+        super().__init__(self._note)
 
-    def do(self, steps: Any) -> Any:
-        """Run something in the server's event loop."""
-        return self.start(steps).result(20)
+    async def _tell(self) -> Any:
+        return JSONResponse(self.info)
 
-    def start(self, steps: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(steps, self._loop)
+    async def _update(self, obj: Annotated[UpdateWeightsFromIPCReqInput, Body()], request: fastapi.Request) -> Any:
+        success, message = await self.manager.update_weights_from_ipc(obj, request)
+        return JSONResponse({"success": success, "message": message}, status_code=200 if success else 400)
 
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        for thread in self._threads:
-            thread.join(20)
-
-    def answer(self, route: str, body: dict | None) -> tuple[int, Any]:
-        if route == "/server_info":
-            return 200, self.info
-        if route == "/update_weights_from_ipc":
-            obj = UpdateWeightsFromIPCReqInput(**body)
-            success, message = self.do(self.manager.update_weights_from_ipc(obj, None))
-            return 200 if success else 400, {"success": success, "message": message}
-        return 404, {"detail": "Not Found"}
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._answer(None)
-
-            def do_POST(self) -> None:
-                self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def _answer(self, body: dict | None) -> None:
-                server.headers.append(dict(self.headers))
-                status, content = server.answer(self.path, body)
-                text = content if isinstance(content, str) else json.dumps(content)
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, *_: Any) -> None:
-                """Nothing is printed."""
-
-        return Handler
+    async def _note(self, scope: Any, receive: Any, send: Any) -> None:
+        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        await self.app(scope, receive, send)

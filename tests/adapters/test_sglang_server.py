@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import subprocess
 import threading
 import time
@@ -9,27 +10,33 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8refit_sglang import SglangServer, server
+from fastapi import HTTPException
+from fp8refit_sglang import SglangServer
 from fp8refit_sglang.compat import handles_for, http_refusal
 
 from fp8refit import (
     EngineBusyError,
     EngineLostError,
     NonFiniteError,
+    RankFailedError,
     RefitConfig,
     Refitter,
     UnsupportedEngineError,
 )
 from fp8refit.transport.orders import Answer, Caller, Hello, OrderRequest, Pause, Place, Resume
+from fp8refit.vote import ErrorRecord
 from tests.adapters import fake_sglang
 from tests.adapters.fake_sglang import (
     Engine,
     HookRegistry,
-    HTTPException,
     Server,
     UpdateWeightsFromIPCReqInput,
 )
+from tests.asgi import ELSEWHERE, LOCAL, order_headers, post
 from tests.fake_ranks import Q_PROJ
+
+ROUTE = "/update_weights_from_ipc"
+TOKEN = "c0ffee-c0ffee-c0ffee"
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +151,9 @@ def test_a_busy_server_says_so_and_goes_on(solo):
 def test_weights_of_others_are_sglang_s_affair(solo):
     request = UpdateWeightsFromIPCReqInput(zmq_handles={"GPU-1": "ipc:///tmp/weights"})
     assert solo.do(solo.manager.update_weights_from_ipc(request)) == (False, "no ZMQ socket in ['GPU-1']")
-    assert not hasattr(solo.manager, "_fp8refit_server_clerk")
+    body = json.dumps({"zmq_handles": request.zmq_handles})
+    status, text = SglangServer(solo.url).send(ROUTE, body, timeout_s=5)
+    assert (status, json.loads(text)["message"]) == (400, "no ZMQ socket in ['GPU-1']")
 
 
 # Who is at the other end.
@@ -157,9 +166,10 @@ def test_another_server_is_refused(info, solo):
         Refitter(SglangServer(solo.url))
 
 
-def test_a_server_without_the_plugin_is_refused(solo, monkeypatch):
+def test_a_server_without_the_plugin_is_refused(make_server, monkeypatch):
     monkeypatch.setattr(HookRegistry, "_patched", set())
-    with pytest.raises(UnsupportedEngineError, match=r"does not load fp8refit's plugin.*answered 400: .*no ZMQ socket"):
+    solo = make_server()
+    with pytest.raises(UnsupportedEngineError, match=r"does not load fp8refit's plugin.*answered 422: "):
         Refitter(SglangServer(solo.url))
 
 
@@ -177,8 +187,7 @@ def test_a_server_laid_out_otherwise_is_refused(make_server):
 
 def test_a_server_that_cannot_be_reached_is_lost(solo):
     refitter = Refitter(SglangServer(solo.url))
-    solo._http.shutdown()
-    solo._http.server_close()
+    solo.stop()
     with pytest.raises(EngineLostError, match="cannot be reached"):
         refitter.refit(solo.engine.make_policy(1))
     with pytest.raises(EngineLostError, match=r"cannot be reached .*start it again"):
@@ -189,14 +198,15 @@ def test_a_server_that_cannot_be_reached_is_lost(solo):
 def test_every_request_bears_the_api_key(api_key, solo):
     Refitter(SglangServer(solo.url, api_key=api_key)).refit(solo.engine.make_policy(1))
     expected = None if api_key is None else "Bearer secret"
-    assert {headers.get("Authorization") for headers in solo.headers} == {expected}
+    assert {headers.get("authorization") for headers in solo.headers} == {expected}
 
 
 # Drivers that die or are interrupted. What any server owes them: `tests/test_served.py`.
 
 
-def order(message, driver: Caller) -> UpdateWeightsFromIPCReqInput:
-    return UpdateWeightsFromIPCReqInput(zmq_handles=handles_for(OrderRequest(driver=driver, order=message).encode()))
+def give(running: Server, order, driver: Caller) -> Answer:
+    said = SglangServer(running.url).deliver(OrderRequest(driver=driver, order=order).encode(), timeout_s=20)
+    return Answer.model_validate_json(said)
 
 
 def pause(timeout_s: float) -> Pause:
@@ -206,7 +216,7 @@ def pause(timeout_s: float) -> Pause:
 def test_requests_do_not_wait_for_a_driver_that_died_before_it_wrote(running):
     process = subprocess.Popen(["sleep", "60"])
     driver = Caller(place=Place.here(), pid=process.pid, name="dying")
-    assert running.do(running.manager.update_weights_from_ipc(order(pause(timeout_s=5), driver)))[0]
+    assert give(running, pause(timeout_s=5), driver).error is None
     waiting = running.start(running.engine.async_generate("waiting"))
     process.kill()
     assert waiting.result(10) == "stop"
@@ -219,7 +229,7 @@ def test_a_server_refuses_requests_after_a_driver_that_died_part_way(running):
         Refitter(SglangServer(running.url)).refit(spoilt(running.engine.make_policy(1)))
     process = subprocess.Popen(["sleep", "60"])
     driver = Caller(place=Place.here(), pid=process.pid, name="dying")
-    running.do(running.manager.update_weights_from_ipc(order(pause(timeout_s=5), driver)))
+    give(running, pause(timeout_s=5), driver)
     waiting = running.start(running.engine.async_generate("waiting"))
     process.kill()
     with pytest.raises(HTTPException, match="the driver of a refit died, part way"):
@@ -235,10 +245,11 @@ def test_a_driver_that_is_interrupted_while_requests_run_out_leaves_the_server_r
     async def steps():
         running = asyncio.create_task(solo.engine.async_generate("long", is_long=True))
         await asyncio.sleep(0.01)
-        pausing = asyncio.create_task(solo.manager.update_weights_from_ipc(order(pause(timeout_s=5), driver)))
-        await asyncio.sleep(0.01)
-        resuming = asyncio.create_task(solo.manager.update_weights_from_ipc(order(Resume(), driver)))
-        await asyncio.sleep(0.01)
+        pausing = asyncio.create_task(asyncio.to_thread(give, solo, pause(timeout_s=5), driver))
+        while not solo.engine.hidden():
+            await asyncio.sleep(0.01)
+        resuming = asyncio.create_task(asyncio.to_thread(give, solo, Resume(), driver))
+        await asyncio.sleep(0.05)
         solo.manager.finish("long")
         await asyncio.gather(running, pausing, resuming)
 
@@ -246,23 +257,97 @@ def test_a_driver_that_is_interrupted_while_requests_run_out_leaves_the_server_r
     assert_serves(solo)
 
 
-def hello_from(host: str | None, solo: Server) -> str:
-    request = None if host is None else SimpleNamespace(client=SimpleNamespace(host=host))
-    return solo.do(solo.manager.update_weights_from_ipc(order(Hello(), Caller.new()), request))[1]
+# Who may give orders. All of it, for both engines: `tests/transport/test_door.py`.
+
+
+def hello_from(client: tuple[str, int] | None, solo: Server, **headers: str) -> str:
+    """What is said against it."""
+    body = OrderRequest(driver=Caller.new(), order=Hello()).encode().encode()
+    response = solo.do(post(solo.app, ROUTE, body, client=client, headers=order_headers(**headers)))
+    assert bool(response.num_parts_read) == (response.status == 200)
+    return response.refusal
+
+
+def test_orders_are_taken_from_the_server_s_own_host(solo):
+    assert hello_from(LOCAL, solo) == ""
+    for client in (ELSEWHERE, None):
+        assert "takes weights from its own host alone" in hello_from(client, solo)
 
 
 def test_callers_on_other_hosts_are_known_by_the_server_s_api_key(solo):
-    for host in (None, "127.0.0.1", "::1"):
-        assert Answer.model_validate_json(hello_from(host, solo)).error is None
-    for host in ("10.0.0.7", "somewhere"):
-        assert "takes weights from its own host alone" in hello_from(host, solo)
     solo.manager.server_args.api_key = "secret"
-    assert Answer.model_validate_json(hello_from("10.0.0.7", solo)).error is None
+    assert hello_from(ELSEWHERE, solo, Authorization="Bearer secret") == ""
+    assert "the API key is not that of the server" in hello_from(LOCAL, solo)
 
 
-def test_an_order_that_is_too_long_is_refused(solo, monkeypatch):
-    monkeypatch.setattr(server, "MAX_BYTES", 10)
-    assert "bytes is none of ours" in hello_from(None, solo)
+def test_weights_are_the_affair_of_a_server_s_admin_if_it_has_one(solo):
+    solo.manager.server_args.api_key, solo.manager.server_args.admin_api_key = "secret", "admin"
+    assert hello_from(LOCAL, solo, Authorization="Bearer admin") == ""
+    assert "the API key is not that of the server" in hello_from(LOCAL, solo, Authorization="Bearer secret")
+
+
+def test_callers_on_other_hosts_are_known_by_the_token(make_server, monkeypatch):
+    monkeypatch.setenv("FP8REFIT_TOKEN", TOKEN)
+    running = make_server()
+    assert hello_from(ELSEWHERE, running, X_Fp8refit_Token=TOKEN) == ""
+    assert "the token is not that of the server" in hello_from(LOCAL, running)
+    Refitter(SglangServer(running.url)).refit(running.engine.make_policy(1))
+
+
+def test_an_empty_token_is_none(make_server, monkeypatch):
+    monkeypatch.setenv("FP8REFIT_TOKEN", "")
+    running = make_server()
+    assert "takes weights from its own host alone" in hello_from(ELSEWHERE, running)
+    assert hello_from(LOCAL, running) == ""
+
+
+def test_a_server_does_not_start_with_a_token_that_can_be_guessed(make_server, monkeypatch):
+    monkeypatch.setenv("FP8REFIT_TOKEN", "short")
+    with pytest.raises(UnsupportedEngineError, match="FP8REFIT_TOKEN has 5 characters; a token has 16 or more"):
+        make_server()
+
+
+def test_an_engine_in_a_user_s_process_needs_no_token(make_engine, monkeypatch):
+    monkeypatch.setenv("FP8REFIT_TOKEN", "short")
+    make_engine().tokenizer_manager.init_communicators(None)
+
+
+def test_a_worker_whose_app_runs_already_gets_no_door(solo):
+    Refitter(SglangServer(solo.url))  # it runs
+    fake_sglang.sys.modules["sglang.srt.entrypoints.http_server"].app = solo.app
+    solo.manager.init_communicators(None)
+
+
+def test_a_driver_of_an_older_version_is_told_to_install_the_same(solo):
+    body = json.dumps({"zmq_handles": handles_for('{"driver": {}, "token": "", "order": {"step": "hello"}}')})
+    status, text = SglangServer(solo.url).send(ROUTE, body, timeout_s=5)
+    said = Answer.model_validate_json(json.loads(text)["message"])
+    assert status == 200
+    assert "this driver an older one; install the same version on both sides" in said.error.message
+
+
+def test_a_server_of_an_older_version_is_told_to_install_the_same(make_server, monkeypatch):
+    """It has a plugin that takes orders as SGLang's own requests, and none in front of its routes."""
+
+    async def serve_order(original, manager, obj, request=None):
+        assert list(obj.zmq_handles) == ["fp8refit.order"]
+        error = RankFailedError(
+            "this server, fp8refit 0.1.0, cannot read what the driver says; install the same version"
+        )
+        return True, Answer(error=ErrorRecord.of(error)).model_dump_json()
+
+    monkeypatch.setattr(HookRegistry, "_hooks", {fake_sglang.IN_SERVER: [(None, serve_order, None)]})
+    monkeypatch.setattr(HookRegistry, "_patched", {fake_sglang.IN_SERVER})
+    with pytest.raises(RankFailedError, match=r"fp8refit 0\.1\.0, cannot read .*; install the same version"):
+        Refitter(SglangServer(make_server().url))
+
+
+def test_a_server_that_waits_for_its_first_weights_has_them_after_a_refit(solo):
+    solo.manager.initial_weights_loaded = False
+    refitter = Refitter(SglangServer(solo.url))
+    assert solo.manager.initial_weights_loaded is False
+    refitter.refit(solo.engine.make_policy(1))
+    assert solo.manager.initial_weights_loaded is True
 
 
 def test_a_server_is_found_by_its_url(running):

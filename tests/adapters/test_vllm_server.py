@@ -5,11 +5,20 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from fastapi import FastAPI
 from fp8refit_vllm import VllmServer, server
 from fp8refit_vllm.server import RefitEndpoint
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fp8refit import Refitter, UnsupportedEngineError
+from fp8refit import RankFailedError, Refitter, UnsupportedEngineError
+from fp8refit.transport import orders
 from fp8refit.transport.orders import Answer, Caller, Hello, OrderRequest
+from fp8refit.vote import ErrorRecord
+from tests.asgi import ELSEWHERE, Response, order_headers, post
+
+ROUTE = "/v1/fp8refit"
+TOKEN = "c0ffee-c0ffee-c0ffee"
+HELLO = OrderRequest(driver=Caller.new(), order=Hello()).encode().encode()
 
 
 def make_client(**parallel):
@@ -27,23 +36,99 @@ class Client:
         self.vllm_config = config
 
 
-def hello(endpoint: RefitEndpoint, *, is_trusted: bool = True) -> Answer:
-    message = OrderRequest(driver=Caller.new(), order=Hello()).encode()
-    return asyncio.run(endpoint._answer(message, is_trusted=is_trusted))
+def ask(app: FastAPI, body: bytes | list[bytes] = HELLO, **options) -> Response:
+    response = asyncio.run(post(app, ROUTE, body, **options))
+    assert response.headers["connection"] == "close"
+    return response
 
 
-def endpoint_of(client, monkeypatch) -> RefitEndpoint:
-    monkeypatch.setattr(server, "has_api_key", lambda arguments: False)
-    endpoint = RefitEndpoint()
+def hello(app: FastAPI) -> Answer:
+    return ask(app).answer
+
+
+def app_of(client, monkeypatch, api_keys=()) -> FastAPI:
+    monkeypatch.setattr(server, "api_keys", lambda arguments: api_keys)
+    app, endpoint = FastAPI(), RefitEndpoint()
+    endpoint.attach_router(app)
     asyncio.run(endpoint.init_state(client, None, None))
-    return endpoint
+    return app
 
 
 def test_a_server_says_who_it_is(monkeypatch):
-    endpoint = endpoint_of(make_client(), monkeypatch)
-    assert hello(endpoint).error is None
-    assert hello(endpoint).server == hello(endpoint).server != ""
-    assert "its own host alone" in hello(endpoint, is_trusted=False).error.message
+    app = app_of(make_client(), monkeypatch)
+    assert hello(app).error is None
+    assert hello(app).server == hello(app).server != ""
+
+
+def test_an_untrusted_caller_is_refused_before_its_body_is_read(monkeypatch):
+    app = app_of(make_client(), monkeypatch)
+    for client in (ELSEWHERE, None):
+        response = ask(app, client=client)
+        assert (response.status, response.num_parts_read) == (403, 0)
+        assert "its own host alone" in response.refusal
+
+
+def test_callers_are_known_by_the_server_s_api_key(monkeypatch):
+    app = app_of(make_client(), monkeypatch, api_keys=["one", "two"])
+    assert ask(app, client=ELSEWHERE, headers=order_headers(Authorization="Bearer two")).refusal == ""
+    response = ask(app, headers=order_headers(Authorization="Bearer three"))
+    assert "the API key is not that of the server" in response.refusal
+    assert response.num_parts_read == 0
+
+
+def test_callers_are_known_by_the_token(monkeypatch):
+    monkeypatch.setenv("FP8REFIT_TOKEN", TOKEN)
+    app = app_of(make_client(), monkeypatch)
+    assert ask(app, client=ELSEWHERE, headers=order_headers(X_Fp8refit_Token=TOKEN)).refusal == ""
+    assert "the token is not that of the server" in ask(app).refusal
+
+
+def test_an_empty_token_is_none(monkeypatch):
+    monkeypatch.setenv("FP8REFIT_TOKEN", "")
+    app = app_of(make_client(), monkeypatch)
+    assert "its own host alone" in ask(app, client=ELSEWHERE, headers=order_headers(X_Fp8refit_Token="")).refusal
+    assert ask(app).refusal == ""
+
+
+def test_a_server_does_not_start_with_a_token_that_can_be_guessed(monkeypatch):
+    monkeypatch.setenv("FP8REFIT_TOKEN", "short")
+    with pytest.raises(UnsupportedEngineError, match="FP8REFIT_TOKEN has 5 characters; a token has 16 or more"):
+        app_of(make_client(), monkeypatch)
+
+
+def test_a_driver_of_an_older_version_is_told_to_install_the_same(monkeypatch):
+    """It takes any status but 200 for a server without our plugin."""
+    old = '{"driver": {}, "token": "a token", "order": {"step": "hello"}}'
+    response = ask(app_of(make_client(), monkeypatch), old.encode(), headers={"Content-Type": "application/json"})
+    assert (response.status, response.num_parts_read) == (200, 0)
+    assert "this driver an older one; install the same version on both sides" in response.refusal
+
+
+class OldRequest(BaseModel):
+    """An order, as version 0.1 read it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    driver: Caller
+    token: str = Field(default="", repr=False)
+    order: dict
+
+
+def test_a_server_of_an_older_version_is_told_to_install_the_same(monkeypatch):
+    with pytest.raises(ValidationError, match="protocol"):
+        OldRequest.model_validate_json(HELLO)
+    error = RankFailedError("this server, fp8refit 0.1.0, cannot read what the driver says; install the same version")
+    said = Answer(error=ErrorRecord.of(error)).model_dump_json()
+    answering(monkeypatch, {"/version": (200, "{}"), ROUTE: (200, said)})
+    with pytest.raises(RankFailedError, match="install the same version"):
+        Refitter(VllmServer("http://127.0.0.1:8000"))
+
+
+def test_a_refusal_is_no_question_for_an_api_key(monkeypatch):
+    said = Answer(error=ErrorRecord.of(UnsupportedEngineError("the token is not that of the server"))).model_dump_json()
+    answering(monkeypatch, {ROUTE: (403, said)})
+    with pytest.raises(UnsupportedEngineError, match="the token is not that of the server"):
+        Refitter(VllmServer("http://127.0.0.1:8000"))
 
 
 @pytest.mark.parametrize(
@@ -57,30 +142,25 @@ def test_a_server_says_who_it_is(monkeypatch):
 )
 def test_servers_that_cannot_be_refitted_say_why(client, says, monkeypatch):
     with pytest.raises(UnsupportedEngineError, match=says):
-        raise hello(endpoint_of(client, monkeypatch)).error.error()
+        raise hello(app_of(client, monkeypatch)).error.error()
 
 
 def test_a_server_that_is_not_ready_says_so():
-    assert "not ready yet" in hello(RefitEndpoint()).error.message
+    app = FastAPI()
+    RefitEndpoint().attach_router(app)
+    response = ask(app)
+    assert (response.status, response.num_parts_read) == (503, 0)
+    assert "not ready yet" in response.refusal
 
 
 def test_an_order_that_is_too_long_is_taken_in_no_further(monkeypatch):
-    monkeypatch.setattr(server, "MAX_BYTES", 10)
-    taken = []
-
-    async def stream():
-        for part in (b"12345", b"67890", b"1", b"never"):
-            taken.append(part)
-            yield part
-
-    assert asyncio.run(server._read_body(SimpleNamespace(stream=stream))) is None
-    assert b"never" not in taken
+    monkeypatch.setattr(orders, "MAX_ORDER_BYTES", 10)
+    response = ask(app_of(make_client(), monkeypatch), [b"12345", b"67890", b"1", b"never"])
+    assert (response.status, response.num_parts_read) == (413, 3)
 
 
 def answering(monkeypatch, answers: dict[str, tuple[int, str]]) -> None:
-    monkeypatch.setattr(
-        VllmServer, "send", lambda self, route, body, *, timeout_s: answers.get(route, (404, "Not Found"))
-    )
+    monkeypatch.setattr(VllmServer, "send", lambda self, route, body, **_: answers.get(route, (404, "Not Found")))
 
 
 def test_a_server_without_the_plugin_says_what_to_set(monkeypatch):

@@ -403,6 +403,14 @@ def test_answers_of_any_size_are_left_and_taken_once(size):
     assert mailbox.collect("letter", 3) is None
 
 
+@pytest.mark.parametrize("count", ["65", "1000000000", "-1", "x", ""])
+def test_an_answer_of_no_number_of_parts_is_not_taken(count):
+    mailbox = Mailbox.open(host="127.0.0.1", port=0, timeout_s=TIMEOUT_S)
+    Mailbox.find(mailbox.address, timeout_s=TIMEOUT_S)._set("letter/3", count)
+    with pytest.raises(TransportError, match="parts of an answer, which is none of ours"):
+        mailbox.collect("letter", 3)
+
+
 OPEN = """
 import sys
 from fp8refit_vllm.mailbox import Mailbox

@@ -22,15 +22,16 @@ from refits import bad_policy, refused
 from typer.testing import CliRunner
 
 from fp8refit import Refitter, cli
-from tests.serving import option, read_answer
+from tests.serving import ask_rawly, option, read_answer
 
 START_S = 90
+TOKEN = "a-token-of-this-test"
 LONG = SAMPLING | {"max_new_tokens": 200}
 
 
 def run_served(family: str, work: Path) -> dict:
     """Policy 2 as booted, policy 1, policy 2 again; then a request that is kept, and a policy with NaN."""
-    os.environ["FP8REFIT_TOKEN"] = "a token"
+    os.environ["FP8REFIT_TOKEN"] = TOKEN
     with Server(fp8_of(family, 1, work)) as server:
         refitter = Refitter(server.url, in_flight="keep")
         found: dict[str, Any] = {"booted": server.state()}
@@ -69,7 +70,8 @@ def collide(server: "Server", family: str) -> dict:
     """Drivers that come while another one refits the server: one like it, and one that may not refit it at all."""
     return {
         "second": refused(lambda: Refitter(server.url).refit(make_policy(family, 2))),
-        "stranger": refused(lambda: Refitter(SglangServer(server.url, token="another"))),
+        "stranger": refused(lambda: Refitter(SglangServer(server.url, token=TOKEN[::-1]))),
+        "raw": ask_rawly(server.url, "/update_weights_from_ipc", token=TOKEN),
     }
 
 

@@ -5,6 +5,8 @@ import signal
 
 import pytest
 
+from tests.serving import RAW
+
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(160)]
 
 
@@ -61,3 +63,10 @@ def test_a_second_driver_and_one_without_the_token_are_refused(served):
     assert served["second"]["error"] == "EngineBusyError"
     assert served["stranger"]["error"] == "UnsupportedEngineError"
     assert "the token is not that of the server" in served["stranger"]["message"]
+
+
+@pytest.mark.parametrize("way", RAW)
+def test_what_is_no_order_is_answered_and_read_no_further_than_it_has_to_be(way, served):
+    status, says = RAW[way]
+    assert served["raw"][way]["status"] == status
+    assert says in served["raw"][way]["says"]

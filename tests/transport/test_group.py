@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8refit.transport.group import _HEADER_BYTES, _SMALL_BYTES, wait_for
+from fp8refit.errors import EngineLostError
+from fp8refit.transport.group import _HEADER_BYTES, _SMALL_BYTES, ProcessGroupExchange, wait_for
 from tests.transport import other_rank
 from tests.transport.other_rank import digest
 
@@ -84,6 +85,14 @@ def test_a_rank_that_dies_is_not_waited_for(ranks):
     assert silence is None
     assert answer["seconds"] < 10
     assert "or one of them died" in answer["error"]
+
+
+def test_no_room_is_made_for_what_nobody_says(monkeypatch):
+    exchange = object.__new__(ProcessGroupExchange)
+    announced = (1 << 40).to_bytes(_HEADER_BYTES)
+    monkeypatch.setattr(exchange, "_gather", lambda frame, num_bytes, timeout_s: [announced], raising=False)
+    with pytest.raises(EngineLostError, match="a rank announced a message of 1099511627776 bytes"):
+        exchange.exchange(b"", timeout_s=1.0)
 
 
 class SlowLook:

@@ -1,8 +1,10 @@
 """The line between a driver and ranks: answers in order of rank, and no end of the line that waits for ever."""
 
 import asyncio
+import socket
 import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -244,3 +246,47 @@ def test_after_a_rank_that_hung_up_all_call_again(switchboard):
         return await switchboard.ask("second", ranks.ring, timeout_s=5)
 
     assert asyncio.run(talk()) == ["0: second", "1: second"]
+
+
+@pytest.mark.parametrize("said", ["7", "-1", "rank", "\ud7ff", ""])
+def test_who_calls_and_is_no_rank_is_hung_up_on(said, switchboard):
+    ranks = Ranks(2)
+
+    async def ring(address: str) -> None:
+        stranger = await asyncio.to_thread(Line, address, 0, timeout_s=5)
+        stranger.close()
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.connect(address)
+        stranger.sendall(len(said.encode()).to_bytes(8) + said.encode())
+        stranger.settimeout(5)
+        assert await asyncio.to_thread(stranger.recv, 1) == b""
+        stranger.close()
+        await ranks.ring(address)
+
+    assert ask(switchboard, "hello", ring) == ["0: hello", "1: hello"]
+
+
+def test_a_rank_hears_the_whole_of_a_message_in_time(tmp_path):
+    """A driver that drips does not hold it."""
+    address, may_end = str(tmp_path / "line"), threading.Event()
+    with socket.socket(socket.AF_UNIX) as driver:
+        driver.bind(address)
+        driver.listen()
+
+        def drip() -> None:
+            line, _ = driver.accept()
+            with line:
+                for byte in (1000).to_bytes(8) + bytes(1000):
+                    if may_end.wait(0.05):
+                        return
+                    line.send(bytes([byte]))
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        line, start_s = Line(address, 0, timeout_s=0.3), time.monotonic()
+        with pytest.raises(RankFailedError, match="the driver says nothing"):
+            line.hear()
+        assert time.monotonic() - start_s < 3
+        may_end.set()
+        thread.join()
+        line.close()

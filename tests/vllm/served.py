@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fp8refit import Refitter, cli
 from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.served import ServerDriver
-from fp8refit.transport.orders import MAX_BYTES
+from tests.serving import ask_rawly
 from tests.tiny_models import save_model
 
 
@@ -135,10 +135,9 @@ def try_strangers(server: Server, refitter: Refitter, folder: Path) -> dict:
     """Those that may not refit it, and those that nobody understands."""
     return {
         "key": refused(lambda: Refitter(VllmServer(server.url, api_key="another"))),
-        "token": refused(lambda: Refitter(VllmServer(server.url, token="another"))),
+        "token": refused(lambda: Refitter(VllmServer(server.url, token=TOKEN[::-1]))),
         "no key": server.post("/v1/fp8refit", "{}", headers={}),
-        "truncated": server.post("/v1/fp8refit", '{"driver": {"pla'),
-        "too long": server.post("/v1/fp8refit", " " * (MAX_BYTES + 1)),
+        "raw": ask_rawly(server.url, "/v1/fp8refit", token=TOKEN, key=KEY),
     }
 
 

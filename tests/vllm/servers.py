@@ -24,7 +24,7 @@ from tests.serving import option, read_answer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FAMILY = "qwen3"
-KEY, TOKEN = "a key", "a token"
+KEY, TOKEN = "a-key", "a-token-of-this-test"
 START_S = 90
 FORK = multiprocessing.get_context("fork")
 """vLLM is imported here already. No process that is forked has booted an engine before."""

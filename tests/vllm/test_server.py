@@ -5,6 +5,8 @@ import signal
 
 import pytest
 
+from tests.serving import RAW
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(160)]
 
 
@@ -112,10 +114,8 @@ def test_strangers_are_refused(served):
     assert strangers["no key"]["status"] == 401
 
 
-def test_a_truncated_order_is_answered(served):
-    assert served["strangers"]["truncated"]["status"] == 200
-    assert "cannot read what the driver says" in served["strangers"]["truncated"]["body"]["error"]["message"]
-
-
-def test_an_order_that_is_too_long_is_not_taken_in(served):
-    assert served["strangers"]["too long"]["status"] == 413
+@pytest.mark.parametrize("way", RAW)
+def test_what_is_no_order_is_answered_and_read_no_further_than_it_has_to_be(way, served):
+    status, says = RAW[way]
+    assert served["strangers"]["raw"][way]["status"] == status
+    assert says in served["strangers"]["raw"][way]["says"]

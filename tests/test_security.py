@@ -1,0 +1,32 @@
+"""SECURITY.md says of bounds and headers what the code has."""
+
+from pathlib import Path
+
+import pytest
+
+from fp8refit import RefitConfig
+from fp8refit.transport import clerk, door, orders
+
+SAID = " ".join((Path(__file__).parents[1] / "SECURITY.md").read_text().split())
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        f"A token has {orders.MIN_TOKEN} characters or more",
+        f"in the header `{orders.TOKEN_HEADER}`",
+        f"`{orders.TOKEN_VARIABLE}` in its environment",
+        f"| an order | {orders.MAX_ORDER_BYTES >> 20} MiB, of which {orders.MAX_HEAD >> 10} Ki characters are parsed",
+        f"| the time in which an order has to arrive | {door.READING_S:g} s |",
+        f"carried out at a time | {door.MAX_VISITORS} |",
+        f"| an answer, to the driver | {orders.MAX_BYTES >> 20} MiB",
+        f"may hold a server | `timeout_s` and {clerk.SILENCE_S:g} s |",
+    ],
+)
+def test_a_bound_stands_there_as_it_is(fact):
+    assert fact in SAID
+
+
+def test_a_day_is_the_bound_of_a_step():
+    assert "| `timeout_s` | one day |" in SAID
+    assert RefitConfig.model_fields["timeout_s"].metadata[1].le == 24 * 60 * 60
