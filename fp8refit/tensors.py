@@ -27,6 +27,8 @@ def why_unreadable(tensor: Any) -> str | None:
             "is a DTensor shard; pass the mapping that holds it, from every trainer rank, or fp8refit.gathered(mapping), or "
             "send tensor.full_tensor() from every trainer rank"
         )
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is not initialised; run its lazy module once"
     if tensor.is_nested:
         return "is a nested tensor; send each of its tensors under a name of its own"
     if tensor.layout is not torch.strided:

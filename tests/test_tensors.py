@@ -6,7 +6,7 @@ from torch import nn
 
 from fp8refit.guard import LayoutGuard
 from fp8refit.tensors import why_unreadable
-from tests.fuzz.test_sources import HARMLESS, MISFITS, WITHOUT_BYTES, Own
+from tests.bad_tensors import HARMLESS, MISFITS, WITHOUT_BYTES, Own
 
 MATRIX = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
 READABLE = {**HARMLESS, "row again and again": lambda t: t[:1].expand(8, -1), "no rows": lambda t: t[:0]}

@@ -1,7 +1,6 @@
 """What trainers may hand over, bad tensors among it: all of it is in place afterwards, or none, or nobody is served."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,105 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch import Tensor
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.plan import compile_plan
 from fp8refit.slots import Slot, TensorMeta
+from tests.bad_tensors import HARMLESS, MISFITS, NOT_FINITE, WITHOUT_BYTES
 from tests.fakes import FakeModel, make_policy
 from tests.fuzz.engines import ROUTES, Subject, fake_engine  # noqa: F401 - a fixture
 
 NAMES = [slot.name for slot in FakeModel().slots()]
-
-
-class Wrapper(Tensor):
-    """Wraps a tensor, as quantized and asynchronous ones do, and has no memory."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> "Wrapper":
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise NotImplementedError(func)
-
-
-class Own(Tensor):
-    """A subclass over memory of its own."""
-
-
-def resized(tensor: Tensor, num_bytes: int) -> Tensor:
-    tensor = tensor.clone()
-    tensor.untyped_storage().resize_(num_bytes)
-    return tensor
-
-
-def view_of_freed(tensor: Tensor) -> Tensor:
-    flat = torch.cat([torch.zeros(64, dtype=tensor.dtype), tensor.flatten()])
-    view = flat[64:].view(tensor.shape)
-    flat.untyped_storage().resize_(0)
-    return view
-
-
-def fake(tensor: Tensor) -> Tensor:
-    with FakeTensorMode():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def with_one(tensor: Tensor, value: float) -> Tensor:
-    tensor = tensor.clone()
-    tensor.view(-1)[-1] = value  # which the engine holds, of every tensor
-    return tensor
-
-
-WITHOUT_BYTES: dict[str, Callable[[Tensor], Any]] = {
-    "fake": fake,
-    "fake parameter": lambda t: nn.Parameter(fake(t), requires_grad=False),
-    "meta": lambda t: t.to("meta"),
-    "freed": lambda t: resized(t, 0),
-    "cut short": lambda t: resized(t, t.nbytes - 1),
-    "view of what was freed": view_of_freed,
-    "wrapper": Wrapper,
-    "never stored": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
-    "functional": torch._to_functional_tensor,
-    "uninitialised": lambda t: nn.UninitializedParameter(requires_grad=False),
-}
-MISFITS: dict[str, Callable[[Tensor], Any]] = {
-    "sparse": Tensor.to_sparse,
-    "nested": lambda t: torch.nested.nested_tensor([t.float(), t.float()]),
-    "jagged": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
-    "other sign": torch._neg_view,
-    "list": Tensor.tolist,
-    "none": lambda t: None,
-    "numpy": lambda t: t.float().numpy(),
-    "quantized": lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
-    "bool": lambda t: t > 0,
-    "int32": lambda t: t.to(torch.int32),
-    "float64": Tensor.double,
-    "complex": lambda t: t.to(torch.complex64),
-    "no rows": lambda t: t[:0],
-    "one row more": lambda t: torch.cat([t, t[:1]]),
-    "one dimension more": lambda t: t[None],
-    "one number": lambda t: t.flatten()[0],
-}
-NOT_FINITE: dict[str, Callable[[Tensor], Any]] = {
-    "NaN": lambda t: with_one(t, float("nan")),
-    "Inf": lambda t: with_one(t, float("inf")),
-    "-Inf": lambda t: with_one(t, float("-inf")),
-}
-HARMLESS: dict[str, Callable[[Tensor], Tensor]] = {
-    "itself": lambda t: t,
-    "parameter": lambda t: nn.Parameter(t.clone()),
-    "subclass": lambda t: t.clone().as_subclass(Own),
-    "columns first": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t,
-    "every second": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
-    "off alignment": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
-    "lazy clone": torch._lazy_clone,
-    "made for inference": torch.inference_mode()(Tensor.clone),
-    "float32": Tensor.float,
-    "end of a larger storage": lambda t: torch.cat([torch.zeros(77, dtype=t.dtype), t.flatten()])[77:].view(t.shape),
-}
 
 
 def as_mapping(items):
@@ -281,6 +191,36 @@ class Sources(RuleBasedStateMachine):
 
 
 TestSources = Sources.TestCase
+
+
+routes = st.sampled_from(list(ROUTES))
+one_each = st.permutations(list(UNFIT)).map(lambda kinds: dict(zip(NAMES, kinds, strict=False)))
+"""A kind for every name."""
+
+
+@given(route=routes, plants=one_each, form=st.sampled_from(REPEATABLE))
+def test_no_bad_tensor_passes_after_good_ones(route, plants, form):
+    """One bad tensor, where all else is laid out as the last time."""
+    subject = Subject(route)
+    policy = make_policy(subject.model, 1)
+    for name, kind in plants.items():
+        subject.good(form(list(policy.items()))[0], policy)
+        bad = {**policy, name: UNFIT[kind](policy[name])}
+        assert name in str(subject.bad(form(list(bad.items()))[0], is_seen_before=True)), kind
+    subject.close()
+
+
+@given(route=st.sampled_from([route for route in ROUTES if "twice" not in route]), plants=one_each)
+def test_no_bad_tensor_passes_for_what_was_announced(route, plants):
+    """One bad tensor, from an iterator whose manifest says nothing of it."""
+    subject = Subject(route)
+    policy = make_policy(subject.model, 1)
+    for name, kind in plants.items():
+        _, options = announced(list(policy.items()))
+        came = {**policy, name: UNFIT[kind](policy[name])}
+        assert name in str(subject.bad(iter(came.items()), is_seen_before=False, **options)), kind
+    subject.good(policy, policy)
+    subject.close()
 
 
 @given(

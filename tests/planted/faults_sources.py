@@ -3,6 +3,8 @@
 from tests.planted.fault import Fault
 
 SOURCES = "tests/fuzz/test_sources.py::TestSources"
+AFTER_GOOD = "tests/fuzz/test_sources.py::test_no_bad_tensor_passes_after_good_ones"
+ANNOUNCED = "tests/fuzz/test_sources.py::test_no_bad_tensor_passes_for_what_was_announced"
 FILES = "tests/fuzz/test_files.py"
 OPENED = "tests/fuzz/test_files.py::test_an_engine_opens_what_was_judged"
 
@@ -12,7 +14,7 @@ FAULTS = [
         path="fp8refit/tensors.py",
         before="        and has_memory(tensor)\n    ):",
         after="    ):",
-        found_by=SOURCES,
+        found_by=AFTER_GOOD,
         crashes=True,
     ),
     Fault(
@@ -20,7 +22,7 @@ FAULTS = [
         path="fp8refit/tensors.py",
         before="    if _is_fake(tensor) or not has_memory(tensor):\n",
         after="    if not isinstance(tensor, Tensor):\n",
-        found_by=SOURCES,
+        found_by=AFTER_GOOD,
         crashes=True,
     ),
     Fault(
@@ -28,14 +30,14 @@ FAULTS = [
         path="fp8refit/tensors.py",
         before="        and not (tensor.is_meta or tensor.is_nested or tensor.is_neg())\n",
         after="        and not (tensor.is_meta or tensor.is_nested)\n",
-        found_by=SOURCES,
+        found_by=AFTER_GOOD,
     ),
     Fault(
         name="memory of a source that is recognised is not looked at",
         path="fp8refit/guard.py",
         before="        if not all(has_memory(",
         after="        if False and not all(has_memory(",
-        found_by=SOURCES,
+        found_by=AFTER_GOOD,
         crashes=True,
     ),
     Fault(
@@ -43,7 +45,7 @@ FAULTS = [
         path="fp8refit/guard.py",
         before='any(map(getattr, tensors, repeat("is_nested"), repeat(True))) or ',
         after="",
-        found_by=SOURCES,
+        found_by=AFTER_GOOD,
         crashes=True,
     ),
     Fault(
@@ -65,7 +67,7 @@ FAULTS = [
         path="fp8refit/reader.py",
         before="                if came != announced:\n",
         after="                if came.shape != announced.shape:\n",
-        found_by=SOURCES,
+        found_by=ANNOUNCED,
     ),
     Fault(
         name="a broadcast in another order is sent as the last one was announced",
@@ -79,7 +81,7 @@ FAULTS = [
         path="fp8refit/announcement.py",
         before="    odd = unsendable(metadata)\n",
         after="    odd = unsendable({})\n",
-        found_by=SOURCES,
+        found_by=AFTER_GOOD,
     ),
     Fault(
         name="every expert of a saved checkpoint is told to be left out",
