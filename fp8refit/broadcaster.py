@@ -1,6 +1,6 @@
 """One trainer, several engines: a policy is sent once to all of them, and all serve it or none does."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -13,7 +13,7 @@ from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError, RefitError
 from fp8refit.fleet import Fleet
 from fp8refit.gather import Gathered
-from fp8refit.refitter import Refitter
+from fp8refit.refitter import Refitter, choose_config
 from fp8refit.report import RefitReport
 from fp8refit.sources import Manifest, StateDict
 
@@ -54,14 +54,13 @@ class Broadcaster:
         group: "ProcessGroup | None" = None,
         **options: Any,
     ) -> None:
-        if config is not None and options:
-            raise ValueError(f"give config or its fields as keywords, not both (got {sorted(options)} too)")
-        chosen = config if config is not None else RefitConfig(**options)
-        self._config = chosen.model_copy(update={"transport": "collective"})
+        if isinstance(engines, str) or not isinstance(engines, Iterable):
+            raise TypeError(f"engines is of type {type(engines).__name__}; pass a list of engines")
+        self._config = choose_config(config, options).model_copy(update={"transport": "collective"})
         self._group = group
         self._refitter: Refitter | None = None
         if group is None or torch.distributed.get_rank(group) == 0:
-            self._refitter = Refitter(Fleet(engines), self._config)
+            self._refitter = Refitter(Fleet(tuple(engines)), self._config)
 
     @property
     def version(self) -> int:

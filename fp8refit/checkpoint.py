@@ -1,7 +1,8 @@
 """A BF16 checkpoint in, a block-FP8 checkpoint out that stock vLLM and SGLang boot from.
 
 The codes and scales are those `refit` writes from the same weights: with the layout of an engine, byte for byte what
-that engine then holds after loading. All or nothing: the result is written beside its place and renamed at the end.
+that engine then holds after loading. All or nothing: the result is written beside its place and renamed at the end, and
+into a folder that is there already its files are moved, `config.json` last.
 """
 
 import json
@@ -9,7 +10,8 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,11 +25,12 @@ from fp8refit.errors import CheckpointError, NonFiniteError
 from fp8refit.kernels import quantize_blockwise
 from fp8refit.layout import EngineLayout, SlotLayout
 from fp8refit.names import is_not_a_weight
-from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, TensorMeta
+from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, ScaleFormat, TensorMeta, dtype_name
 from fp8refit.sources import SafetensorsSource
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
+CONFIG_NAME = "config.json"
 
 _LINEAR = re.compile(r"_proj(?:_with_mqa)?\.weight$|\.experts\..+\.weight$")
 _STACK = re.compile(r"\.experts\.[a-z]\w*$")
@@ -99,7 +102,8 @@ def quantize_checkpoint(
 
     Args:
         src: Folder with `config.json` and safetensors in bfloat16, float16 or float32.
-        dst: Folder to write; must not exist, or be empty.
+        dst: Folder to write; must not exist, or be empty. An empty one is kept: it may be the current folder, a mount, or
+            where a link points to.
         like: Layout of the engine that is to boot from the result (`fp8refit inspect --json`). What it holds as block FP8
             is quantized, in its slot's format and block size, and nothing else; `scale_format` and `block_size` are not
             read. Without it, every 2-D `*_proj.weight` and expert weight is quantized.
@@ -110,8 +114,8 @@ def quantize_checkpoint(
         device: Where to quantize: by default CUDA, or the CPU if there is none. The bytes are the same.
 
     Raises:
-        CheckpointError: `src` is no such checkpoint, already FP8 or does not fit `like`; `dst` is not empty or cannot be
-            written.
+        CheckpointError: `src` is no such checkpoint, already FP8 or does not fit `like`; `dst` is not empty, cannot be
+            written or has too little room. Nothing is left of what was written.
         InvalidSourceError: A safetensors file is missing or corrupt.
         NonFiniteError: NaN or Inf, after the rounding to BF16; names every tensor.
 
@@ -121,8 +125,7 @@ def quantize_checkpoint(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
     config = _read_config(src)
-    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
-        raise CheckpointError(f"{dst}: exists and is not an empty folder; remove it or name another")
+    dst = _free_place(dst)
     source = SafetensorsSource(src)
     metadata = _select(source, config, kept={slot.name for slot in like.slots} if like is not None else set())
     if like is None:
@@ -130,23 +133,21 @@ def quantize_checkpoint(
     else:
         outputs = _outputs_like(like, metadata)
         block_size = _one_block_size(outputs)
+    _check_quantizable(outputs)
     if all(output.scale_format is None for output in outputs):
         raise CheckpointError(f"{src}: holds no weight to quantize")
     shards = _plan_shards(outputs, max_shard_bytes)
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        dst.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.") as scratch:
-            folder = Path(scratch) / dst.name
-            folder.mkdir()
-            _write_shards(source, shards, folder, device=device, on_progress=on_progress)
-            _write_index(shards, folder / INDEX_NAME)
-            _write_config(config, outputs, block_size, folder / "config.json")
-            _copy_other_files(src, folder)
-            folder.rename(dst)
-    except OSError as error:
-        raise CheckpointError(f"{dst}: could not be written ({error}); nothing was left behind") from error
+    others = _other_files(src)
+    num_bytes = sum(output.num_bytes for output in outputs) + sum(file.stat().st_size for file in others)
+    with _becoming(dst, num_bytes) as folder:
+        _write_shards(source, shards, folder, device=device, on_progress=on_progress)
+        _write_index(shards, folder / INDEX_NAME)
+        for file in others:
+            with _naming(file):
+                shutil.copyfile(file, folder / file.name)
+        _write_config(config, outputs, block_size, folder / CONFIG_NAME)
     return CheckpointReport(
         num_quantized=sum(output.scale_format is not None for output in outputs),
         num_copied=sum(output.scale_format is None for output in outputs),
@@ -157,11 +158,98 @@ def quantize_checkpoint(
     )
 
 
-def _read_config(src: Path) -> dict[str, Any]:
-    path = src / "config.json"
+def _free_place(dst: Path) -> Path:
+    """Where `dst` really is.
+
+    Raises:
+        CheckpointError: Something is there, or it cannot be looked at.
+    """
     try:
-        config = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        place = dst.resolve()
+        is_free = not place.exists() or (place.is_dir() and not any(place.iterdir()))
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise CheckpointError(f"{dst}: no folder can be written there ({error}); name another") from error
+    if not is_free:
+        raise CheckpointError(f"{dst}: exists and is not an empty folder; remove it or name another")
+    return place
+
+
+@contextmanager
+def _becoming(dst: Path, num_bytes: int) -> Iterator[Path]:
+    """An empty folder on the disk of `dst`. What is in it when the block ends becomes `dst`; of an error nothing is left.
+
+    Args:
+        dst: Absolute; a free place.
+        num_bytes: How much is going to be written.
+
+    Raises:
+        CheckpointError: There is too little room, or something cannot be written.
+    """
+    is_new = not dst.exists()
+    made = [parent for parent in dst.parents if not parent.exists()]
+    try:
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=dst.parent if is_new else dst, prefix=".fp8refit-") as scratch:
+            if shutil.disk_usage(scratch).free < num_bytes:
+                raise OSError("too little room")
+            folder = Path(scratch) / "checkpoint"
+            folder.mkdir()
+            yield folder
+            if is_new:
+                folder.rename(dst)
+            else:
+                _move_files(folder, dst)
+    except BaseException as error:
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
+        if not isinstance(error, OSError):
+            raise
+        there = next(parent for parent in (dst, *dst.parents) if parent.exists())
+        raise CheckpointError(
+            f"{dst}: could not be written ({error}); it takes {num_bytes / 1e6:,.1f} MB, and "
+            f"{shutil.disk_usage(there).free / 1e6:,.1f} MB are free there; nothing was left behind"
+        ) from error
+
+
+def _move_files(folder: Path, dst: Path) -> None:
+    """Move all files, or none. `config.json` is the last: no engine boots from a folder without it.
+
+    Raises:
+        OSError: One cannot be moved, or somebody else wrote into `dst` meanwhile.
+    """
+    if others := [path.name for path in dst.iterdir() if path not in folder.parents]:
+        raise OSError(f"meanwhile somebody else wrote {', '.join(sorted(others))}")
+    files = sorted(folder.iterdir(), key=lambda file: file.name == CONFIG_NAME)
+    try:
+        for file in files:
+            file.rename(dst / file.name)
+    except BaseException:
+        for file in files:
+            (dst / file.name).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Has errors say which file it was: those of a full disk do not.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{file.name}: {error}") from error
+
+
+def _read_config(src: Path) -> dict[str, Any]:
+    path = src / CONFIG_NAME
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, or no Unicode
         raise CheckpointError(f"{path}: cannot be read ({error}); pass a Hugging Face checkpoint folder") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: is no JSON object; pass a Hugging Face checkpoint folder")
@@ -246,6 +334,23 @@ def _output_for_slot(name: str, meta: TensorMeta, slot: SlotLayout) -> _Output:
     return _Output(name=name, source=meta, dtype=dtype, scale_format=None, block_size=(128, 128))
 
 
+def _check_quantizable(outputs: Iterable[_Output]) -> None:
+    """Refuse what cannot become codes.
+
+    Raises:
+        CheckpointError: Names every tensor that cannot.
+    """
+    problems = [
+        f"{output.name}: is {dtype_name(output.source.dtype)} with shape {list(output.source.shape)}; what is quantized is a "
+        "matrix of bfloat16, float16 or float32"
+        for output in outputs
+        if output.scale_format is not None
+        and (output.source.dtype not in SOURCE_DTYPES or len(output.source.shape) != 2)
+    ]
+    if problems:
+        raise CheckpointError("this checkpoint cannot be quantized:", problems)
+
+
 def _one_block_size(outputs: list[_Output]) -> tuple[int, int]:
     """The block size of a whole checkpoint: its config can name only one."""
     sizes = {output.block_size for output in outputs if output.scale_format is not None}
@@ -257,9 +362,9 @@ def _one_block_size(outputs: list[_Output]) -> tuple[int, int]:
 def _plan_shards(outputs: list[_Output], max_shard_bytes: int) -> dict[str, list[_Output]]:
     """File name to tensors, in order; scales lie beside their codes."""
     shards: list[list[_Output]] = []
-    num_bytes = max_shard_bytes
+    num_bytes = 0
     for output in outputs:
-        if num_bytes + output.num_bytes > max_shard_bytes:
+        if not shards or num_bytes + output.num_bytes > max_shard_bytes:
             shards.append([])
             num_bytes = 0
         shards[-1].append(output)
@@ -325,13 +430,10 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
     Raises:
         OSError: It cannot be written, for example because the disk is full.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    try:
+    with _naming(file):
         save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{file.name}: {error}") from error
 
 
 def _write_index(shards: Mapping[str, list[_Output]], file: Path) -> None:
@@ -367,12 +469,17 @@ def _write_config(config: Mapping[str, Any], outputs: list[_Output], block_size:
 
 
 def _write_json(value: object, file: Path) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n")
+    with _naming(file):
+        file.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def _copy_other_files(src: Path, folder: Path) -> None:
-    """Copy tokenizer, generation config and the like: every file that holds no weights."""
-    for file in sorted(src.iterdir()):
-        is_index = file.name.endswith(".index.json")
-        if file.is_file() and file.suffix not in _WEIGHT_FILES and not is_index and file.name != "config.json":
-            shutil.copyfile(file, folder / file.name)
+def _other_files(src: Path) -> Sequence[Path]:
+    """Tokenizer, generation config and the like: every file that holds no weights."""
+    return [
+        file
+        for file in sorted(src.iterdir())
+        if file.is_file()
+        and file.suffix not in _WEIGHT_FILES
+        and not file.name.endswith(".index.json")
+        and file.name != CONFIG_NAME
+    ]

@@ -4,7 +4,9 @@ import contextlib
 import ctypes
 import json
 import os
+import signal
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
@@ -18,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -27,7 +30,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 from fp8refit._version import __version__
 from fp8refit.config import RefitConfig
@@ -45,7 +48,9 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 """The command ran and its result is bad."""
 EXIT_REFUSED = 2
-"""The command was refused: a `RefitError`."""
+"""The command was refused: a `RefitError`, or options that are none."""
+_WIDE = 10_000
+"""Columns of a table that nothing limits."""
 
 
 class _Commands(typer.core.TyperGroup):
@@ -55,7 +60,7 @@ class _Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except RefitError as error:
-            Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
+            _complain(str(error))
             raise typer.Exit(EXIT_REFUSED) from error
 
 
@@ -92,7 +97,9 @@ def demo(
         from fp8refit.demo import DemoConfig, run_demo
     except ModuleNotFoundError as error:
         raise UnsupportedEngineError(f"the demo needs {error.name}: pip install 'fp8refit[demo]'") from error
-    config = DemoConfig(steps=steps, refit_every=refit_every, out=out, seed=seed)
+    with _options_checked():
+        config = DemoConfig(steps=steps, refit_every=refit_every, out=out, seed=seed)
+    _make_folder(out, "--out")
     if as_json:
         result = run_demo(config, on_round=_write_json)
         _write_json(result)
@@ -110,7 +117,7 @@ def inspect(
 ) -> None:
     """Boot an engine and show what it holds: slots, kernels, formats, and what cannot be refitted."""
     adapter = find_adapter(engine)
-    with _standard_output_to_error(), Refitter(adapter.boot(model)) as refitter:
+    with _ended_in_order(), _standard_output_to_error(), Refitter(adapter.boot(model)) as refitter:
         layout = refitter.layout()
     if as_json:
         _write_json(layout)
@@ -135,7 +142,7 @@ def quantize(
     from fp8refit.checkpoint import quantize_checkpoint
 
     layout = _read_layout(like) if like is not None else None
-    with _byte_progress("quantize") as on_progress:
+    with _ended_in_order(), _byte_progress("quantize") as on_progress:
         report = quantize_checkpoint(src, dst, like=layout, scale_format=scale_format, on_progress=on_progress)
     if as_json:
         _write_json(report)
@@ -173,13 +180,13 @@ def push(
 
     if host is not None and transport != "collective":
         raise typer.BadParameter("is for --transport collective", param_hint="--host")
-    chosen = {"transport": transport, "collective": {} if host is None else {"host": host}, "in_flight": in_flight}
-    try:
-        config = RefitConfig.model_validate(chosen | {"timeout_s": timeout_s})
-    except ValidationError as error:
-        problem = error.errors()[0]
-        option = str(problem["loc"][-1]).replace("_", "-")
-        raise typer.BadParameter(f"{problem['input']!r}: {problem['msg']}", param_hint=f"--{option}") from error
+    with _options_checked():
+        config = RefitConfig(
+            transport=transport,  # type: ignore[arg-type]
+            collective={} if host is None else {"host": host},  # type: ignore[arg-type]
+            in_flight=in_flight,  # type: ignore[arg-type]
+            timeout_s=timeout_s,
+        )
     with _push_progress(to) as on_progress:
         result = push_checkpoint(checkpoint, to, config, on_progress=on_progress)
     if as_json:
@@ -217,17 +224,27 @@ def bench_refit(
     from fp8refit.bench.tables import refit_tables
 
     names = None if strategies is None else tuple(name.strip() for name in strategies.split(",") if name != "none")
-    config = RefitBenchConfig(
-        engine=engine, model=model, tp=tp, online=online, rounds=rounds, warm_up=warm_up, strategies=names, seed=seed
-    )
-    with _standard_output_to_error(), _step_progress() as on_progress:
+    with _options_checked():
+        config = RefitBenchConfig(
+            engine=engine,
+            model=model,
+            tp=tp,
+            online=online,
+            rounds=rounds,
+            warm_up=warm_up,
+            strategies=names,
+            seed=seed,
+        )
+    if plot is not None:
+        _make_folder(plot, "--plot")
+    with _ended_in_order(), _standard_output_to_error(), _step_progress() as on_progress:
         result = run_refit_bench(config, on_progress=on_progress)
     if plot is not None:
         plot_refits([result], plot)
     if as_json:
         _write_json(result)
     else:
-        Console().print(refit_tables(result))
+        _console().print(refit_tables(result))
     if not result.is_repeatable:
         raise typer.Exit(EXIT_FAILED)
 
@@ -245,20 +262,20 @@ def bench_kernel(
     from fp8refit.bench.kernel import DEFAULT_SHAPES
     from fp8refit.bench.tables import kernel_table
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedEngineError("there is no CUDA device; --device cpu times the torch reference")
-    config = KernelBenchConfig(
-        shapes=DEFAULT_SHAPES if shapes is None else _read_shapes(shapes),
-        dtypes=tuple(dtypes.split(",")),
-        repeats=repeats,
-        min_bytes=1 << 30 if device == "cuda" else 1 << 22,
-    )
+    where = _read_device(device)
+    with _options_checked():
+        config = KernelBenchConfig(
+            shapes=DEFAULT_SHAPES if shapes is None else _read_shapes(shapes),
+            dtypes=dtypes.split(","),  # type: ignore[arg-type]
+            repeats=repeats,
+            min_bytes=1 << 30 if where.type == "cuda" else 1 << 22,
+        )
     with _step_progress() as on_progress:
-        result = run_kernel_bench(config, device=torch.device(device), on_progress=on_progress)
+        result = run_kernel_bench(config, device=where, on_progress=on_progress)
     if as_json:
         _write_json(result)
     else:
-        Console().print(kernel_table(result))
+        _console().print(kernel_table(result))
 
 
 @bench.command("rollout")
@@ -285,18 +302,18 @@ def bench_rollout(
     as_json: AsJson = False,
 ) -> None:
     """Time rollouts with BF16 weights, FP8 weights, and an FP8 KV cache under calibrated scales."""
-    from fp8refit.bench import Precision, RolloutBenchConfig, RolloutBenchResult, run_rollout_bench
+    from fp8refit.bench import RolloutBenchConfig, RolloutBenchResult, run_rollout_bench
     from fp8refit.bench.tables import rollout_table
 
-    try:
+    with _options_checked():
         config = RolloutBenchConfig(
             engine=engine,
             model=model,
             tp=tp,
-            precisions=tuple(Precision(name) for name in precisions.split(",")),
-            batch_sizes=tuple(map(int, batch_sizes.split(","))),
-            context_lengths=tuple(map(int, context_lengths.split(","))),
-            num_new_tokens=tuple(map(int, new_tokens.split(","))),
+            precisions=precisions.split(","),  # type: ignore[arg-type]
+            batch_sizes=batch_sizes.split(","),  # type: ignore[arg-type]
+            context_lengths=context_lengths.split(","),  # type: ignore[arg-type]
+            num_new_tokens=new_tokens.split(","),  # type: ignore[arg-type]
             repeats=repeats,
             seed=seed,
             engine_arguments=dict(map(_read_argument, arguments or ())),
@@ -304,19 +321,17 @@ def bench_rollout(
         earlier = None
         if out is not None and out.exists():
             earlier = RolloutBenchResult.model_validate_json(out.read_text())
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
     def keep(result: BaseModel) -> None:
         if out is not None:
             out.write_text(result.model_dump_json() + "\n")
 
-    with _standard_output_to_error(), _step_progress() as on_progress:
+    with _ended_in_order(), _standard_output_to_error(), _step_progress() as on_progress:
         result = run_rollout_bench(config, earlier=earlier, on_progress=on_progress, on_result=keep)
     if as_json:
         _write_json(result)
     else:
-        Console().print(rollout_table(result))
+        _console().print(rollout_table(result))
 
 
 @bench.command("shapes")
@@ -324,12 +339,81 @@ def bench_shapes() -> None:
     """List the models that are known by name."""
     from fp8refit.bench import SHAPES
 
-    table = Table("name", "architecture", "layers", "hidden", "experts")
+    table = _table("name", "architecture", "layers", "hidden", "experts")
     for name, config in SHAPES.items():
         experts = config.get("num_experts") or config.get("n_routed_experts") or ""
         layers, hidden = config["num_hidden_layers"], config["hidden_size"]
         table.add_row(name, config["architectures"][0], str(layers), str(hidden), str(experts))
-    Console().print(table)
+    _console().print(table)
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP end what runs as Ctrl-C does, so that nothing temporary stays; a second one ends it at once.
+
+    One that is ignored, as under nohup, stays so.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _options_checked() -> Iterator[None]:
+    """Says which option it is that a config refuses.
+
+    Raises:
+        typer.BadParameter: It refuses one.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        problem = error.errors()[0]
+        field = [part for part in problem["loc"] if isinstance(part, str)][-1]
+        option = f"--{field.removeprefix('num_').replace('_', '-')}"
+        raise typer.BadParameter(f"{problem['input']!r}: {problem['msg']}", param_hint=option) from error
+
+
+def _make_folder(folder: Path, option: str) -> None:
+    """Make the folder for what a long run ends in, before it begins.
+
+    Raises:
+        typer.BadParameter: It cannot be made, or nothing be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"nothing can be written to {folder} ({error})", param_hint=option) from error
+
+
+def _read_device(text: str) -> torch.device:
+    """A CPU, or a GPU that is there.
+
+    Raises:
+        typer.BadParameter: It is neither.
+        UnsupportedEngineError: There is no GPU at all.
+    """
+    kind, _, index = text.partition(":")
+    if text != "cpu" and (kind != "cuda" or (index and not index.isdecimal())):
+        raise typer.BadParameter(f"{text!r} is no device; pass cuda, cuda:1 or cpu", param_hint="--device")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedEngineError("there is no CUDA device; --device cpu times the torch reference")
+    if index and int(index) >= torch.cuda.device_count():
+        raise typer.BadParameter(f"{text!r}: there are {torch.cuda.device_count()} GPUs", param_hint="--device")
+    return torch.device(text)
 
 
 def _read_shapes(text: str) -> tuple[tuple[int, int], ...]:
@@ -342,7 +426,9 @@ def _read_shapes(text: str) -> tuple[tuple[int, int], ...]:
         pairs = [tuple(map(int, item.split("x"))) for item in text.split(",")]
         return tuple((rows, cols) for rows, cols in pairs)
     except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is no list of matrices, such as 4096x4096,1536x2048") from error
+        raise typer.BadParameter(
+            f"{text!r} is no list of matrices, such as 4096x4096,1536x2048", param_hint="--shapes"
+        ) from error
 
 
 def _read_argument(text: str) -> tuple[str, Any]:
@@ -358,7 +444,7 @@ def _read_argument(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError as error:
         raise typer.BadParameter(
-            f"{text!r} is no argument with a value in JSON, such as block_size=32 ({error})"
+            f"{text!r} is no argument with a value in JSON, such as block_size=32 ({error})", param_hint="--set"
         ) from error
 
 
@@ -366,11 +452,28 @@ def _write_json(model: BaseModel) -> None:
     typer.echo(model.model_dump_json())
 
 
+def _complain(text: str) -> None:
+    """Say on standard error what is wrong; lines are as long as they are, so that names in them are found."""
+    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    """Standard output: as wide as the terminal, and as wide as anything in a file or pipe."""
+    is_narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if is_narrow else _WIDE)
+
+
+def _table(*names: str, title: str | None = None, show_header: bool = True) -> Table:
+    """A table that breaks what is too long, and cuts nothing."""
+    columns = [Column(name, overflow="fold") for name in names]
+    return Table(*columns, title=None if title is None else escape(title), show_header=show_header)
+
+
 def _show_demo(config: "DemoConfig") -> "DemoResult":
     """Run the demo under a live table, then show what came of it."""
     from fp8refit.demo import run_demo
 
-    console = Console()
+    console = _console()
     table = Table("step", "version", "train", title="held-out loss, nats per byte")
     for column in ("trainer", "FP8 refitted", "FP8 stale", "refit ms", "GB/s"):
         table.add_column(column, justify="right")
@@ -382,7 +485,7 @@ def _show_demo(config: "DemoConfig") -> "DemoResult":
         f"Chart: {result.chart}. {result.seconds:.0f} s."
     )
     for problem in result.problems:
-        Console(stderr=True).print(problem, style="red")
+        _complain(problem)
     return result
 
 
@@ -411,20 +514,22 @@ def _standard_output_to_error() -> Iterator[None]:
 
 def _show_layout(layout: EngineLayout) -> None:
     versions = ", ".join(f"{package} {version}" for package, version in layout.versions.items())
-    console = Console()
+    console = _console()
     console.print(f"[bold]{layout.engine}[/bold] on {layout.device} ({versions})", highlight=False)
     console.print(_kinds_table(layout.slots))
-    console.print(_slots_table(layout.slots))
+    _show_slots(console, layout.slots)
     _show_aliases(console, layout.aliases)
     if layout.kv is not None:
         counts = Counter(kind for kinds in layout.kv.scales.values() for kind in kinds)
         scales = ", ".join(f"{count} of {kind}" for kind, count in counts.items()) or "none"
         place = f"{layout.kv.dtype} under {layout.kv.backend}" if layout.kv.backend else layout.kv.dtype
-        console.print(f"KV cache: {place}; scales: {scales}", markup=False, highlight=False)
+        console.print(f"KV cache: {place}; scales: {scales}", markup=False, highlight=False, soft_wrap=True)
         for refusal in layout.kv.refusals:
-            console.print(f"KV scales cannot be set: {refusal}", style="yellow", markup=False, highlight=False)
+            console.print(
+                f"KV scales cannot be set: {refusal}", style="yellow", markup=False, highlight=False, soft_wrap=True
+            )
     for refusal in layout.refusals:
-        console.print(f"cannot be refitted: {refusal}", style="red", markup=False, highlight=False)
+        console.print(f"cannot be refitted: {refusal}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _kinds_table(slots: Iterable[SlotLayout]) -> Table:
@@ -435,25 +540,34 @@ def _kinds_table(slots: Iterable[SlotLayout]) -> Table:
         kind = (slot.kernel, _format_of(slot))
         counts[kind] += 1
         num_bytes[kind] += _num_bytes(slot)
-    table = Table("kernel", "format", title="kinds")
-    table.add_column("slots", justify="right")
-    table.add_column("MB", justify="right")
+    table = _table("kernel", "format", title="kinds")
+    table.add_column("slots", justify="right", no_wrap=True)
+    table.add_column("MB", justify="right", no_wrap=True)
     for kind, count in counts.most_common():
-        table.add_row(*kind, str(count), f"{num_bytes[kind] / 1e6:.2f}")
+        table.add_row(*map(escape, kind), str(count), f"{num_bytes[kind] / 1e6:.2f}")
     return table
 
 
-def _slots_table(slots: Iterable[SlotLayout]) -> Table:
-    """A row for each tensor, and one for those that differ in the numbers of their layers and experts alone."""
-    table = Table("name", "held here", "of", "format", "kernel", title="slots")
+def _show_slots(console: Console, slots: Iterable[SlotLayout]) -> None:
+    """A row for each tensor, and one for those that differ in the numbers of their layers and experts alone.
+
+    Where the console is too narrow for the rows, a name has a line of its own: cut, it would say nothing.
+    """
     rows: dict[tuple[str, ...], list[str]] = {}
     for slot in slots:
         place = f"{list(slot.shape)} at {list(slot.offset)}" if any(slot.offset) else str(list(slot.shape))
         row = (without_numbers(slot.name), place, str(list(slot.full_shape)), _format_of(slot), slot.kernel)
         rows.setdefault(row, []).append(slot.name)
+    table = Table("name", "held here", "of", "format", "kernel", title="slots")
     for (_, *cells), names in rows.items():
-        table.add_row(in_one(names), *cells)
-    return table
+        table.add_row(*map(escape, [in_one(names), *cells]))
+    if Measurement.get(console, console.options.update(max_width=_WIDE), table).maximum <= console.width:
+        console.print(table)
+        return
+    console.print("slots:")
+    for (_, place, full, form, kernel), names in rows.items():
+        console.print(in_one(names), markup=False, highlight=False, soft_wrap=True)
+        console.print(f"  {place} of {full}, {form}, {kernel}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_aliases(console: Console, aliases: Mapping[str, str]) -> None:
@@ -462,7 +576,7 @@ def _show_aliases(console: Console, aliases: Mapping[str, str]) -> None:
         alike.setdefault((without_numbers(alias), without_numbers(name)), []).append(alias)
     for names in alike.values():
         slots = in_one(aliases[alias] for alias in names)
-        console.print(f"{in_one(names)} shares the slot of {slots}", markup=False, highlight=False)
+        console.print(f"{in_one(names)} shares the slot of {slots}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _format_of(slot: SlotLayout) -> str:
@@ -515,14 +629,14 @@ def _push_progress(urls: Iterable[str]) -> Iterator[Callable[[str, int, int], No
 
 
 def _show_push(result: "PushResult") -> None:
-    table = Table("server", "engine", "version", "read by", title=result.checkpoint)
-    table.add_column("seconds", justify="right")
+    table = _table("server", "engine", "version", "read by", title=result.checkpoint)
+    table.add_column("seconds", justify="right", no_wrap=True)
     for pushed in result.servers:
         version = str(pushed.report.version) if pushed.report is not None else "dirty" if pushed.is_dirty else "failed"
         table.add_row(escape(pushed.url), pushed.engine, version, pushed.read_by, f"{pushed.seconds:.2f}")
-    Console().print(table)
+    _console().print(table)
     for pushed in result.failed:
-        Console(stderr=True).print(f"{pushed.url}: {pushed.error}", style="red", markup=False, highlight=False)
+        _complain(f"{pushed.url}: {pushed.error}")
 
 
 @contextlib.contextmanager
@@ -535,7 +649,7 @@ def _step_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _show_fields(report: BaseModel, *, title: str) -> None:
-    table = Table("", "", title=title, show_header=False)
+    table = _table("", "", title=title, show_header=False)
     for name, value in report.model_dump(mode="json").items():
-        table.add_row(name.replace("_", " "), str(value))
-    Console().print(table)
+        table.add_row(name.replace("_", " "), escape(str(value)))
+    _console().print(table)

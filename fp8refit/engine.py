@@ -5,14 +5,15 @@ and commit on every rank of that engine. The core never imports an engine; adapt
 `fp8refit.engines`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.control import ControlPlane
-from fp8refit.errors import UnsupportedEngineError
+from fp8refit.errors import RefitError, UnsupportedEngineError
 from fp8refit.layout import EngineLayout
 from fp8refit.rank import Rank
 from fp8refit.report import KvReport, RankReport
@@ -363,6 +364,21 @@ def find_adapter(name: str) -> type[Engine]:
     if name not in adapters:
         raise UnsupportedEngineError(f"no adapter is called {name!r}; installed are {name_adapters(adapters)}", broken)
     return adapters[name]
+
+
+@contextmanager
+def booting(engine: str, model: object) -> Iterator[None]:
+    """Around the code of an engine that boots: what it raises over a model or setting that it does not know is its own affair.
+
+    Raises:
+        UnsupportedEngineError: It raised something, which is named.
+    """
+    try:
+        yield
+    except RefitError:
+        raise
+    except Exception as error:
+        raise UnsupportedEngineError(f"{engine} cannot boot {model}: {type(error).__name__}: {error}") from error
 
 
 def name_adapters(adapters: Iterable[str]) -> str:

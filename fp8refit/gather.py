@@ -60,12 +60,18 @@ def gathered(
     Raises:
         ValueError: `timeout_s` is no number of seconds up to a day.
         InvalidSourceError: `group` is not given, and cannot be told from the shards.
+        TypeError: `rename` is no function.
+        ValueError: `bucket_bytes` or `timeout_s` is nothing that can be waited or made room for.
 
     Example:
         >>> with fp8refit.gathered(model.state_dict()) as weights:     # doctest: +SKIP
         ...     if torch.distributed.get_rank() == 0:
         ...         print(refitter.refit(weights))
     """
+    if rename is not None and not callable(rename):
+        raise TypeError(f"rename is of type {type(rename).__name__}; pass a function, see fp8refit.renaming.Renamer")
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes is {bucket_bytes!r}; it must be a whole number of at least 1")
     timeout_s = RefitConfig(timeout_s=timeout_s).timeout_s
     return Gathered(state_dict, group, rename=rename, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 

@@ -84,6 +84,8 @@ class HostedEngine(ServerDriver):
     name = "hosted"
 
     def __init__(self, ask: Callable[[str, float], str], *, label: str = "the hosted engine") -> None:
+        if not callable(ask):
+            raise TypeError(f"ask is of type {type(ask).__name__}; pass a function of a message and of seconds to wait")
         super().__init__(_Asked(ask, label))
         self.ranks: Ranks = ServedRanks(self)
         self._fp8refit_engine = AttachedEngine(cast(Engine, self))

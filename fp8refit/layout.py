@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pydantic import BaseModel, ConfigDict
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator
 
 from fp8refit.names import is_kv_scale
 from fp8refit.slots import Inventory, KvCache, ScaleFormat, Stacked, dtype_name
+
+_DTYPES = frozenset(dtype_name(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
 
 
 class SlotLayout(BaseModel):
@@ -26,9 +29,16 @@ class SlotLayout(BaseModel):
     """dtype of the live storage, for example `float8_e4m3fn`."""
     scale_format: ScaleFormat | None
     """None if the slot is copied, not quantized."""
-    block_size: tuple[int, int] | None
+    block_size: tuple[PositiveInt, PositiveInt] | None
     kernel: str
     """Class of the engine kernel that reads it."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _is_a_dtype(cls, name: str) -> str:
+        if name not in _DTYPES:
+            raise ValueError(f"{name!r} is no dtype of torch")
+        return name
 
 
 class KvLayout(BaseModel):

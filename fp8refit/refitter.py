@@ -1,7 +1,7 @@
 """The steps of one refit, in order, timed. The only place that knows the order."""
 
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from textwrap import shorten
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -28,6 +28,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def choose_config(config: RefitConfig | None, options: Mapping[str, Any]) -> RefitConfig:
+    """The config that was given, or one of its fields.
+
+    Raises:
+        TypeError: It is no config.
+        ValueError: Both were given, or a field is none or has a wrong value.
+    """
+    if config is None:
+        return RefitConfig(**options)
+    if not isinstance(config, RefitConfig):
+        raise TypeError(f"config is of type {type(config).__name__}; pass a RefitConfig, or its fields as keywords")
+    if options:
+        raise ValueError(f"give config or its fields as keywords, not both (got {sorted(options)} too)")
+    return config
+
+
 class Refitter:
     """Moves one live engine from policy to policy.
 
@@ -48,9 +64,7 @@ class Refitter:
     """
 
     def __init__(self, engine: object, config: RefitConfig | None = None, **options: Any) -> None:
-        self._config = config if config is not None else RefitConfig(**options)
-        if config is not None and options:
-            raise ValueError(f"give config or its fields as keywords, not both (got {sorted(options)} too)")
+        self._config = choose_config(config, options)
         attached = attach_engine(engine)
         self._engine, self._turn = attached.engine, attached.turn
 

@@ -86,7 +86,7 @@ def as_source(state_dict: StateDict, *, manifest: Manifest | None = None) -> Sou
     if isinstance(state_dict, Iterator):
         rest = _not_exhausted(state_dict)
         return StreamSource(lambda: rest, is_repeatable=False, manifest=manifest)
-    if isinstance(state_dict, Iterable):
+    if isinstance(state_dict, Iterable) and not isinstance(state_dict, Tensor):
         return StreamSource(lambda: iter(state_dict), is_repeatable=True, manifest=manifest)
     raise InvalidSourceError(
         [f"{type(state_dict).__name__}: not a state dict; pass a mapping, an iterable of (name, tensor) or a path"]
@@ -365,7 +365,7 @@ def named(items: Iterable[Any]) -> Iterator[tuple[str, str, Any]]:
     Raises:
         InvalidSourceError: An item is no pair of a name and a value, or there are no items.
     """
-    if not isinstance(items, Iterable):
+    if not isinstance(items, Iterable) or isinstance(items, Tensor):
         raise InvalidSourceError(
             [f"source: its function returned {type(items).__name__}; return a new iterator of pairs (name, tensor)"]
         )
@@ -428,8 +428,14 @@ def _read_manifest(manifest: Manifest) -> dict[str, TensorMeta]:
     """Names and what comes under them.
 
     Raises:
-        InvalidSourceError: An entry says no shape and dtype.
+        InvalidSourceError: It is no mapping, or an entry says no name, or no shape and dtype.
     """
+    if not isinstance(manifest, Mapping):
+        raise InvalidSourceError(
+            [f"manifest: is of type {type(manifest).__name__}; pass a mapping of names to (shape, dtype)"]
+        )
+    if unnamed := [name for name in manifest if not isinstance(name, str)]:
+        raise InvalidSourceError([f"manifest: {name!r} is no name of a tensor" for name in unnamed])
     metas = {}
     for raw_name, entry in manifest.items():
         if isinstance(entry, Tensor):

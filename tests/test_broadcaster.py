@@ -266,6 +266,14 @@ def test_what_cannot_be_broadcast_to_is_refused(engines):
         Broadcaster([client] * (engines > 0))
 
 
+@pytest.mark.parametrize("engines", [None, 5, "http://127.0.0.1:8000"])
+def test_what_is_no_list_of_engines_is_refused(engines):
+    with pytest.raises(TypeError, match=r"engines is of type \w+; pass a list"):
+        Broadcaster(engines)
+    with pytest.raises(TypeError, match="config is of type int"):
+        Broadcaster([], config=5)
+
+
 def test_an_engine_that_is_named_twice_is_refused(replicas):
     client = replicas.remotes[0].client
     with pytest.raises(UnsupportedEngineError, match="twice"):

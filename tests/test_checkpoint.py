@@ -1,6 +1,9 @@
 """Quantized checkpoints: the bytes, the files around them, and all or nothing."""
 
 import json
+import re
+import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8refit import InvalidSourceError, NonFiniteError, quantize_blockwise
+from fp8refit import InvalidSourceError, NonFiniteError, checkpoint, quantize_blockwise
 from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.errors import CheckpointError
 from fp8refit.layout import EngineLayout, SlotLayout
@@ -439,3 +442,168 @@ def test_a_layout_of_an_engine_that_cannot_be_refitted_is_refused(tmp_path, dst)
     refuse(
         tmp_path, CheckpointError, "its kernel repacks weights", write_checkpoint(tmp_path / "src", {}), dst, like=like
     )
+
+
+# Where it is written.
+
+
+def place(tmp_path: Path, kind: str) -> Path:
+    """A destination."""
+    place = tmp_path / kind
+    match kind:
+        case "empty":
+            place.mkdir()
+        case "link":
+            (tmp_path / "behind").mkdir()
+            place.symlink_to("behind")
+        case "dangling":
+            place.symlink_to("nowhere")
+        case "far":
+            place = place / "away"
+    return place
+
+
+PLACES = ["new", "empty", "link", "dangling", "far"]
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_every_free_place_is_taken_and_kept(kind, src, tmp_path):
+    dst = place(tmp_path, kind)
+    inode = dst.stat().st_ino if dst.exists() else None
+    quantize_checkpoint(src, dst)
+    assert read_json(dst / "config.json")["quantization_config"]
+    assert read_shards(dst).keys() == read_json(dst / "model.safetensors.index.json")["weight_map"].keys()
+    assert sorted(path.name for path in dst.iterdir()) == [
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert inode in (None, dst.stat().st_ino)
+
+
+def test_a_place_inside_of_the_source(src):
+    quantize_checkpoint(src, src / "fp8")
+    assert read_shards(src / "fp8")
+    with pytest.raises(CheckpointError, match="not an empty folder"):
+        quantize_checkpoint(src, src)
+
+
+def test_what_can_be_no_folder_is_refused_before_the_work(src, tmp_path, work):
+    (tmp_path / "loop").symlink_to("loop")
+    refuse(tmp_path, CheckpointError, "no folder can be written there", src, tmp_path / "loop")
+    refuse(tmp_path, CheckpointError, "no folder .*File name too long", src, tmp_path / ("n" * 300) / "dst")
+    (tmp_path / "file").touch()
+    refuse(
+        tmp_path,
+        CheckpointError,
+        "could not be written .*(File exists|Not a directory)",
+        src,
+        tmp_path / "file" / "dst",
+    )
+    assert work == []
+
+
+@pytest.fixture
+def work(monkeypatch) -> list[str]:
+    """Files that were written."""
+    files: list[str] = []
+    save = checkpoint._save
+    monkeypatch.setattr(checkpoint, "_save", lambda tensors, file: (files.append(file.name), save(tensors, file)))
+    return files
+
+
+def test_too_little_room_is_seen_before_the_work(src, tmp_path, work, monkeypatch):
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
+    error = refuse(tmp_path, CheckpointError, "too little room", src, tmp_path / "far" / "dst")
+    assert re.search(r"it takes 0\.\d MB, and 0\.0 MB are free", str(error))
+    assert work == []
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize(
+    ("num_bytes", "file"), [(100_000, "model-00001"), (300, "model.safetensors.index.json"), (5000, "tokenizer.json")]
+)
+def test_a_disk_that_is_full_in_the_middle_is_named_with_its_file(kind, num_bytes, file, src, tmp_path, monkeypatch):
+    (src / "tokenizer.json").write_text(6000 * " ")
+    if not file.startswith("model-"):
+        monkeypatch.setattr(checkpoint, "_save", lambda tensors, file: file.touch())
+    if file.startswith("tokenizer"):
+        monkeypatch.setattr(checkpoint, "_write_index", lambda shards, file: None)
+    dst = place(tmp_path, kind)
+    before = sorted(tmp_path.rglob("*"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=rf"could not be written \({file}.*too large.* MB are free there"):
+            quantize_checkpoint(src, dst)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_it_leaves_nothing(kind, error, src, tmp_path):
+    def end(done, total):
+        if done == total:
+            raise error
+
+    dst = place(tmp_path, kind)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error):
+        quantize_checkpoint(src, dst, on_progress=end)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", ["new", "empty"])
+def test_two_at_once_do_not_mix(kind, src, tmp_path):
+    """One has begun when the other does all of its work: either is refused."""
+    dst = place(tmp_path, kind)
+    errors = []
+
+    def run_another(done, total):
+        if done == total:
+            try:
+                quantize_checkpoint(src, dst, scale_format=ScaleFormat.UE8M0)
+            except CheckpointError as error:
+                errors.append(str(error))
+
+    try:
+        quantize_checkpoint(src, dst, on_progress=run_another)
+    except CheckpointError as error:
+        errors.append(str(error))
+    (error,) = errors
+    assert "not an empty folder" in error or "not empty" in error
+    written = read_shards(dst)
+    form = ScaleFormat.UE8M0 if kind == "new" else ScaleFormat.FP32
+    assert_quantized(written, Q_PROJ, load_file(src / "model.safetensors")[Q_PROJ], scale_format=form)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([kind, "src"])
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_what_others_write_into_the_folder_meanwhile_is_theirs(src, tmp_path):
+    dst = place(tmp_path, "empty")
+    with pytest.raises(CheckpointError, match=r"somebody else wrote config\.json"):
+        quantize_checkpoint(src, dst, on_progress=lambda *_: (dst / "config.json").write_text("theirs"))
+    assert [path.name for path in dst.iterdir()] == ["config.json"]
+    assert (dst / "config.json").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"{", b"5"])
+def test_a_config_that_cannot_be_read_is_named(content, src, dst, tmp_path):
+    (src / "config.json").write_bytes(content)
+    refuse(tmp_path, CheckpointError, "config.json: (cannot be read|is no JSON object)", src, dst)
+
+
+def test_matrices_that_cannot_be_quantized_are_named(tmp_path, dst):
+    src = write_checkpoint(tmp_path / "src", make_weights() | {"a.q_proj.weight": torch.ones(4, 4, dtype=torch.int64)})
+    error = refuse(tmp_path, CheckpointError, "cannot be quantized", src, dst)
+    assert error.problems[0].startswith("a.q_proj.weight: is int64 with shape [4, 4]")
+
+
+def test_weights_without_values_are_written(tmp_path, dst):
+    quantize_checkpoint(write_checkpoint(tmp_path / "src", {Q_PROJ: torch.ones(3, 0).bfloat16()}), dst)
+    assert {name: list(tensor.shape) for name, tensor in read_shards(dst).items()} == {
+        Q_PROJ: [3, 0],
+        Q_PROJ + "_scale_inv": [1, 0],
+    }

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 
@@ -188,6 +190,43 @@ def test_inspect_shows_slices_and_refusals(monkeypatch, capsys):
     assert "KV scales cannot be set: c: keeps [numbers]. Set z" in shown
 
 
+def test_names_are_whole_in_a_narrow_terminal_and_in_a_pipe(checkpoint, monkeypatch):
+    arguments = ["inspect", str(checkpoint), "--engine", "transformers"]
+    narrow = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, arguments).stdout.splitlines()
+    assert narrow[narrow.index(BAD_TENSOR) + 1] == (
+        "  [192, 160] of [192, 160], float8_e4m3fn, fp32 scales a 128x128 block, BlockFp8Linear"
+    )
+    monkeypatch.delenv("COLUMNS", raising=False)
+    piped = CliRunner().invoke(cli.app, arguments).stdout
+    names = {slot.name for slot in Refitter(TransformersEngine.boot(str(checkpoint))).layout().slots}
+    rows = {cells[0].strip(): cells[3].strip() for cells in re.findall(r"^│" + 5 * r"([^│\n]*)│", piped, re.MULTILINE)}
+    assert rows.keys() == names
+    assert rows[BAD_TENSOR] == "float8_e4m3fn, fp32 scales a 128x128 block"
+    assert re.search("^KV scales cannot be set: .*kv_cache_dtype=.*$", piped, re.MULTILINE)
+
+
+def broken(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"model_type": "nope"}', "transformers cannot boot .*`nope`"),
+        (b'{"model_type": "qwen3", "head_dim": "x"}', "transformers cannot boot .*head_dim"),
+        (b"{", "transformers cannot boot .*not a valid JSON"),
+        (b"\xff", "transformers cannot boot "),
+        (b"[]", "transformers cannot boot "),
+    ],
+)
+def test_a_model_that_the_engine_does_not_know_is_refused_with_the_engine_s_words(tmp_path, content, words):
+    result = run("inspect", broken(tmp_path, content), "--engine", "transformers")
+    assert result.exit_code == cli.EXIT_REFUSED, result.exception
+    assert re.search(words, result.stderr) and "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -247,12 +286,72 @@ def test_quantize_refuses_nan_and_names_the_tensor(tmp_path):
     assert not (tmp_path / "fp8").exists()
 
 
+ENDED = """
+import sys, time
+from fp8refit import checkpoint, cli
+def save(tensors, file):
+    file.write_bytes(b"half of it")
+    print("writing", flush=True)
+    time.sleep(60)
+checkpoint._save = save
+cli.app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_quantize_leaves_nothing(checkpoint, tmp_path, number):
+    before = sorted(tmp_path.rglob("*"))
+    command = [sys.executable, "-c", ENDED, "quantize", str(checkpoint), str(tmp_path / "far" / "fp8")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "writing\n"
+        assert [path.name for path in tmp_path.rglob("*.safetensors") if "far" in str(path)]
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with cli._ended_in_order():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_quantize_into_the_current_folder(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    result = run("quantize", checkpoint, ".")
+    assert result.exit_code == 0, result.output
+    assert {"config.json", "model-00001-of-00001.safetensors"} < set(os.listdir("."))
+
+
+def test_the_demo_s_folder_is_made_before_it_trains(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "run_demo", fake_demo(fake_result(falls=True), configs := []))
+    (tmp_path / "file").write_text("")
+    result = run("demo", "--out", tmp_path / "file" / "out")
+    assert result.exit_code == 2 and "--out" in result.stderr
+    assert configs == []
+
+
 def test_quantize_refuses_a_file_that_is_no_layout(checkpoint, tmp_path):
     layout = tmp_path / "layout.json"
     layout.write_text(json.dumps({"engine": "x"}))
     result = run("quantize", checkpoint, tmp_path / "fp8", "--like", layout)
     assert result.exit_code == cli.EXIT_REFUSED
-    assert "not a layout" in result.stderr.replace("\n", " ")
+    assert "not a layout" in result.stderr
+
+
+@pytest.mark.parametrize("changed", [{"dtype": "nonsense"}, {"dtype": "nn"}, {"block_size": [0, 128]}])
+def test_quantize_refuses_a_layout_that_no_engine_has(checkpoint, tmp_path, changed):
+    layout = json.loads(run("inspect", checkpoint, "--engine", "transformers", "--json").stdout)
+    layout["slots"][1] |= changed
+    (tmp_path / "layout.json").write_text(json.dumps(layout))
+    result = run("quantize", checkpoint, tmp_path / "fp8", "--like", tmp_path / "layout.json")
+    assert result.exit_code == cli.EXIT_REFUSED, result.exception
+    assert "not a layout" in result.stderr
 
 
 def test_demo_json_is_one_object_a_round_and_the_result(monkeypatch):

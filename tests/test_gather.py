@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from torch.distributed.tensor import Replicate, Shard
 
+from fp8refit import gathered
 from tests import sharded
 from tests.trainer_ranks import TrainerRanks
 
@@ -134,3 +135,20 @@ def test_ranks_that_never_come_are_an_error_in_time(four):
 def test_a_rank_that_dies_in_the_middle_is_an_error_on_the_others(four):
     for error in four.run(sharded.die_in_the_middle, dying=[3]):
         assert error.startswith("RankFailedError")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "match"),
+    [
+        ({"rename": "prefix."}, TypeError, "rename is of type str"),
+        ({"bucket_bytes": 0}, ValueError, "bucket_bytes is 0"),
+        ({"bucket_bytes": "1 GB"}, ValueError, "bucket_bytes is '1 GB'"),
+        *(
+            ({"timeout_s": value}, ValueError, "timeout_s is ")
+            for value in (0, -1, float("inf"), float("nan"), "1", None)
+        ),
+    ],
+)
+def test_options_are_checked(options, kind, match):
+    with pytest.raises(kind, match=match):
+        gathered({}, **options)

@@ -159,3 +159,8 @@ def test_a_driver_keeps_others_out_until_it_dies(hosted):
 def test_ranks_with_a_driver_each_have_no_host():
     with pytest.raises(UnsupportedEngineError, match="a driver for each rank"):
         EngineHost(Drivers(Cluster()).clients[0])
+
+
+def test_what_cannot_be_asked_is_refused():
+    with pytest.raises(TypeError, match="ask is of type str; pass a function"):
+        HostedEngine("http://127.0.0.1:8000")

@@ -336,6 +336,8 @@ def test_options_are_checked(model):
         Refitter(model, buckets=3)
     with pytest.raises(ValueError, match="bucket_bytes"):
         Refitter(model, bucket_bytes=1000)
+    with pytest.raises(TypeError, match="config is of type dict; pass a RefitConfig"):
+        Refitter(model, {"validate": "off"})
 
 
 def test_a_copy_of_an_attached_engine_is_an_engine_of_its_own(model):

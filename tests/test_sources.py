@@ -70,6 +70,25 @@ def test_a_manifest_without_shapes_and_dtypes_is_refused(manifest):
         as_source(iter(WEIGHTS.items()), manifest=manifest)
 
 
+@pytest.mark.parametrize(
+    ("manifest", "said"),
+    [
+        (5, "manifest: is of type int; pass a mapping"),
+        ("path", "manifest: is of type str"),
+        ([("a", ((1,), torch.bfloat16))], "manifest: is of type list"),
+        ({1: ((1,), torch.bfloat16)}, "manifest: 1 is no name"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(manifest, said):
+    with pytest.raises(InvalidSourceError, match=said):
+        as_source(iter(WEIGHTS.items()), manifest=manifest)
+
+
+def test_a_tensor_is_no_state_dict():
+    with pytest.raises(InvalidSourceError, match="Tensor: not a state dict"):
+        as_source(torch.tensor(1.0))
+
+
 def test_a_state_dict_serves_as_a_manifest():
     assert as_source(iter(WEIGHTS.items()), manifest=WEIGHTS).metadata == METADATA
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from fp8refit.driven import DrivenEngine
+from fp8refit.engine import booting
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote import RemoteRanks
 from fp8refit.served import ServedRanks, ServerDriver
@@ -63,20 +64,16 @@ class SglangEngine(DrivenEngine):
             raise UnsupportedEngineError(
                 f"SGLang is not installed ({error}); pip install 'fp8refit[sglang]'"
             ) from error
-        try:
+        with booting(cls.name, model):
             config = AutoConfig.from_pretrained(model)
-        except (OSError, ValueError) as error:
-            raise UnsupportedEngineError(
-                f"{model} is no model folder, nor a model to be had by that name: {error}"
-            ) from error
-        is_quantized = getattr(config, "quantization_config", None) is not None
-        return sglang.Engine(
-            model_path=model,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            disable_cuda_graph=True,
-            json_model_override_args=json.dumps({} if is_quantized else BLOCK_FP8),
-        )
+            is_quantized = getattr(config, "quantization_config", None) is not None
+            return sglang.Engine(
+                model_path=model,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                disable_cuda_graph=True,
+                json_model_override_args=json.dumps({} if is_quantized else BLOCK_FP8),
+            )
 
 
 def _controls_of(candidate: Any) -> TokenizerControls:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fp8refit.config import RefitConfig
-from fp8refit.engine import LocalRanks
+from fp8refit.engine import LocalRanks, booting
 from fp8refit.errors import EngineBusyError, UnsupportedEngineError
 from fp8refit.rank import Rank
 from fp8refit.refitter import Refitter
@@ -64,7 +64,8 @@ class TransformersEngine:
         A folder that is block FP8 already is read as it is, bit for bit.
 
         Raises:
-            UnsupportedEngineError: transformers is not installed, or `model` is no model folder.
+            UnsupportedEngineError: transformers is not installed, `model` is no model folder, or one that transformers or
+                `to_block_fp8` cannot make a model of.
             InvalidSourceError: A safetensors file is missing or corrupt.
         """
         try:
@@ -74,17 +75,18 @@ class TransformersEngine:
                 "transformers is not installed: pip install 'fp8refit[transformers]'"
             ) from error
         folder = Path(model)
-        if not (folder / "config.json").is_file():
-            raise UnsupportedEngineError(f"{model} is no model folder: it has no config.json")
-        suffixes = {file.suffix for file in folder.iterdir()}
-        has_weights = bool(suffixes & {".safetensors", ".bin"})
-        if ".safetensors" in suffixes:
-            SafetensorsSource(folder)  # names a file that is missing or corrupt
-        config = AutoConfig.from_pretrained(folder)
-        if has_weights and getattr(config, "quantization_config", None) is None:
-            network: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-            return to_block_fp8(network)
-        engine: nn.Module = to_block_fp8(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)).eval()
+        with booting(cls.name, model):
+            if not (folder / "config.json").is_file():
+                raise UnsupportedEngineError(f"{model} is no model folder: it has no config.json")
+            suffixes = {file.suffix for file in folder.iterdir()}
+            has_weights = bool(suffixes & {".safetensors", ".bin"})
+            if ".safetensors" in suffixes:
+                SafetensorsSource(folder)  # names a file that is missing or corrupt
+            config = AutoConfig.from_pretrained(folder)
+            if has_weights and getattr(config, "quantization_config", None) is None:
+                network: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+                return to_block_fp8(network)
+            engine: nn.Module = to_block_fp8(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)).eval()
         if has_weights:
             with Refitter(engine) as refitter:
                 refitter.refit(folder)

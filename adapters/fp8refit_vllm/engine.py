@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from fp8refit.driven import DrivenEngine
-from fp8refit.engine import LocalRanks
+from fp8refit.engine import LocalRanks, booting
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote import RemoteRanks
 from fp8refit.served import ServedRanks, ServerDriver
@@ -57,20 +57,16 @@ class VllmEngine(DrivenEngine):
             from vllm import LLM
         except ImportError as error:
             raise UnsupportedEngineError(f"vLLM is not installed ({error}); pip install 'fp8refit[vllm]'") from error
-        try:
+        with booting(cls.name, model):
             config = AutoConfig.from_pretrained(model)
-        except (OSError, ValueError) as error:
-            raise UnsupportedEngineError(
-                f"{model} is no model folder, nor a model to be had by that name: {error}"
-            ) from error
-        is_quantized = getattr(config, "quantization_config", None) is not None
-        return LLM(
-            model=model,
-            load_format="dummy",
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            quantization=None if is_quantized else "fp8_per_block",
-        )
+            is_quantized = getattr(config, "quantization_config", None) is not None
+            return LLM(
+                model=model,
+                load_format="dummy",
+                enforce_eager=True,
+                skip_tokenizer_init=True,
+                quantization=None if is_quantized else "fp8_per_block",
+            )
 
 
 def _drive(candidate: Any) -> SyncDriver | AsyncDriver:

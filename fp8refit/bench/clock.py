@@ -4,10 +4,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+Count = Annotated[int, Field(ge=1, le=1 << 24)]
+"""Of what is measured: more would never end, or fit nowhere."""
 _COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 """Far more than caches hold."""
 

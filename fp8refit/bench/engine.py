@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fp8refit.engine import find_adapter
+from fp8refit.engine import booting, find_adapter
 from fp8refit.errors import UnsupportedEngineError
 
 
@@ -67,10 +67,11 @@ def open_bench_engine(name: str, model: Path, *, tp: int, online: bool = False) 
         online: Whether by `boot_online` instead: as an engine that quantizes BF16 checkpoints to block FP8 itself.
 
     Raises:
-        UnsupportedEngineError: See `adapter_module`; or the engine does not quantize by itself.
+        UnsupportedEngineError: See `adapter_module` and `booting`; or the engine does not quantize by itself.
     """
     module = adapter_module(name, "bench")
     if online and not hasattr(module, "boot_online"):
         raise UnsupportedEngineError(f"{name} does not quantize BF16 weights to block FP8 itself; leave out --online")
-    engine: BenchEngine = (module.boot_online if online else module.boot)(model, tp=tp)
+    with booting(name, model):
+        engine: BenchEngine = (module.boot_online if online else module.boot)(model, tp=tp)
     return engine

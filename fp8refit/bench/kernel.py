@@ -2,18 +2,21 @@
 
 import platform
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from fp8refit._version import __version__
-from fp8refit.bench.clock import Percentiles, copy_gb_per_s, device_seconds
+from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, device_seconds
+from fp8refit.errors import UnsupportedEngineError
 from fp8refit.kernels import Task, compile_table
 from fp8refit.slots import FP8_DTYPE, Op, ScaleFormat, dtype_name
 
 DEFAULT_SHAPES = ((4096, 4096), (12288, 4096), (4096, 12288), (1536, 2048), (28672, 8192))
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 _BLOCK = 128
+_MOST_MATRICES = 1024
 
 
 class KernelBenchConfig(BaseModel):
@@ -21,12 +24,13 @@ class KernelBenchConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    shapes: tuple[tuple[int, int], ...] = DEFAULT_SHAPES
-    dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    scale_formats: tuple[ScaleFormat, ...] = tuple(ScaleFormat)
-    repeats: int = Field(default=21, ge=3)
+    shapes: tuple[tuple[Count, Count], ...] = Field(default=DEFAULT_SHAPES, min_length=1)
+    dtypes: tuple[Literal["bfloat16", "float16", "float32"], ...] = Field(default=("bfloat16", "float32"), min_length=1)
+    scale_formats: tuple[ScaleFormat, ...] = Field(default=tuple(ScaleFormat), min_length=1)
+    repeats: Count = Field(default=21, ge=3)
     min_bytes: int = Field(default=1 << 30, ge=1)
-    """Matrices of one shape are repeated until a launch moves that much: a single small one would lie in a cache."""
+    """Matrices of one shape are repeated, up to 1024 times, until a launch moves that much: a single small one would lie in a
+    cache."""
 
 
 class KernelTiming(BaseModel):
@@ -65,11 +69,8 @@ def run_kernel_bench(
     """Time launches of the quantizer on `device`.
 
     Raises:
-        ValueError: A dtype is none that can be quantized.
+        UnsupportedEngineError: There is no memory there for a shape.
     """
-    unknown = [name for name in config.dtypes if name not in _DTYPES]
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)}: no dtype that can be quantized; there are {', '.join(_DTYPES)}")
     cases = [
         (shape, dtype, form) for shape in config.shapes for dtype in config.dtypes for form in config.scale_formats
     ]
@@ -100,20 +101,25 @@ def _time(
     rows, cols = shape
     grid = (-(-rows // _BLOCK), -(-cols // _BLOCK))
     bytes_each = rows * cols * (_DTYPES[dtype].itemsize + 1) + 4 * grid[0] * grid[1]
-    num_matrices = -(-config.min_bytes // bytes_each)
-    tasks = [
-        Task(
-            op=Op.QUANTIZE,
-            source=torch.empty(shape, dtype=_DTYPES[dtype], device=device).normal_(0, 0.02),
-            offset=(0, 0),
-            target=torch.empty(shape, dtype=FP8_DTYPE, device=device),
-            scale=torch.empty(grid, dtype=torch.float32, device=device),
-            block_size=(_BLOCK, _BLOCK),
-            scale_format=scale_format,
-            round_to_bf16=False,
-        )
-        for _ in range(num_matrices)
-    ]
+    num_matrices = min(_MOST_MATRICES, -(-config.min_bytes // bytes_each))
+    try:
+        tasks = [
+            Task(
+                op=Op.QUANTIZE,
+                source=torch.empty(shape, dtype=_DTYPES[dtype], device=device).normal_(0, 0.02),
+                offset=(0, 0),
+                target=torch.empty(shape, dtype=FP8_DTYPE, device=device),
+                scale=torch.empty(grid, dtype=torch.float32, device=device),
+                block_size=(_BLOCK, _BLOCK),
+                scale_format=scale_format,
+                round_to_bf16=False,
+            )
+            for _ in range(num_matrices)
+        ]
+    except (RuntimeError, OverflowError) as error:  # torch.OutOfMemoryError is one
+        raise UnsupportedEngineError(
+            f"{rows}x{cols}: there is no memory for {num_matrices} matrices of {dtype} on {device} ({error})"
+        ) from error
     table = compile_table(tasks, device)
     for _ in range(3):
         table.launch(check=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8refit._version import __version__
 from fp8refit.bench import policies
-from fp8refit.bench.clock import PeakMemory, Percentiles, copy_gb_per_s, wait
+from fp8refit.bench.clock import Count, PeakMemory, Percentiles, copy_gb_per_s, wait
 from fp8refit.bench.engine import BenchEngine, Strategy, open_bench_engine
 from fp8refit.bench.shapes import folder_of
 from fp8refit.errors import UnsupportedEngineError
@@ -36,13 +36,13 @@ class RefitBenchConfig(BaseModel):
     """Tensor-parallel ranks."""
     online: bool = False
     """Whether the engine is booted to quantize BF16 weights itself, which its own ways then take as they are."""
-    rounds: int = Field(default=7, ge=1)
+    rounds: Count = 7
     """Of the timed refits, and of each other strategy."""
-    warm_up: int = Field(default=2, ge=0)
+    warm_up: int = Field(default=2, ge=0, le=1 << 24)
     """Refits after the first that are not timed."""
     strategies: tuple[str, ...] | None = None
     """Which of the engine's own to time too; None for all, empty for none."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 32)
 
     @property
     def boot(self) -> str:

@@ -11,22 +11,23 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count, product
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from fp8refit._version import __version__
 from fp8refit.bench import policies
-from fp8refit.bench.clock import Percentiles
+from fp8refit.bench.clock import Count, Percentiles
 from fp8refit.bench.engine import adapter_module
 from fp8refit.bench.shapes import folder_of
+from fp8refit.engine import booting
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.layout import EngineLayout
 from fp8refit.refitter import Refitter
 
 _FIRST_TOKEN, _NUM_TOKENS = 100, 500
-"""Ids of prompts: any vocabulary has them."""
+"""Ids of prompts: any vocabulary of a language has them."""
 _WARM_UP_TOKENS = 32
 """New tokens of the run before each case is timed: kernels are compiled by then."""
 _CALIBRATION = (8, 128)
@@ -95,14 +96,14 @@ class RolloutBenchConfig(BaseModel):
     model: str
     """One of `SHAPES`, or a folder with a `config.json`."""
     tp: int = Field(default=1, ge=1)
-    precisions: tuple[Precision, ...] = tuple(Precision)
-    batch_sizes: tuple[int, ...] = (8, 64, 256)
-    context_lengths: tuple[int, ...] = (512, 4096)
+    precisions: tuple[Precision, ...] = Field(default=tuple(Precision), min_length=1)
+    batch_sizes: tuple[Count, ...] = Field(default=(8, 64, 256), min_length=1)
+    context_lengths: tuple[Count, ...] = Field(default=(512, 4096), min_length=1)
     """Tokens of each prompt."""
-    num_new_tokens: tuple[Annotated[int, Field(ge=1)], ...] = (256,)
+    num_new_tokens: tuple[Count, ...] = Field(default=(256,), min_length=1)
     """Tokens that each prompt is continued by: every one of these is a case of its own."""
-    repeats: int = Field(default=3, ge=1)
-    seed: int = 0
+    repeats: Count = 3
+    seed: int = Field(default=0, ge=0, lt=1 << 32)
     engine_arguments: dict[str, Any] = {}
     """What every engine is booted with besides, or in the place of what it is booted with here, by the engine's names."""
 
@@ -177,8 +178,8 @@ def run_rollout_bench(
         on_result: Called after each case with the result so far.
 
     Raises:
-        UnsupportedEngineError: No such engine, shape or folder, or the engine cannot be refitted; or `earlier` is of something
-            else.
+        UnsupportedEngineError: No such engine, shape or folder, a vocabulary without the prompts' ids, or the engine cannot be
+            refitted; or `earlier` is of something else.
     """
     result = _empty_result(config)
     if earlier is not None:
@@ -187,6 +188,7 @@ def run_rollout_bench(
     num_steps = len(config.precisions) * len(config.cases)
     with tempfile.TemporaryDirectory(prefix="fp8refit-bench-") as scratch:
         model = folder_of(config.model, Path(scratch))
+        _check_vocabulary(model)
         for precision in config.precisions:
             timed = {timing.case for timing in result.timings if timing.precision is precision}
             missing = [case for case in config.cases if case not in timed]
@@ -247,6 +249,19 @@ def _with_engine(result: RolloutBenchResult, engine: RolloutEngine, precision: P
     return result.model_copy(update=update)
 
 
+def _check_vocabulary(model: Path) -> None:
+    """Refuse a model whose config says that it does not have the ids of prompts.
+
+    Raises:
+        UnsupportedEngineError: It says so.
+    """
+    size = json.loads((model / "config.json").read_bytes()).get("vocab_size")
+    if isinstance(size, int) and size < _FIRST_TOKEN + _NUM_TOKENS:
+        raise UnsupportedEngineError(
+            f"{model} has a vocabulary of {size}; prompts have ids up to {_FIRST_TOKEN + _NUM_TOKENS - 1}"
+        )
+
+
 def _open(config: RolloutBenchConfig, model: Path, precision: Precision) -> RolloutEngine:
     wanted = RolloutBoot(
         model=model,
@@ -256,7 +271,9 @@ def _open(config: RolloutBenchConfig, model: Path, precision: Precision) -> Roll
         max_batch=max(config.batch_sizes),
         arguments=config.engine_arguments,
     )
-    engine: RolloutEngine = adapter_module(config.engine, "rollout").boot(wanted)
+    module = adapter_module(config.engine, "rollout")
+    with booting(config.engine, config.model):
+        engine: RolloutEngine = module.boot(wanted)
     return engine
 
 

@@ -1,6 +1,7 @@
 """Models by name: the configs that engines build them from."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +160,20 @@ def folder_of(model: str, scratch: Path) -> Path:
     """The folder of a model: one under `scratch` for a named shape.
 
     Raises:
-        UnsupportedEngineError: It is neither a named shape nor a folder with a `config.json`.
+        UnsupportedEngineError: It is neither a named shape nor a folder with a `config.json` that can be read.
     """
     if model in SHAPES:
         write_config(model, scratch / "model")
         return scratch / "model"
-    if not (Path(model) / "config.json").is_file():
+    file = Path(model) / "config.json"
+    if not os.path.isfile(file):  # unlike Path.is_file, also of a name that is too long
         raise UnsupportedEngineError(
             f"{model} is neither a folder with a config.json nor one of the shapes {', '.join(SHAPES)}"
         )
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnsupportedEngineError(f"{file}: cannot be read ({error})") from error
+    if not isinstance(config, dict):
+        raise UnsupportedEngineError(f"{file}: is no JSON object")
     return Path(model)

@@ -37,7 +37,7 @@ class DemoConfig(BaseModel):
     """Optimizer steps between two refits."""
     out: Path = Path("fp8refit-demo")
     """Folder for `demo.png`."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 32)
     batch_size: int = Field(default=16, ge=1)
     window_bytes: int = Field(default=129, ge=2)
     """Length of one training example."""

@@ -8,6 +8,7 @@ from fp8refit.kernels.amax import Maxima
 from fp8refit.kernels.reference import dequantize_reference
 from fp8refit.kernels.table import Task, WorkTable, compile_table, fits_scale_format
 from fp8refit.slots import FP8_DTYPE, SOURCE_DTYPES, Op, ScaleFormat
+from fp8refit.tensors import why_unreadable
 
 __all__ = [
     "Maxima",
@@ -43,7 +44,8 @@ def quantize_blockwise(
         dequantize (`weight_scale_inv` in a checkpoint).
 
     Raises:
-        ValueError: Wrong shape, dtype, block size or format.
+        TypeError: `weight` is no tensor.
+        ValueError: Wrong shape, dtype, block size or format, or a tensor without bytes.
         NonFiniteError: `weight` holds NaN or Inf.
 
     Example:
@@ -51,14 +53,18 @@ def quantize_blockwise(
         >>> scale
         tensor([[2., 2.]])
     """
-    if weight.ndim != 2 or weight.dtype not in SOURCE_DTYPES:
+    _check_matrix("weight", weight)
+    if problem := why_unreadable(weight):
+        raise ValueError(f"weight {problem}")
+    if weight.dtype not in SOURCE_DTYPES:
         raise ValueError(
             f"weight is {weight.dtype} with shape {list(weight.shape)}; "
             "quantize_blockwise takes a matrix of bfloat16, float16 or float32"
         )
+    if scale_format not in list(ScaleFormat):
+        raise ValueError(f"scale_format is {scale_format!r}; there are {', '.join(map(repr, map(str, ScaleFormat)))}")
+    _check_blocks(block_size)
     block_n, block_k = block_size
-    if block_n < 1 or block_k < 1:
-        raise ValueError(f"block_size is {block_size}; both sides must be at least 1")
     rows, cols = weight.shape
     codes = torch.empty((rows, cols), dtype=FP8_DTYPE, device=weight.device)
     scale = torch.empty((-(-rows // block_n), -(-cols // block_k)), dtype=torch.float32, device=weight.device)
@@ -98,11 +104,49 @@ def dequantize_blockwise(
         (N, K) in `dtype`.
 
     Raises:
-        ValueError: The shapes do not belong together.
+        TypeError: `codes` or `scale` is no tensor, or `dtype` no dtype.
+        ValueError: The shapes do not belong together, wrong dtypes or block size, other devices, or a tensor without bytes.
     """
-    expected = tuple(-(-length // size) for length, size in zip(codes.shape, block_size, strict=True))
-    if codes.ndim != 2 or tuple(scale.shape) != expected:
+    _check_matrix("codes", codes)
+    _check_matrix("scale", scale)
+    if codes.dtype != FP8_DTYPE or scale.dtype != torch.float32 or codes.device != scale.device:
         raise ValueError(
-            f"codes {list(codes.shape)} in blocks of {block_size} need scales {list(expected)}, got {list(scale.shape)}"
+            f"codes are {codes.dtype} on {codes.device}, scales {scale.dtype} on {scale.device}; they must be {FP8_DTYPE} and "
+            "torch.float32, on one device"
+        )
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; pass one of torch, such as torch.bfloat16")
+    _check_blocks(block_size)
+    expected = [-(-length // size) for length, size in zip(codes.shape, block_size, strict=True)]
+    if list(scale.shape) != expected:
+        raise ValueError(
+            f"codes {list(codes.shape)} in blocks of {block_size} need scales {expected}, got {list(scale.shape)}"
         )
     return dequantize_reference(codes, scale, block_size).to(dtype)
+
+
+def _check_matrix(name: str, value: object) -> None:
+    """Refuse what is no matrix that can be read.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: It is no matrix, or has no bytes.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is of type {type(value).__name__}; pass a tensor")
+    if value.is_nested or value.layout is not torch.strided or value.is_meta:
+        kind = "a nested tensor" if value.is_nested else "on the meta device" if value.is_meta else str(value.layout)
+        raise ValueError(f"{name} is {kind}; pass a dense matrix that has bytes")
+    if value.ndim != 2:
+        raise ValueError(f"{name} has shape {list(value.shape)}; pass a matrix")
+
+
+def _check_blocks(block_size: object) -> None:
+    """Refuse what is no size of blocks.
+
+    Raises:
+        ValueError: It is none.
+    """
+    is_pair = isinstance(block_size, (tuple, list)) and len(block_size) == 2
+    if not is_pair or not all(isinstance(side, int) and side >= 1 for side in block_size):  # type: ignore[attr-defined]
+        raise ValueError(f"block_size is {block_size!r}; it must be two whole numbers of at least 1")

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from fp8refit.bench import KernelBenchConfig, run_kernel_bench
 from fp8refit.cli import app
+from fp8refit.errors import UnsupportedEngineError
 
 CPU = torch.device("cpu")
 
@@ -41,9 +42,41 @@ def test_matrices_that_are_none_are_refused(shapes):
     assert "no list of matrices" in ran.output
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--shapes", "0x0"),
+        ("--shapes", "-1x4"),
+        ("--shapes", ""),
+        ("--dtypes", "int8"),
+        ("--dtypes", ""),
+        ("--device", "foo"),
+        ("--device", "meta"),
+        ("--repeats", "0"),
+        ("--repeats", "9" * 30),
+    ],
+)
+def test_options_that_are_none_are_named(option, value):
+    ran = CliRunner().invoke(app, ["bench", "kernel", "--device", "cpu", option, value, "--json"])
+    assert ran.exit_code == 2, ran.exception
+    assert option in ran.stderr and ran.stdout == ""
+
+
+def test_a_matrix_without_room_is_refused():
+    with pytest.raises(UnsupportedEngineError, match="16777216x16777216: there is no memory"):
+        run_kernel_bench(KernelBenchConfig(shapes=((1 << 24, 1 << 24),)), device=CPU)
+
+
+def test_small_matrices_are_repeated_no_longer_than_that():
+    (timing,) = run_kernel_bench(
+        KernelBenchConfig(shapes=((1, 1),), dtypes=("bfloat16",), scale_formats=("fp32",), repeats=3), device=CPU
+    ).timings
+    assert timing.num_matrices == 1024
+
+
 def test_a_dtype_that_cannot_be_quantized_is_refused():
-    with pytest.raises(ValueError, match="int8: no dtype that can be quantized"):
-        run_kernel_bench(KernelBenchConfig(dtypes=("int8",)), device=CPU)
+    with pytest.raises(ValueError, match="'bfloat16', 'float16' or 'float32'"):
+        KernelBenchConfig(dtypes=("int8",))
 
 
 def test_a_gpu_is_asked_for_where_there_is_none():

@@ -203,18 +203,64 @@ def test_a_block_of_zeros_has_zero_codes_and_a_positive_scale(scale_format):
     assert bool((torch.isfinite(scale) & (scale > 0)).all())
 
 
+def freed():
+    weight = torch.zeros(3, 3)
+    weight.untyped_storage().resize_(0)
+    return weight
+
+
+BLOCK_SIZES = [(0, 128), (-1, 1), (128,), (1, 2, 3), 128, None, (1.5, 2), ("a", "b")]
+"""That are none."""
+
+
 @pytest.mark.parametrize(
     ("weight", "options", "message"),
     [
-        (torch.zeros(3), {}, "takes a matrix"),
-        (torch.zeros(3, 3, dtype=torch.int32), {}, "takes a matrix"),
-        (torch.zeros(3, 3), {"block_size": (0, 128)}, "block_size"),
-        (torch.zeros(3, 3), {"scale_format": "fp16"}, "fp16"),
+        (torch.zeros(3), {}, "pass a matrix"),
+        (torch.zeros(()), {}, "pass a matrix"),
+        (torch.zeros(3, 3, dtype=torch.int32), {}, "takes a matrix of"),
+        (torch.zeros(3, 3, device="meta"), {}, "weight is on the meta device"),
+        (torch.zeros(3, 3).to_sparse(), {}, "weight is torch.sparse_coo"),
+        (freed(), {}, "weight reads more than the 0 bytes of its storage"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), {}, "weight is a nested tensor"),
+        *((torch.zeros(3, 3), {"block_size": size}, "block_size is ") for size in BLOCK_SIZES),
+        (torch.zeros(3, 3), {"scale_format": "fp16"}, "'fp16'; there are 'fp32', 'ue8m0'"),
+        (torch.zeros(3, 3), {"scale_format": []}, "there are 'fp32', 'ue8m0'"),
     ],
 )
 def test_quantize_blockwise_refuses(weight, options, message):
     with pytest.raises(ValueError, match=message):
         quantize_blockwise(weight, **options)
+
+
+@pytest.mark.parametrize("value", [None, 5, "weight", [[1.0]]])
+def test_what_is_no_tensor_is_refused(value):
+    codes, scale = quantize_blockwise(torch.ones(3, 3))
+    with pytest.raises(TypeError, match="weight is of type"):
+        quantize_blockwise(value)
+    with pytest.raises(TypeError, match="codes is of type"):
+        dequantize_blockwise(value, scale)
+    with pytest.raises(TypeError, match="scale is of type"):
+        dequantize_blockwise(codes, value)
+    with pytest.raises(TypeError, match="dtype is "):
+        dequantize_blockwise(codes, scale, dtype=value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"codes": torch.ones(3, 3)}, "codes are torch.float32"),
+        ({"codes": torch.ones(3)}, "codes has shape"),
+        ({"scale": torch.ones(1, 1, dtype=torch.float64)}, "scales torch.float64"),
+        ({"scale": torch.ones(())}, "scale has shape"),
+        ({"scale": torch.ones(1, 1, device="meta")}, "scale is on the meta device"),
+        *(({"block_size": size}, "block_size is ") for size in BLOCK_SIZES),
+    ],
+)
+def test_dequantize_blockwise_refuses(changed, message):
+    codes, scale = quantize_blockwise(torch.ones(3, 3))
+    with pytest.raises(ValueError, match=message):
+        dequantize_blockwise(**{"codes": codes, "scale": scale} | changed)
 
 
 def test_quantize_blockwise_refuses_nan():

@@ -51,7 +51,7 @@ FAULTS = [
     Fault(
         name="what a function returns is taken for an iterable",
         path="fp8refit/sources.py",
-        before="    if not isinstance(items, Iterable):\n",
+        before="    if not isinstance(items, Iterable) or isinstance(items, Tensor):\n",
         after="    if items is items and False:\n",
         found_by=SOURCES,
     ),
