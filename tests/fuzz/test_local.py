@@ -409,7 +409,7 @@ class TwoRanks(RuleBasedStateMachine):
         self.entry = Entry()
         self.entry.__enter__()
         self.cluster = Cluster(layout, kv=[["model.layers.0.self_attn"]] * 2)
-        self.side = (Remote if is_remote else Drivers)(self.cluster, kv=KV, timeout_s=8)
+        self.side = (Remote if is_remote else Drivers)(self.cluster, kv=KV, timeout_s=4)
         self.is_remote = is_remote
         self.version, self.served, self.scale, self.is_dirty = 0, None, 1.0, False
         self.seed = 0
@@ -534,6 +534,20 @@ class TwoRanks(RuleBasedStateMachine):
 
 
 TestTwoRanks = TwoRanks.TestCase
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["drivers", "remote"])
+@pytest.mark.parametrize("fault", [*FAULTS, *KV_FAULTS])
+def test_a_step_that_fails_on_one_rank_fails_on_both(fault, is_remote):
+    """The shortest of those orders, each one: what `TwoRanks` would have to make small first."""
+    ranks = TwoRanks()
+    ranks.begin(is_remote=is_remote, layout="tensor")
+    try:
+        for rank, form in enumerate(("mapping", "function")):
+            ranks.refit_with_a_step_that_fails(rank=rank, fault=fault, kind=RuntimeError, form=form)
+            ranks.refit(measures=False)
+    finally:
+        ranks.teardown()
 
 
 # Ties.
