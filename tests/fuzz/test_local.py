@@ -354,7 +354,8 @@ def test_an_error_at_every_line_of_a_refit():
                 assert raised, f"{place} was not come to"
 
             error = here.attack(index, refit, measures=measures)
-            assert error is not None, place
+            # What asks torch, and takes its errors for an answer, may ask again.
+            assert error is not None or kind is RuntimeError, place
             if here.is_dirty or number % 8 == 0:
                 here.heal(0)
 
