@@ -202,6 +202,8 @@ def interrupted(number, step):
                 os.kill(os.getpid(), number)
 
     before = {each: signal.signal(each, lambda *_: killed.append(number)) for each in (signal.SIGTERM, signal.SIGHUP)}
+    # A job in a shell's background is started with it ignored.
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     if number is not None:
         sys.setprofile(at_step)
     try:
@@ -287,8 +289,8 @@ def test_quantize_is_whole_or_leaves_nothing(weights, config, place, like, odd, 
             layout = json.loads(layout_of(weights, scale_format=scale_format, block_size=block_size).model_dump_json())
             if like == "other tensors":
                 layout["slots"] = [slot | {"name": slot["name"] + "s"} for slot in layout["slots"]] or [{}]
-            elif like == "odd" and layout["slots"]:
-                layout["slots"][0] |= [odd]
+            elif like == "odd":
+                layout["slots"] = [slot | dict([odd]) for slot in layout["slots"]]
             if like != "no file":
                 (world.folder / "layout.json").write_bytes(show(like if isinstance(like, bytes) else layout))
             options += ["--like", "../layout.json" if place == "." else "layout.json"]

@@ -124,6 +124,13 @@ FAULTS = [
         found_by=ROLLOUT,
     ),
     Fault(
+        name="push takes any wait, and says nothing of the option",
+        path="fp8refit/config.py",
+        before="    timeout_s: float = Field(default=300.0, gt=0, le=86_400, allow_inf_nan=False)\n",
+        after="    timeout_s: float = Field(default=300.0, gt=0)\n",
+        found_by=PUSH,
+    ),
+    Fault(
         name="demo trains before it looks where to write",
         path="fp8refit/cli.py",
         before='    _make_folder(out, "--out")\n',
