@@ -1,18 +1,20 @@
 """How far every fuzzer here goes: it says what may happen, and never how many examples of it are tried.
 
-FP8REFIT_FUZZ names the profile. `ci`, the default: few examples, the same every time. `long`: as many as
-FP8REFIT_FUZZ_EXAMPLES says, other ones with every `--hypothesis-seed`; `run_fuzz.py` goes on so for a given time.
+FP8REFIT_FUZZ names the profile. `ci`, the default: few examples, the same every time; `planted`: those, and the first that
+fails is told as it is. `long`: as many as FP8REFIT_FUZZ_EXAMPLES says, other ones with every `--hypothesis-seed`;
+`run_fuzz.py` goes on so for a given time.
 """
 
 import os
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # How long an example takes to make says nothing on a machine that is busy.
 COMMON = settings(deadline=None, database=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", COMMON, derandomize=True, max_examples=25, stateful_step_count=20)
+settings.register_profile("planted", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.register_profile(
     "long",
     COMMON,

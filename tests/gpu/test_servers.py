@@ -108,9 +108,10 @@ def attacked(request):
 
 
 def write_oracle(engine, found):
+    asked = [f"{name}={os.environ[name]} " for name in ("FP8REFIT_ATTACK_S", "FP8REFIT_KILLS") if name in os.environ]
     result = {
         "what": f"one {engine} server of {ORACLE_SHAPE}, attacked while it answers; trainers on another GPU of its host",
-        "command": f"FP8REFIT_SERVERS={engine} python -m pytest tests/gpu/test_servers.py -k oracle",
+        "command": f"FP8REFIT_SERVERS={engine} {''.join(asked)}python -m pytest tests/gpu/test_servers.py -k oracle",
         **found,
     }
     gpu = found["gpu"].removeprefix("NVIDIA ").split()[0].lower()

@@ -91,4 +91,5 @@ def test_the_result_is_written(soaked, once):
     result["command"] = "python -m pytest " + shlex.join(sys.argv[1:])
     result["fingerprints_of_one_refit"] = once["fingerprints"]
     result["errors"] = {name: len(outcomes) for name, outcomes in soaked["errors"].items()}
-    (RESULTS / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
+    gpu = result["gpu"].removeprefix("NVIDIA ").split()[0].lower()
+    (RESULTS / f"soak_{gpu}.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -76,7 +76,11 @@ class Copy:
                 shutil.copy(ROOT / name, folder / name)
         paths = [str(folder), str(folder / "adapters")]
         # No bytecode: a planted file may have the size and, to the second, the time of the one before.
-        self.environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "FP8REFIT_FUZZ": "planted",
+        }
         code = "import fp8refit, fp8refit_vllm; print(fp8refit.__file__, fp8refit_vllm.__file__, sep='\\n')"
         found = subprocess.run(
             [sys.executable, "-c", code], cwd=folder, env=self.environment, capture_output=True, text=True, check=True
