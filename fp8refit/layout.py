@@ -29,6 +29,8 @@ class SlotLayout(BaseModel):
     block_size: tuple[int, int] | None
     kernel: str
     """Class of the engine kernel that reads it."""
+    is_rearranged: bool = False
+    """Whether the engine holds it quantized, in an order of its own."""
 
 
 class KvLayout(BaseModel):
@@ -90,6 +92,7 @@ class EngineLayout(BaseModel):
                     scale_format=slot.scale_format if slot.is_quantized else None,
                     block_size=slot.block_size if slot.is_quantized else None,
                     kernel=slot.kernel,
+                    is_rearranged=slot.is_rearranged,
                 )
                 for slot in inventory.slots
                 if not slot.is_optional
