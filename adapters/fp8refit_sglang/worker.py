@@ -126,6 +126,9 @@ class LiveModel:
     def read_inventory(self) -> Inventory:
         """Slots of the model, refusals and refreshes of the engine around it."""
         inventory = read_inventory(self.network, self._scheduler.places_of_experts)
+        import os
+        if os.environ.get("TRACE_OUT"):
+            _compare(self, inventory)
         refusals = list(inventory.refusals)
         if self._scheduler.has_draft_model:
             reason = "drafts tokens with weights of its own, which a refit would leave behind"
@@ -144,3 +147,34 @@ class LiveModel:
             refreshes=(*inventory.refreshes, refresh),
             kv=read_kv_cache(self._scheduler, self._scales),
         )
+
+
+def _compare(live, old):
+    import os
+    from fp8refit.layers import twin as tw
+    from fp8refit_sglang.twin import twin_of
+    from fp8refit_sglang.layout import SglangRules
+    from fp8refit_sglang.experts import _kernel_of
+
+    class R(SglangRules):
+        def kernel_of(self, m):
+            return _kernel_of(m) if "w13_weight" in m._parameters else SglangRules.kernel_of(self, m)
+        def swaps_halves(self, m):
+            return False
+    import time
+    t = time.time()
+    found = twin_of(live._scheduler._runner, live._scheduler.num_ranks)
+    out = [f"==== {type(live.network).__name__} ranks {live._scheduler.num_ranks} {time.time()-t:.2f} s"]
+    if not hasattr(found, "traced"):
+        out.append(str(found))
+    else:
+        new = tw.read_inventory(live.network, R(live.network, live._scheduler.places_of_experts), found)
+        key = lambda s: (s.name, s.full_shape, tuple(s.weight.shape), s.origin, s.weight.data_ptr(), s.weight.stride(), None if s.scale is None else (s.scale.data_ptr(), tuple(s.scale.shape), s.scale.stride()), s.kernel, s.module)
+        a, b = set(map(key, old.slots)), set(map(key, new.slots))
+        out.append(f"slots {len(a)} {len(b)} equal {a == b} refusals {[str(r)[:300] for r in new.refusals][:4]} rearranged {[s.name for s in new.slots if s.is_rearranged][:3]}")
+        out += [f"  old {x}" for x in sorted(a - b, key=str)[:3]] + [f"  new {x}" for x in sorted(b - a, key=str)[:3]]
+        out.append(f"  objections {[(o.source, o.parameter, o.reason[:150]) for o in found.traced.objections][:4]}")
+        pp = lambda i: sorted((p.data_ptr(), tuple(p.shape)) for p in i.padding if p.numel())
+        out.append(f"  padding equal {pp(old) == pp(new)}; aliases {({k: v for k, v in old.aliases.items() if new.aliases.get(k) != v})}")
+    with open(os.environ["TRACE_OUT"], "a") as file:
+        file.write("\n".join(out) + "\n")
