@@ -367,8 +367,8 @@ def find_adapter(name: str) -> type[Engine]:
 
 
 @contextmanager
-def booting(engine: str, model: object) -> Iterator[None]:
-    """Around the code of an engine that boots: what it raises over a model or setting that it does not know is its own affair.
+def booting(engine: str, model: object, *, act: str = "boot") -> Iterator[None]:
+    """Around an engine's own code: what it raises over a model or setting that it does not know is its own affair.
 
     Raises:
         UnsupportedEngineError: It raised something, which is named.
@@ -378,7 +378,7 @@ def booting(engine: str, model: object) -> Iterator[None]:
     except RefitError:
         raise
     except Exception as error:
-        raise UnsupportedEngineError(f"{engine} cannot boot {model}: {type(error).__name__}: {error}") from error
+        raise UnsupportedEngineError(f"{engine} cannot {act} {model}: {type(error).__name__}: {error}") from error
 
 
 def name_adapters(adapters: Iterable[str]) -> str:

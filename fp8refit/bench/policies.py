@@ -47,7 +47,7 @@ def _empty(meta: TensorMeta, device: torch.device) -> Tensor:
 
 def _fill_one(tensor: Tensor, seed: int, index: int) -> None:
     generator = torch.Generator(tensor.device).manual_seed(seed * 100_003 + index)
-    if tensor.ndim < 2:
+    if tensor.ndim < 2 or not tensor.numel():
         tensor.normal_(1.0, 0.05, generator=generator)
         return
     tensor.normal_(0.0, 0.02, generator=generator)

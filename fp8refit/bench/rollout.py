@@ -305,7 +305,8 @@ def _time(
     def seconds(num_tokens: int) -> float:
         prompts = _prompts(batch, length, next(seeds))
         start_s = time.perf_counter()
-        engine.generate(prompts, num_tokens)
+        with booting(config.engine, config.model, act="generate with"):
+            engine.generate(prompts, num_tokens)
         return time.perf_counter() - start_s
 
     seconds(min(num_new, _WARM_UP_TOKENS))

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import logging
 import os
 import resource
 import signal
@@ -340,7 +341,7 @@ def assert_is(folder, wanted):
     assert index.keys() == found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert not tensor.numel() or torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
     assert json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
     names = {"config.json", "tokenizer.json", "model.safetensors.index.json", *index.values()}
     assert {path.name for path in folder.iterdir()} == names
@@ -358,7 +359,7 @@ def models(draw):
     if kind == "no config":
         return draw(st.sampled_from(NO_CONFIGS)), False
     if kind == "unknown":
-        return {"model_type": draw(st.sampled_from(["nope", "", None, 5, [], "bert"]))}, False
+        return {"model_type": draw(st.sampled_from(["nope", "", None, 5, []]))}, False
     name = draw(st.sampled_from(sorted(MODEL)))
     if kind == "absent":
         return {key: value for key, value in MODEL.items() if key != name and key != "model_type"}, False
@@ -466,6 +467,13 @@ KERNEL = Options(
 
 
 @pytest.fixture(autouse=True, scope="module")
+def loggers_outlive_their_streams():
+    """Those of transformers keep the standard error of the first command in this process, which is closed by then."""
+    with mock.patch.object(logging, "raiseExceptions", False):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
 def small_copies():
     """What is measured means nothing here."""
     with mock.patch.dict(clock._COPY_BYTES, cpu=1 << 16), mock.patch.object(kernel, "_MOST_MATRICES", 2):
@@ -502,6 +510,7 @@ def test_bench_refit_measures_or_says_why_not(chosen, model, as_json):
 
 @ROLLOUT.every_odd_value(model=(MODEL, True), as_json=True)
 @example(chosen=(ROLLOUT.first(), None), model=(MODEL | {"vocab_size": 64}, False), as_json=True)
+@example(chosen=(ROLLOUT.first(), None), model=(MODEL | {"hidden_size": 0}, None), as_json=True)
 @given(chosen=ROLLOUT.drawn(), model=models(), as_json=st.booleans())
 def test_bench_rollout_measures_or_says_why_not(chosen, model, as_json):
     with a_world() as world:

@@ -84,8 +84,8 @@ FAULTS = [
     Fault(
         name="a model that an engine does not know is a raw error",
         path="fp8refit/engine.py",
-        before='    except Exception as error:\n        raise UnsupportedEngineError(f"{engine} cannot boot',
-        after='    except ZeroDivisionError as error:\n        raise UnsupportedEngineError(f"{engine} cannot boot',
+        before='    except Exception as error:\n        raise UnsupportedEngineError(f"{engine} cannot ',
+        after='    except ZeroDivisionError as error:\n        raise UnsupportedEngineError(f"{engine} cannot ',
         found_by=INSPECT,
     ),
     Fault(

@@ -56,7 +56,7 @@ class Run:
 
     @property
     def first_failure(self) -> str:
-        failures = [line for line in self.output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        failures = [line for line in self.output.splitlines() if line.startswith(("FAILED tests/", "ERROR tests/"))]
         return failures[0] if failures else f"exit code {self.code}"
 
     @property
