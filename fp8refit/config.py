@@ -13,6 +13,8 @@ LONGEST_WAIT_S = 1e9
 """The longest wait that may be ordered of another process: every clock and every socket still takes it."""
 Wait: TypeAlias = Annotated[float, Field(gt=0, le=LONGEST_WAIT_S, allow_inf_nan=False)]
 """Seconds that another process may be told to wait. One order may wait for many steps of `RefitConfig.timeout_s` each."""
+MAX_TIMEOUT_S = 86_400
+"""A day: the longest `RefitConfig.timeout_s`."""
 
 
 class KvConfig(BaseModel):
@@ -105,6 +107,6 @@ class RefitConfig(BaseModel):
     kv: KvConfig = KvConfig()
     """How KV-cache scales are computed, for `calibration=` and `calibrate`."""
 
-    timeout_s: float = Field(default=300.0, gt=0, le=86_400, allow_inf_nan=False)
+    timeout_s: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)
     """Seconds to wait for any other rank or process at each step, and for running requests under `in_flight="wait"`; a day
     (86 400) at most. A rank that reads files does so within one step."""

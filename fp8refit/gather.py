@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from fp8refit.batches import Batch, PartRows, batches
 from fp8refit.caught import Caught
-from fp8refit.config import RefitConfig
+from fp8refit.config import MAX_TIMEOUT_S
 from fp8refit.errors import InvalidSourceError, RankFailedError, RefitError
 from fp8refit.pieces import Piece
 from fp8refit.renaming import Renamer, Renaming
@@ -58,7 +58,6 @@ def gathered(
         timeout_s: Seconds to wait for the other ranks at each step; a day at most.
 
     Raises:
-        ValueError: `timeout_s` is no number of seconds up to a day.
         InvalidSourceError: `group` is not given, and cannot be told from the shards.
         TypeError: `rename` is no function.
         ValueError: `bucket_bytes` or `timeout_s` is nothing that can be waited or made room for.
@@ -72,7 +71,10 @@ def gathered(
         raise TypeError(f"rename is of type {type(rename).__name__}; pass a function, see fp8refit.renaming.Renamer")
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes!r}; it must be a whole number of at least 1")
-    timeout_s = RefitConfig(timeout_s=timeout_s).timeout_s
+    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0, a day ({MAX_TIMEOUT_S}) at most"
+        )
     return Gathered(state_dict, group, rename=rename, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
 
