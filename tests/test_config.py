@@ -19,7 +19,7 @@ def test_a_step_takes_a_day_at_most(seconds):
 
 @pytest.mark.parametrize("seconds", [math.inf, 1e12])
 def test_a_step_of_a_gather_takes_a_day_at_most(seconds):
-    with pytest.raises(ValueError, match="timeout_s is .* a day"):
+    with pytest.raises(ValueError, match=r"timeout_s is .* a day"):
         gathered({}, timeout_s=seconds)
 
 

@@ -126,7 +126,7 @@ FAULTS = [
     Fault(
         name="push takes any wait, and says nothing of the option",
         path="fp8refit/config.py",
-        before="    timeout_s: float = Field(default=300.0, gt=0, le=86_400, allow_inf_nan=False)\n",
+        before="    timeout_s: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)\n",
         after="    timeout_s: float = Field(default=300.0, gt=0)\n",
         found_by=PUSH,
     ),

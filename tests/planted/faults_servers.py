@@ -164,7 +164,7 @@ FAULTS = [
     Fault(
         name="seconds without bound",
         path="fp8refit/config.py",
-        before="    timeout_s: float = Field(default=300.0, gt=0, le=86_400, allow_inf_nan=False)\n",
+        before="    timeout_s: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)\n",
         after="    timeout_s: float = Field(default=300.0, gt=0)\n",
         found_by=STATES,
     ),
