@@ -8,7 +8,7 @@ import hashlib
 import os
 import stat
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from math import prod
@@ -87,6 +87,29 @@ class FileStamp(BaseModel):
         """Whether both are of one state of one file."""
         told_apart = {"inode", "boot"} if self.boot != other.boot else set()
         return self.model_dump(exclude=told_apart) == other.model_dump(exclude=told_apart)
+
+
+class FilesRead(BaseModel):
+    """Which files one reader opened. Readers that opened one place in two states read two checkpoints."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str
+    """Absolute; links in it are not followed."""
+    host: str
+    """Where the path leads to one thing: a host's boot and its mount namespace."""
+    state: str
+    """sha256 over the stamps of the files."""
+
+    @classmethod
+    def of(cls, path: Path, stamps: Iterable[FileStamp]) -> "FilesRead":
+        """The files with these stamps, found under `path`."""
+        state = hashlib.sha256("\n".join(stamp.model_dump_json() for stamp in stamps).encode()).hexdigest()
+        return cls(path=str(path.absolute()), host=f"{_boot_id()}/{_mount_namespace()}", state=state)
+
+    def clashes_with(self, other: "FilesRead") -> bool:
+        """Whether another reader found something else in the same place. A copy in another place has a state of its own."""
+        return (self.host, self.path) == (other.host, other.path) and self.state != other.state
 
 
 class StoredTensor:
@@ -289,6 +312,14 @@ _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+@cache
+def _mount_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/mnt")
     except OSError:
         return ""
 

@@ -23,7 +23,7 @@ from fp8refit.layout import EngineLayout
 from fp8refit.pieces import Piece
 from fp8refit.report import KvReport, RankReport
 from fp8refit.slots import Inventory
-from fp8refit.sources import Source
+from fp8refit.sources import SafetensorsSource, Source
 from fp8refit.target import Target
 from fp8refit.vote import Ballot, Group, Phase, SoloGroup, vote
 
@@ -74,23 +74,25 @@ class Rank:
         """
         self._kv = kv
 
-        def judge(inventory: Inventory) -> str:
-            digest = self.target.prepare(make_source(), config, inventory=inventory, foreign=self._foreign[1])
+        def judge(inventory: Inventory) -> dict[str, Any]:
+            source = make_source()
+            files = source.files if isinstance(source, SafetensorsSource) else None
+            digest = self.target.prepare(source, config, inventory=inventory, foreign=self._foreign[1])
             on_judged()
-            return digest
+            return {"claim": digest, "files": files}
 
         if is_known and objection is None:
-            error, digest = self._try(lambda: judge(self._check_ready(kv, config)))
+            error, judged = self._try(lambda: judge(self._check_ready(kv, config)))
             asked = self._asked(kv, config)
-            ballots = self._vote("prepared", error, config, claim=digest or "", held=self._held, asked=asked)
+            ballots = self._vote("prepared", error, config, **(judged or {}), held=self._held, asked=asked)
             if tuple(ballot.held for ballot in ballots) != self._foreign[0]:
                 self.target.abandon()
                 raise TransportError("the ranks of this engine hold other tensors than at the last refit; refit again")
             return
         inventory, ready = self._agree_on_ready(kv, config, objection)
         self._learn_foreign_names(ready, config)
-        error, digest = self._try(lambda: judge(inventory))
-        self._vote("prepared", error, config, claim=digest or "")
+        error, judged = self._try(lambda: judge(inventory))
+        self._vote("prepared", error, config, **(judged or {}))
 
     def check_calibration(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> None:
         """Agree that every rank can set KV scales as ordered. Changes nothing.

@@ -4,7 +4,6 @@ Names are checkpoint names with trainers' wrappers stripped. A `MappingSource` h
 order; every other source is a stream, read in its own order with one tensor in memory at a time.
 """
 
-import hashlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from fp8refit.errors import InvalidSourceError
-from fp8refit.files import FileStamp, SafetensorsFile, StoredTensor, Threads
+from fp8refit.files import FilesRead, FileStamp, SafetensorsFile, StoredTensor, Threads
 from fp8refit.names import strip_wrappers
 from fp8refit.slots import TensorMeta
 from fp8refit.tensors import why_unreadable
@@ -239,6 +238,7 @@ class SafetensorsSource:
     Attributes:
         path: Of the file or folder.
         stamps: Which files they are.
+        files: The same, for ranks that compare what each of them opened.
         stored: Every tensor, by its checkpoint name.
 
     Raises:
@@ -256,6 +256,7 @@ class SafetensorsSource:
         threads = Threads()
         opened = [SafetensorsFile(file, threads, judged=stamp) for file, stamp in zip(files, stamps, strict=True)]
         self.stamps = tuple(file.stamp for file in opened)
+        self.files = FilesRead.of(path, self.stamps)
         self.stored: dict[str, StoredTensor] = {}
         problems = []
         for file in opened:
@@ -267,12 +268,6 @@ class SafetensorsSource:
                 self.stored[name] = tensor
         self.metadata = {name: TensorMeta.of(tensor.meta) for name, tensor in self.stored.items()}
         self.problems = tuple(problems)
-
-    @property
-    def digest(self) -> str:
-        """Equal for files that hold tensors of the same names, shapes, dtypes and places, copies on other hosts too."""
-        stamps = (stamp.model_dump_json(exclude={"inode", "boot", "mtime_ns"}) for stamp in self.stamps)
-        return hashlib.sha256("\n".join(stamps).encode()).hexdigest()
 
     def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]]:
         """See `Source`."""

@@ -40,7 +40,6 @@ from fp8refit.sources import (
     MappingSource,
     PushedSource,
     RandomAccess,
-    SafetensorsSource,
     Source,
     check_can_be_read_twice,
 )
@@ -160,8 +159,7 @@ class Target:
             finally:
                 if self._job is None and self._resident is not None:
                     self._resident.release()
-        digest = self._job.plan.source_digest if self._job.plan is not None else ""
-        return digest + source.digest if isinstance(source, SafetensorsSource) else digest
+        return self._job.plan.source_digest if self._job.plan is not None else ""
 
     def write(self, *, drain: bool = False) -> RankReport:
         """Write what was prepared, reading its source. The rank is dirty from the first byte until `commit`.

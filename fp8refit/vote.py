@@ -5,6 +5,7 @@ all of them raise the same error. An error never crosses a process as an excepti
 """
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Literal, Protocol, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
@@ -18,6 +19,7 @@ from fp8refit.errors import (
     RefitError,
     UnsupportedEngineError,
 )
+from fp8refit.files import FilesRead
 from fp8refit.report import KvReport, RankReport
 
 Phase: TypeAlias = Literal["ready", "names", "prepared", "go", "written", "measured", "scaled"]
@@ -73,6 +75,8 @@ class Ballot(BaseModel):
     error: ErrorRecord | None = None
     claim: str = ""
     """What has to be equal on every rank: the source that was read."""
+    files: FilesRead | None = None
+    """What this rank opened, if the source is files."""
     held: str = ""
     """Digest of the names that this rank holds."""
     names: tuple[str, ...] = ()
@@ -169,6 +173,15 @@ def _judge(ballots: Sequence[Ballot]) -> RefitError | None:
         return InvalidSourceError(
             ["source: the ranks were given different names, shapes or dtypes; pass every rank the same state dict"],
             written=ballots[0].phase == "written",
+        )
+    read = [ballot.files for ballot in ballots if ballot.files is not None]
+    if moved := {first.path for first, second in combinations(read, 2) if first.clashes_with(second)}:
+        return InvalidSourceError(
+            [
+                f"{path}: was replaced or changed while the ranks opened it; write every checkpoint under a name of its own, "
+                "then refit again"
+                for path in sorted(moved)
+            ]
         )
     return None
 

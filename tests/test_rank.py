@@ -1,6 +1,7 @@
 """Ranks that agree: bytes on every one of them, faults at every step on any one of them, and who hears of it."""
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -8,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fp8refit.config import KvConfig, KvOrder, RefitConfig
 from fp8refit.errors import (
@@ -355,6 +357,34 @@ def test_ranks_given_different_sources_write_nothing(make_arguments, drivers, cl
     assert_agreed(outcomes, InvalidSourceError, "the ranks were given different names, shapes or dtypes")
     assert_untouched(cluster, before)
     assert_heals(drivers)
+
+
+def test_ranks_that_opened_two_checkpoints_in_one_place_write_nothing(drivers, cluster, tmp_path):
+    before, latest = cluster.live_bytes(), tmp_path / "latest"
+    sources = []
+    for seed in (1, 2):
+        save_file(cluster.make_policy(seed), latest.with_suffix(f".{seed}"))
+        latest.with_suffix(f".{seed}").rename(latest)
+        os.utime(latest, ns=(10**18, 10**18))
+        sources.append({"state_dict": as_source(latest)})
+    error = assert_agreed(drivers.refit(*sources), InvalidSourceError, "replaced or changed while the ranks opened it")
+    assert str(latest) in str(error)
+    assert_untouched(cluster, before)
+    assert_heals(drivers)
+
+
+def test_ranks_may_read_copies_that_were_written_at_other_times_and_in_other_shards(drivers, cluster, tmp_path):
+    policy = cluster.make_policy(1)
+    copies = [tmp_path / name for name in ("whole", "halves")]
+    for count, copy in enumerate(copies, 1):
+        copy.mkdir()
+        for part in range(count):
+            file = copy / f"{part}.safetensors"
+            save_file(dict(list(policy.items())[part::count]), file)
+            os.utime(file, ns=(10**18 + count, 10**18 + count))
+    reports = drivers.refit(*({"state_dict": copy} for copy in copies))
+    assert [type(report) for report in reports] == [RefitReport] * 2, reports
+    cluster.assert_holds(policy, version=2)
 
 
 def test_unannounced_streams_that_differ_leave_every_rank_dirty(drivers, cluster):

@@ -17,12 +17,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8refit import InvalidSourceError
+from fp8refit import InvalidSourceError, RefitError
 from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.files import SAFETENSORS_DTYPES, SafetensorsFile
 from fp8refit.slots import FP8_DTYPE
 from fp8refit.sources import as_source
 from fp8refit.transport import clerk
+from tests.fake_ranks import ClientEntryPoint, Cluster, Drivers
 from tests.fakes import FakeModel, make_policy
 from tests.fuzz.engines import ROUTES, Subject, fake_engine  # noqa: F401 - a fixture
 
@@ -340,6 +341,30 @@ def test_an_engine_opens_what_was_judged(changes, shards, with_index):
             if change is swap:
                 assert subject.either(folder, load(folder)), "and the next order judges anew"
     subject.close()
+
+
+@given(
+    change=st.sampled_from([swap, *IN_PLACE]), fraction=fractions, shards=st.integers(1, 3), with_index=st.booleans()
+)
+def test_ranks_with_drivers_of_their_own_take_one_checkpoint(change, fraction, shards, with_index):
+    """It changes when one rank has opened it and the other has not: no policy is committed on any, and a whole one is then."""
+    cluster = Cluster()
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as scratch:
+        patch.setattr("fp8refit.engine.entry_points", lambda group: [ClientEntryPoint()])
+        drivers, folder = Drivers(cluster), Path(scratch) / "latest"
+        files = save(cluster.make_policy(seed=1), folder, shards, with_index=with_index)
+        first = {"state_dict": as_source(folder)}
+        change(files[int(fraction * shards)], fraction)
+        try:
+            second = {"state_dict": as_source(folder)}
+        except InvalidSourceError:  # cut in its header, or no header any more
+            return
+        outcomes = drivers.refit(first, second)
+        assert all(isinstance(outcome, RefitError) for outcome in outcomes), outcomes
+        assert {version for _, version in cluster.states} == {0}
+        healed = save(cluster.make_policy(seed=2), Path(scratch) / "next", shards, with_index=with_index)
+        drivers.refit({"state_dict": healed[0].parent})
+        cluster.assert_holds(cluster.make_policy(seed=2), version=1)
 
 
 @given(

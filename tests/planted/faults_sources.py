@@ -151,6 +151,13 @@ FAULTS = [
         found_by=OPENED,
     ),
     Fault(
+        name="ranks that opened two checkpoints in one place are not told apart",
+        path="fp8refit/vote.py",
+        before='        return InvalidSourceError(\n            [\n                f"{path}: was replaced',
+        after='        _ = (\n            [\n                f"{path}: was replaced',
+        found_by="tests/fuzz/test_files.py::test_ranks_with_drivers_of_their_own_take_one_checkpoint",
+    ),
+    Fault(
         name="an index that is none raises what its reader raises",
         path="fp8refit/sources.py",
         before="    except (OSError, ValidationError) as error:\n",
