@@ -498,6 +498,7 @@ def bench(world, command, chosen, kind, *, is_good, as_json):
         assert result.stdout == ""
     elif as_json:
         assert kind.model_validate_json(result.stdout).model_dump_json() + "\n" == result.stdout
+    return result
 
 
 @REFIT.every_odd_value(model=(MODEL, True), as_json=True)
@@ -508,14 +509,19 @@ def test_bench_refit_measures_or_says_why_not(chosen, model, as_json):
         bench(world, "refit", chosen, RefitBenchResult, is_good=model[1], as_json=as_json)
 
 
+FEW_IDS = MODEL | {"vocab_size": 64}
+
+
 @ROLLOUT.every_odd_value(model=(MODEL, True), as_json=True)
-@example(chosen=(ROLLOUT.first(), None), model=(MODEL | {"vocab_size": 64}, False), as_json=True)
+@example(chosen=(ROLLOUT.first(), None), model=(FEW_IDS, False), as_json=True)
 @example(chosen=(ROLLOUT.first(), None), model=(MODEL | {"hidden_size": 0}, None), as_json=True)
 @given(chosen=ROLLOUT.drawn(), model=models(), as_json=st.booleans())
 def test_bench_rollout_measures_or_says_why_not(chosen, model, as_json):
     with a_world() as world:
         write_model(world, model[0])
-        bench(world, "rollout", chosen, RolloutBenchResult, is_good=model[1], as_json=as_json)
+        result = bench(world, "rollout", chosen, RolloutBenchResult, is_good=model[1], as_json=as_json)
+        if model[0] == FEW_IDS and chosen == (ROLLOUT.first(), None):
+            assert "has a vocabulary of 64" in result.stderr, "found before anything boots"
 
 
 @KERNEL.every_odd_value(as_json=True)
