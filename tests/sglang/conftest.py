@@ -24,7 +24,7 @@ PLUGIN = "fp8refit_cpu_kernel"
 """Name of the tests' own plugin for SGLang, `cpu_plugin.py`."""
 
 
-TIMEOUT_S = 150
+TIMEOUT_S = 280
 """For one scenario; booting an engine takes ten seconds of it."""
 FRESH = [("qwen3", 1), ("qwen2_wide", 2)]
 """Family and number of ranks of the engines that load a checkpoint, and of those that are refitted to the same policy."""

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from fp8refit import Refitter, cli
 from tests.serving import ask_rawly, option, read_answer
 
-START_S = 90
+START_S = 180
 TOKEN = "a-token-of-this-test"
 LONG = SAMPLING | {"max_new_tokens": 200}
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.serving import RAW
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(160)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
