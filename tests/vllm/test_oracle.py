@@ -4,7 +4,7 @@ import pytest
 
 from tests.oracle.expectations import check
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
