@@ -307,9 +307,20 @@ def _outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> l
         if (slot.scale_format, slot.block_size) != (slots[slot.name].scale_format, slots[slot.name].block_size)
     ]
     outputs = []
+    stacks = {stack.name: stack for stack in layout.stacked}
     for name, meta in metadata.items():
         slot = slots.get(layout.aliases.get(name, name))
-        if slot is not None and meta.shape != slot.full_shape:
+        stack = stacks.get(layout.aliases.get(name, name))
+        if stack is not None or (slot is not None and slot.is_rearranged):
+            how = (
+                "all experts of a layer in one tensor"
+                if stack is not None
+                else "it in another order than blocks lie in"
+            )
+            problems.append(
+                f"{name}: this model's checkpoints hold {how}; boot the engine from the BF16 checkpoint instead"
+            )
+        elif slot is not None and meta.shape != slot.full_shape:
             problems.append(f"{name}: has shape {list(meta.shape)}, this engine's is {list(slot.full_shape)}")
         elif slot is not None:
             outputs.append(_output_for_slot(name, meta, slot))
@@ -318,6 +329,7 @@ def _outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> l
         else:
             problems.append(f"{name}: this engine has no such weight")
     sent = {layout.aliases.get(name, name) for name in metadata}
+    sent = sent.union(*(stack.parts for name, stack in stacks.items() if name in sent))
     problems += [f"{name}: this engine has it, the checkpoint does not" for name in slots if name not in sent]
     if problems:
         raise CheckpointError(f"this checkpoint does not fit the layout of {layout.engine}:", problems)

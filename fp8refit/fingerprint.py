@@ -38,7 +38,8 @@ def _storages(inventory: Inventory) -> set[int]:
     """Addresses of what slots are views of."""
     slots = [slot for slot in inventory.slots if not slot.is_optional]
     tensors = chain((slot.weight for slot in slots), (slot.scale for slot in slots if slot.scale is not None))
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    written = (tensor for refresh in inventory.refreshes for tensor in refresh.written)
+    return {tensor.untyped_storage().data_ptr() for tensor in chain(tensors, written)}
 
 
 def _title(entry: LiveTensor) -> str:

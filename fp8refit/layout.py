@@ -32,6 +32,8 @@ class SlotLayout(BaseModel):
     block_size: tuple[PositiveInt, PositiveInt] | None
     kernel: str
     """Class of the engine kernel that reads it."""
+    is_rearranged: bool = False
+    """Whether the engine holds it quantized, in an order of its own."""
 
     @field_validator("dtype")
     @classmethod
@@ -100,6 +102,7 @@ class EngineLayout(BaseModel):
                     scale_format=slot.scale_format if slot.is_quantized else None,
                     block_size=slot.block_size if slot.is_quantized else None,
                     kernel=slot.kernel,
+                    is_rearranged=slot.is_rearranged,
                 )
                 for slot in inventory.slots
                 if not slot.is_optional

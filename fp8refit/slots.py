@@ -86,6 +86,8 @@ class Slot:
     """Class name of the engine kernel that reads it."""
     is_optional: bool = False
     """Whether a source may leave it out: KV scales."""
+    is_rearranged: bool = False
+    """Whether the engine holds it quantized, in an order of its own that blocks of the checkpoint tensor are not part of."""
 
     @property
     def is_quantized(self) -> bool:
@@ -139,6 +141,8 @@ class Refresh:
 
     name: str
     run: Callable[[], None]
+    written: tuple[Tensor, ...] = ()
+    """Live weights that no slot is a view of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -4,12 +4,22 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
     CohereConfig,
     CohereForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Dots1Config,
+    Dots1ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -18,8 +28,16 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -39,6 +57,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
@@ -206,6 +226,72 @@ FAMILIES = {
     # Through vLLM's Transformers backend.
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"tie_word_embeddings": False}),
     "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM, {"tie_word_embeddings": True, "use_bias": True}),
+    # What is not as in Llama: a shared expert within the layer of experts; what corrects a router's choices beside it;
+    # numbers of an activation that are buffers; heads whose queries, keys and values take turns; another name for the LM head
+    # and other ones for layers; all experts in one tensor of a checkpoint; linear attention; and a recurrence of its own.
+    "dots1": (
+        Dots1Config,
+        Dots1ForCausalLM,
+        EXPERTS
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 256, "first_k_dense_replace": 1},
+    ),
+    "ernie4_5_moe": (
+        Ernie4_5_MoeConfig,
+        Ernie4_5_MoeForCausalLM,
+        {
+            "head_dim": 128,
+            "num_attention_heads": 2,
+            "tie_word_embeddings": False,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_intermediate_size": 256,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "apertus": (ApertusConfig, ApertusForCausalLM, {"head_dim": 64, "tie_word_embeddings": False, "pad_token_id": 0}),
+    "bloom": (BloomConfig, BloomForCausalLM, {"n_layer": 2, "n_head": 4}),
+    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {"tie_word_embeddings": False}),
+    "gpt2": (GPT2Config, GPT2LMHeadModel, {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_inner": 512}),
+    "granitemoe": (
+        GraniteMoeConfig,
+        GraniteMoeForCausalLM,
+        EXPERTS | {"num_local_experts": 4, "intermediate_size": 256, "pad_token_id": 0},
+    ),
+    "qwen3_next": (
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        EXPERTS
+        | {
+            "num_experts": 4,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "jamba": (
+        JambaConfig,
+        JambaForCausalLM,
+        {
+            "tie_word_embeddings": False,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "pad_token_id": 0,
+        },
+    ),
+    "falcon_h1": (
+        FalconH1Config,
+        FalconH1ForCausalLM,
+        {"mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "pad_token_id": 0},
+    ),
     "cohere": (CohereConfig, CohereForCausalLM, {"tie_word_embeddings": True, "use_qk_norm": True, "pad_token_id": 0}),
 }
 
@@ -228,7 +314,9 @@ def make_model(family: str, seed: int) -> PreTrainedModel:
                 weight.copy_(1 + 0.1 * torch.randn_like(weight))
         for module in model.modules():
             if hasattr(module, "e_score_correction_bias"):
-                module.e_score_correction_bias = 0.1 * torch.randn(module.e_score_correction_bias.shape)  # float32
+                bias = 0.1 * torch.randn(module.e_score_correction_bias.shape)  # float32
+                is_parameter = "e_score_correction_bias" in module._parameters
+                module.e_score_correction_bias = torch.nn.Parameter(bias) if is_parameter else bias
     return model.eval()
 
 

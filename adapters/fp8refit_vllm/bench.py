@@ -17,6 +17,7 @@ from fp8refit.layout import EngineLayout
 from fp8refit.slots import Inventory
 from fp8refit_vllm.compat import in_process_executor
 from fp8refit_vllm.layout import read_inventory
+from fp8refit_vllm.twin import twin_of
 
 _KV_BYTES = 1 << 30
 """A small KV cache: a refit does not depend on its size."""
@@ -57,8 +58,9 @@ class VllmBench:
         executor = in_process_executor(self.candidate.llm_engine)
         self._strategies: tuple[Strategy, ...] = ()
         if executor is not None:
-            network = executor.driver_worker.worker.model_runner.get_model()
-            self._inventory = read_inventory(network)
+            worker = executor.driver_worker.worker
+            network = worker.model_runner.get_model()
+            self._inventory = read_inventory(network, twin_of(worker.vllm_config))
             self._names = {parameter.data_ptr(): name for name, parameter in network.named_parameters()}
             self._strategies = (
                 Strategy(

@@ -270,12 +270,6 @@ def deep_gemm_scale_format() -> ScaleFormat:
     return ScaleFormat.UE8M0 if is_deep_gemm_e8m0_used() else ScaleFormat.FP32
 
 
-def experts_by_place(places: Tensor) -> tuple[int, ...]:
-    """The expert in each place of this rank, from vLLM's map of experts to places (-1: not on this rank)."""
-    held = [(place, expert) for expert, place in enumerate(places.tolist()) if place >= 0]
-    return tuple(expert for _, expert in sorted(held))
-
-
 def why_experts_move(module: Any) -> Why:
     """What is against taking it that a layer's experts stay in the places that they were loaded into."""
     config = module.moe_config

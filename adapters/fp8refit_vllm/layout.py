@@ -1,4 +1,4 @@
-"""Reads slots off a live vLLM model: what the core's reading of layers needs to know of vLLM's."""
+"""Reads slots off a live vLLM model: what the core's reading of twins needs to know of vLLM's kernels."""
 
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -6,21 +6,20 @@ from typing import Any
 
 from torch import nn
 
-from fp8refit.layers import inventory
-from fp8refit.layers.experts import is_experts
+from fp8refit.layers import twin
 from fp8refit.layers.latent import Absorbed, with_absorbed
-from fp8refit.layers.rules import Experts, Kernel, Remedies, Why
-from fp8refit.slots import Inventory, ScaleFormat
+from fp8refit.layers.rules import Kernel, Remedies, Why
+from fp8refit.layers.twin import Twin
+from fp8refit.live import live_tensors
+from fp8refit.slots import Inventory, Refusal, ScaleFormat
 from fp8refit_vllm.compat import (
     deep_gemm_scale_format,
     dequantized,
     experts_backend,
-    experts_by_place,
     linear_kernel,
     wants_powers_of_two,
     why_experts_move,
 )
-from fp8refit_vllm.names import VllmNames
 
 ROW_MAJOR_KERNELS = frozenset(
     {
@@ -49,9 +48,21 @@ ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 _ABSORBED_KEYS, _ABSORBED_VALUES = "W_UK_T", "W_UV"
 
 
-def read_inventory(model: nn.Module) -> Inventory:
-    """Everything a refit of `model` writes, and everything it cannot."""
-    return with_absorbed(inventory.read_inventory(model, VllmRules(), VllmNames(model)), _absorbed_copies(model))
+def read_inventory(model: nn.Module, traced: Twin | Refusal) -> Inventory:
+    """Everything a refit of `model` writes, and everything it cannot.
+
+    Args:
+        model: The live model.
+        traced: What the loader of its twin did, or why there is none.
+    """
+    if isinstance(traced, Refusal):
+        return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
+    return with_absorbed(twin.read_inventory(model, VllmRules(), traced), _absorbed_copies(model))
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module` holds the matrices of experts."""
+    return "w13_weight" in module._parameters
 
 
 def _absorbed_copies(model: nn.Module) -> Iterator[Absorbed]:
@@ -70,21 +81,11 @@ def _absorbed_copies(model: nn.Module) -> Iterator[Absorbed]:
 
 
 class VllmRules:
-    """vLLM's ways."""
+    """A `fp8refit.layers.twin.KernelRules`."""
 
     remedies = Remedies(
         no_block_fp8='Boot from a block-FP8 checkpoint (fp8refit quantize), or with quantization="fp8_per_block"',
         other_quantization='Boot from a checkpoint with weight_block_size, or with quantization="fp8_per_block"',
-        one_rank="Boot with tensor_parallel_size=1",
-    )
-    whole_layers = frozenset({"TPAwareGemmaRMSNorm", "TPAwareRMSNorm"})  # of vLLM's Transformers backend
-    copying_loaders = frozenset(
-        {
-            "MiniMaxText01RMSNormTP.weight_loader",
-            "default_weight_loader",
-            "row_parallel_weight_loader",
-            "sharded_weight_loader.<locals>.loader",
-        }
     )
 
     def why_refused(self, module: nn.Module) -> Why:
@@ -100,20 +101,16 @@ class VllmRules:
             return "packs its latent projections for Intel AMX", 'Boot with attention_backend="CPU_MLA"'
         return why_experts_move(module) if is_experts(module) else None
 
-    def is_linear(self, module: nn.Module) -> bool:
-        """Every linear layer says what it is made of."""
-        return hasattr(module, "output_partition_sizes") and hasattr(module, "input_size")
-
-    def ranks_of(self, module: nn.Module) -> tuple[int, int]:
-        """By the layer's own numbers: `disable_tp` and group-wise layers differ from the process group's."""
-        return getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
-
-    def part_sizes_of(self, module: nn.Module) -> tuple[int, ...]:
-        """As linear layers say it."""
-        return tuple(getattr(module, "output_partition_sizes", ()))
-
     def kernel_of(self, module: nn.Module) -> Kernel:
-        """The object that vLLM's selection gave the layer."""
+        """The object that vLLM's selection gave a linear layer, or the backend of its product over experts."""
+        if is_experts(module):
+            backend = experts_backend(module)
+            return Kernel(
+                name=backend,
+                is_row_major=backend in EXPERTS_BACKENDS,
+                scale_format=EXPERTS_BACKENDS.get(backend, ScaleFormat.FP32) or deep_gemm_scale_format(),
+                remedy='Boot with moe_backend="triton"',
+            )
         kernel = linear_kernel(module)
         name = type(kernel).__name__
         return Kernel(
@@ -129,32 +126,9 @@ class VllmRules:
         block_n, block_k = layer.weight_block_size
         return int(block_n), int(block_k)
 
-    def experts_of(self, prefix: str, module: nn.Module) -> Experts:
-        """By the layer's own configuration, and the map from experts to places if experts are split over ranks."""
-        layer: Any = module
-        config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
-        places = module._buffers.get("_expert_map")
-        backend = experts_backend(module)
-        block_n, block_k = layer.weight_block_size
-        return Experts(
-            gate=layer.ckpt_gate_proj_name,
-            up=layer.ckpt_up_proj_name,
-            down=layer.ckpt_down_proj_name,
-            ids=experts_by_place(places) if places is not None else tuple(range(layer.w13_weight.shape[0])),
-            num_experts=config.num_logical_experts,
-            hidden_size=config.hidden_dim_unpadded or config.hidden_dim,
-            intermediate_size=config.intermediate_size,
-            ranks=(parallel.tp_rank, parallel.tp_size),
-            block_size=(int(block_n), int(block_k)),
-            kernel=Kernel(
-                name=backend,
-                is_row_major=backend in EXPERTS_BACKENDS,
-                scale_format=EXPERTS_BACKENDS.get(backend, ScaleFormat.FP32) or deep_gemm_scale_format(),
-                remedy='Boot with moe_backend="triton"',
-            ),
-            is_up_first=backend == "FLASHINFER_CUTLASS",
-            is_stack_transposed=getattr(layer, "is_fused_checkpoint_transposed", False),
-        )
+    def swaps_halves(self, module: nn.Module) -> bool:
+        """FlashInfer's CUTLASS kernel keeps up projections above gate projections."""
+        return experts_backend(module) == "FLASHINFER_CUTLASS"
 
     def kept(self, module: nn.Module) -> Collection[str]:
         """Absorbed copies; vLLM's KV scales are buffers once a model is loaded."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.layers.experts import is_experts
+from fp8refit.layers.twin import Twin
 from fp8refit.rank import Rank
 from fp8refit.server import RankServer
 from fp8refit.slots import Inventory, KvCache, Refresh, Refusal
@@ -31,8 +31,9 @@ from fp8refit_vllm.compat import (
 )
 from fp8refit_vllm.core import CORE_METHOD, carry_out
 from fp8refit_vllm.kv_cache import read_kv_cache
-from fp8refit_vllm.layout import read_inventory
+from fp8refit_vllm.layout import is_experts, read_inventory
 from fp8refit_vllm.letters import BACKEND, TRAINER_TRANSFER, WORKER_TRANSFER
+from fp8refit_vllm.twin import twin_of
 
 PLUGIN_METHOD = "fp8refit_call"
 EXTENSION_METHOD = "fp8refit_extension_call"
@@ -114,6 +115,7 @@ class LiveModel:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._has_dummy_scales = has_dummy_weights(worker.vllm_config)
+        self._twin: Twin | Refusal | None = None
 
     @property
     def network(self) -> nn.Module:
@@ -123,7 +125,9 @@ class LiveModel:
 
     def read_inventory(self) -> Inventory:
         """Slots of the model, refusals and refreshes of the engine around it."""
-        inventory = replace(read_inventory(self.network), kv=self._read_kv_cache())
+        if self._twin is None:
+            self._twin = twin_of(self._worker.vllm_config)
+        inventory = replace(read_inventory(self.network, self._twin), kv=self._read_kv_cache())
         method = draft_method(self._worker.vllm_config)
         if method is not None:
             draft = Refusal(

@@ -59,7 +59,7 @@ class Remedies:
     """For a model without any block-FP8 weight."""
     other_quantization: str
     """For a layer that is quantized otherwise."""
-    one_rank: str
+    one_rank: str = ""
     """For a layer of which nobody knows which slice a rank holds."""
 
 

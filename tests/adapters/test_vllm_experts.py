@@ -8,17 +8,17 @@ from fp8refit_vllm.compat import sync_experts
 from fp8refit_vllm.layout import VllmRules, read_inventory
 from torch import nn
 
-from fp8refit.layers.rules import Experts
 from fp8refit.slots import Inventory, ScaleFormat
+from tests.layers.twins import identity_twin
 
 SIZE, HIDDEN = 256, 128
 SCALES = ("w13_weight_scale_inv", "w2_weight_scale_inv")
 
 
 class RoutedExperts(nn.Module):
-    """What vLLM's module of that name shows. `places` maps experts to places of this rank; -1 is another rank's."""
+    """What vLLM's module of that name shows."""
 
-    def __init__(self, *, count=4, places=None, backend="TRITON", ranks=(0, 1), eplb=False, physical=4):
+    def __init__(self, *, count=4, backend="TRITON", ranks=(0, 1), eplb=False, physical=4):
         super().__init__()
         size = SIZE // ranks[1]
         shapes = {"w13_weight": (count, 2 * size, HIDDEN), "w2_weight": (count, HIDDEN, size)}
@@ -27,8 +27,6 @@ class RoutedExperts(nn.Module):
             scale = torch.ones(count, shape[1] // 128, shape[2] // 128)
             self.register_parameter(name, nn.Parameter(codes, requires_grad=False))
             self.register_parameter(f"{name}_scale_inv", nn.Parameter(scale, requires_grad=False))
-        self.register_buffer("_expert_map", torch.tensor(places, dtype=torch.int32) if places else None)
-        self.ckpt_gate_proj_name, self.ckpt_up_proj_name, self.ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
         self.weight_block_size = [128, 128]
         self.moe_config = SimpleNamespace(
             num_experts=physical,
@@ -42,43 +40,20 @@ class RoutedExperts(nn.Module):
         self.quant_method = SimpleNamespace(fp8_backend=SimpleNamespace(name=backend), moe_quant_config=config)
 
 
-def said(layer: RoutedExperts) -> Experts:
-    return VllmRules().experts_of("model.layers.0.mlp.experts.routed_experts", layer)
-
-
 def read(layer: nn.Module) -> Inventory:
     model = nn.Module()
     model.experts = nn.Module()
     model.experts.routed_experts = layer
-    return read_inventory(model)
-
-
-@pytest.mark.parametrize(
-    ("places", "ids"),
-    [(None, (0, 1, 2, 3)), ([-1, -1, 0, 1], (2, 3)), ([0, -1, 1, -1], (0, 2)), ([1, -1, -1, 0], (3, 0))],
-    ids=["all", "the later half", "every other one", "out of order"],
-)
-def test_a_rank_holds_the_experts_that_the_map_gives_it(places, ids):
-    count = len(ids)
-    assert said(RoutedExperts(count=count, places=places)).ids == ids
-    names = [slot.name for slot in read(RoutedExperts(count=count, places=places)).slots]
-    assert names == [f"experts.{e}.{part}_proj.weight" for e in ids for part in ("gate", "up", "down")]
-
-
-def test_a_rank_holds_a_part_of_every_expert():
-    inventory = read(RoutedExperts(ranks=(1, 2)))
-    assert inventory.refusals == ()
-    gate, up, down = inventory.slots[:3]
-    assert (gate.offset, up.offset, down.offset) == ((128, 0), (128, 0), (0, 128))
-    assert (gate.full_shape, down.full_shape) == ((SIZE, HIDDEN), (HIDDEN, SIZE))
+    return read_inventory(model, identity_twin(model))
 
 
 @pytest.mark.parametrize("backend", ["TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS"])
 def test_these_backends_take_any_scale(backend):
-    experts = said(RoutedExperts(backend=backend))
-    assert experts.kernel.is_row_major
-    assert experts.kernel.scale_format is ScaleFormat.FP32
-    assert experts.is_up_first is (backend == "FLASHINFER_CUTLASS")
+    layer = RoutedExperts(backend=backend)
+    kernel = VllmRules().kernel_of(layer)
+    assert kernel.is_row_major
+    assert kernel.scale_format is ScaleFormat.FP32
+    assert VllmRules().swaps_halves(layer) is (backend == "FLASHINFER_CUTLASS")
 
 
 @pytest.mark.parametrize("backend", ["MARLIN", "FLASHINFER_TRTLLM", "CPU", "HUMMING", "NONE"])

@@ -3,17 +3,18 @@
 What the core reads in every engine's layers: tests/layers.
 """
 
-import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8refit_vllm.layout import ROW_MAJOR_KERNELS, read_inventory
+from fp8refit_vllm import layout
+from fp8refit_vllm.layout import ROW_MAJOR_KERNELS
 from fp8refit_vllm.worker import LiveModel
-from torch import Tensor, nn
+from torch import nn
 
-from fp8refit.slots import ScaleFormat
-from tests.layers.models import FP8, HIDDEN, SPLITS, Layer, RMSNorm, check_ranks, checkpoint_of, family_of, model_of
+from fp8refit.slots import Inventory, Refusal, ScaleFormat
+from tests.layers.models import FP8, model_of
+from tests.layers.twins import identity_twin
 
 
 class TritonFp8BlockScaledMMKernel:
@@ -43,40 +44,14 @@ class BlockLinear(nn.Module):
             setattr(self, name, value)
 
 
-class LayerOfRank(Layer):
-    """What a tensor-parallel linear layer of vLLM shows."""
-
-    def describe(self, rank, num_ranks, sizes):
-        self.tp_rank, self.tp_size, self.output_partition_sizes = rank, num_ranks, sizes
-        self.weight_block_size = [128, 128]
-        self.quant_method = SimpleNamespace(fp8_linear=TritonFp8BlockScaledMMKernel())
-
-
-FAMILY = family_of(LayerOfRank)
-
-
-class TPAwareRMSNorm(RMSNorm):
-    pass
-
-
-class MiniMaxText01RMSNormTP(RMSNorm):
-    def __init__(self, weight: Tensor):
-        super().__init__(weight, functools.partial(self.weight_loader, shard_rank=0))
-
-    @staticmethod
-    def weight_loader(shard_rank): ...
+def read_inventory(model: nn.Module) -> Inventory:
+    """The inventory of a model whose loader copies every tensor to the parameter of its name."""
+    return layout.read_inventory(model, identity_twin(model))
 
 
 def only_refusal(model) -> str:
     (refusal,) = read_inventory(model).refusals
     return str(refusal)
-
-
-def split_model(**modules) -> nn.Module:
-    """`modules` in a model whose other layer is split over two ranks."""
-    weight, scale = torch.zeros(128, HIDDEN, dtype=torch.uint8).view(FP8), torch.ones(1, 2)
-    layer = FAMILY.ColumnParallelLinear(weight, scale=scale, full=(HIDDEN, HIDDEN), rank=1, num_ranks=2)
-    return model_of(split_layer=layer, **modules)
 
 
 def test_the_scale_format_is_the_live_kernel_s():
@@ -110,7 +85,6 @@ def test_a_kernel_may_say_of_itself_that_it_reads_checkpoints_layout():
     ("module", "reason"),
     [
         (BlockLinear(kernel=MarlinFP8ScaledMMLinearKernel()), "MarlinFP8ScaledMMLinearKernel repacks weights"),
-        (BlockLinear(tp_size=2), "is a BlockLinear, split over 2 ranks by a rule of its own"),
         (BlockLinear(W_K=torch.zeros(1)), "quantized for AITER"),
         (
             BlockLinear(W_UK_T_dcp_qrep=torch.zeros(1)),
@@ -152,52 +126,23 @@ def test_remedies_are_in_vllm_s_words():
     quantized.weight = nn.Parameter(torch.zeros(128, 128, dtype=FP8), requires_grad=False)
     assert 'quantization="fp8_per_block"' in only_refusal(model_of(layer=quantized))
     assert 'quantization="fp8_per_block"' in only_refusal(model_of(proj=nn.Linear(128, 128)))
-    assert "tensor_parallel_size=1" in only_refusal(split_model(norm=RMSNorm(torch.ones(64), tp_size=2)))
     marlin = only_refusal(model_of(layer=BlockLinear(kernel=MarlinFP8ScaledMMLinearKernel())))
     assert marlin.endswith(
         "Add MarlinFP8ScaledMMLinearKernel to VLLM_DISABLED_KERNELS, or choose another with --linear-backend"
     )
 
 
-@pytest.mark.parametrize(("num_ranks", "num_kv_heads", "vocabulary"), SPLITS)
-def test_each_rank_holds_what_its_slots_say(num_ranks, num_kv_heads, vocabulary):
-    check_ranks(read_inventory, FAMILY, checkpoint_of(num_kv_heads, vocabulary), num_ranks)
+@pytest.fixture(autouse=True)
+def twins(monkeypatch):
+    """No vLLM builds a twin here: the loader of each model copies every tensor to the parameter of its name."""
+    monkeypatch.setattr("fp8refit_vllm.worker.twin_of", lambda config: identity_twin(config.model))
 
 
-def test_norms_of_the_transformers_backend_are_whole_on_every_rank():
-    inventory = read_inventory(split_model(norm=TPAwareRMSNorm(torch.ones(64), tp_size=2)))
-    assert inventory.refusals == ()
-
-
-def default_weight_loader(): ...
-def row_parallel_weight_loader(): ...
-
-
-def sharded_weight_loader():
-    def loader(): ...
-
-    return loader
-
-
-def composed_weight_loader():
-    def composed_loader(): ...
-
-    return composed_loader
-
-
-@pytest.mark.parametrize(
-    ("norm", "copies"),
-    [
-        (RMSNorm(torch.ones(64), default_weight_loader), True),
-        (RMSNorm(torch.ones(64), row_parallel_weight_loader), True),
-        (RMSNorm(torch.ones(64), sharded_weight_loader()), True),
-        (MiniMaxText01RMSNormTP(torch.ones(64)), True),
-        (RMSNorm(torch.ones(64), composed_weight_loader()), False),
-    ],
-)
-def test_vllm_s_loaders_that_change_no_value_are_known(norm, copies):
-    refusals = read_inventory(model_of(proj=BlockLinear(), norm=norm)).refusals
-    assert [refusal.module for refusal in refusals] == ([] if copies else ["norm"])
+def test_a_model_without_a_twin_is_refused_for_it():
+    refusal = Refusal(module="Odd", reason="cannot be built without memory", remedy="Take another")
+    inventory = layout.read_inventory(model_of(proj=BlockLinear()), refusal)
+    assert inventory.refusals == (refusal,)
+    assert {entry.name for entry in inventory.live} == {"proj.weight", "proj.weight_scale_inv"}
 
 
 def worker_of(model, *, speculative=None, load_format="auto"):
@@ -206,6 +151,7 @@ def worker_of(model, *, speculative=None, load_format="auto"):
         speculative_config=speculative,
         load_config=SimpleNamespace(load_format=SimpleNamespace(value=load_format)),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        model=model,
     )
     return SimpleNamespace(vllm_config=config, model_runner=SimpleNamespace(get_model=lambda: model))
 

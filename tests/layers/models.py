@@ -212,7 +212,7 @@ def check_ranks(read: Read, family: SimpleNamespace, checkpoint: dict[str, Tenso
         model = model_of_rank(family, checkpoint, rank, num_ranks)
         inventory = read(model)
         assert not inventory.refusals
-        assert {slot.name for slot in inventory.slots} == set(weights)
+        assert {slot.name for slot in inventory.slots} <= set(weights), "a rank may hold nothing of a small vocabulary"
         assert [slot.name for slot in inventory.slots if not is_what_the_rank_holds(slot, checkpoint)] == []
         assert all(slot.offset == () or any(slot.offset) for slot in inventory.slots)
         for slot in inventory.slots:

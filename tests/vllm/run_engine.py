@@ -40,6 +40,7 @@ from replicas import run_replicas
 from served import run_served
 from vllm.model_executor.models import registry
 from weight_transfer import run_served_transfer, run_weight_transfer
+from zoo import run_zoo
 
 from fp8refit import Refitter
 from fp8refit.bench import RefitBenchConfig, run_refit_bench
@@ -185,6 +186,7 @@ SCENARIOS = {
     "layout": run_layout,
     "fresh layout": run_fresh_layout,
     "conformance": run_conformance,
+    "zoo": run_zoo,
 }
 
 

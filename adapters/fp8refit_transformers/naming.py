@@ -1,0 +1,88 @@
+"""What a checkpoint of a model holds, and what its state dict calls the same: transformers' own model says both.
+
+It is built on the meta device, and transformers' own conversion from a state dict to a checkpoint is run on it, traced.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8refit.layers.trace import Copy, Trace
+from fp8refit.layers.twin import Naming
+from fp8refit.slots import Stacked, TensorMeta
+
+
+def naming_of(config: Any) -> Naming | None:
+    """The naming of the model that `config` describes; None if transformers does not know its class.
+
+    Args:
+        config: A Hugging Face config.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model_class = _class_of(config)
+    if model_class is None:
+        return None
+    plain = copy.deepcopy(config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    with torch.device("meta"):
+        model = model_class._from_config(plain)
+    trace = Trace()
+    state: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    firsts: dict[int, str] = {}
+    for name, tensor in model.state_dict().items():
+        first = firsts.setdefault(tensor.untyped_storage()._cdata, name)
+        if first != name:
+            tied[name] = first
+            continue
+        state[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        trace.note(name, state[name])
+    with trace:
+        saved: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
+    aliases: dict[str, str] = {}
+    stacks: dict[str, Stacked] = {}
+    for name, tensor in saved.items():
+        places = trace.places_of(tensor)
+        if places is None or places.source == name:
+            continue
+        shape = tuple(state[places.source].shape)
+        if tuple(tensor.shape) == shape:
+            aliases[places.source] = name
+        elif len(shape) == 3 and tensor.ndim == 2:
+            known = stacks.get(places.source)
+            stacks[places.source] = _with_part(places, tensor, shape, name, known)
+    prefix = f"{model.base_model_prefix}."
+    others = {name.removeprefix(prefix): name for name in saved if name.startswith(prefix)}
+    return Naming(
+        tensors={name: TensorMeta.of(tensor) for name, tensor in saved.items()},
+        tied=tied,
+        aliases=aliases,
+        stacked=tuple(stacks.values()),
+        others={other: name for other, name in others.items() if other not in saved},
+    )
+
+
+def _with_part(places: Copy, part: Tensor, shape: tuple[int, ...], name: str, known: Stacked | None) -> Stacked:
+    """A stack of matrices with one more part of it, which lies in it row by row, or column by column."""
+    num_experts, rows, cols = shape
+    is_transposed = part.shape[1] > 1 and places.runs[-1].stride != 1
+    expert, place = divmod(places.start, rows * cols)
+    if is_transposed:
+        rows, cols = cols, rows
+    first_row = place if is_transposed else place // cols
+    parts = {**(known.parts if known is not None else {}), name: (expert, first_row)}
+    return Stacked(name=places.source, shape=(num_experts, rows, cols), parts=parts, is_transposed=is_transposed)
+
+
+def _class_of(config: Any) -> Any:
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

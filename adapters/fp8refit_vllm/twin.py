@@ -1,0 +1,96 @@
+"""A vLLM model built once more on the meta device, as the engine itself builds it, and nothing left behind."""
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fp8refit_transformers.naming import naming_of
+from torch import nn
+
+from fp8refit.layers.twin import EmptyOnMeta, Twin, trace_twin
+from fp8refit.slots import Refusal
+
+
+def twin_of(config: Any) -> Twin | Refusal:
+    """What the loader of this rank's model does with a checkpoint, or why nobody can know.
+
+    Args:
+        config: The worker's `VllmConfig`.
+    """
+    from vllm.config import set_current_vllm_config
+
+    config = _apart(config)
+    name = ", ".join(config.model_config.hf_config.architectures or ())
+    with set_current_vllm_config(config):  # which models of the Transformers backend ask for when they are built
+        try:
+            naming = naming_of(_plain_config(config.model_config))
+            if naming is None:
+                reason = "is no class of transformers', which alone says what a checkpoint of it holds"
+                return Refusal(module=name, reason=reason, remedy="Boot a model that transformers knows")
+            with _built(config) as model:
+                return trace_twin(model, naming, num_ranks=config.parallel_config.world_size)
+        except Exception as error:  # noqa: BLE001 - a model that cannot be built without memory says so in its own way
+            reason = f"cannot be built without memory ({type(error).__name__}: {error})"
+            return Refusal(module=name, reason=reason, remedy="fp8refit does not know how to look at it yet")
+
+
+def _apart(config: Any) -> Any:
+    """A copy of a configuration with which layers may register themselves, and that compiles nothing."""
+    config = copy.copy(config)
+    config.quant_config = copy.deepcopy(config.quant_config)
+    config.compilation_config = compilation = copy.copy(config.compilation_config)
+    compilation.mode = type(compilation.mode)(0)  # none
+    compilation.static_forward_context = {}
+    if hasattr(compilation, "static_all_moe_layers"):
+        compilation.static_all_moe_layers = []
+    return config
+
+
+def _plain_config(model_config: Any) -> Any:
+    """The Hugging Face config as it was before vLLM changed it for its own models, if it can be read again."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            model_config.hf_config_path or model_config.model,
+            trust_remote_code=model_config.trust_remote_code,
+            revision=model_config.revision,
+        )
+    except (OSError, ValueError):
+        return model_config.hf_config
+    overrides = model_config.hf_overrides
+    if callable(overrides):
+        return overrides(config)
+    for name, value in overrides.items():
+        inner = getattr(config, name, None)
+        if isinstance(value, dict) and hasattr(inner, "update"):
+            inner.update(value)
+        else:
+            setattr(config, name, value)
+    return config
+
+
+@contextmanager
+def _built(config: Any) -> Iterator[nn.Module]:
+    """The model without memory."""
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    known, dtype = dict(rotary_embedding._ROPE_DICT), torch.get_default_dtype()
+    rotary_embedding._ROPE_DICT.clear()
+    try:
+        torch.set_default_dtype(config.model_config.dtype)
+        with EmptyOnMeta():
+            model = initialize_model(vllm_config=config, model_config=config.model_config)
+        for parameter in model.parameters():
+            loader = getattr(parameter, "weight_loader", None)
+            if hasattr(loader, "__wrapped__"):  # online quantization, which begins while weights are loaded
+                parameter.weight_loader = inspect.unwrap(loader)
+        yield model
+    finally:
+        torch.set_default_dtype(dtype)
+        rotary_embedding._ROPE_DICT.clear()
+        rotary_embedding._ROPE_DICT.update(known)

@@ -1,0 +1,115 @@
+"""Weights that are no plain copies of checkpoint tensors: sources are kept beside them, and brought into them after each fill.
+
+A Mamba layer holds `-exp(A_log)`; some models keep the heads of queries, keys and values in another order than their
+checkpoints, across blocks. Slots of such weights are the sources themselves, whole and in BF16 (in float32 where the loader
+computes in it); what the loader did with them is done again, and its result quantized where the engine holds it so. That takes
+as much memory as the sources, between refits too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8refit.kernels import Task, compile_table
+from fp8refit.layers.trace import Base, Computed, Copy, Recipe
+from fp8refit.slots import FP8_DTYPE, Op, Slot, TensorMeta
+
+aten = torch.ops.aten
+
+MAX_COMPUTED = 1 << 22
+"""Elements of the largest tensor that is computed anew, and not only put in order."""
+_MOVES = frozenset(
+    {aten.cat.default, aten.clone.default, aten.index_select.default, aten.repeat.default, aten.stack.default}
+)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Staged:
+    """One live tensor that is computed from sources."""
+
+    weight: Tensor
+    copies: Sequence[Copy]
+    computed: Sequence[Computed]
+    scale: Tensor | None = None
+    slot: Mapping[str, Any] = field(default_factory=dict)
+    """Of a block-FP8 tensor: block size and scale format."""
+    values: dict[Base, Tensor] = field(default_factory=dict)
+
+    def slots(self, module: str, sources: Mapping[str, TensorMeta]) -> list[Slot]:
+        """Make room for the sources, and give their slots."""
+        bases = [base for each in self.computed for base in recipe_of(each).bases() if not base.is_parameter]
+        names = dict.fromkeys([copy.source for copy in self.copies if copy.source] + [base.name for base in bases])
+        dtype = torch.bfloat16 if self.scale is not None else self.weight.dtype
+        if self.scale is None and bases:
+            dtype = torch.float32 if all(_begins_in_float32(each) for each in self.computed) else torch.bfloat16
+        for name in names:
+            room = torch.empty(sources[name].shape, dtype=dtype, device=self.weight.device)
+            self.values[Base(name=name, is_parameter=False)] = room
+        return [
+            Slot(
+                name=base.name,
+                full_shape=tuple(room.shape),
+                weight=room,
+                module=module,
+                is_rearranged=self.scale is not None,
+            )
+            for base, room in self.values.items()
+        ]
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Bring the live tensor up to date with the sources."""
+        into = self.weight if self.scale is None else torch.empty_like(self.weight, dtype=torch.bfloat16)
+        flat = into.view(-1)
+        values = dict(self.values)
+        for copy in self.copies:
+            sizes = [run.size for run in copy.runs]
+            target = flat.as_strided(sizes, [run.into for run in copy.runs], copy.into)
+            if copy.source:
+                room = self.values[Base(name=copy.source, is_parameter=False)]
+                target.copy_(room.view(-1).as_strided(sizes, [run.stride for run in copy.runs], copy.start))
+            else:
+                target.zero_()
+        for name in {base.name for each in self.computed for base in recipe_of(each).bases() if base.is_parameter}:
+            values[Base(name=name, is_parameter=True)] = into.clone()
+        for each in self.computed:
+            sizes = [run.size for run in each.into.runs]
+            value = each.value.of(values)
+            flat.as_strided(sizes, [run.into for run in each.into.runs], each.into.into).copy_(value.reshape(sizes))
+        if self.scale is not None:
+            task = Task(
+                op=Op.QUANTIZE, source=into, offset=(0, 0), target=self.weight, scale=self.scale, **dict(self.slot)
+            )
+            compile_table([task], self.weight.device).launch(check=False)
+
+
+def fault_of_recipe(computed: Computed, dtype: torch.dtype, numel: int) -> str | None:
+    """What keeps a computation from being done again into a tensor of `dtype`; None if nothing does."""
+    recipe = computed.value.base
+    steps = list(recipe.steps()) if isinstance(recipe, Recipe) else []
+    sums = sorted({str(step.func) for step in steps if step.func not in _MOVES and not _is_cast(step)})
+    if sums and dtype is FP8_DTYPE:
+        return f"is computed ({', '.join(sums)}) before it is quantized"
+    if sums and numel > MAX_COMPUTED:
+        return f"is computed ({', '.join(sums)}), and larger than what fp8refit computes"
+    return None
+
+
+def recipe_of(computed: Computed) -> Recipe:
+    """What has to be done."""
+    assert isinstance(computed.value.base, Recipe), f"{computed.value.base=}"
+    return computed.value.base
+
+
+def _is_cast(step: Recipe) -> bool:
+    return step.func is aten._to_copy.default
+
+
+def _begins_in_float32(computed: Computed) -> bool:
+    """Whether all that is read is made float32 first: a source that comes as float32 is computed as such then."""
+    steps = recipe_of(computed).steps()
+    first = [step for step in steps if any(isinstance(view.base, Base) for view in step.views())]
+    return all(_is_cast(step) and step.kwargs.get("dtype") is torch.float32 for step in first)

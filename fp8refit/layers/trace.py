@@ -1,0 +1,443 @@
+"""Watches a loader copy checkpoint tensors into parameters, on meta tensors alone: which box of which goes where.
+
+A view of a meta tensor has storage, offset, sizes and strides like any other, so each `copy_` into a parameter says where
+its values come from. Copies in another order (`transpose().reshape()`) are followed through; what computes new values is
+told apart from a copy.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fp8refit.slots import TensorMeta
+
+aten = torch.ops.aten
+
+Load: TypeAlias = Callable[[Iterator[tuple[str, Tensor]]], object]
+"""A model's `load_weights`."""
+_CLONES = frozenset({aten.clone.default, aten._to_copy.default})
+_SHAPED_LIKE = frozenset(
+    {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Elements `stride` apart in one tensor, written to elements `into` apart in another."""
+
+    size: int
+    into: int
+    stride: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """One copy into a parameter: which elements of it, and the places of a checkpoint tensor that they come from."""
+
+    parameter: str
+    into: int
+    """First element that is written, in the parameter's storage."""
+    source: str
+    """Checkpoint name; empty where a loader writes zeros."""
+    start: int
+    """First element that is read, in row-major order of the checkpoint tensor."""
+    runs: tuple[Run, ...]
+    """Outermost first; none for one element."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objection:
+    """What a loader does with a checkpoint tensor, or a parameter, that is not to copy it."""
+
+    source: str
+    parameter: str
+    """Empty if none was reached."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class View:
+    """A view of a tensor that is there when a recipe is followed."""
+
+    base: "Recipe | Base"
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, values: "Mapping[Base, Tensor]") -> Tensor:
+        """The tensor itself, of what `values` its bases have."""
+        base = self.base.made_of(values) if isinstance(self.base, Recipe) else values[self.base]
+        return base.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """What a recipe begins with: a checkpoint tensor, or a parameter as checkpoint tensors were copied into it."""
+
+    name: str
+    is_parameter: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Recipe:
+    """One operation that a loader did, to be done again with values."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def made_of(self, values: Mapping[Base, Tensor]) -> Tensor:
+        """Its result, on the device of `values` and with the strides that it had."""
+        device = next(iter(values.values())).device
+        args, kwargs = tree_map_only(View, lambda view: view.of(values), (self.args, dict(self.kwargs)))
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+        args, kwargs = tree_map_only(torch.device, lambda _: device, (args, kwargs))
+        made: Tensor = self.func(*args, **kwargs)
+        if made.stride() == self.stride:
+            return made
+        return torch.empty_strided(self.size, self.stride, dtype=made.dtype, device=device).copy_(made)
+
+    def steps(self) -> "Iterator[Recipe]":
+        """This operation and those before it."""
+        yield self
+        for leaf in self.views():
+            if isinstance(leaf.base, Recipe):
+                yield from leaf.base.steps()
+
+    def views(self) -> list[View]:
+        """What the operation reads."""
+        leaves = tree_leaves((self.args, dict(self.kwargs)), is_leaf=lambda leaf: isinstance(leaf, View))
+        return [leaf for leaf in leaves if isinstance(leaf, View)]
+
+    def bases(self) -> frozenset[Base]:
+        """What has to be there."""
+        return frozenset(view.base for step in self.steps() for view in step.views() if isinstance(view.base, Base))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Computed:
+    """A copy into a parameter of what was computed from checkpoint tensors."""
+
+    parameter: str
+    into: Copy
+    """Which elements of it; nothing is read."""
+    value: View
+    """Of a recipe's result; of the size that is written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traced:
+    """What a loader did with every tensor that it was given."""
+
+    copies: tuple[Copy, ...]
+    computed: tuple[Computed, ...] = ()
+    objections: tuple[Objection, ...] = ()
+
+
+class _NoPatternError(Exception):
+    """Places that are no regular pattern."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mode:
+    """One dimension of a dense storage whose elements come from a checkpoint tensor."""
+
+    size: int
+    here: int
+    """Stride in the storage."""
+    there: int
+    """Stride in the checkpoint tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where the elements of a storage come from."""
+
+    source: str
+    start: int
+    modes: tuple[_Mode, ...]
+    """By stride in the storage, smallest first."""
+
+    def start_of(self, offset: int) -> int:
+        """Place in the checkpoint tensor of the storage's element `offset`."""
+        return self.start + sum(offset // mode.here % mode.size * mode.there for mode in self.modes)
+
+    def steps_of(self, size: int, stride: int) -> list[tuple[int, int]]:
+        """What `size` elements `stride` apart in the storage are in the checkpoint tensor: sizes and strides, innermost first.
+
+        Raises:
+            _NoPatternError: They are no regular pattern.
+        """
+        steps: list[tuple[int, int]] = []
+        for mode in self.modes:
+            extent = mode.size * mode.here
+            if size == 1:
+                break
+            if stride % extent == 0:
+                continue
+            step, rest = divmod(stride, mode.here)
+            taken = min(size, mode.size // step) if step else 0
+            if rest or not taken or (taken < size and (mode.size % step or size % taken)):
+                raise _NoPatternError
+            steps.append((taken, step * mode.there))
+            size, stride = size // taken, extent
+        if size != 1:
+            raise _NoPatternError
+        return steps
+
+
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, notes writes to parameters and does none.
+
+    Args:
+        parameters: By name. A storage that several share is known by the first.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters: dict[int, str] = {}
+        for name, tensor in (parameters or {}).items():
+            self._parameters.setdefault(_storage(tensor), name)
+        self._origins: dict[int, _Origin] = {}
+        self._recipes: dict[int, Recipe | None] = {}
+        self._alive: list[Tensor] = [*(parameters or {}).values()]  # or another storage would have the address of one
+        self.copies: list[Copy] = []
+        self.computed: list[Computed] = []
+        self.objections: list[Objection] = []
+
+    def source(self, name: str, meta: TensorMeta) -> Tensor:
+        """A meta tensor that stands for the checkpoint tensor `name`."""
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+        self.note(name, tensor)
+        return tensor
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        """Let `tensor`, dense and row-major, stand for the checkpoint tensor `name`."""
+        self._alive.append(tensor)
+        dims = zip(tensor.shape, tensor.stride(), tensor.stride(), strict=True)
+        self._recipes[_storage(tensor)] = None
+        self._origins[_storage(tensor)] = _Origin(name, 0, _modes(_Mode(*dim) for dim in dims if dim[0] != 1))
+
+    def places_of(self, tensor: Tensor) -> Copy | None:
+        """Where the elements of `tensor` come from, as a copy into a row-major tensor; None if from no one source."""
+        origin = self._origins.get(_storage(tensor))
+        try:
+            return None if origin is None else _copy_of("", 0, row_major(tensor.shape), origin, tensor)
+        except _NoPatternError:
+            return None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """See `TorchDispatchMode`."""
+        if _only_views(func):
+            return func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        writes = func._schema.is_mutable
+        if writes and tensors and _storage(tensors[0]) in self._parameters:
+            self._write(func, tensors, args)
+            return tensors[0]
+        out = func(*args, **(kwargs or {}))
+        read = [_storage(tensor) for tensor in tensors]
+        if any(storage in self._recipes or storage in self._parameters for storage in read):
+            for made in tree_leaves(out):
+                if isinstance(made, Tensor) and (writes or _storage(made) not in read) and func not in _SHAPED_LIKE:
+                    self._follow(func, args, kwargs or {}, tensors[0], made, is_only=made is out)
+        return out
+
+    def _write(self, func: Any, tensors: list[Tensor], args: tuple[Any, ...]) -> None:
+        into, *read = tensors
+        name = self._parameters[_storage(into)]
+        if not into.numel():
+            return
+        if func is aten.copy_.default:
+            self._copy(name, into, read[0])
+        elif func is aten.zero_.default or (func is aten.fill_.Scalar and args[1] == 0):
+            self.copies.append(_nothing_into(name, into))
+        else:
+            self._object("", name, f"is changed by {func} when it is loaded")
+
+    def _copy(self, name: str, into: Tensor, tensor: Tensor) -> None:
+        storage = _storage(tensor)
+        origin, recipe = self._origins.get(storage), self._recipes.get(storage)
+        if origin is not None:
+            try:
+                places = _copy_of(name, int(into.storage_offset()), into.stride(), origin, tensor.expand(into.shape))
+            except _NoPatternError:
+                pass
+            else:
+                self.copies.append(places)
+                return
+        if recipe is None and origin is not None:  # of the checkpoint tensor itself
+            view = _view_of(Base(name=origin.source, is_parameter=False), tensor)
+            size, stride = view.size, row_major(view.size)
+            recipe = Recipe(func=aten.clone.default, args=(view,), kwargs={}, size=size, stride=stride)
+            value = View(base=recipe, size=size, stride=stride, offset=0)
+            self.computed.append(Computed(parameter=name, into=_nothing_into(name, into), value=value))
+            return
+        if recipe is None:
+            self._object("", name, "is loaded from what cannot be computed again")
+            return
+        value = _view_of(recipe, tensor.expand(into.shape))
+        self.computed.append(Computed(parameter=name, into=_nothing_into(name, into), value=value))
+
+    def _object(self, source: str, parameter: str, reason: str) -> None:
+        self.objections.append(Objection(source=source, parameter=parameter, reason=reason))
+
+    def _follow(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, read: Tensor, made: Tensor, *, is_only: bool
+    ) -> None:
+        """Know where the elements of a tensor come from that `func` made of others."""
+        storage = _storage(made)
+        self._alive.append(made)
+        self._origins.pop(storage, None)
+        self._recipes[storage] = None
+        if func._schema.is_mutable or not is_only:
+            return  # in place: what it was before is not known any more
+        origin = self._origins.get(_storage(read))
+        if func in _CLONES and origin is not None and _is_dense(made):
+            with suppress(_NoPatternError):
+                places = _copy_of("", 0, made.stride(), origin, read)
+                modes = _modes(_Mode(run.size, run.into, run.stride) for run in places.runs)
+                self._origins[storage] = _Origin(origin.source, places.start, modes)
+        with suppress(KeyError):
+            args, kwargs = tree_map_only(Tensor, self._viewed, (args, kwargs))
+            self._recipes[storage] = Recipe(
+                func=func, args=args, kwargs=kwargs, size=tuple(made.shape), stride=made.stride()
+            )
+
+    def _viewed(self, tensor: Tensor) -> View | Tensor:
+        """What to read in the place of a tensor when an operation is done again.
+
+        Raises:
+            KeyError: It is made of what is not known.
+        """
+        storage = _storage(tensor)
+        if storage in self._parameters:
+            return _view_of(Base(name=self._parameters[storage], is_parameter=True), tensor)
+        recipe = self._recipes.get(storage)
+        if recipe is not None:
+            return _view_of(recipe, tensor)
+        if storage in self._origins:
+            return _view_of(Base(name=self._origins[storage].source, is_parameter=False), tensor)
+        if tensor.is_meta or storage in self._recipes:
+            raise KeyError(storage)
+        return tensor  # a constant
+
+
+def trace_loader(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[str, TensorMeta]) -> Traced:
+    """Run `load` once on meta tensors of `sources`; once more, name by name, if one of them ends it.
+
+    Args:
+        load: A model's `load_weights`.
+        parameters: Of that model, its buffers too, by name. None is written.
+        sources: The checkpoint's tensors.
+    """
+    try:
+        return trace_once(load, parameters, sources)
+    except Exception:  # noqa: BLE001 - whatever a loader says of a name; those of all names are told together
+        found = [_trace_one(load, parameters, name, meta) for name, meta in sources.items()]
+    return Traced(
+        copies=tuple(copy for traced in found for copy in traced.copies),
+        computed=tuple(computed for traced in found for computed in traced.computed),
+        objections=tuple(objection for traced in found for objection in traced.objections),
+    )
+
+
+def _trace_one(load: Load, parameters: Mapping[str, Tensor], name: str, meta: TensorMeta) -> Traced:
+    try:
+        return trace_once(load, parameters, {name: meta})
+    except Exception as error:  # noqa: BLE001 - as above
+        reason = f"is not taken by the model's loader ({type(error).__name__}: {error})"
+        return Traced(copies=(), objections=(Objection(source=name, parameter="", reason=reason),))
+
+
+def trace_once(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[str, TensorMeta]) -> Traced:
+    """`trace_loader` that ends with the loader: what it raises is raised."""
+    trace = Trace(parameters)
+    given = [(name, trace.source(name, meta)) for name, meta in sources.items()]
+    with torch.no_grad(), trace:
+        load(iter(given))
+    return Traced(
+        copies=tuple(dict.fromkeys(trace.copies)),
+        computed=tuple(trace.computed),
+        objections=tuple(dict.fromkeys(trace.objections)),
+    )
+
+
+def row_major(shape: Iterable[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor of `shape`."""
+    strides, stride = [], 1
+    for size in reversed(tuple(shape)):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
+
+
+@cache
+def _only_views(func: Any) -> bool:
+    """Whether an operation gives nothing but views of what it is given, and writes nothing."""
+    returns = func._schema.returns
+    views = [found.alias_info is not None and not found.alias_info.is_write for found in returns]
+    return bool(views) and all(views) and not func._schema.is_mutable
+
+
+def _copy_of(name: str, into: int, strides: Iterable[int], origin: _Origin, tensor: Tensor) -> Copy:
+    """The copy of `tensor`, a view of a storage that `origin` knows, to elements `strides` apart.
+
+    Raises:
+        _NoPatternError: Its places are no regular pattern.
+    """
+    found: list[tuple[int, int, int]] = []
+    for size, stride, here in zip(tensor.shape, strides, tensor.stride(), strict=True):
+        steps = [] if size == 1 else [(size, 0)] if here == 0 else origin.steps_of(size, here)
+        inner = []
+        for taken, there in steps:
+            inner.append((taken, stride, there))
+            stride *= taken
+        found += reversed(inner)
+    start = origin.start_of(int(tensor.storage_offset()))
+    return Copy(parameter=name, into=into, source=origin.source, start=start, runs=_runs(found))
+
+
+def _nothing_into(name: str, into: Tensor) -> Copy:
+    """What says which elements are written, and reads nothing."""
+    runs = _runs(zip(into.shape, into.stride(), (0,) * into.ndim, strict=True))
+    return Copy(parameter=name, into=int(into.storage_offset()), source="", start=0, runs=runs)
+
+
+def _view_of(base: Recipe | Base, tensor: Tensor) -> View:
+    """The place of `tensor` in the storage of what it is a view of."""
+    return View(base=base, size=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()))
+
+
+def _runs(dims: Iterable[tuple[int, int, int]]) -> tuple[Run, ...]:
+    """Dimensions, outermost first, as few runs as they are."""
+    merged: list[Run] = []
+    for size, into, stride in dims:
+        last = merged[-1] if merged else None
+        if last is not None and (last.into, last.stride) == (into * size, stride * size):
+            merged[-1] = Run(size=last.size * size, into=into, stride=stride)
+        elif size != 1:
+            merged.append(Run(size=size, into=into, stride=stride))
+    return tuple(merged)
+
+
+def _modes(modes: Iterable[_Mode]) -> tuple[_Mode, ...]:
+    return tuple(sorted(modes, key=lambda mode: mode.here))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == prod(tensor.shape) * tensor.element_size()
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

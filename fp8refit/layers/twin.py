@@ -1,0 +1,534 @@
+"""Reads slots off a live model by what its own loader does to its twin.
+
+A twin is the same model, built once more on the meta device. Its loader, fed meta tensors of a checkpoint's names and shapes,
+says which box of each goes where; here that is held against the live model, and judged: a parameter that is not covered
+exactly once by copies is refused, and so is one that the engine's kernels keep in another form.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fp8refit.layers.boxes import Boxes, Range, count_cover, fault_of_cover, pieces_of, written_by
+from fp8refit.layers.rules import Kernel, Remedies, Why
+from fp8refit.layers.staged import Staged, fault_of_recipe, recipe_of
+from fp8refit.layers.trace import Computed, Copy, Load, Traced, trace_loader, trace_once
+from fp8refit.live import live_tensors
+from fp8refit.slots import FP8_DTYPE, SOURCE_DTYPES, Inventory, Refresh, Refusal, Slot, Stacked, TensorMeta, dtype_name
+
+_SCALE_SUFFIX = "_scale_inv"
+_TWO_HALVES = "w13_weight"
+"""Gate and up projections of a layer of experts, one above the other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Naming:
+    """What a checkpoint of a model holds, and the names under which a state dict holds the same."""
+
+    tensors: Mapping[str, TensorMeta]
+    """Checkpoint name to shape and dtype."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Second names of tensors, and their first ones."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names in a state dict of tensors that a checkpoint holds under others."""
+    stacked: tuple[Stacked, ...] = ()
+    """Tensors of a state dict that hold several of a checkpoint's."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Names that a loader may take as well, and those of the same tensors: without the prefix of a base model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Twin:
+    """What is kept of a twin after its loader ran."""
+
+    naming: Naming
+    traced: Traced
+    tensors: Mapping[str, TensorMeta]
+    """Parameters and buffers by every name that they have."""
+    firsts: Mapping[str, str]
+    """Of each of these names, the first with the same storage."""
+    is_alone: bool = True
+    """Whether there is no other rank, which could read what this one does not."""
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """While it is entered, tensors that are made without values are made without memory.
+
+    All others have theirs: some models read, while they are built, what they have just computed.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """See `TorchFunctionMode`."""
+        kwargs = kwargs or {}
+        if func in (torch.empty, torch.empty_strided):
+            kwargs = {**kwargs, "device": "meta", "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+class KernelRules(Protocol):
+    """What one engine's kernels do to weights once they are loaded."""
+
+    remedies: Remedies
+
+    def why_refused(self, module: nn.Module) -> Why:
+        """What is against `module`, with parameters of its own or without, that only this engine has."""
+        ...
+
+    def kernel_of(self, module: nn.Module) -> Kernel:
+        """What multiplies by the weights of a module with block scales."""
+        ...
+
+    def block_size_of(self, module: nn.Module) -> tuple[int, int]:
+        """Rows and columns of one block, of a module that `kernel_of` says is row-major."""
+        ...
+
+    def swaps_halves(self, module: nn.Module) -> bool:
+        """Whether the kernel of a layer of experts keeps the two halves of `w13_weight` the other way round."""
+        ...
+
+    def kept(self, module: nn.Module) -> Collection[str]:
+        """Parameters of its own that are no weights: no slot holds them, and a refit leaves them as they are."""
+        ...
+
+
+def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_ranks: int = 1) -> Twin:
+    """Run the loader of a model on the meta device.
+
+    Args:
+        model: The twin.
+        naming: What a checkpoint of it holds.
+        load: Its loader, if not `model.load_weights`.
+        num_ranks: Among how many ranks a checkpoint is shared out.
+    """
+    named = dict(_named_tensors(model))
+    firsts: dict[int, str] = {}
+    load = load if load is not None else model.load_weights
+    # As a checkpoint holds them: transformers' own model is float32 on the meta device.
+    naming = replace(naming, tensors={n: replace(meta, dtype=torch.bfloat16) for n, meta in naming.tensors.items()})
+    traced = trace_loader(load, named, naming.tensors)
+    others = _taken_alike(load, named, naming, traced)
+    return Twin(
+        naming=replace(naming, aliases={**naming.aliases, **others}),
+        traced=traced,
+        tensors={name: TensorMeta.of(tensor) for name, tensor in named.items()},
+        firsts={name: firsts.setdefault(_storage(tensor), name) for name, tensor in named.items()},
+        is_alone=num_ranks == 1,
+    )
+
+
+def _taken_alike(load: Load, named: Mapping[str, Tensor], naming: Naming, traced: Traced) -> dict[str, str]:
+    """Those of `naming.others` that the loader takes, and copies to the same places."""
+    try:
+        others = trace_once(load, named, {other: naming.tensors[name] for other, name in naming.others.items()})
+    except Exception:  # noqa: BLE001 - whatever a loader says of names that it does not know
+        return {}
+    places = _copies_by_source(traced)
+    found = _copies_by_source(others)
+    return {other: name for other, name in naming.others.items() if other in found and found[other] == places.get(name)}
+
+
+def _copies_by_source(traced: Traced) -> dict[str, set[Copy]]:
+    found: dict[str, set[Copy]] = {}
+    for copy in traced.copies:
+        found.setdefault(copy.source, set()).add(replace(copy, source=""))
+    return found
+
+
+def read_inventory(model: nn.Module, rules: KernelRules, twin: Twin) -> Inventory:
+    """Everything a refit of `model` writes, and everything it cannot.
+
+    Args:
+        model: The live model.
+        rules: What its engine's kernels do.
+        twin: What the loader of its twin did.
+    """
+    reading = _Reading(model, rules, twin)
+    for prefix, module in model.named_modules():
+        reading.add(prefix, module)
+    return reading.inventory()
+
+
+class _Reading:
+    def __init__(self, model: nn.Module, rules: KernelRules, twin: Twin) -> None:
+        self._model, self._rules, self._twin = model, rules, twin
+        self._copies: dict[str, list[Copy]] = {}
+        for copy in twin.traced.copies:
+            self._copies.setdefault(copy.parameter, []).append(copy)
+        self._computed: dict[str, list[Computed]] = {}
+        for computed in twin.traced.computed:
+            self._computed.setdefault(computed.parameter, []).append(computed)
+        self._reasons: dict[str, str] = {}
+        for objection in twin.traced.objections:
+            who = f"`{objection.source}` " if objection.source else ""
+            self._reasons.setdefault(objection.parameter, f"{who}{objection.reason}")
+        self._seen: dict[tuple[int, torch.Size], str] = {}
+        self._slots: list[Slot] = []
+        self._stacks: dict[str, Stacked] = {}
+        self._padding: list[Tensor] = []
+        self._refreshes: list[Refresh] = []
+        self._refusals: list[Refusal] = []
+        self._shared: dict[str, str] = {}
+        self._has_block_fp8 = False
+
+    def add(self, prefix: str, module: nn.Module) -> None:
+        """Read what `module` itself holds, beside its children."""
+        own = self._own_tensors(prefix, module)
+        why = self._rules.why_refused(module)
+        if why is None and own:
+            why = _why_not_stored(self._rules, prefix, module, own) or self._why_not_loaded(prefix, own)
+        if why is not None:
+            self._refuse(prefix, module, why)
+            return
+        for name, tensor in own.items():
+            if not name.endswith(_SCALE_SUFFIX):
+                self._add_tensor(prefix, module, name, tensor, own.get(name + _SCALE_SUFFIX))
+
+    def inventory(self) -> Inventory:
+        """What was read."""
+        if not self._refusals and not self._has_block_fp8:
+            reason, remedy = "holds no block-FP8 weight", self._rules.remedies.no_block_fp8
+            self._refusals.append(Refusal(module=type(self._model).__name__, reason=reason, remedy=remedy))
+        if self._twin.is_alone and not self._refusals:
+            self._refuse_unread()
+        naming, held = self._twin.naming, {slot.name for slot in self._slots}
+        stacked = tuple(found for stack in naming.stacked if (found := _held_of(stack, held)) is not None)
+        stacked = (*stacked, *self._stacks.values())
+        names = held.union(stack.name for stack in stacked)
+        second = {name: first for name, first in naming.tied.items() if name not in held} | self._shared
+        aliases = second | {name: first for name, first in naming.aliases.items() if name not in names}
+        return Inventory(
+            slots=tuple(self._slots),
+            live=live_tensors(self._model),
+            aliases={name: first for name, first in aliases.items() if first in names},
+            stacked=stacked,
+            padding=tuple(self._padding),
+            refreshes=tuple(self._refreshes),
+            refusals=tuple(self._refusals),
+        )
+
+    def _refuse_unread(self) -> None:
+        """Refuse tensors of which the loader reads a part alone: a whole one would not be what the engine then holds."""
+        read: dict[str, list[tuple[Range, ...]] | None] = {}
+        for copy in self._twin.traced.copies:
+            if copy.source and read.setdefault(copy.source, []) is not None:
+                shape, full_shape = (
+                    self._twin.tensors[copy.parameter].shape,
+                    self._twin.naming.tensors[copy.source].shape,
+                )
+                pieces = pieces_of(copy, shape, full_shape)
+                read[copy.source] = None if pieces is None else [*(read[copy.source] or ()), *(p.read for p in pieces)]
+        for name, boxes in read.items():
+            shape = self._twin.naming.tensors[name].shape
+            num_bare = count_cover(list(dict.fromkeys(boxes)), shape)[0] if boxes is not None else 0
+            if num_bare:
+                reason = f"{num_bare} of its {prod(shape)} elements are read by no rank"
+                remedy = "fp8refit does not know what the engine makes of the rest"
+                self._refusals.append(Refusal(module=name, reason=reason, remedy=remedy))
+
+    def _own_tensors(self, prefix: str, module: nn.Module) -> dict[str, Tensor]:
+        """What a checkpoint gives `module` itself: its parameters, and buffers that the loader writes."""
+        own = {name: t.data for name, t in module._parameters.items() if t is not None}
+        loaded = ((name, t) for name, t in module._buffers.items() if self._twin_name(prefix, name) in self._copies)
+        own |= {name: tensor for name, tensor in loaded if tensor is not None}
+        kept = self._rules.kept(module)
+        found = {}
+        for name, tensor in own.items():
+            full_name = self._twin_name(prefix, name)
+            first = self._seen.setdefault((tensor.data_ptr(), tensor.shape), full_name) if tensor.numel() else full_name
+            if first != full_name:
+                self._share(full_name, first)
+            elif name not in kept:
+                found[name] = tensor
+        return found
+
+    def _share(self, name: str, first: str) -> None:
+        """Let what is loaded into a tensor that is another one's storage be second names of what that one holds."""
+        mine, theirs = ({(c.into, c.runs): c for c in self._copies.get(n, ())} for n in (name, first))
+        self._shared |= {
+            copy.source: theirs[place].source
+            for place, copy in mine.items()
+            if place in theirs and theirs[place].source != copy.source
+        }
+
+    @staticmethod
+    def _twin_name(prefix: str, name: str) -> str:
+        """The twin's name of a live tensor: without the wrappers that LoRA puts around layers."""
+        parts = [part for part in prefix.split(".") if part not in ("", "base_layer")]
+        return ".".join([*parts, name])
+
+    def _refuse(self, prefix: str, module: nn.Module, why: tuple[str, str]) -> None:
+        self._refusals.append(Refusal(module=prefix or type(module).__name__, reason=why[0], remedy=why[1]))
+
+    def _why_not_loaded(self, prefix: str, own: Mapping[str, Tensor]) -> Why:
+        """What is against taking it that the live tensors are those of the twin, each filled by copies exactly once."""
+        for name, tensor in own.items():
+            twin = self._twin.tensors.get(self._twin_name(prefix, name))
+            is_scale = name.endswith(_SCALE_SUFFIX)
+            if is_scale and (twin is None or twin.dtype is tensor.dtype):
+                continue  # the rule of scales: they are what the weight's values make them
+            if twin is None:
+                return f"holds `{name}`, which is not there when the model is built", "fp8refit does not know it yet"
+            is_quantized_later = name + _SCALE_SUFFIX in own and twin.dtype in SOURCE_DTYPES
+            if twin.shape != tuple(tensor.shape) or not (twin.dtype is tensor.dtype or is_quantized_later):
+                found = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+                return f"holds `{name}` as {found}, and was built with {twin}", "fp8refit does not know its kernel yet"
+            fault = self._fault_of(self._twin_name(prefix, name), twin)
+            if fault is not None:
+                return f"`{name}`: {fault}", "fp8refit does not know what fills it yet"
+        return None
+
+    def _fault_of(self, name: str, twin: TensorMeta) -> str | None:
+        """What keeps a tensor of the twin from being filled exactly once, by copies or by what can be done again."""
+        first = self._twin.firsts[name]
+        if first in self._reasons:
+            return self._reasons[first]
+        copies, computed = self._copies.get(first, []), self._computed.get(first, [])
+        of_itself = [each for each in computed if any(base.is_parameter for base in recipe_of(each).bases())]
+        rounds = [[*copies, *(each.into for each in computed if each not in of_itself)]]
+        if of_itself:
+            rounds.append([each.into for each in of_itself])
+        for writes in rounds:
+            boxes = [written_by(write, twin.shape) for write in writes]
+            fault = fault_of_cover([box for found in boxes for box in found or ()], twin.shape)
+            if fault is not None:
+                return fault
+        return None
+
+    def _pieces(self, prefix: str, name: str) -> list[tuple[Copy, Boxes]] | None:
+        """The boxes that fill a tensor; None if it is not made of any, or they are computed."""
+        full_name = self._twin_name(prefix, name)
+        first, shape = self._twin.firsts[full_name], self._twin.tensors[full_name].shape
+        if first in self._computed:
+            return None
+        found: list[tuple[Copy, Boxes]] = []
+        for copy in self._copies[first]:
+            if copy.source:
+                pieces = pieces_of(copy, shape, self._twin.naming.tensors[copy.source].shape)
+                if pieces is None:
+                    return None
+                found += ((copy, piece) for piece in pieces)
+        return found
+
+    def _add_tensor(self, prefix: str, module: nn.Module, name: str, weight: Tensor, scale: Tensor | None) -> None:
+        pieces = self._pieces(prefix, name)
+        self._has_block_fp8 |= scale is not None
+        common: dict[str, Any] = {}
+        starts: dict[int, int] | None = None
+        kernel = self._rules.kernel_of(module) if scale is not None else None
+        if scale is not None and kernel is not None:
+            block_size = self._rules.block_size_of(module)
+            common = {"scale_format": kernel.scale_format, "block_size": block_size}
+            if pieces is not None and name == _TWO_HALVES and self._rules.swaps_halves(module):
+                pieces = _with_halves_swapped(pieces, weight.shape[1])
+            if pieces is not None and all(_are_matrices(boxes, weight.ndim) for _, boxes in pieces):
+                starts = _block_rows([boxes for _, boxes in pieces], weight, scale, block_size)
+        if pieces is None or (scale is not None and starts is None):
+            self._add_staged(prefix, module, name, weight, scale, common)
+            return
+        if kernel is not None:
+            common["kernel"] = kernel.name
+        for copy, boxes in pieces:
+            matrices = _matrices(boxes) if scale is not None else iter((boxes,))
+            for matrix in matrices:
+                slot = self._slot(copy.source, matrix, weight, prefix, is_quantized=scale is not None)
+                if scale is not None and starts is not None:
+                    slot = replace(slot, scale=_blocks_of(scale, matrix, starts, common["block_size"]), **common)
+                self._slots.append(slot)
+        self._add_padding(prefix, name, weight)
+
+    def _add_padding(self, prefix: str, name: str, tensor: Tensor) -> None:
+        """Note what a loader sets to zero."""
+        full_name = self._twin_name(prefix, name)
+        for copy in self._copies[self._twin.firsts[full_name]]:
+            if not copy.source:
+                zeros = written_by(copy, self._twin.tensors[full_name].shape)
+                self._padding += (_narrow(tensor, box) for box in zeros or ())
+
+    def _add_staged(
+        self, prefix: str, module: nn.Module, name: str, weight: Tensor, scale: Tensor | None, common: dict[str, Any]
+    ) -> None:
+        """Keep the sources of a tensor that is no plain copy of them."""
+        first = self._twin.firsts[self._twin_name(prefix, name)]
+        computed = self._computed.get(first, [])
+        faults = (fault_of_recipe(each, weight.dtype, weight.numel()) for each in computed)
+        fault = next((fault for fault in faults if fault is not None), None)
+        if not weight.is_contiguous() or (scale is not None and weight.ndim != 2):
+            fault = "is filled in an order that fp8refit cannot bring about in its storage"
+        if fault is not None:
+            self._refuse(prefix, module, (f"`{name}` {fault}", "Leave this layer in BF16"))
+            return
+        staged = Staged(weight=weight, copies=self._copies.get(first, []), computed=computed, scale=scale, slot=common)
+        self._slots += staged.slots(prefix, self._twin.naming.tensors)
+        written = (weight,) if scale is None else (weight, scale)
+        self._refreshes.append(Refresh(name=f"{prefix}.{name}", run=staged.refresh, written=written))
+
+    def _slot(self, source: str, boxes: Boxes, tensor: Tensor, module: str, *, is_quantized: bool) -> Slot:
+        """The slot of a box of a live tensor. Matrices of a stack are slots of their own, under names of ours."""
+        full_shape, read, dims = self._twin.naming.tensors[source].shape, boxes.read, boxes.dims
+        weight = _narrow(tensor, boxes.into)
+        for dim in reversed(range(weight.ndim)):
+            if dim not in dims:
+                weight = weight.squeeze(dim)
+        if is_quantized and len(full_shape) == 3:
+            index, full_stack = read[0][0], full_shape
+            name = f"{source}[{index}]"
+            known = self._stacks.get(source)
+            parts = {**(known.parts if known is not None else {}), name: (index, 0)}
+            self._stacks[source] = Stacked(
+                name=source, shape=(full_stack[0], full_stack[1], full_stack[2]), parts=parts
+            )
+            source, full_shape, read, dims = name, full_shape[1:], read[1:], dims[1:]
+        for place, along in enumerate(dims):
+            if along is None:
+                weight = weight.unsqueeze(place)
+        starts = tuple(start for start, _ in read)
+        return Slot(
+            name=source, full_shape=full_shape, weight=weight, offset=starts if any(starts) else (), module=module
+        )
+
+
+def _why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:
+    """What is against writing the live tensors of a module as they are stored."""
+    if hasattr(module, "base_layer"):
+        return f"holds {', '.join(f'`{name}`' for name in own)} around a layer, for LoRA", "Boot without enable_lora"
+    if "w13_weight" in own and "base_layer" in prefix.split("."):
+        return "is a layer of experts that LoRA wraps, of which nobody has seen a refit", "Boot without enable_lora"
+    for name, tensor in own.items():
+        if tensor.numel() == 0:
+            return f"its kernel took `{name}` away", "Boot with a kernel that keeps weights as loaded"
+    scaled = [name for name in own if name + _SCALE_SUFFIX in own]
+    odd = [name for name, tensor in own.items() if not _is_known(name, tensor, scaled)]
+    if odd:
+        held = ", ".join(f"{name} ({dtype_name(own[name].dtype)})" for name in odd)
+        method = type(getattr(module, "quant_method", None)).__name__
+        return f"holds {held} under {method}, which is not block FP8", rules.remedies.other_quantization
+    if not scaled:
+        return None
+    kernel = rules.kernel_of(module)
+    if not kernel.is_row_major:
+        held = "experts" if _TWO_HALVES in own else "weights"
+        return f"its kernel {kernel.name} repacks {held}, or is not known to leave them as loaded", kernel.remedy
+    for name in scaled:
+        why = _why_not_row_major(name, own[name], own[name + _SCALE_SUFFIX], rules.block_size_of(module))
+        if why is not None:
+            return why, kernel.remedy
+    return None
+
+
+def _is_known(name: str, tensor: Tensor, scaled: Sequence[str]) -> bool:
+    """Whether a live tensor is one of block FP8, or has a type that a source may have."""
+    if name in scaled:
+        return tensor.dtype is FP8_DTYPE
+    if name.endswith(_SCALE_SUFFIX):
+        return name.removesuffix(_SCALE_SUFFIX) in scaled
+    return tensor.dtype in SOURCE_DTYPES and not name.endswith("weight_scale")
+
+
+def _why_not_row_major(name: str, weight: Tensor, scale: Tensor, block_size: tuple[int, int]) -> str | None:
+    """What is against a weight and its scales being stored as in a checkpoint."""
+    if weight.ndim not in (2, 3) or not weight.is_contiguous():
+        return f"its `{name}` is not a row-major float8_e4m3fn matrix"
+    *experts, rows, columns = weight.shape
+    halves = 2 if name == _TWO_HALVES and rows // 2 % block_size[0] else 1
+    expected = [*experts, halves * -(-rows // halves // block_size[0]), -(-columns // block_size[1])]
+    if scale.dtype is not torch.float32 or list(scale.shape) != expected or not scale.is_contiguous():
+        found = f"{dtype_name(scale.dtype)} {list(scale.shape)}"
+        return f"its `{name}{_SCALE_SUFFIX}` is {found}, not row-major float32 {expected}"
+    return None
+
+
+def _are_matrices(boxes: Boxes, ndim: int) -> bool:
+    """Whether it is a box of a matrix, or of matrices of a stack of experts, with rows for rows and columns for columns."""
+    if len(boxes.dims) < 2:
+        return False
+    *stack, row, column = boxes.dims
+    is_stack = stack in ([], [None]) or (ndim == 3 and stack == [0])
+    return is_stack and row in (None, ndim - 2) and column in (None, ndim - 1)
+
+
+def _matrices(boxes: Boxes) -> Iterator[Boxes]:
+    """A box of several experts' matrices, one by one."""
+    place = boxes.dims[0]
+    if len(boxes.read) < 3 or place is None:
+        yield boxes
+        return
+    (first, _), (first_read, count) = boxes.into[place], boxes.read[0]
+    for index in range(count):
+        into, read = list(boxes.into), list(boxes.read)
+        into[place], read[0] = (first + index, 1), (first_read + index, 1)
+        yield Boxes(into=tuple(into), read=tuple(read), dims=(None, *boxes.dims[1:]))
+
+
+def _with_halves_swapped(pieces: Sequence[tuple[Copy, Boxes]], rows: int) -> list[tuple[Copy, Boxes]] | None:
+    """The same for a tensor whose upper and lower halves of rows change places after loading; None if one is in both."""
+    found = []
+    for copy, boxes in pieces:
+        into = list(boxes.into)
+        start, count = into[1]
+        if start // (rows // 2) != (start + count - 1) // (rows // 2):
+            return None
+        into[1] = ((start + rows // 2) % rows, count)
+        found.append((copy, replace(boxes, into=tuple(into))))
+    return found
+
+
+def _block_rows(
+    pieces: Sequence[Boxes], weight: Tensor, scale: Tensor, block_size: tuple[int, int]
+) -> dict[int, int] | None:
+    """For the first row of each piece its first row of blocks; None if pieces do not begin and end where blocks do.
+
+    The halves of `w13_weight` have blocks of their own, however many rows they are.
+    """
+    rows, columns = weight.shape[-2:]
+    block_n, block_k = block_size
+    parts = {boxes.into[-2] for boxes in pieces}
+    if not all(_is_on_grid(boxes.into[-1], block_k, columns) for boxes in pieces):
+        return None
+    if scale.shape[-2] != -(-rows // block_n):
+        is_half = all(start % (rows // 2) == 0 and size == rows // 2 for start, size in parts)
+        return {start: start // (rows // 2) * (scale.shape[-2] // 2) for start, _ in parts} if is_half else None
+    return (
+        {start: start // block_n for start, _ in parts} if all(_is_on_grid(p, block_n, rows) for p in parts) else None
+    )
+
+
+def _is_on_grid(part: Range, block: int, full: int) -> bool:
+    start, size = part
+    return start % block == 0 and (size % block == 0 or start + size == full)
+
+
+def _blocks_of(scale: Tensor, matrix: Boxes, starts: Mapping[int, int], block_size: tuple[int, int]) -> Tensor:
+    """The scales (rows of blocks, columns of blocks) of one matrix, or of a part of one."""
+    *experts, (row, rows), (column, columns) = matrix.into
+    blocks = (starts[row], -(-rows // block_size[0])), (column // block_size[1], -(-columns // block_size[1]))
+    scale = _narrow(scale, (*experts, *blocks))
+    return scale[0] if experts else scale
+
+
+def _held_of(stack: Stacked, held: frozenset[str] | set[str]) -> Stacked | None:
+    """What this rank holds of a stack."""
+    parts = {name: place for name, place in stack.parts.items() if name in held}
+    return replace(stack, parts=parts) if parts else None
+
+
+def _narrow(tensor: Tensor, box: Sequence[Range]) -> Tensor:
+    for dim, (start, length) in enumerate(box):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all of their names."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, tensor.data
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

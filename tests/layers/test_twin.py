@@ -1,0 +1,254 @@
+"""Slots of live models by what the loaders of their twins do."""
+
+import pytest
+import torch
+from torch import nn
+
+from fp8refit.layers.twin import Naming, read_inventory, trace_twin
+from fp8refit.slots import Stacked, TensorMeta
+from tests.layers.models import FP8, SPLITS, check_ranks, checkpoint_of, model_of
+from tests.layers.rules import FAMILY
+from tests.layers.test_inventory import BlockLinear
+from tests.layers.twins import FakeKernelRules, copying, identity_twin, naming_of, twin_of_rank
+
+BF16 = torch.bfloat16
+
+
+def read(model, twin=None):
+    return read_inventory(model, FakeKernelRules(), twin if twin is not None else identity_twin(model))
+
+
+def only_refusal(model, twin=None) -> str:
+    (refusal,) = read(model, twin).refusals
+    return str(refusal)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_kv_heads", "vocabulary"), SPLITS)
+def test_each_rank_holds_what_its_slots_say(num_ranks, num_kv_heads, vocabulary):
+    checkpoint = checkpoint_of(num_kv_heads, vocabulary)
+    ranks = iter(range(num_ranks))
+
+    def read_rank(model):
+        return read(model, twin_of_rank(model, checkpoint, next(ranks), num_ranks))
+
+    check_ranks(read_rank, FAMILY, checkpoint, num_ranks)
+
+
+def test_a_parameter_that_no_tensor_fills_is_refused_and_one_that_is_filled_in_part():
+    model = model_of(a=BlockLinear(), b=BlockLinear(), c=BlockLinear())
+    named = dict(model.named_parameters())
+
+    def load(tensors):
+        for name, tensor in tensors:
+            if name != "a.weight":
+                named[name][: 200 if name == "b.weight" else None].copy_(tensor[: 200 if name == "b.weight" else None])
+
+    twin = trace_twin(model, naming_of(model), load)
+    assert [str(refusal).split(". ")[0] for refusal in read(model, twin).refusals] == [
+        "a: `weight`: 65536 of its 65536 elements are loaded from no tensor of a checkpoint",
+        "b: `weight`: 14336 of its 65536 elements are loaded from no tensor of a checkpoint",
+    ]
+
+
+def test_a_tensor_of_which_a_part_is_read_is_refused():
+    model = model_of(a=BlockLinear(), b=BlockLinear())
+    named = dict(model.named_parameters())
+    metas = {name: TensorMeta(shape=(512, 256), dtype=BF16) for name in ("a.weight", "b.weight")}
+
+    def load(tensors):
+        for name, tensor in tensors:
+            named[name].copy_(tensor[:256])
+
+    refusals = read(model, trace_twin(model, Naming(tensors=metas), load)).refusals
+    assert [refusal.module for refusal in refusals] == ["a.weight", "b.weight"]
+    assert all("65536 of its 131072 elements are read by no rank" in refusal.reason for refusal in refusals)
+
+
+def test_a_name_that_the_loader_does_not_take_has_no_slot():
+    model = model_of(proj=BlockLinear())
+    naming = naming_of(model)
+    extra = {**naming.tensors, "proj.bias": TensorMeta(shape=(256,), dtype=BF16)}
+    inventory = read(model, trace_twin(model, Naming(tensors=extra), copying(model)))
+    assert inventory.refusals == ()
+    assert inventory.names == {"proj.weight"}
+
+
+def test_live_tensors_that_are_not_those_of_the_twin_are_refused():
+    twin = identity_twin(model_of(proj=BlockLinear(), norm=nn.LayerNorm(8)))
+    changed = model_of(proj=BlockLinear(), norm=nn.LayerNorm(16))
+    assert "holds `weight` as float32 [16], and was built with float32 [8]" in only_refusal(changed, twin)
+    grown = model_of(proj=BlockLinear(), norm=nn.LayerNorm(8), late=nn.LayerNorm(8))
+    assert "holds `weight`, which is not there when the model is built" in only_refusal(grown, twin)
+
+
+def test_heads_that_take_turns_are_slots_of_blocks_of_their_own():
+    model = model_of(qkv=BlockLinear(sizes=(768,)))
+
+    def load(tensors):
+        for _, tensor in tensors:
+            model.qkv.weight.copy_(tensor.view(2, 3, 128, 256).transpose(0, 1).reshape(768, 256))
+
+    inventory = read(model, trace_twin(model, naming_of(model), load))
+    assert inventory.refusals == inventory.refreshes == ()
+    places = {(slot.weight.data_ptr() - model.qkv.weight.data_ptr()) // 256: slot.origin[0] for slot in inventory.slots}
+    assert places == {0: 0, 128: 384, 256: 128, 384: 512, 512: 256, 640: 640}
+    assert all(slot.scale.shape == (1, 2) for slot in inventory.slots)
+
+
+@pytest.mark.parametrize("how", ["heads of 64", "transposed", "cat"])
+def test_what_does_not_lie_on_blocks_is_put_in_order_and_quantized_after_a_fill(how):
+    from fp8refit import quantize_blockwise
+
+    model = model_of(proj=BlockLinear(sizes=(384,)))
+    full_shape = (256, 384) if how == "transposed" else (384, 256)
+
+    def ordered(tensor):
+        if how == "transposed":
+            return tensor.t()
+        heads = tensor.view(2, 3, 64, 256)
+        return (
+            torch.cat([heads[:, i].reshape(128, 256) for i in range(3)])
+            if how == "cat"
+            else (heads.transpose(0, 1).reshape(384, 256))
+        )
+
+    def load(tensors):
+        for _, tensor in tensors:
+            model.proj.weight.copy_(ordered(tensor))
+
+    naming = Naming(tensors={"proj.weight": TensorMeta(shape=full_shape, dtype=BF16)})
+    inventory = read(model, trace_twin(model, naming, load))
+    assert inventory.refusals == ()
+    (slot,) = inventory.slots
+    assert (slot.full_shape, slot.weight.dtype, slot.is_rearranged) == (full_shape, BF16, True)
+    policy = torch.randn(full_shape).to(BF16)
+    slot.weight.copy_(policy)
+    for refresh in inventory.refreshes:
+        refresh.run()
+    codes, scale = quantize_blockwise(ordered(policy))
+    assert torch.equal(model.proj.weight.data.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(model.proj.weight_scale_inv, scale)
+
+
+def test_arithmetic_on_a_quantized_weight_is_refused_by_name():
+    model = model_of(proj=BlockLinear(), other=BlockLinear())
+
+    def load(tensors):
+        for name, tensor in tensors:
+            dict(model.named_parameters())[name].copy_(tensor * 2 if name == "proj.weight" else tensor)
+
+    refusal = only_refusal(model, trace_twin(model, naming_of(model), load))
+    assert refusal.startswith("proj: `weight` is computed (aten.mul.Tensor) before it is quantized")
+
+
+def test_a_model_without_block_fp8_is_refused():
+    assert only_refusal(model_of(proj=nn.Linear(8, 8))) == "Module: holds no block-FP8 weight. Quantize it"
+
+
+def test_a_layer_wrapped_for_lora_keeps_its_name():
+    wrapper = nn.Module()
+    wrapper.base_layer = BlockLinear()
+    inventory = read(model_of(proj=wrapper), identity_twin(model_of(proj=BlockLinear())))
+    assert inventory.refusals == ()
+    (slot,) = inventory.slots
+    assert (slot.name, slot.module) == ("proj.weight", "proj.base_layer")
+
+
+def test_experts_wrapped_for_lora_are_refused_by_name():
+    experts, wrapper = nn.Module(), nn.Module()
+    experts.w13_weight = nn.Parameter(torch.zeros(2, 256, 128, dtype=FP8), requires_grad=False)
+    wrapper.base_layer = experts
+    refusal = only_refusal(model_of(proj=BlockLinear(), experts=wrapper), identity_twin(model_of(proj=BlockLinear())))
+    assert refusal.startswith("experts.base_layer: is a layer of experts that LoRA wraps")
+
+
+def test_a_weight_that_the_engine_ties_after_loading_is_a_second_name():
+    embed, head = nn.Embedding(64, 128), nn.Linear(128, 64, bias=False)
+    twin = identity_twin(model_of(embed=embed, head=head, proj=BlockLinear()))
+    head.weight = embed.weight
+    inventory = read(model_of(embed=embed, head=head, proj=BlockLinear()), twin)
+    assert inventory.refusals == ()
+    assert inventory.aliases == {"head.weight": "embed.weight"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"weight_scale_inv": torch.ones(2, 2, dtype=torch.int32)}, "its `weight_scale_inv` is int32 [2, 2], not"),
+        ({"weight_scale_inv": torch.ones(1, 2)}, "its `weight_scale_inv` is float32 [1, 2], not"),
+        ({"weight_scale_inv": torch.ones(2, 1).expand(2, 2)}, "not row-major float32 [2, 2]"),
+        ({"weight": torch.zeros(256, 256, dtype=FP8).t()}, "its `weight` is not a row-major float8_e4m3fn matrix"),
+        ({"weight": torch.zeros(0, dtype=FP8)}, "its kernel took `weight` away"),
+    ],
+)
+def test_storage_in_another_layout_is_refused(changed, reason):
+    layer = BlockLinear()
+    twin = identity_twin(model_of(proj=BlockLinear()))
+    for name, tensor in changed.items():
+        setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+    assert reason in only_refusal(model_of(proj=layer), twin)
+
+
+def test_experts_in_mxfp4_are_refused_by_name():
+    experts = nn.Module()
+    for name, shape in {"w13_weight": (2, 256, 64), "w13_weight_scale": (2, 256, 4), "w2_weight": (2, 128, 64)}.items():
+        setattr(experts, name, nn.Parameter(torch.zeros(shape, dtype=torch.uint8), requires_grad=False))
+    refusal = only_refusal(model_of(proj=BlockLinear(), experts=experts))
+    assert refusal.startswith("experts: holds w13_weight (uint8), w13_weight_scale (uint8), w2_weight (uint8)")
+
+
+@pytest.mark.parametrize("is_up_first", [False, True])
+def test_matrices_of_a_stack_are_slots_wherever_the_rank_has_them(is_up_first):
+    layer = nn.Module()
+    layer.is_up_first = is_up_first
+    for name, shape in {"w13_weight": (2, 256, 128), "w2_weight": (2, 128, 128)}.items():
+        setattr(layer, name, nn.Parameter(torch.zeros(shape, dtype=FP8), requires_grad=False))
+        grid = torch.arange(shape[0] * shape[1] // 128, dtype=torch.float32).view(2, -1, 1)
+        setattr(layer, f"{name}_scale_inv", nn.Parameter(grid, requires_grad=False))
+    model = model_of(experts=layer)
+    metas = {
+        "gate_up": TensorMeta(shape=(4, 256, 128), dtype=BF16),
+        "down": TensorMeta(shape=(4, 128, 128), dtype=BF16),
+    }
+
+    def load(tensors):
+        for name, tensor in tensors:
+            for place, expert in enumerate((3, 1)):
+                if name == "gate_up":
+                    for half, part in enumerate(tensor[expert].chunk(2)):
+                        layer.w13_weight[place, 128 * half : 128 * (half + 1)].copy_(part)
+                else:
+                    layer.w2_weight[place].copy_(tensor[expert])
+
+    inventory = read(model, trace_twin(model, Naming(tensors=metas), load, num_ranks=2))
+    assert inventory.refusals == ()
+    parts = {f"gate_up[{expert}]": (expert, 0) for expert in (3, 1)}
+    assert inventory.stacked[0] == Stacked(name="gate_up", shape=(4, 256, 128), parts=parts)
+    for slot in inventory.slots:
+        is_down, expert = slot.name.startswith("down"), int(slot.name[-2])
+        place = {3: 0, 1: 1}[expert]
+        half = 0 if is_down else (slot.origin[0] // 128) ^ is_up_first
+        held = layer.w2_weight if is_down else layer.w13_weight
+        scale = layer.w2_weight_scale_inv if is_down else layer.w13_weight_scale_inv
+        assert slot.weight.data_ptr() == held[place, 128 * half :].data_ptr()
+        assert slot.scale.data_ptr() == scale[place, half:].data_ptr()
+    assert len(inventory.slots) == 6
+
+
+def test_a_name_of_transformers_own_and_one_without_a_prefix_are_second_names():
+    model = model_of(proj=BlockLinear())
+    naming = Naming(
+        tensors={"model.proj.weight": TensorMeta(shape=(256, 256), dtype=BF16)},
+        aliases={"backbone.proj.weight": "model.proj.weight"},
+        others={"proj.weight": "model.proj.weight"},
+        tied={"head.weight": "model.proj.weight"},
+    )
+
+    def load(tensors):
+        for name, tensor in tensors:
+            dict(model.named_parameters())[name.removeprefix("model.")].copy_(tensor)
+
+    inventory = read(model, trace_twin(model, naming, load))
+    assert inventory.aliases == dict.fromkeys(
+        ("head.weight", "backbone.proj.weight", "proj.weight"), "model.proj.weight"
+    )
