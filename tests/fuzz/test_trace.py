@@ -1,0 +1,175 @@
+"""Loaders that nobody wrote: whatever views and orders one goes through, a refit leaves what it would have loaded."""
+
+from math import prod
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import assume, example, given
+from torch import Tensor, nn
+
+from fp8refit.config import RefitConfig
+from fp8refit.kernels import quantize_blockwise
+from fp8refit.layers.twin import Naming, read_inventory, trace_twin
+from fp8refit.slots import TensorMeta
+from fp8refit.sources import MappingSource
+from fp8refit.target import Target
+from tests.layers.models import FP8
+from tests.layers.twins import FakeKernelRules
+
+SIZES = st.sampled_from([1, 2, 3, 4, 8])
+BLOCK = (4, 4)
+
+
+class SmallBlocks(FakeKernelRules):
+    def block_size_of(self, module):
+        return BLOCK
+
+
+@st.composite
+def chains(draw):
+    """The shape of a checkpoint tensor, and what a loader does with it before it is copied: names and numbers."""
+    shape = tuple(draw(st.lists(SIZES, min_size=1, max_size=3)))
+    tensor, steps = torch.empty(shape, device="meta"), []
+    for _ in range(draw(st.integers(0, 5))):
+        step = (draw(st.sampled_from(sorted(STEPS))), draw(st.integers(0, 7)), draw(st.integers(0, 7)))
+        tensor = apply(tensor, [step])
+        steps.append(step)
+    return shape, steps
+
+
+def narrowed(tensor: Tensor, a: int, b: int) -> Tensor:
+    dim = a % tensor.ndim
+    start = b % tensor.shape[dim]
+    return tensor.narrow(dim, start, max(1, (tensor.shape[dim] - start) // 2))
+
+
+def split(tensor: Tensor, a: int, b: int) -> Tensor:
+    """A dimension as two."""
+    dim = a % tensor.ndim
+    size = tensor.shape[dim]
+    inner = next((n for n in (2, 4, 3) if size % n == 0 and n != size), 1)
+    return tensor.reshape(*tensor.shape[:dim], size // inner, inner, *tensor.shape[dim + 1 :])
+
+
+def swapped(tensor: Tensor, a: int, b: int) -> Tensor:
+    return tensor.transpose(a % tensor.ndim, b % tensor.ndim)
+
+
+def joined(tensor: Tensor, a: int, b: int) -> Tensor:
+    dim = a % tensor.ndim
+    return tensor if dim + 1 == tensor.ndim else tensor.flatten(dim, dim + 1)
+
+
+def chosen(tensor: Tensor, a: int, b: int) -> Tensor:
+    dim = a % tensor.ndim
+    return tensor if tensor.ndim == 1 else tensor.select(dim, b % tensor.shape[dim])
+
+
+STEPS = {
+    "narrow": narrowed,
+    "split": split,
+    "swap": swapped,
+    "join": joined,
+    "select": chosen,
+    "dense": lambda tensor, a, b: tensor.contiguous(),
+    "cast": lambda tensor, a, b: tensor.to(torch.float32).clone(),
+    "chunk": lambda tensor, a, b: tensor.chunk(2, a % tensor.ndim)[0],
+    "reverse parts": lambda tensor, a, b: torch.cat(tensor.chunk(2, a % tensor.ndim)[::-1], a % tensor.ndim),
+}
+
+
+def apply(tensor: Tensor, steps) -> Tensor:
+    for name, a, b in steps:
+        tensor = STEPS[name](tensor, a, b)
+    return tensor
+
+
+def refitted(model: nn.Module, shape, load, policy: Tensor) -> list[str]:
+    """Refit `model` by what `load` does with a tensor of `shape`; gives the refusals."""
+    naming = Naming(tensors={"source": TensorMeta(shape=shape, dtype=torch.bfloat16)})
+    twin = trace_twin(model, naming, lambda tensors: [load(tensor) for _, tensor in tensors], num_ranks=2)
+    inventory = read_inventory(model, SmallBlocks(), twin)
+    if not inventory.refusals:
+        target = Target(lambda: inventory, device=torch.device("cpu"), engine="fake", versions={})
+        target.prepare(MappingSource({"source": policy}), RefitConfig())
+        target.write()
+    return [str(refusal) for refusal in inventory.refusals]
+
+
+def policy_of(shape) -> Tensor:
+    return (torch.arange(prod(shape), dtype=torch.float32) + 1).view(shape).to(torch.bfloat16)
+
+
+@given(chains(), st.integers(1, 3), st.data())
+def test_a_plain_weight_is_what_its_loader_would_have_made_it(chain, num_parts, data):
+    shape, steps = chain
+    policy = policy_of(shape)
+    loaded = apply(policy, steps).to(torch.float32)
+    model = nn.Module()
+    model.plain = nn.Module()
+    model.plain.weight = nn.Parameter(torch.full(loaded.shape, -1.0), requires_grad=False)
+    model.fp8 = block_layer((4, 4))
+    dim = data.draw(st.integers(0, loaded.ndim - 1))
+
+    def load(tensor):
+        for part, into in zip(
+            apply(tensor, steps).chunk(num_parts, dim), model.plain.weight.chunk(num_parts, dim), strict=True
+        ):
+            into.copy_(part)
+        model.fp8.weight.copy_(tensor.reshape(-1)[:1].expand(16).reshape(4, 4))
+
+    refusals = refitted(model, shape, load, policy)
+    assert [refusal for refusal in refusals if refusal.startswith("plain")] == []
+    if not refusals:
+        assert torch.equal(model.plain.weight, loaded)
+
+
+@given(chains(), st.integers(2, 4), st.sampled_from(["left out", "twice"]), st.data())
+def test_a_part_that_is_left_out_or_comes_twice_is_refused(chain, num_parts, mistake, data):
+    shape, steps = chain
+    policy = policy_of(shape)
+    loaded = apply(policy, steps).to(torch.float32)
+    dim = data.draw(st.integers(0, loaded.ndim - 1))
+    assume(loaded.shape[dim] > 1)
+    model = nn.Module()
+    model.plain = nn.Module()
+    model.plain.weight = nn.Parameter(torch.full(loaded.shape, -1.0), requires_grad=False)
+    model.fp8 = block_layer((4, 4))
+
+    def load(tensor):
+        first, *rest = zip(
+            apply(tensor, steps).chunk(num_parts, dim), model.plain.weight.chunk(num_parts, dim), strict=True
+        )
+        for part, into in rest:
+            into.copy_(part)
+        if mistake == "twice":
+            first[1].copy_(first[0])
+            first[1].narrow(dim, 0, 1).copy_(first[0].narrow(dim, first[0].shape[dim] - 1, 1))
+
+    assume(mistake == "left out" or -(-loaded.shape[dim] // num_parts) > 1)
+    refusals = refitted(model, shape, load, policy)
+    assert len([refusal for refusal in refusals if refusal.startswith("plain: `weight`: ")]) == 1
+
+
+@given(chains())
+@example(chain=((1, 1, 8), [("swap", 0, 2), ("join", 0, 0)]))
+def test_a_quantized_weight_is_what_its_loader_would_have_made_it_quantized(chain):
+    shape, steps = chain
+    policy = policy_of(shape)
+    loaded = apply(policy, steps)
+    assume(loaded.ndim == 2)
+    model = nn.Module()
+    model.fp8 = block_layer(tuple(loaded.shape))
+    refusals = refitted(model, shape, lambda tensor: model.fp8.weight.copy_(apply(tensor, steps)), policy)
+    assert refusals == []
+    codes, scale = quantize_blockwise(loaded.to(torch.bfloat16), block_size=BLOCK)
+    assert torch.equal(model.fp8.weight.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(model.fp8.weight_scale_inv, scale)
+
+
+def block_layer(shape) -> nn.Module:
+    layer = nn.Module()
+    grid = [-(-size // block) for size, block in zip(shape, BLOCK, strict=True)]
+    layer.weight = nn.Parameter(torch.zeros(shape, dtype=FP8), requires_grad=False)
+    layer.weight_scale_inv = nn.Parameter(torch.ones(grid), requires_grad=False)
+    return layer

@@ -1,0 +1,57 @@
+"""What could be seen wrongly of a loader, or taken for granted."""
+
+from tests.planted.fault import Fault
+
+FUZZER = "tests/fuzz/test_trace.py"
+
+FAULTS = [
+    Fault(
+        name="strides of a checkpoint tensor are not looked at where runs are joined",
+        path="fp8refit/layers/trace.py",
+        before="(last.into, last.stride) == (into * size, stride * size)",
+        after="last.into == into * size",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="places in a storage of another order begin at its start",
+        path="fp8refit/layers/trace.py",
+        before="    start = origin.start_of(int(tensor.storage_offset()))\n",
+        after="    start = origin.start\n",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="a dense tensor in another order is taken for a copy in the same one",
+        path="fp8refit/layers/trace.py",
+        before="modes = _modes(_Mode(run.size, run.into, run.stride) for run in places.runs)",
+        after="modes = _modes(_Mode(run.size, run.into, run.into) for run in places.runs)",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="parts that begin within a block are quantized as if they began with one",
+        path="fp8refit/layers/twin.py",
+        before="    return start % block == 0 and (size % block == 0 or start + size == full)\n",
+        after="    return True\n",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="columns of a checkpoint tensor are taken for rows",
+        path="fp8refit/layers/twin.py",
+        before="    return is_stack and row in (None, ndim - 2) and column in (None, ndim - 1)\n",
+        after="    return is_stack\n",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="what is put in order after a fill is read from the start of its source",
+        path="fp8refit/layers/staged.py",
+        before="as_strided(sizes, [run.stride for run in copy.runs], copy.start)",
+        after="as_strided(sizes, [run.stride for run in copy.runs], 0)",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="a parameter that is loaded in part, or twice, is taken for a whole one",
+        path="fp8refit/layers/twin.py",
+        before="            if fault is not None:\n                return fault\n        return None\n",
+        after="        return None\n",
+        found_by=FUZZER,
+    ),
+]
