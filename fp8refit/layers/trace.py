@@ -5,7 +5,7 @@ its values come from. Copies in another order (`transpose().reshape()`) are foll
 told apart from a copy.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -209,6 +209,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in (parameters or {}).items():
             self._parameters.setdefault(_storage(tensor), name)
         self._origins: dict[int, _Origin] = {}
+        self._joined: dict[int, list[tuple[range, _Origin]]] = {}
+        """Storages whose ranges come from several checkpoint tensors, one after another."""
         self._recipes: dict[int, Recipe | None] = {}
         self._alive: list[Tensor] = [*(parameters or {}).values()]  # or another storage would have the address of one
         self.copies: list[Copy] = []
@@ -276,6 +278,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self.copies.append(places)
                 return
+        if storage in self._joined:
+            with suppress(_NoPatternError):
+                self.copies += self._copies_of_joined(name, into, tensor, self._joined[storage])
+                return
         if recipe is None and origin is not None:  # of the checkpoint tensor itself
             view = _view_of(Base(name=origin.source, is_parameter=False), tensor)
             size, stride = view.size, row_major(view.size)
@@ -289,6 +295,32 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value = _view_of(recipe, tensor.expand(into.shape))
         self.computed.append(Computed(parameter=name, into=_nothing_into(name, into), value=value))
 
+    @staticmethod
+    def _copies_of_joined(
+        name: str, into: Tensor, tensor: Tensor, joined: Sequence[tuple[range, _Origin]]
+    ) -> list[Copy]:
+        """The copies of the rows of a tensor that lie in each range of its storage.
+
+        Raises:
+            _NoPatternError: A row lies in several.
+        """
+        if tensor.shape != into.shape or not tensor.ndim or not tensor.numel() or not tensor.stride(0):
+            raise _NoPatternError
+        step, first = tensor.stride(0), int(tensor.storage_offset())
+        row = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+        copies, num_rows = [], 0
+        for places, origin in joined:
+            start = max(0, -(-(places.start - first) // step))
+            end = min(tensor.shape[0], (places.stop - row - first) // step + 1)
+            if start < end:
+                part, box = tensor[start:end], into[start:end]
+                offset = int(part.storage_offset()) - places.start
+                copies.append(_copy_of(name, int(box.storage_offset()), box.stride(), origin, part, offset))
+                num_rows += end - start
+        if num_rows != tensor.shape[0]:
+            raise _NoPatternError
+        return copies
+
     def _object(self, source: str, parameter: str, reason: str) -> None:
         self.objections.append(Objection(source=source, parameter=parameter, reason=reason))
 
@@ -299,6 +331,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = _storage(made)
         self._alive.append(made)
         self._origins.pop(storage, None)
+        self._joined.pop(storage, None)
         self._recipes[storage] = None
         if func._schema.is_mutable or not is_only:
             return  # in place: what it was before is not known any more
@@ -306,13 +339,30 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _CLONES and origin is not None and _is_dense(made):
             with suppress(_NoPatternError):
                 places = _copy_of("", 0, made.stride(), origin, read)
-                modes = _modes(_Mode(run.size, run.into, run.stride) for run in places.runs)
-                self._origins[storage] = _Origin(origin.source, places.start, modes)
+                self._origins[storage] = _origin_of(places)
+        if func is aten.cat.default and made.is_contiguous() and (len(args) < 2 or args[1] == 0):
+            with suppress(KeyError, _NoPatternError):
+                self._joined[storage] = self._join(args[0])
         with suppress(KeyError):
             args, kwargs = tree_map_only(Tensor, self._viewed, (args, kwargs))
             self._recipes[storage] = Recipe(
                 func=func, args=args, kwargs=kwargs, size=tuple(made.shape), stride=made.stride()
             )
+
+    def _join(self, tensors: Sequence[Tensor]) -> list[tuple[range, _Origin]]:
+        """Where the ranges of a storage come from in which `tensors` lie one after another.
+
+        Raises:
+            KeyError: One comes from no one checkpoint tensor.
+            _NoPatternError: One lies there in an order that is no regular pattern.
+        """
+        found, end = [], 0
+        for tensor in tensors:
+            origin = self._origins[_storage(tensor)]
+            places = _copy_of("", 0, row_major(tensor.shape), origin, tensor)
+            found.append((range(end, end + tensor.numel()), _origin_of(places)))
+            end += tensor.numel()
+        return found
 
     def _viewed(self, tensor: Tensor) -> View | Tensor:
         """What to read in the place of a tensor when an operation is done again.
@@ -390,8 +440,12 @@ def _only_views(func: Any) -> bool:
     return bool(views) and all(views) and not func._schema.is_mutable
 
 
-def _copy_of(name: str, into: int, strides: Iterable[int], origin: _Origin, tensor: Tensor) -> Copy:
+def _copy_of(
+    name: str, into: int, strides: Iterable[int], origin: _Origin, tensor: Tensor, offset: int | None = None
+) -> Copy:
     """The copy of `tensor`, a view of a storage that `origin` knows, to elements `strides` apart.
+
+    Its first element is the storage's element `offset`, by default where it is.
 
     Raises:
         _NoPatternError: Its places are no regular pattern.
@@ -404,7 +458,7 @@ def _copy_of(name: str, into: int, strides: Iterable[int], origin: _Origin, tens
             inner.append((taken, stride, there))
             stride *= taken
         found += reversed(inner)
-    start = origin.start_of(int(tensor.storage_offset()))
+    start = origin.start_of(int(tensor.storage_offset()) if offset is None else offset)
     return Copy(parameter=name, into=into, source=origin.source, start=start, runs=_runs(found))
 
 
@@ -429,6 +483,12 @@ def _runs(dims: Iterable[tuple[int, int, int]]) -> tuple[Run, ...]:
         elif size != 1:
             merged.append(Run(size=size, into=into, stride=stride))
     return tuple(merged)
+
+
+def _origin_of(places: Copy) -> _Origin:
+    """Where the elements of a dense tensor come from that `places` fills."""
+    modes = _modes(_Mode(run.size, run.into, run.stride) for run in places.runs)
+    return _Origin(places.source, places.start, modes)
 
 
 def _modes(modes: Iterable[_Mode]) -> tuple[_Mode, ...]:

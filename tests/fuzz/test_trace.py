@@ -65,6 +65,15 @@ def chosen(tensor: Tensor, a: int, b: int) -> Tensor:
     return tensor if tensor.ndim == 1 else tensor.select(dim, b % tensor.shape[dim])
 
 
+def turned(tensor: Tensor, a: int, b: int) -> Tensor:
+    """What comes after an element of a dimension, then what comes before it."""
+    dim = a % tensor.ndim
+    size = tensor.shape[dim]
+    start = b % size
+    parts = (tensor.narrow(dim, start, size - start), tensor.narrow(dim, 0, start))
+    return torch.cat(parts, dim) if start else tensor
+
+
 STEPS = {
     "narrow": narrowed,
     "split": split,
@@ -74,7 +83,7 @@ STEPS = {
     "dense": lambda tensor, a, b: tensor.contiguous(),
     "cast": lambda tensor, a, b: tensor.to(torch.float32).clone(),
     "chunk": lambda tensor, a, b: tensor.chunk(2, a % tensor.ndim)[0],
-    "reverse parts": lambda tensor, a, b: torch.cat(tensor.chunk(2, a % tensor.ndim)[::-1], a % tensor.ndim),
+    "turn": turned,
 }
 
 
@@ -153,6 +162,7 @@ def test_a_part_that_is_left_out_or_comes_twice_is_refused(chain, num_parts, mis
 
 @given(chains())
 @example(chain=((1, 1, 8), [("swap", 0, 2), ("join", 0, 0)]))
+@example(chain=((8, 4), [("turn", 0, 3)]))
 def test_a_quantized_weight_is_what_its_loader_would_have_made_it_quantized(chain):
     shape, steps = chain
     policy = policy_of(shape)

@@ -75,6 +75,25 @@ def test_boxes_of_copies_are_the_same(how):
     assert torch.equal(found, expected)
 
 
+def test_tensors_that_are_joined_are_copies_of_each():
+    """As SGLang fuses the first projections of latent attention; rows of a rank cut the seam."""
+    q, kv = torch.arange(32.0).view(8, 4), 100 + torch.arange(24.0).view(6, 4)
+    into = torch.empty(10, 4, device="meta")
+
+    def load(tensors):
+        into.copy_(torch.cat([tensor for _, tensor in tensors]).narrow(0, 3, 10))
+
+    traced = trace_loader(load, {"w": into}, {"q": TensorMeta.of(q), "kv": TensorMeta.of(kv)})
+    assert not traced.computed
+    found = torch.zeros(10, 4)
+    for copy in traced.copies:
+        source = {"q": q, "kv": kv}[copy.source]
+        found.view(-1)[copy.into : copy.into + copy.runs[0].size] = source.reshape(-1)[copy.start :][
+            : copy.runs[0].size
+        ]
+    assert torch.equal(found, torch.cat([q, kv])[3:13])
+
+
 def test_nothing_is_written():
     into = torch.full((4,), 7.0)
     trace_loader(lambda ts: [into.copy_(t) for _, t in ts], {"w": into}, {"s": TensorMeta.of(torch.empty(4))})

@@ -15,7 +15,7 @@ FAULTS = [
     Fault(
         name="places in a storage of another order begin at its start",
         path="fp8refit/layers/trace.py",
-        before="    start = origin.start_of(int(tensor.storage_offset()))\n",
+        before="    start = origin.start_of(int(tensor.storage_offset()) if offset is None else offset)\n",
         after="    start = origin.start\n",
         found_by=FUZZER,
     ),
@@ -24,6 +24,13 @@ FAULTS = [
         path="fp8refit/layers/trace.py",
         before="modes = _modes(_Mode(run.size, run.into, run.stride) for run in places.runs)",
         after="modes = _modes(_Mode(run.size, run.into, run.into) for run in places.runs)",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="rows of tensors that were joined are all taken from the first",
+        path="fp8refit/layers/trace.py",
+        before="offset = int(part.storage_offset()) - places.start",
+        after="offset = int(part.storage_offset())",
         found_by=FUZZER,
     ),
     Fault(
