@@ -523,11 +523,13 @@ def _narrow(tensor: Tensor, box: Sequence[Range]) -> Tensor:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all of their names."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                yield f"{prefix}.{name}" if prefix else name, tensor.data
+    """Parameters under all of their names, then buffers: one that is a view of a parameter is known as that."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    for held in ("_parameters", "_buffers"):
+        for prefix, module in modules:
+            for name, tensor in getattr(module, held).items():
+                if tensor is not None:
+                    yield f"{prefix}.{name}" if prefix else name, tensor.data
 
 
 def _storage(tensor: Tensor) -> int:

@@ -162,6 +162,17 @@ def test_experts_wrapped_for_lora_are_refused_by_name():
     assert refusal.startswith("experts.base_layer: is a layer of experts that LoRA wraps")
 
 
+def test_a_buffer_that_is_a_view_of_a_parameter_has_no_slots_of_its_own():
+    """As Mamba mixers keep their convolution's weight without a dimension."""
+    mixer = nn.Module()
+    mixer.conv1d = nn.Conv1d(8, 8, 4, groups=8, bias=False)
+    mixer.register_buffer("conv_weights", mixer.conv1d.weight.data.squeeze(1))
+    model = model_of(mixer=mixer, proj=BlockLinear())
+    inventory = read(model)
+    assert inventory.refusals == ()
+    assert [slot.name for slot in inventory.slots] == ["mixer.conv1d.weight", "proj.weight"]
+
+
 def test_a_weight_that_the_engine_ties_after_loading_is_a_second_name():
     embed, head = nn.Embedding(64, 128), nn.Linear(128, 64, bias=False)
     twin = identity_twin(model_of(embed=embed, head=head, proj=BlockLinear()))
