@@ -288,13 +288,14 @@ class Scheduler:
         return getattr(self._scheduler.weight_updater, "_session", None) is not None
 
     @property
-    def places_of_experts(self) -> list[list[int]] | None:
-        """For each layer, the checkpoint's expert in each place of all ranks; None if SGLang keeps no map of them."""
-        from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+    def model_config(self) -> Any:
+        """What the model was built from, by SGLang's reading."""
+        return self._runner.model_config
 
-        metadata = get_global_expert_location_metadata()
-        places: list[list[int]] | None = metadata.physical_to_logical_map_cpu.tolist() if metadata is not None else None
-        return places
+    @property
+    def load_config(self) -> Any:
+        """How it was loaded."""
+        return self._runner.load_config
 
     @property
     def cache_dtype(self) -> str:

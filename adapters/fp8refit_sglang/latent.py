@@ -1,4 +1,4 @@
-"""Latent attention (MLA) of a live SGLang model: projections that it fuses, and the absorbed copies that it keeps of one.
+"""Latent attention (MLA) of a live SGLang model: the absorbed copies that it keeps of `kv_b_proj`.
 
 On CUDA SGLang dequantizes `kv_b_proj` by its block scales and keeps both parts of it as plain attributes, `w_kc` and `w_vc`.
 Its other forms of them, quantized anew or gathered from other ranks, are refused.
@@ -19,19 +19,6 @@ _KEYS, _VALUES = "w_kc", "w_vc"
 _KNOWN_RULE = "DeepseekV2WeightLoaderMixin.post_load_weights"
 _SCALES = ("w_scale", "w_scale_k", "w_scale_v")
 _OF_OTHER_RANKS = ("w_kc_qrep", "q_b_proj_qrep", "q_b_proj_qrep_weight")
-
-
-def fused_rows(model: nn.Module) -> dict[nn.Module, tuple[int, ...]]:
-    """Rows of queries, and of keys and values, in layers that hold both and say that they hold one matrix."""
-    found: dict[nn.Module, tuple[int, ...]] = {}
-    for module in model.modules():
-        layer: Any = module
-        fused = getattr(layer, "fused_qkv_a_proj_with_mqa", None)
-        if fused is not None:
-            sizes = (layer.q_lora_rank, layer.kv_lora_rank + layer.qk_rope_head_dim)
-            if sum(sizes) == fused.output_size:
-                found[fused] = sizes
-    return found
 
 
 def is_latent(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Reads slots off a live SGLang model: what the core's reading of layers needs to know of SGLang's.
+"""Reads slots off a live SGLang model: what the core's reading of twins needs to know of SGLang's kernels.
 
 SGLang registers the scales of an FP8 KV cache as parameters of its attention layers, whatever the cache's dtype is. They are
 no weights: no slot holds them, a trainer need not send them, and a refit leaves them as they are, as vLLM's buffers are left.
@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8refit.layers import inventory
-from fp8refit.layers.experts import is_experts
+from fp8refit.layers import twin
 from fp8refit.layers.latent import with_absorbed
-from fp8refit.layers.rules import Experts, Kernel, Remedies, Why
-from fp8refit.slots import Inventory, ScaleFormat
-from fp8refit_sglang.experts import ModelExperts, Places, refreshes_of_routers
-from fp8refit_sglang.latent import absorbed_copies, fused_rows, has_known_rule, is_latent, why_not_absorbed
+from fp8refit.layers.rules import Kernel, Remedies, Why
+from fp8refit.layers.twin import Twin
+from fp8refit.live import live_tensors
+from fp8refit.slots import Inventory, Refusal, ScaleFormat
+from fp8refit_sglang.experts import is_experts, kernel_of_experts, refreshes_of_routers, why_not_read
+from fp8refit_sglang.latent import absorbed_copies, has_known_rule, is_latent, why_not_absorbed
 
 ROW_MAJOR_KERNELS = frozenset(
     {
@@ -41,63 +42,46 @@ _NOT_YET = "fp8refit does not refresh them yet"
 _ANOTHER_KERNEL = 'Boot with fp8_gemm_runner_backend="triton", "deep_gemm" or "cutlass"'
 
 
-def read_inventory(model: nn.Module, places: Places | None = None) -> Inventory:
+def read_inventory(model: nn.Module, traced: Twin | Refusal) -> Inventory:
     """Everything a refit of `model` writes, and everything it cannot.
 
     Args:
         model: The live model.
-        places: Where its experts lie; None if they lie in the checkpoint's order.
+        traced: What the loader of its twin did, or why there is none.
     """
-    rules = SglangRules(model, places)
-    found = with_absorbed(inventory.read_inventory(model, rules), absorbed_copies(model, rules.block_size_of))
+    if isinstance(traced, Refusal):
+        return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
+    rules = SglangRules(model)
+    found = with_absorbed(twin.read_inventory(model, rules, traced), absorbed_copies(model, rules.block_size_of))
     return replace(found, refreshes=(*found.refreshes, *refreshes_of_routers(model)))
 
 
 class SglangRules:
-    """SGLang's ways (seen with 0.5.15, 0.5.17 and 0.5.23).
+    """A `fp8refit.layers.twin.KernelRules` (seen with 0.5.15, 0.5.17 and 0.5.23).
 
     Args:
         model: The live model.
-        places: Where its experts lie.
     """
 
     remedies = Remedies(
         no_block_fp8="Boot from a block-FP8 checkpoint (fp8refit quantize)",
         other_quantization="Boot from a checkpoint with weight_block_size (fp8refit quantize)",
-        one_rank="Boot with tp_size=1",
     )
-    whole_layers: frozenset[str] = frozenset()
-    copying_loaders = frozenset({"default_weight_loader", "sharded_weight_loader.<locals>.loader"})
 
-    def __init__(self, model: nn.Module, places: Places | None = None) -> None:
-        self._experts = ModelExperts(model, places)
-        self._fused_rows = fused_rows(model)
+    def __init__(self, model: nn.Module) -> None:
         self._absorbs_as_known = has_known_rule(model)
 
     def why_refused(self, module: nn.Module) -> Why:
-        """Tensors that SGLang derived from weights, layouts that it packed them into, and experts of unknown places."""
-        why = _why_derived(module) or _why_packed(module) or _why_split_apart(module)
+        """Tensors that SGLang derived from weights, and layouts that it packed them into."""
+        why = _why_derived(module) or _why_packed(module)
         if why is None and is_latent(module):
             why = why_not_absorbed(module, is_known_rule=self._absorbs_as_known)
-        return why or (self._experts.why_refused(module) if is_experts(module) else None)
-
-    def is_linear(self, module: nn.Module) -> bool:
-        """Row-parallel and replicated layers do not say `output_partition_sizes`."""
-        return hasattr(module, "input_size") and hasattr(module, "output_size")
-
-    def ranks_of(self, module: nn.Module) -> tuple[int, int]:
-        """By the layer's own group (0.5.23: none for a layer that is not split), else by its own numbers."""
-        group: Any = getattr(module, "tp_group", None)
-        if hasattr(group, "rank_in_group"):
-            return group.rank_in_group, group.world_size
-        return getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
-
-    def part_sizes_of(self, module: nn.Module) -> tuple[int, ...]:
-        """As linear layers say it, but those of latent attention, which say less than there is."""
-        return self._fused_rows.get(module) or tuple(getattr(module, "output_partition_sizes", ()))
+        return why or (why_not_read(module) if is_experts(module) else None)
 
     def kernel_of(self, module: nn.Module) -> Kernel:
-        """The function that SGLang's dispatch gave the layer."""
+        """The function that SGLang's dispatch gave a linear layer, or the runner of its product over experts."""
+        if is_experts(module):
+            return kernel_of_experts(module)
         name = _product_of(module)
         # Where SGLang rounds scales to powers of two it marks them, and those are refused.
         return Kernel(
@@ -113,9 +97,9 @@ class SglangRules:
         block_n, block_k = getattr(method, "weight_block_size", None) or method.quant_config.weight_block_size
         return int(block_n), int(block_k)
 
-    def experts_of(self, prefix: str, module: nn.Module) -> Experts:
-        """By the layer's own numbers, and by what the model says of all of its layers."""
-        return self._experts.read(module, self.block_size_of(module))
+    def swaps_halves(self, module: nn.Module) -> bool:
+        """No kernel that is known to be row-major does."""
+        return False
 
     def kept(self, module: nn.Module) -> Collection[str]:
         """The KV scales of an attention layer, which keeps a copy of each as a Python number."""
@@ -145,14 +129,6 @@ def _why_packed(module: nn.Module) -> Why:
     is_marked = getattr(scale, "format_ue8m0", False) or getattr(scale, "power_of_two", False)
     if scale is not None and (is_marked or scale.dtype is torch.int32):
         return "its kernel takes scales that are powers of two (UE8M0)", 'Boot with fp8_gemm_runner_backend="triton"'
-    return None
-
-
-def _why_split_apart(module: nn.Module) -> Why:
-    """What is against a layer whose keys and values are cut over other ranks than its queries."""
-    group = getattr(module, "tp_group", None)
-    if getattr(module, "kv_tp_group", group) is not group:
-        return "cuts keys and values over other ranks than queries", SglangRules.remedies.one_rank
     return None
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineAsleepError, EngineBusyError, RefitError
+from fp8refit.layers.twin import Twin
 from fp8refit.rank import Rank
 from fp8refit.server import RankServer
 from fp8refit.slots import Inventory, Refresh, Refusal
@@ -22,6 +23,7 @@ from fp8refit.transport.loopback import Line
 from fp8refit_sglang.compat import Scheduler, address_in, receipt
 from fp8refit_sglang.kv_cache import HeldScales, read_kv_cache
 from fp8refit_sglang.layout import read_inventory
+from fp8refit_sglang.twin import twin_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +107,7 @@ class LiveModel:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._scales = HeldScales(is_noise=scheduler.has_dummy_weights)
+        self._twin: Twin | Refusal | None = None
 
     @property
     def network(self) -> nn.Module:
@@ -125,7 +128,10 @@ class LiveModel:
 
     def read_inventory(self) -> Inventory:
         """Slots of the model, refusals and refreshes of the engine around it."""
-        inventory = read_inventory(self.network, self._scheduler.places_of_experts)
+        if self._twin is None:
+            scheduler = self._scheduler
+            self._twin = twin_of(scheduler.model_config, scheduler.load_config, num_ranks=scheduler.num_ranks)
+        inventory = read_inventory(self.network, self._twin)
         refusals = list(inventory.refusals)
         if self._scheduler.has_draft_model:
             reason = "drafts tokens with weights of its own, which a refit would leave behind"

@@ -14,6 +14,32 @@ from fp8refit.layers.twin import Naming
 from fp8refit.slots import Stacked, TensorMeta
 
 
+def plain_config(model: str, config: Any, overrides: Any, **options: Any) -> Any:
+    """The Hugging Face config as it was before an engine changed it for its own models, if it can be read again.
+
+    Args:
+        model: Folder or name.
+        config: What the engine made of it, given back if it cannot be read.
+        overrides: What a user sets beside it: values by name, or a function of the config.
+        options: Of `AutoConfig.from_pretrained`.
+    """
+    from transformers import AutoConfig
+
+    try:
+        plain = AutoConfig.from_pretrained(model, **options)
+    except (OSError, ValueError):
+        return config
+    if callable(overrides):
+        return overrides(plain)
+    for name, value in overrides.items():
+        inner = getattr(plain, name, None)
+        if isinstance(value, dict) and hasattr(inner, "update"):
+            inner.update(value)
+        else:
+            setattr(plain, name, value)
+    return plain
+
+
 def naming_of(config: Any) -> Naming | None:
     """The naming of the model that `config` describes; None if transformers does not know its class.
 

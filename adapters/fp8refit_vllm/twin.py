@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fp8refit_transformers.naming import naming_of
+from fp8refit_transformers.naming import naming_of, plain_config
 from torch import nn
 
 from fp8refit.layers.twin import EmptyOnMeta, Twin, trace_twin
@@ -49,28 +49,15 @@ def _apart(config: Any) -> Any:
     return config
 
 
-def _plain_config(model_config: Any) -> Any:
-    """The Hugging Face config as it was before vLLM changed it for its own models, if it can be read again."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(
-            model_config.hf_config_path or model_config.model,
-            trust_remote_code=model_config.trust_remote_code,
-            revision=model_config.revision,
-        )
-    except (OSError, ValueError):
-        return model_config.hf_config
-    overrides = model_config.hf_overrides
-    if callable(overrides):
-        return overrides(config)
-    for name, value in overrides.items():
-        inner = getattr(config, name, None)
-        if isinstance(value, dict) and hasattr(inner, "update"):
-            inner.update(value)
-        else:
-            setattr(config, name, value)
-    return config
+def _plain_config(config: Any) -> Any:
+    """The Hugging Face config as it was before vLLM changed it for its own models."""
+    return plain_config(
+        config.hf_config_path or config.model,
+        config.hf_config,
+        config.hf_overrides,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+    )
 
 
 @contextmanager

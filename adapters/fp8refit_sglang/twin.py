@@ -1,0 +1,60 @@
+"""An SGLang model built once more on the meta device, as the engine itself builds it, and nothing left behind."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fp8refit_transformers.naming import naming_of, plain_config
+from torch import nn
+
+from fp8refit.layers.twin import EmptyOnMeta, Twin, trace_twin
+from fp8refit.slots import Refusal
+
+
+def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
+    """What the loader of this rank's model does with a checkpoint, or why nobody can know.
+
+    Args:
+        config: SGLang's `ModelConfig`.
+        load_config: Its `LoadConfig`.
+        num_ranks: Among how many ranks a checkpoint is shared out.
+    """
+    name = ", ".join(config.hf_config.architectures or ())
+    try:
+        overrides = config.model_override_args or {}
+        options = {"revision": config.revision, "trust_remote_code": False}
+        naming = naming_of(plain_config(config.model_path, config.hf_config, overrides, **options))
+        if naming is None:
+            reason = "is no class of transformers', which alone says what a checkpoint of it holds"
+            return Refusal(module=name, reason=reason, remedy="Boot a model that transformers knows")
+        with _built(config, load_config) as model:
+            return trace_twin(model, naming, num_ranks=num_ranks)
+    except Exception as error:  # noqa: BLE001 - a model that cannot be built without memory says so in its own way
+        reason = f"cannot be built without memory ({type(error).__name__}: {error})"
+        return Refusal(module=name, reason=reason, remedy="fp8refit does not know how to look at it yet")
+
+
+@contextmanager
+def _built(config: Any, load_config: Any) -> Iterator[nn.Module]:
+    """The model without memory, whose loader does nothing but to load."""
+    from sglang.srt.layers.rotary_embedding import factory
+    from sglang.srt.model_loader import loader
+
+    config = copy.deepcopy(config)
+    known, dtype = dict(factory._ROPE_DICT), torch.get_default_dtype()
+    factory._ROPE_DICT.clear()
+    try:
+        torch.set_default_dtype(config.dtype)
+        quantization = loader._get_quantization_config(config, load_config)
+        with EmptyOnMeta():
+            model = loader._initialize_model(config, load_config, quantization)
+        for module in model.modules():
+            if hasattr(module, "post_load_weights"):  # absorbs latent projections, of values that are not there
+                module.post_load_weights = lambda *_, **__: None
+        yield model
+    finally:
+        torch.set_default_dtype(dtype)
+        factory._ROPE_DICT.clear()
+        factory._ROPE_DICT.update(known)
