@@ -1,4 +1,4 @@
-"""Checkpoint names: the wrappers trainers put around them, and the parts of fused engine modules. Strings only."""
+"""Checkpoint names: the wrappers trainers put around them, and what else is not a name of a weight. Strings only."""
 
 import re
 from collections.abc import Iterable
@@ -12,12 +12,6 @@ _NOT_WEIGHTS = re.compile(r"(?:^|\.)rotary_emb\.(?:inv_freq|original_inv_freq|co
 _KV_SCALE = re.compile(r"\.(?:q|k|v|kv|prob)_scale$|\.[kv]_proj\.output_scale$")
 
 _EXPERTS = re.compile(r"(.+\.experts)\.(?:\d+\..+|[a-z]\w*)$")
-
-FUSED_MODULES: dict[str, tuple[str, ...]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-"""Engine modules that hold several checkpoint modules, row after row, for engines that do not say so themselves."""
 
 
 @lru_cache(maxsize=1 << 17)
@@ -54,15 +48,6 @@ def attention_name(module: str) -> str:
     'model.layers.0.self_attn'
     """
     return module.removesuffix(".attn")
-
-
-def experts_name(module: str) -> str:
-    """The checkpoint module of an engine's layer of experts: engines put their matrices into a module of their own.
-
-    >>> experts_name("model.layers.0.mlp.experts.routed_experts")
-    'model.layers.0.mlp.experts'
-    """
-    return module.removesuffix(".routed_experts")
 
 
 def other_spellings(name: str) -> tuple[str, ...]:
@@ -127,14 +112,3 @@ def kv_scale_names(layer: str, kind: str) -> tuple[str, ...]:
 def is_adapter_weight(name: str) -> bool:
     """Whether a tensor is of a model that LoRA wraps, and so is no weight of the merged policy."""
     return _ADAPTER.search(name) is not None
-
-
-def split_fused(module: str, fused: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Name the checkpoint modules that the engine module `module` holds, in storage order.
-
-    >>> split_fused("model.layers.0.mlp.gate_up_proj", FUSED_MODULES)
-    ('model.layers.0.mlp.gate_proj', 'model.layers.0.mlp.up_proj')
-    """
-    parent, _, leaf = module.rpartition(".")
-    parts = fused.get(leaf, (leaf,))
-    return tuple(f"{parent}.{part}" if parent else part for part in parts)

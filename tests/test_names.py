@@ -1,6 +1,6 @@
 import pytest
 
-from fp8refit.names import FUSED_MODULES, in_one, is_not_a_weight, split_fused, strip_wrappers, without_numbers
+from fp8refit.names import in_one, is_not_a_weight, strip_wrappers, without_numbers
 
 
 @pytest.mark.parametrize(
@@ -30,16 +30,6 @@ def test_rotary_tables_are_no_weights():
     assert is_not_a_weight("rotary_emb.cos_cached")
     assert not is_not_a_weight("model.layers.0.self_attn.q_proj.weight")
     assert not is_not_a_weight("model.rotary_emb.inv_freq.weight")
-
-
-def test_split_fused():
-    assert split_fused("model.layers.0.self_attn.qkv_proj", FUSED_MODULES) == (
-        "model.layers.0.self_attn.q_proj",
-        "model.layers.0.self_attn.k_proj",
-        "model.layers.0.self_attn.v_proj",
-    )
-    assert split_fused("gate_up_proj", FUSED_MODULES) == ("gate_proj", "up_proj")
-    assert split_fused("model.layers.0.mlp.down_proj", FUSED_MODULES) == ("model.layers.0.mlp.down_proj",)
 
 
 def test_names_of_layers_and_experts_are_written_as_one():

@@ -57,7 +57,7 @@ def read_inventory(model: nn.Module, traced: Twin | Refusal) -> Inventory:
 
 
 class SglangRules:
-    """A `fp8refit.layers.twin.KernelRules` (seen with 0.5.15, 0.5.17 and 0.5.23).
+    """A `fp8refit.layers.rules.KernelRules` (seen with 0.5.15, 0.5.17 and 0.5.23).
 
     Args:
         model: The live model.

@@ -81,7 +81,7 @@ def _absorbed_copies(model: nn.Module) -> Iterator[Absorbed]:
 
 
 class VllmRules:
-    """A `fp8refit.layers.twin.KernelRules`."""
+    """A `fp8refit.layers.rules.KernelRules`."""
 
     remedies = Remedies(
         no_block_fp8='Boot from a block-FP8 checkpoint (fp8refit quantize), or with quantization="fp8_per_block"',

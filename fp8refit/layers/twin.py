@@ -5,17 +5,17 @@ says which box of each goes where; here that is held against the live model, and
 exactly once by copies is refused, and so is one that the engine's kernels keep in another form.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fp8refit.layers.boxes import Boxes, Range, count_cover, fault_of_cover, pieces_of, written_by
-from fp8refit.layers.rules import Kernel, Remedies, Why
+from fp8refit.layers.rules import KernelRules, Why
 from fp8refit.layers.staged import Staged, fault_of_recipe, recipe_of
 from fp8refit.layers.trace import Computed, Copy, Load, Traced, trace_loader, trace_once
 from fp8refit.live import live_tensors
@@ -68,32 +68,6 @@ class EmptyOnMeta(TorchFunctionMode):
         if func in (torch.empty, torch.empty_strided):
             kwargs = {**kwargs, "device": "meta", "pin_memory": False}
         return func(*args, **kwargs)
-
-
-class KernelRules(Protocol):
-    """What one engine's kernels do to weights once they are loaded."""
-
-    remedies: Remedies
-
-    def why_refused(self, module: nn.Module) -> Why:
-        """What is against `module`, with parameters of its own or without, that only this engine has."""
-        ...
-
-    def kernel_of(self, module: nn.Module) -> Kernel:
-        """What multiplies by the weights of a module with block scales."""
-        ...
-
-    def block_size_of(self, module: nn.Module) -> tuple[int, int]:
-        """Rows and columns of one block, of a module that `kernel_of` says is row-major."""
-        ...
-
-    def swaps_halves(self, module: nn.Module) -> bool:
-        """Whether the kernel of a layer of experts keeps the two halves of `w13_weight` the other way round."""
-        ...
-
-    def kept(self, module: nn.Module) -> Collection[str]:
-        """Parameters of its own that are no weights: no slot holds them, and a refit leaves them as they are."""
-        ...
 
 
 def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_ranks: int = 1) -> Twin:

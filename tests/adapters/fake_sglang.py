@@ -171,8 +171,6 @@ def install(monkeypatch) -> None:
         "sglang.srt.layers": {},
         "sglang.srt.layers.quantization": {},
         "sglang.srt.layers.quantization.kv_cache": {"BaseKVCacheMethod": BaseKVCacheMethod},
-        "sglang.srt.eplb": {},
-        "sglang.srt.eplb.expert_location": {"get_global_expert_location_metadata": lambda: None},
         "sglang.srt.entrypoints": {},
         "sglang.srt.entrypoints.http_server": {"app": None},
     }
@@ -185,6 +183,7 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(Graphs, "backends", {"decode": "full", "prefill": "tc_piecewise"})
     monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [EntryPoint()])
     monkeypatch.setattr("fp8refit_sglang.worker.ProcessGroupExchange", lambda group: group)
+    monkeypatch.setattr("fp8refit_sglang.worker.twin_of", lambda *_, **__: None)
     monkeypatch.setattr("fp8refit_sglang.worker.read_inventory", lambda network, _: network.read_inventory())
     plugin.register()
     HookRegistry.apply_hooks()
@@ -283,6 +282,8 @@ class Scheduler:
         self.network = Network(rank, group.size)
         self.runner = SimpleNamespace(
             model=self.network,
+            model_config=None,
+            load_config=None,
             kv_cache_dtype=torch.float8_e4m3fn,
             kv_cache_dtype_str="fp8_e4m3",
             prefill_attention_backend_str="fa3",

@@ -8,22 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8refit_sglang.layout import ROW_MAJOR_KERNELS, read_inventory
+from fp8refit_sglang import layout
+from fp8refit_sglang.layout import ROW_MAJOR_KERNELS
 from torch import nn
 
-from fp8refit.slots import ScaleFormat
-from tests.layers.models import (
-    FP8,
-    HIDDEN,
-    SPLITS,
-    Layer,
-    RMSNorm,
-    check_ranks,
-    checkpoint_of,
-    family_of,
-    model_of,
-    model_of_rank,
-)
+from fp8refit.layers.twin import Twin
+from fp8refit.slots import Inventory, Refusal, ScaleFormat
+from tests.layers.models import FP8, HIDDEN, BlockLinear, model_of
+from tests.layers.twins import identity_twin
 
 
 def triton_w8a8_block_fp8_linear(): ...
@@ -31,7 +23,7 @@ def aiter_w8a8_block_fp8_linear(): ...
 
 
 class Fp8LinearMethod:
-    """What the method of a layer in FP8 shows."""
+    """What the method of a layer in FP8 shows; that of 0.5.23 says the size of its blocks itself."""
 
     use_marlin = False
 
@@ -40,49 +32,18 @@ class Fp8LinearMethod:
         self.w8a8_block_fp8_linear = product
 
 
-class Layer15(Layer):
-    """What a linear layer of 0.5.15 and 0.5.17 shows: numbers, on all but replicated layers."""
-
-    def describe(self, rank, num_ranks, sizes):
-        self.quant_method = Fp8LinearMethod()
-        name = type(self).__name__
-        if name != "ReplicatedLinear":
-            self.tp_rank, self.tp_size, self.use_presharded_weights = rank, num_ranks, False
-        if "Column" in name or "QKV" in name:
-            self.output_partition_sizes = sizes
-
-
-class Layer23(Layer):
-    """What a linear layer of 0.5.23 shows: a group, or None for a layer that is not split."""
-
-    tp_group = None
-
-    def describe(self, rank, num_ranks, sizes):
-        self.quant_method = Fp8LinearMethod()
-        self.quant_method.weight_block_size = [128, 128]
-        name = type(self).__name__
-        if name != "ReplicatedLinear":
-            self.tp_group = SimpleNamespace(rank_in_group=rank, world_size=num_ranks) if num_ranks > 1 else None
-            self.use_presharded_weights = False
-        if "Column" in name or "QKV" in name:
-            self.output_partition_sizes = sizes
-        if "QKV" in name:
-            self.kv_tp_group = self.tp_group
-
-
-FAMILY_15, FAMILY_23 = family_of(Layer15), family_of(Layer23)
-FAMILIES = [pytest.param(FAMILY_15, id="0.5.15"), pytest.param(FAMILY_23, id="0.5.23")]
-each_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-def block_layer(family=FAMILY_23, **attributes) -> nn.Module:
+def block_layer(**attributes) -> nn.Module:
     """A block-FP8 layer of an engine of one rank."""
-    weight, scale = torch.zeros(256, HIDDEN, dtype=FP8), torch.ones(2, 2)
-    layer = family.ColumnParallelLinear(weight, scale=scale, full=(256, HIDDEN), rank=0, num_ranks=1)
+    layer = BlockLinear(cols=HIDDEN, quant_method=Fp8LinearMethod())
     layer.weight_scale_inv.format_ue8m0 = False
     for name, value in attributes.items():
         setattr(layer, name, value)
     return layer
+
+
+def read_inventory(model: nn.Module, twin: Twin | Refusal | None = None) -> Inventory:
+    """The inventory of a model whose loader copies every tensor to the parameter of its name."""
+    return layout.read_inventory(model, identity_twin(model) if twin is None else twin)
 
 
 def only_refusal(model: nn.Module) -> str:
@@ -90,34 +51,15 @@ def only_refusal(model: nn.Module) -> str:
     return str(refusal)
 
 
-@each_family
-@pytest.mark.parametrize(("num_ranks", "num_kv_heads", "vocabulary"), SPLITS)
-def test_each_rank_holds_what_its_slots_say(family, num_ranks, num_kv_heads, vocabulary):
-    check_ranks(read_inventory, family, checkpoint_of(num_kv_heads, vocabulary), num_ranks)
+def test_a_model_without_a_twin_is_refused_for_it():
+    refusal = Refusal(module="Odd", reason="cannot be built without memory", remedy="Take another")
+    inventory = read_inventory(model_of(proj=block_layer()), refusal)
+    assert inventory.refusals == (refusal,)
+    assert {entry.name for entry in inventory.live} == {"proj.weight", "proj.weight_scale_inv"}
 
 
-@each_family
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_tied_vocabulary_is_an_alias_on_every_rank(family, rank):
-    model = model_of_rank(family, checkpoint_of(2, 259), rank, 2)
-    model.head = model.embed  # SGLang ties modules, not parameters
-    inventory = read_inventory(model)
-    assert inventory.aliases == {"head.weight": "embed.weight"}
-    (embed,) = (slot for slot in inventory.slots if slot.name == "embed.weight")
-    assert (embed.full_shape, embed.origin) == ((259, HIDDEN), (160 * rank, 0))
-    assert len(inventory.padding) == rank
-
-
-def test_a_model_that_does_not_name_its_fused_parts_is_read():
-    model = model_of_rank(FAMILY_23, checkpoint_of(2, 320), 0, 2)
-    del model.packed_modules_mapping
-    names = {slot.name for slot in read_inventory(model).slots}
-    assert names >= {f"{part}_proj.weight" for part in ("q", "k", "v", "gate", "up")}
-
-
-@each_family
-def test_a_slot_says_its_kernel_format_and_block_size(family):
-    (slot,) = read_inventory(model_of(proj=block_layer(family))).slots
+def test_a_slot_says_its_kernel_format_and_block_size():
+    (slot,) = read_inventory(model_of(proj=block_layer())).slots
     assert (slot.kernel, slot.scale_format) == ("triton_w8a8_block_fp8_linear", ScaleFormat.FP32)
     assert slot.block_size == (128, 128)
 
@@ -193,7 +135,10 @@ def marlin_method() -> Fp8LinearMethod:
         (block_layer(weight_scale_inv=scales(torch.ones(2, 2), format_ue8m0=True)), "powers of two (UE8M0)"),
         (block_layer(weight_scale_inv=scales(torch.ones(2, 2), power_of_two=True)), "powers of two (UE8M0)"),
         (block_layer(weight_scale_inv=scales(torch.ones(256, 1, dtype=torch.int32))), "powers of two (UE8M0)"),
-        (block_layer(weight_scale_inv=scales(torch.ones(2, 2, dtype=torch.uint8))), "its scales are uint8 [2, 2]"),
+        (
+            block_layer(weight_scale_inv=scales(torch.ones(2, 2, dtype=torch.uint8))),
+            "its `weight_scale_inv` is uint8 [2, 2]",
+        ),
         (block_layer(_block_fp8_bf16_weight=torch.zeros(1)), "SGLANG_OPT_HOPPER_BLOCK_FP8_BF16=0"),
         (
             block_layer(weight_scale_inv_swizzled=torch.zeros(1)),
@@ -209,7 +154,6 @@ def marlin_method() -> Fp8LinearMethod:
         ),
         (block_layer(_derived_weight_cache_error="Restart without it"), "derived from its weights. Restart without it"),
         (block_layer(use_intel_amx_backend=True), "packed for Intel AMX"),
-        (block_layer(kv_tp_group=object()), "cuts keys and values over other ranks than queries"),
     ],
 )
 def test_what_cannot_be_refitted_is_refused_by_name(module, reason):
@@ -245,14 +189,8 @@ class LatentModel(nn.Module, DeepseekV2WeightLoaderMixin):
 
     def __init__(self, **attributes):
         super().__init__()
-        self.packed_modules_mapping = {"fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"]}
         self.attn = attention = nn.Module()
-        attention.q_lora_rank, attention.kv_lora_rank, attention.qk_rope_head_dim = 128, 256, 64
-        attention.fused_qkv_a_proj_with_mqa = block_layer()
-        attention.fused_qkv_a_proj_with_mqa.output_size = 448
-        set_block_weight(attention.fused_qkv_a_proj_with_mqa, 448)
-        attention.kv_b_proj = block_layer()
-        set_block_weight(attention.kv_b_proj, 512)
+        attention.kv_b_proj = block_layer(**block_weight(512))
         attention.w_kc = torch.zeros(2, 256, 128, dtype=torch.bfloat16).transpose(1, 2)
         attention.w_vc = torch.zeros(2, 128, 256, dtype=torch.bfloat16).transpose(1, 2)
         attention.w_scale, attention.w_scale_k, attention.w_scale_v = 1.0, None, None
@@ -260,10 +198,11 @@ class LatentModel(nn.Module, DeepseekV2WeightLoaderMixin):
             setattr(attention, name, value)
 
 
-def set_block_weight(layer: nn.Module, num_rows: int) -> None:
+def block_weight(num_rows: int) -> dict[str, nn.Parameter]:
     codes = torch.randint(0, 0x78, (num_rows, 256), dtype=torch.uint8).view(FP8)
-    layer.weight = nn.Parameter(codes, requires_grad=False)
-    layer.weight_scale_inv = nn.Parameter(torch.rand(-(-num_rows // 128), 2), requires_grad=False)
+    scale = torch.rand(num_rows // 128, 2)
+    tensors = {"weight": codes, "weight_scale_inv": scale}
+    return {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
 
 
 def test_absorbed_copies_are_computed_from_codes_and_scales():
@@ -278,19 +217,6 @@ def test_absorbed_copies_are_computed_from_codes_and_scales():
     assert torch.equal(model.attn.w_kc, heads[:, :128])
     assert torch.equal(model.attn.w_vc, heads[:, 128:].transpose(1, 2))
     assert {"attn.w_kc", "attn.w_vc"} <= {live.name for live in inventory.live}
-
-
-def test_latent_projections_fused_into_one_matrix_are_slots_of_their_own():
-    slots = {slot.name: slot for slot in read_inventory(LatentModel()).slots}
-    queries, latents = slots["attn.q_a_proj.weight"], slots["attn.kv_a_proj_with_mqa.weight"]
-    assert [tuple(slot.weight.shape) for slot in (queries, latents)] == [(128, 256), (320, 256)]
-    assert [tuple(slot.scale.shape) for slot in (queries, latents)] == [(1, 2), (3, 2)]
-
-
-def test_a_fused_projection_of_other_rows_than_latents_is_refused():
-    model = LatentModel()
-    model.attn.kv_lora_rank = 128
-    assert "holds no fused matrices" in only_refusal(model)
 
 
 @pytest.mark.parametrize(
@@ -314,13 +240,11 @@ def test_copies_that_are_not_made_are_no_reason():
     assert read_inventory(model_of(proj=layer)).refusals == ()
 
 
-def test_a_layer_wrapped_for_lora_is_refused_with_what_it_wraps():
+def test_a_layer_wrapped_for_lora_is_refused():
     wrapper = nn.Module()
     wrapper.base_layer = block_layer()
     wrapper.weight = wrapper.base_layer.weight  # as SGLang's wrappers have it
-    refusals = read_inventory(model_of(proj=wrapper)).refusals
-    assert [refusal.module for refusal in refusals] == ["proj", "proj.base_layer"]
-    assert refusals[0].reason == "is wrapped for LoRA"
+    assert only_refusal(model_of(proj=wrapper)).startswith("proj: is wrapped for LoRA")
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
@@ -335,32 +259,3 @@ def test_fp8_by_channel_or_tensor_is_refused(dtype):
 
 def test_a_model_without_block_fp8_is_refused():
     assert "fp8refit quantize" in only_refusal(model_of(proj=nn.Linear(128, 128)))
-
-
-class GemmaRMSNorm(RMSNorm):
-    """Keeps `weight + 1` as a buffer."""
-
-    def __init__(self, weight):
-        super().__init__(weight, self._weight_loader)
-
-    def _weight_loader(self): ...
-
-
-def default_weight_loader(): ...
-
-
-@pytest.mark.parametrize(
-    ("norm", "refused"), [(RMSNorm(torch.ones(8), default_weight_loader), False), (GemmaRMSNorm(torch.ones(8)), True)]
-)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_norm_whose_loader_is_not_known_to_copy_is_refused(norm, refused, num_ranks):
-    model = model_of_rank(FAMILY_23, checkpoint_of(2, 320), 0, num_ranks)
-    model.q_norm = norm
-    assert [refusal.module for refusal in read_inventory(model).refusals] == ["q_norm"] * refused
-
-
-@each_family
-def test_presharded_weights_are_refused_in_sglang_s_words(family):
-    model = model_of_rank(family, checkpoint_of(2, 320), 1, 2)
-    model.o_proj.use_presharded_weights = True
-    assert only_refusal(model).endswith("over 2 ranks. Boot with tp_size=1")

@@ -1,12 +1,9 @@
 """The rank's side of the SGLang adapter: whatever a driver does, a scheduler goes on. Fakes in the place of SGLang."""
 
 import asyncio
-import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
-from fp8refit_sglang.compat import Scheduler, call_for
+from fp8refit_sglang.compat import call_for
 from fp8refit_sglang.worker import FLUSH, FLUSHED, KEPT
 
 from fp8refit.errors import EngineLostError
@@ -109,14 +106,6 @@ def test_an_error_of_sglang_s_own_does_not_leave_the_scheduler(scheduler):
     assert [(receipt.success, receipt.message) for receipt in driver.receipts] == [(False, "ValueError: no such pool")]
     del scheduler.flush_cache
     assert asyncio.run(Driver(scheduler).ask(FLUSH)) == FLUSHED
-
-
-def test_the_map_of_experts_is_read_as_sglang_keeps_it(scheduler, monkeypatch):
-    location = sys.modules["sglang.srt.eplb.expert_location"]
-    assert Scheduler(scheduler).places_of_experts is None
-    metadata = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor([[0, 1], [1, 0]]))
-    monkeypatch.setattr(location, "get_global_expert_location_metadata", lambda: metadata)
-    assert Scheduler(scheduler).places_of_experts == [[0, 1], [1, 0]]
 
 
 def test_what_is_no_request_is_answered_with_a_value(scheduler):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from math import prod
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from fp8refit.slots import Inventory, Slot
 
 FP8 = torch.float8_e4m3fn
 HIDDEN, HEAD, NUM_HEADS, MLP = 256, 128, 4, 1024
-PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 SPLITS = [
     pytest.param(
         num_ranks, num_kv_heads, vocabulary, id=f"{num_ranks} ranks, {num_kv_heads} kv heads, {vocabulary} rows"
@@ -30,82 +28,30 @@ SPLITS = [
 
 def model_of(**modules) -> nn.Module:
     model = nn.Module()
-    model.packed_modules_mapping = dict(PACKED)
     for name, module in modules.items():
         model.add_module(name, module)
     return model
 
 
-class Layer(nn.Module):
-    """A linear layer with live values that a test cut from a checkpoint.
+class BlockLinear(nn.Module):
+    """A block-FP8 linear layer of zeros."""
 
-    `describe` says how the engine's layers tell which part of a matrix they hold.
-    """
-
-    def __init__(self, weight: Tensor, *, full, rank, num_ranks, scale=None, bias=None, sizes=None, **attributes):
+    def __init__(self, rows=256, cols=256, **attributes):
         super().__init__()
-        self.output_size, self.input_size = full
-        self.describe(rank, num_ranks, sizes or [weight.shape[0]])
+        self.weight = nn.Parameter(torch.zeros(rows, cols, dtype=FP8), requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(torch.ones(-(-rows // 128), -(-cols // 128)), requires_grad=False)
         for name, value in attributes.items():
             setattr(self, name, value)
+
+
+class Layer(nn.Module):
+    """A layer with live values that a test cut from a checkpoint."""
+
+    def __init__(self, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None):
+        super().__init__()
         for name, tensor in {"weight": weight, "weight_scale_inv": scale, "bias": bias}.items():
             if tensor is not None:
-                live = nn.Parameter(tensor.clone(), requires_grad=False)
-                live.weight_loader = self.weight_loader
-                self.register_parameter(name, live)
-
-    def describe(self, rank: int, num_ranks: int, sizes: list[int]) -> None:
-        raise NotImplementedError
-
-    def weight_loader(self):
-        """Only its owner's name is looked at."""
-
-
-def family_of(base: type[Layer]) -> SimpleNamespace:
-    """Linear layers under the names by which engines know how they load."""
-
-    def loads(self): ...
-
-    def named(name, parent, *loaders):
-        return type(name, (parent,), dict.fromkeys(loaders, loads))
-
-    both = ("weight_loader", "weight_loader_v2")
-    column = named("ColumnParallelLinear", base, *both)
-    return SimpleNamespace(
-        ColumnParallelLinear=column,
-        MergedColumnParallelLinear=named("MergedColumnParallelLinear", column, *both),
-        QKVParallelLinear=named("QKVParallelLinear", column, *both),
-        RowParallelLinear=named("RowParallelLinear", base, *both),
-        ReplicatedLinear=named("ReplicatedLinear", base, "weight_loader"),
-    )
-
-
-class VocabParallelEmbedding(nn.Module):
-    """What a vocabulary shows. `num_rows` and `start` are what this rank holds of it before padding."""
-
-    def __init__(self, weight: Tensor, *, num_rows, start, size, num_ranks, bias=None, num_added=0):
-        super().__init__()
-        self.tp_size, self.org_vocab_size, self.num_added_embeddings = num_ranks, size, num_added
-        self.num_embeddings_per_partition = weight.shape[0]
-        self.shard_indices = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=start + num_rows)
-        self.weight = nn.Parameter(weight.clone(), requires_grad=False)
-        self.bias = nn.Parameter(bias.clone(), requires_grad=False) if bias is not None else None
-
-    def weight_loader(self): ...
-
-
-class ParallelLMHead(VocabParallelEmbedding):
-    pass
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, weight: Tensor, loader=None, **attributes):
-        super().__init__()
-        self.weight = nn.Parameter(weight.clone())
-        if loader is not None:
-            self.weight.weight_loader = loader
-        for name, value in attributes.items():
-            setattr(self, name, value)
+                self.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
 
 
 def checkpoint_of(num_kv_heads: int, vocabulary: int) -> dict[str, Tensor]:
@@ -137,9 +83,8 @@ def checkpoint_of(num_kv_heads: int, vocabulary: int) -> dict[str, Tensor]:
     }
 
 
-def model_of_rank(family: SimpleNamespace, checkpoint: dict[str, Tensor], rank: int, num_ranks: int) -> nn.Module:
+def model_of_rank(checkpoint: dict[str, Tensor], rank: int, num_ranks: int) -> nn.Module:
     """The model of one rank, cut by chunks and heads as the engines' documentation says it, not by offsets."""
-    who = {"rank": rank, "num_ranks": num_ranks}
     num_kv_heads = checkpoint["k_proj.bias"].shape[0] // HEAD
     kv_heads = range(rank * num_kv_heads // num_ranks, ((rank + 1) * num_kv_heads - 1) // num_ranks + 1)
     of_part = {
@@ -148,18 +93,24 @@ def model_of_rank(family: SimpleNamespace, checkpoint: dict[str, Tensor], rank: 
         "gate_proj": lambda tensor: tensor.chunk(num_ranks)[rank],
     }
     of_part |= {"v_proj": of_part["k_proj"], "up_proj": of_part["gate_proj"], "fc_proj": of_part["gate_proj"]}
+    leaves = {"weight": "weight", "scale": "weight_scale_inv", "bias": "bias"}
 
     def rows_of(*parts):
-        cut = {
-            key: [of_part[part](checkpoint[f"{part}.{name}"]) for part in parts]
-            for key, name in {"weight": "weight", "scale": "weight_scale_inv", "bias": "bias"}.items()
-        }
-        return {key: torch.cat(tensors) for key, tensors in cut.items()} | {"sizes": [len(t) for t in cut["weight"]]}
+        return Layer(
+            **{
+                key: torch.cat([of_part[part](checkpoint[f"{part}.{leaf}"]) for part in parts])
+                for key, leaf in leaves.items()
+            }
+        )
 
     def columns_of(name):
-        cut = {"weight": f"{name}.weight", "scale": f"{name}.weight_scale_inv"}
-        cut = {key: checkpoint[found].chunk(num_ranks, 1)[rank] for key, found in cut.items() if found in checkpoint}
-        return cut | {"full": tuple(checkpoint[f"{name}.weight"].shape), "bias": checkpoint.get(f"{name}.bias")}
+        cut = {key: checkpoint.get(f"{name}.{leaf}") for key, leaf in leaves.items()}
+        return Layer(
+            **{
+                key: tensor.chunk(num_ranks, 1)[rank] if tensor is not None and key != "bias" else tensor
+                for key, tensor in cut.items()
+            }
+        )
 
     def vocabulary_of(name):
         held = {}
@@ -169,47 +120,31 @@ def model_of_rank(family: SimpleNamespace, checkpoint: dict[str, Tensor], rank: 
                 num_padded = -tensor.shape[0] % 64
                 padded = torch.cat([tensor, tensor.new_full((num_padded, *tensor.shape[1:]), -1.0)])
                 held[key] = padded.chunk(num_ranks)[rank]
-        size = checkpoint[f"{name}.weight"].shape[0]
-        num_rows = int((held["weight"][:, 0] >= 0).sum())
-        start = min(rank * held["weight"].shape[0], size)
-        return held | {"num_rows": num_rows, "start": start, "size": size, "num_ranks": num_ranks}
+        return Layer(**held)
 
     return model_of(
-        embed=VocabParallelEmbedding(**vocabulary_of("embed")),
-        qkv_proj=family.QKVParallelLinear(
-            **rows_of("q_proj", "k_proj", "v_proj"),
-            **who,
-            full=((NUM_HEADS // num_ranks + 2 * len(kv_heads)) * num_ranks * HEAD, HIDDEN),
-            num_kv_head_replicas=max(1, num_ranks // num_kv_heads),
-        ),
-        q_norm=RMSNorm(checkpoint["q_norm.weight"]),
-        o_proj=family.RowParallelLinear(**columns_of("o_proj"), **who),
-        gate_up_proj=family.MergedColumnParallelLinear(
-            **rows_of("gate_proj", "up_proj"), **who, full=(2 * MLP, HIDDEN)
-        ),
-        down_proj=family.RowParallelLinear(**columns_of("down_proj"), **who),
-        fc_proj=family.ColumnParallelLinear(**rows_of("fc_proj"), **who, full=(MLP, HIDDEN)),
-        router=family.ReplicatedLinear(
-            checkpoint["router.weight"],
-            scale=checkpoint["router.weight_scale_inv"],
-            bias=checkpoint["router.bias"],
-            full=(128, HIDDEN),
-            **who,
-        ),
-        plain=family.RowParallelLinear(**columns_of("plain"), **who),
-        head=ParallelLMHead(**vocabulary_of("head")),
+        embed=vocabulary_of("embed"),
+        qkv_proj=rows_of("q_proj", "k_proj", "v_proj"),
+        q_norm=Layer(checkpoint["q_norm.weight"]),
+        o_proj=columns_of("o_proj"),
+        gate_up_proj=rows_of("gate_proj", "up_proj"),
+        down_proj=columns_of("down_proj"),
+        fc_proj=rows_of("fc_proj"),
+        router=Layer(*(checkpoint[f"router.{leaf}"] for leaf in leaves.values())),
+        plain=columns_of("plain"),
+        head=vocabulary_of("head"),
     )
 
 
 Read = Callable[[nn.Module], Inventory]
 
 
-def check_ranks(read: Read, family: SimpleNamespace, checkpoint: dict[str, Tensor], num_ranks: int) -> None:
+def check_ranks(read: Read, checkpoint: dict[str, Tensor], num_ranks: int) -> None:
     """Whether slots say which slices they hold, the ranks hold every value as often as they should, and miss no byte."""
     weights = {name: tensor for name, tensor in checkpoint.items() if not name.endswith("_scale_inv")}
     counts = {name: torch.zeros(tensor.shape, dtype=torch.int8) for name, tensor in weights.items()}
     for rank in range(num_ranks):
-        model = model_of_rank(family, checkpoint, rank, num_ranks)
+        model = model_of_rank(checkpoint, rank, num_ranks)
         inventory = read(model)
         assert not inventory.refusals
         assert {slot.name for slot in inventory.slots} <= set(weights), "a rank may hold nothing of a small vocabulary"

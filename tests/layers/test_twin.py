@@ -1,15 +1,15 @@
 """Slots of live models by what the loaders of their twins do."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from fp8refit.layers.twin import Naming, read_inventory, trace_twin
-from fp8refit.slots import Stacked, TensorMeta
-from tests.layers.models import FP8, SPLITS, check_ranks, checkpoint_of, model_of
-from tests.layers.rules import FAMILY
-from tests.layers.test_inventory import BlockLinear
-from tests.layers.twins import FakeKernelRules, copying, identity_twin, naming_of, twin_of_rank
+from fp8refit.slots import ScaleFormat, Stacked, TensorMeta
+from tests.layers.models import FP8, SPLITS, BlockLinear, check_ranks, checkpoint_of, model_of
+from tests.layers.twins import KERNEL, FakeKernelRules, copying, identity_twin, naming_of, twin_of_rank
 
 BF16 = torch.bfloat16
 
@@ -31,7 +31,7 @@ def test_each_rank_holds_what_its_slots_say(num_ranks, num_kv_heads, vocabulary)
     def read_rank(model):
         return read(model, twin_of_rank(model, checkpoint, next(ranks), num_ranks))
 
-    check_ranks(read_rank, FAMILY, checkpoint, num_ranks)
+    check_ranks(read_rank, checkpoint, num_ranks)
 
 
 def test_a_parameter_that_no_tensor_fills_is_refused_and_one_that_is_filled_in_part():
@@ -82,7 +82,7 @@ def test_live_tensors_that_are_not_those_of_the_twin_are_refused():
 
 
 def test_heads_that_take_turns_are_slots_of_blocks_of_their_own():
-    model = model_of(qkv=BlockLinear(sizes=(768,)))
+    model = model_of(qkv=BlockLinear(rows=768))
 
     def load(tensors):
         for _, tensor in tensors:
@@ -99,7 +99,7 @@ def test_heads_that_take_turns_are_slots_of_blocks_of_their_own():
 def test_what_does_not_lie_on_blocks_is_put_in_order_and_quantized_after_a_fill(how):
     from fp8refit import quantize_blockwise
 
-    model = model_of(proj=BlockLinear(sizes=(384,)))
+    model = model_of(proj=BlockLinear(rows=384))
     full_shape = (256, 384) if how == "transposed" else (384, 256)
 
     def ordered(tensor):
@@ -139,6 +139,76 @@ def test_arithmetic_on_a_quantized_weight_is_refused_by_name():
 
     refusal = only_refusal(model, trace_twin(model, naming_of(model), load))
     assert refusal.startswith("proj: `weight` is computed (aten.mul.Tensor) before it is quantized")
+
+
+def test_a_slot_says_what_the_rules_say_of_its_layer():
+    powers = replace(KERNEL, name="Another", scale_format=ScaleFormat.UE8M0)
+    a, b = read(model_of(a=BlockLinear(), b=BlockLinear(kernel=powers))).slots
+    assert (a.kernel, a.scale_format, a.block_size, a.module) == (KERNEL.name, ScaleFormat.FP32, (128, 128), "a")
+    assert (b.kernel, b.scale_format) == ("Another", ScaleFormat.UE8M0)
+
+
+def test_a_tied_weight_is_a_second_name_and_a_bias_beside_it_a_slot():
+    embed, head = nn.Embedding(64, 128), nn.Linear(128, 64)
+    head.weight = embed.weight
+    model = model_of(embed=embed, head=head, proj=BlockLinear())
+    naming = replace(naming_of(model), tied={"head.weight": "embed.weight"})
+    inventory = read(model, trace_twin(model, naming, copying(model)))
+    assert inventory.aliases == {"head.weight": "embed.weight"}
+    assert [slot.name for slot in inventory.slots] == ["embed.weight", "head.bias", "proj.weight"]
+
+
+def test_a_layer_that_another_holds_too_has_one_name():
+    layer, attention = BlockLinear(), nn.Module()
+    attention.o_proj = layer
+    inventory = read(model_of(o_proj=layer, attn=attention))
+    assert [slot.name for slot in inventory.slots] == ["o_proj.weight"]
+    assert inventory.aliases == {}
+
+
+def test_what_is_kept_has_no_slot_and_is_watched():
+    attention = nn.Module()
+    attention.k_scale = nn.Parameter(torch.tensor(0.5))
+    attention.kept = ("k_scale",)
+    model = model_of(attn=attention, proj=BlockLinear())
+    model.register_buffer("rotary", torch.ones(4))
+    inventory = read(model)
+    assert [slot.name for slot in inventory.slots] == ["proj.weight"]
+    assert {entry.name for entry in inventory.live} >= {"attn.k_scale", "rotary"}
+    assert inventory.refusals == ()
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (BlockLinear(kernel=replace(KERNEL, is_row_major=False)), "its kernel Plain repacks weights"),
+        (BlockLinear(base_layer=nn.Module()), "holds `weight`, `weight_scale_inv` around a layer, for LoRA"),
+        (BlockLinear(why_refused=("is odd", "Take another")), "is odd. Take another"),
+    ],
+)
+def test_what_cannot_be_refitted_is_refused_by_name(module, reason):
+    refusal = only_refusal(model_of(thing=module))
+    assert refusal.startswith("thing: ")
+    assert reason in refusal
+
+
+def test_the_rules_may_refuse_a_module_without_parameters_and_the_model_itself():
+    attention = nn.Module()
+    attention.why_refused = ("is odd", "Take another")
+    assert only_refusal(model_of(attention=attention, proj=BlockLinear())) == "attention: is odd. Take another"
+    model = model_of(proj=BlockLinear())
+    model.why_refused = ("is odd", "Take another")
+    assert only_refusal(model) == "Module: is odd. Take another"
+
+
+@pytest.mark.parametrize("dtype", [FP8, BF16, torch.uint8])
+def test_another_quantization_is_refused(dtype):
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(128, 128, dtype=dtype), requires_grad=False)
+    layer.weight_scale = nn.Parameter(torch.ones(1))
+    refusal = only_refusal(model_of(layer=layer))
+    assert "not block FP8" in refusal
+    assert FakeKernelRules.remedies.other_quantization in refusal
 
 
 def test_a_model_without_block_fp8_is_refused():

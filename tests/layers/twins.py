@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from fp8refit.layers.rules import Kernel, Remedies
 from fp8refit.layers.twin import Naming, Twin, trace_twin
-from fp8refit.slots import TensorMeta
+from fp8refit.slots import ScaleFormat, TensorMeta
 from tests.layers.models import HEAD
-from tests.layers.rules import KERNEL
 
+KERNEL = Kernel(name="Plain", is_row_major=True, scale_format=ScaleFormat.FP32, remedy="Take another kernel")
 Load = Callable[[Iterator[tuple[str, Tensor]]], None]
 
 
