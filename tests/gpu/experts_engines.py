@@ -68,12 +68,13 @@ class SglangUnderTest:
         args: Of the script.
         model: A checkpoint, or a folder with a config alone.
         is_noise: Whether it is the latter.
+        options: Others of SGLang's.
     """
 
-    def __init__(self, args, model: Path, *, is_noise: bool = False) -> None:
+    def __init__(self, args, model: Path, *, is_noise: bool = False, **options: Any) -> None:
         from sglang_modes import boot
 
-        options: dict[str, Any] = {"tp_size": args.tp, "ep_size": args.tp if args.ep else 1, **FEW_TOKENS}
+        options = {"tp_size": args.tp, "ep_size": args.tp if args.ep else 1, **FEW_TOKENS, **options}
         if torch.cuda.is_available():
             options |= NCCL_ALONE | {"disable_cuda_graph": args.eager}
         if is_noise:
