@@ -26,28 +26,45 @@ def run_script(
         AssertionError: It failed; names its log.
         subprocess.TimeoutExpired: It took longer than `timeout_s`.
     """
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    process = started(script, arguments, out=out, log=log, environment=environment)
+    try:
+        code = process.wait(timeout_s)
+    finally:
+        ended(process)
+        signal.signal(signal.SIGTERM, before)
+    assert code == 0, f"{script} ended with {code}; see {log}"
+    return json.loads(out.read_text())
+
+
+def started(
+    script: str,
+    arguments: Sequence[object],
+    *,
+    out: Path,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a script that is to write `out`, in a session of its own; `ended` has to be called with it."""
     for file in (out, log):
         file.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     command = [sys.executable, Path(__file__).with_name(script), *arguments, "--out", out]
-    before = signal.signal(signal.SIGTERM, _interrupt)
     with open(log, "w") as file:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             list(map(str, command)),
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=os.environ | dict(environment or {}),
         )
-    try:
-        code = process.wait(timeout_s)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        signal.signal(signal.SIGTERM, before)
-    assert code == 0, f"{script} ended with {code}; see {log}"
-    return json.loads(out.read_text())
+
+
+def ended(process: subprocess.Popen[bytes]) -> None:
+    """End every process that a script leaves."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _interrupt(*_: object) -> NoReturn:

@@ -1,0 +1,149 @@
+"""Slots that were read off an engine's own loader, on a real GPU: bytes, tokens, log-probabilities, and what looking costs.
+
+    python -m pytest tests/gpu/test_traced.py                           # vLLM; FP8REFIT_ENGINE=sglang for SGLang
+    FP8REFIT_GPU_SHAPES=qwen3-8b python -m pytest tests/gpu/test_traced.py
+
+Every engine runs in a process of its own (`run_traced.py`). The fresh one of a shape runs beside the next shape's, which times
+nothing meanwhile. Takes an H200's 141 GB, and 60 GB of /dev/shm.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.scripts import ended, started
+
+ENGINE = os.environ.get("FP8REFIT_ENGINE", "vllm")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(find_spec(ENGINE) is None, reason=f"needs {ENGINE}"),
+    pytest.mark.timeout(1200),
+]
+
+SHAPES = os.environ.get("FP8REFIT_GPU_SHAPES", "deepseek-v3-4layers,qwen3-8b,qwen3-30b-a3b").split(",")
+"""The first one's first refit compiles kernels."""
+RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
+WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "traced"
+TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "300"))
+ENVIRONMENT = {"VLLM_USE_DEEP_GEMM": os.environ.get("VLLM_USE_DEEP_GEMM", "0")}
+"""DeepGEMM's kernels are compiled for every shape, which takes minutes."""
+ATTENTION = {"sglang": {"deepseek-v3-4layers": ("--attention", "triton")}}
+MOST_S = {"qwen3-8b": 1.0, "qwen3-30b-a3b": 3.0}
+"""Of a first refit."""
+MIB = 1 << 20
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+def start(mode, shape):
+    log = RESULTS / f"traced-{ENGINE}-{mode}-{shape}.log"
+    options = ATTENTION.get(ENGINE, {}).get(shape, ())
+    arguments = (mode, "--engine", ENGINE, "--shape", shape, "--work", WORK / shape, *options)
+    if mode == "refit":
+        arguments = (*arguments, "--wait")
+    return started("run_traced.py", arguments, out=WORK / f"{mode}-{shape}.json", log=log, environment=ENVIRONMENT)
+
+
+def finish(mode, shape, process):
+    """What it found, or how it ended."""
+    try:
+        code = process.wait(TIMEOUT_S)
+    finally:
+        ended(process)
+    out = WORK / f"{mode}-{shape}.json"
+    return json.loads(out.read_text()) if code == 0 else {"ended": f"{mode} of {shape} ended with {code}; see its log"}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What a refitted engine and a fresh one of every shape hold and say."""
+    shutil.rmtree(WORK, ignore_errors=True)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result, fresh = {}, None
+    with contextlib.ExitStack() as stack:
+
+        def begin(mode, shape):
+            process = start(mode, shape)
+            stack.callback(ended, process)
+            return process
+
+        for shape in SHAPES:
+            process = begin("refit", shape)
+            if fresh is not None:
+                result[fresh[0]] |= finish("fresh", *fresh)
+            (WORK / shape).mkdir(parents=True, exist_ok=True)
+            (WORK / shape / "go").touch()
+            result[shape] = finish("refit", shape, process)
+            fresh = (shape, begin("fresh", shape)) if "ended" not in result[shape] else None
+        if fresh is not None:
+            result[fresh[0]] |= finish("fresh", *fresh)
+    signal.signal(signal.SIGTERM, before)
+    shutil.rmtree(WORK, ignore_errors=True)
+    return result
+
+
+def of(found, shape):
+    assert "ended" not in found[shape], found[shape]["ended"]
+    return found[shape]
+
+
+@every_shape
+def test_live_bytes_equal_those_of_a_freshly_booted_engine(shape, found):
+    engine = of(found, shape)
+    assert engine["single"]["live"] == engine["stacked"]["live"] == engine["fresh"]["live"]
+    assert not engine["moved"]
+
+
+@every_shape
+def test_tokens_and_log_probabilities_equal_those_of_a_freshly_booted_engine(shape, found):
+    engine = of(found, shape)
+    assert engine["single"]["generated"] == engine["stacked"]["generated"] == engine["fresh"]["generated"]
+
+
+@every_shape
+def test_looking_at_the_loader_leaves_no_memory_in_use(shape, found):
+    twin = of(found, shape)["twin"]
+    assert twin.get("refusals", []) == []
+    assert max(twin.get("left_bytes", [0])) <= 0
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape in MOST_S])
+def test_a_first_refit_is_quick(shape, found):
+    assert of(found, shape)["first_refit"]["wall_s"] <= MOST_S[shape]
+
+
+@every_shape
+def test_write_the_result(shape, found):
+    engine = of(found, shape)
+    result = {
+        "what": f"{ENGINE}, {shape} shape with outlier channels, slots traced through the engine's own loader",
+        "command": f"FP8REFIT_ENGINE={ENGINE} FP8REFIT_GPU_SHAPES={','.join(SHAPES)} python -m pytest tests/gpu/test_traced.py",
+        "gpu": engine["gpu"],
+        "versions": engine["versions"],
+        "kernels": engine["kernels"],
+        "num_tensors": engine["num_tensors"],
+        "live_tensors_compared": sum(map(len, engine["fresh"]["live"])),
+        "equal_to_fresh_boot": {
+            kind: {
+                "live_bytes": engine[kind]["live"] == engine["fresh"]["live"],
+                "tokens": engine[kind]["generated"]["tokens"] == engine["fresh"]["generated"]["tokens"],
+                "log_probabilities": engine[kind]["generated"] == engine["fresh"]["generated"],
+                "graph_replays": engine[kind]["graph_replays"],
+            }
+            for kind in ("single", "stacked")
+        },
+        "twin": engine["twin"],
+        "first_refit": engine["first_refit"],
+        "later_refit_ms_median": 1e3 * statistics.median(refit["wall_s"] for refit in engine["later_refits"]),
+        "later_refits": engine["later_refits"],
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"traced_{ENGINE}_{shape}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
