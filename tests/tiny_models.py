@@ -300,7 +300,11 @@ def make_model(family: str, seed: int) -> PreTrainedModel:
     """A BF16 model of `family`; every seed is another policy of the same shape."""
     config_class, model_class, extra = FAMILIES[family]
     torch.manual_seed(seed)
-    model = model_class(config_class(**COMMON | extra)).to(torch.bfloat16)
+    return fill(model_class(config_class(**COMMON | extra)).to(torch.bfloat16))
+
+
+def fill(model: PreTrainedModel) -> PreTrainedModel:
+    """Give every parameter values of its own, by torch's seed."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim >= 2:

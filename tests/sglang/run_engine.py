@@ -16,6 +16,7 @@ from fresh import run_fresh
 from latent import run_latent
 from refits import run_refits
 from served import run_served
+from zoo import run_zoo
 
 SCENARIOS = {
     "fresh": run_fresh,
@@ -25,6 +26,7 @@ SCENARIOS = {
     "conformance": run_conformance,
     "served": run_served,
     "oracle": run_oracle,
+    "zoo": run_zoo,
 }
 SPAWNED = ("refits",)
 """Scenarios with engines whose processes import SGLang anew, as SGLang has it. Those of others are forks, which boot faster."""

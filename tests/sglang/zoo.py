@@ -1,0 +1,94 @@
+"""Any model that SGLang names and that transformers can make small: refitted from noise, against a fresh engine.
+
+The fresh one loads a block-FP8 checkpoint that a second quantizer wrote. Where a model's blocks do not lie as in any such
+checkpoint, it loads the BF16 checkpoint, quantizes nothing, and what it holds is quantized here.
+"""
+
+import ast
+import hashlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from engines import NOISE, boot, generate, look
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fp8refit import Refitter
+from tests import zoo_models
+
+
+def named_by_sglang() -> list[str]:
+    """Every architecture of SGLang's registry, read off the source of its models: some cannot be imported here."""
+    (package,) = importlib.util.find_spec("sglang.srt.models").submodule_search_locations
+    names: set[str] = set()
+    for file in Path(package).rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "EntryClass" for target in node.targets):
+                names |= {found.id for found in ast.walk(node.value) if isinstance(found, ast.Name)}
+    return sorted(names)
+
+
+def run_zoo(architecture: str, work: Path, *, speaks: bool) -> dict:
+    """What two engines hold and say.
+
+    Args:
+        architecture: A class of transformers'.
+        work: For checkpoints.
+        speaks: Whether there are kernels for a forward of it on this CPU: without one, an engine ends.
+    """
+    folder = work / f"zoo-{architecture}"
+    zoo_models.save(architecture, 2, folder / "bf16")
+    policies = [zoo_models.make(architecture, seed).state_dict() for seed in (1, 2)]
+    engine = boot(folder / "bf16", **NOISE)
+    refitter = Refitter(engine)
+    layout = refitter.layout()
+    found: dict[str, Any] = {"refusals": layout.refusals}
+    refitter.refit(policies[0])
+    found["before"] = generate(engine) if speaks else None
+    refitter.refit(policies[1])
+    found["refitted"] = look(engine, "live_bytes")
+    found["generated"] = generate(engine) if speaks else None
+    look(engine, "scribble")
+    refitter.refit(folder / "bf16")
+    found["from_files"] = look(engine, "live_bytes")
+    found["kinds"] = sorted({slot.kernel for slot in layout.slots if slot.scale_format})
+    engine.shutdown()
+    names = {slot.name for slot in layout.slots if slot.scale_format}
+    if any(slot.is_rearranged for slot in layout.slots) or not names <= names_in(folder / "bf16"):
+        found["fresh"] = loaded_and_quantized(folder, found["refitted"][0])
+        return found | {"is_loaded_in_bf16": True}
+    zoo_models.save_block_fp8(folder / "bf16", folder / "fp8", names)
+    engine = boot(folder / "fp8")
+    found["fresh"] = look(engine, "live_bytes")
+    found["fresh_generated"] = generate(engine) if speaks else None
+    engine.shutdown()
+    return found
+
+
+def names_in(folder: Path) -> set[str]:
+    """Of the tensors of a checkpoint."""
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names |= set(opened.keys())
+    return names
+
+
+def loaded_and_quantized(folder: Path, live: dict[str, str]) -> list[dict[str, str]]:
+    """A sha256 for each tensor of `live`, of what SGLang's loader makes of the BF16 checkpoint."""
+    engine = boot(folder / "bf16")
+    look(engine, "save", str(folder))
+    engine.shutdown()
+    loaded = load_file(folder / "0.safetensors")
+    quantized = {name: zoo_models.quantize(loaded[name]) for name in loaded if f"{name}_scale_inv" in live}
+    expected = loaded | {name: codes for name, (codes, _) in quantized.items()}
+    expected |= {f"{name}_scale_inv": scale for name, (_, scale) in quantized.items()}
+    return [{name: hash_of(expected[name]) if name in expected else "not there" for name in live}]
+
+
+def hash_of(tensor: Tensor) -> str:
+    """As `observer.live_bytes` gives it."""
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
