@@ -24,6 +24,8 @@ aten = torch.ops.aten
 Load: TypeAlias = Callable[[Iterator[tuple[str, Tensor]]], object]
 """A model's `load_weights`."""
 _CLONES = frozenset({aten.clone.default, aten._to_copy.default})
+_UNLIKELY = 73856093.1416
+"""As a number that a loader fills a parameter with."""
 _SHAPED_LIKE = frozenset(
     {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 )
@@ -212,6 +214,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._joined: dict[int, list[tuple[range, _Origin]]] = {}
         """Storages whose ranges come from several checkpoint tensors, one after another."""
         self._recipes: dict[int, Recipe | None] = {}
+        self._numbers: dict[float, Tensor] = {}
         self._alive: list[Tensor] = [*(parameters or {}).values()]  # or another storage would have the address of one
         self.copies: list[Copy] = []
         self.computed: list[Computed] = []
@@ -243,6 +246,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _only_views(func):
             return func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func is aten._local_scalar_dense.default and _storage(args[0]) in self._origins:
+            return self._number_for(args[0])
         writes = func._schema.is_mutable
         if writes and tensors and _storage(tensors[0]) in self._parameters:
             self._write(func, tensors, args)
@@ -262,10 +267,18 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if func is aten.copy_.default:
             self._copy(name, into, read[0])
+        elif func is aten.fill_.Scalar and args[1] in self._numbers:
+            self._copy(name, into, self._numbers[args[1]])
         elif func is aten.zero_.default or (func is aten.fill_.Scalar and args[1] == 0):
             self.copies.append(_nothing_into(name, into))
         else:
             self._object("", name, f"is changed by {func} when it is loaded")
+
+    def _number_for(self, tensor: Tensor) -> float:
+        """What a loader gets that reads a tensor of one element as a number: one by which it is known if it is written."""
+        number = _UNLIKELY + len(self._numbers)
+        self._numbers[number] = tensor.as_strided((), ())
+        return number
 
     def _copy(self, name: str, into: Tensor, tensor: Tensor) -> None:
         storage = _storage(tensor)

@@ -115,6 +115,22 @@ def test_what_is_set_to_zero_is_noted():
     ]
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_tensor_that_is_read_as_a_number_is_copied_and_one_that_is_computed_with_is_not(shape):
+    named = {name: torch.empty(shape, device="meta") for name in ("a", "b", "c")}
+
+    def load(tensors):
+        for name, tensor in tensors:
+            named[name].data.fill_(tensor.item() * 2 if name == "c" else tensor.item())
+
+    traced = trace_loader(load, named, dict.fromkeys(named, TensorMeta(shape=(1,), dtype=torch.bfloat16)))
+    assert [(copy.parameter, copy.source, copy.start, copy.runs) for copy in traced.copies] == [
+        ("a", "a", 0, ()),
+        ("b", "b", 0, ()),
+    ]
+    assert [objection.parameter for objection in traced.objections] == ["c"]
+
+
 @pytest.mark.parametrize("where", ["source", "parameter"])
 def test_what_is_computed_can_be_computed_again(where):
     into = torch.empty(4, device="meta")

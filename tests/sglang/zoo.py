@@ -26,7 +26,9 @@ def named_by_sglang() -> list[str]:
     names: set[str] = set()
     for file in Path(package).rglob("*.py"):
         for node in ast.parse(file.read_text()).body:
-            if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "EntryClass" for target in node.targets):
+            if isinstance(node, ast.Assign) and any(
+                getattr(target, "id", "") == "EntryClass" for target in node.targets
+            ):
                 names |= {found.id for found in ast.walk(node.value) if isinstance(found, ast.Name)}
     return sorted(names)
 
