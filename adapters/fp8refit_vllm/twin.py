@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +69,8 @@ def _built(config: Any) -> Iterator[nn.Module]:
 
     known, dtype = dict(rotary_embedding._ROPE_DICT), torch.get_default_dtype()
     rotary_embedding._ROPE_DICT.clear()
+    logger = logging.getLogger("vllm.model_executor.models.utils")
+    logger.addFilter(_keep_none)  # it warns of every tensor that is not of its parameter's dtype
     try:
         torch.set_default_dtype(config.model_config.dtype)
         with EmptyOnMeta():
@@ -78,6 +81,11 @@ def _built(config: Any) -> Iterator[nn.Module]:
                 parameter.weight_loader = inspect.unwrap(loader)
         yield model
     finally:
+        logger.removeFilter(_keep_none)
         torch.set_default_dtype(dtype)
         rotary_embedding._ROPE_DICT.clear()
         rotary_embedding._ROPE_DICT.update(known)
+
+
+def _keep_none(_: logging.LogRecord) -> bool:
+    return False

@@ -40,7 +40,7 @@ class Staged:
 
     def slots(self, module: str, sources: Mapping[str, TensorMeta]) -> list[Slot]:
         """Make room for the sources, and give their slots."""
-        bases = [base for each in self.computed for base in recipe_of(each).bases() if not base.is_parameter]
+        bases = [base for each in self.computed for base in each.recipe.bases() if not base.is_parameter]
         names = dict.fromkeys([copy.source for copy in self.copies if copy.source] + [base.name for base in bases])
         dtype = torch.bfloat16 if self.scale is not None else self.weight.dtype
         if self.scale is None and bases:
@@ -73,7 +73,7 @@ class Staged:
                 target.copy_(room.view(-1).as_strided(sizes, [run.stride for run in copy.runs], copy.start))
             else:
                 target.zero_()
-        for name in {base.name for each in self.computed for base in recipe_of(each).bases() if base.is_parameter}:
+        for name in {base.name for each in self.computed for base in each.recipe.bases() if base.is_parameter}:
             values[Base(name=name, is_parameter=True)] = into.clone()
         for each in self.computed:
             sizes = [run.size for run in each.into.runs]
@@ -88,8 +88,7 @@ class Staged:
 
 def fault_of_recipe(computed: Computed, dtype: torch.dtype, numel: int) -> str | None:
     """What keeps a computation from being done again into a tensor of `dtype`; None if nothing does."""
-    recipe = computed.value.base
-    steps = list(recipe.steps()) if isinstance(recipe, Recipe) else []
+    steps = list(computed.recipe.steps())
     sums = sorted({str(step.func) for step in steps if step.func not in _MOVES and not _is_cast(step)})
     if sums and dtype is FP8_DTYPE:
         return f"is computed ({', '.join(sums)}) before it is quantized"
@@ -98,18 +97,12 @@ def fault_of_recipe(computed: Computed, dtype: torch.dtype, numel: int) -> str |
     return None
 
 
-def recipe_of(computed: Computed) -> Recipe:
-    """What has to be done."""
-    assert isinstance(computed.value.base, Recipe), f"{computed.value.base=}"
-    return computed.value.base
-
-
 def _is_cast(step: Recipe) -> bool:
     return step.func is aten._to_copy.default
 
 
 def _begins_in_float32(computed: Computed) -> bool:
     """Whether all that is read is made float32 first: a source that comes as float32 is computed as such then."""
-    steps = recipe_of(computed).steps()
+    steps = computed.recipe.steps()
     first = [step for step in steps if any(isinstance(view.base, Base) for view in step.views())]
     return all(_is_cast(step) and step.kwargs.get("dtype") is torch.float32 for step in first)

@@ -136,6 +136,12 @@ class Computed:
     value: View
     """Of a recipe's result; of the size that is written."""
 
+    @property
+    def recipe(self) -> Recipe:
+        """What has to be done."""
+        assert isinstance(self.value.base, Recipe), f"{self.value.base=}"
+        return self.value.base
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traced:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fp8refit.layers.alike import trace_alike
 from fp8refit.layers.boxes import Boxes, Range, count_cover, fault_of_cover, pieces_of, written_by
 from fp8refit.layers.rules import KernelRules, Why
-from fp8refit.layers.staged import Staged, fault_of_recipe, recipe_of
-from fp8refit.layers.trace import Computed, Copy, Load, Traced, trace_loader, trace_once
+from fp8refit.layers.staged import Staged, fault_of_recipe
+from fp8refit.layers.trace import Computed, Copy, Load, Traced, trace_once
 from fp8refit.live import live_tensors
 from fp8refit.slots import FP8_DTYPE, SOURCE_DTYPES, Inventory, Refresh, Refusal, Slot, Stacked, TensorMeta, dtype_name
 
@@ -83,8 +84,8 @@ def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_rank
     firsts: dict[int, str] = {}
     load = load if load is not None else model.load_weights
     # As a checkpoint holds them: transformers' own model is float32 on the meta device.
-    naming = replace(naming, tensors={n: replace(meta, dtype=torch.bfloat16) for n, meta in naming.tensors.items()})
-    traced = trace_loader(load, named, naming.tensors)
+    naming = replace(naming, tensors=_in_bf16(naming.tensors))
+    traced = trace_alike(load, named, naming.tensors)
     others = _taken_alike(load, named, naming, traced)
     return Twin(
         naming=replace(naming, aliases={**naming.aliases, **others}),
@@ -95,10 +96,16 @@ def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_rank
     )
 
 
+def _in_bf16(tensors: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
+    metas = {meta: replace(meta, dtype=torch.bfloat16) for meta in set(tensors.values())}
+    return {name: metas[meta] for name, meta in tensors.items()}
+
+
 def _taken_alike(load: Load, named: Mapping[str, Tensor], naming: Naming, traced: Traced) -> dict[str, str]:
     """Those of `naming.others` that the loader takes, and copies to the same places."""
     try:
-        others = trace_once(load, named, {other: naming.tensors[name] for other, name in naming.others.items()})
+        sources = {other: naming.tensors[name] for other, name in naming.others.items()}
+        others = trace_alike(load, named, sources, trace_once)
     except Exception:  # noqa: BLE001 - whatever a loader says of names that it does not know
         return {}
     places = _copies_by_source(traced)
@@ -148,6 +155,9 @@ class _Reading:
         self._refusals: list[Refusal] = []
         self._shared: dict[str, str] = {}
         self._has_block_fp8 = False
+        self._faults: dict[object, str | None] = {}
+        self._boxes: dict[object, list[list[Boxes]] | None] = {}
+        """What is known of the copies into one parameter holds of all others that are filled in the same way."""
 
     def add(self, prefix: str, module: nn.Module) -> None:
         """Read what `module` itself holds, beside its children."""
@@ -262,16 +272,19 @@ class _Reading:
         if first in self._reasons:
             return self._reasons[first]
         copies, computed = self._copies.get(first, []), self._computed.get(first, [])
-        of_itself = [each for each in computed if any(base.is_parameter for base in recipe_of(each).bases())]
+        of_itself = [each for each in computed if any(base.is_parameter for base in each.recipe.bases())]
         rounds = [[*copies, *(each.into for each in computed if each not in of_itself)]]
         if of_itself:
             rounds.append([each.into for each in of_itself])
-        for writes in rounds:
-            boxes = [written_by(write, twin.shape) for write in writes]
-            fault = fault_of_cover([box for found in boxes for box in found or ()], twin.shape)
-            if fault is not None:
-                return fault
-        return None
+        faults = (self._fault_of_writes(writes, twin.shape) for writes in rounds)
+        return next((fault for fault in faults if fault is not None), None)
+
+    def _fault_of_writes(self, writes: Sequence[Copy], shape: tuple[int, ...]) -> str | None:
+        key = shape, tuple((write.into, write.runs) for write in writes)
+        if key not in self._faults:
+            boxes = [written_by(write, shape) for write in writes]
+            self._faults[key] = fault_of_cover([box for found in boxes for box in found or ()], shape)
+        return self._faults[key]
 
     def _pieces(self, prefix: str, name: str) -> list[tuple[Copy, Boxes]] | None:
         """The boxes that fill a tensor; None if it is not made of any, or they are computed."""
@@ -279,14 +292,18 @@ class _Reading:
         first, shape = self._twin.firsts[full_name], self._twin.tensors[full_name].shape
         if first in self._computed:
             return None
-        found: list[tuple[Copy, Boxes]] = []
-        for copy in self._copies[first]:
-            if copy.source:
-                pieces = pieces_of(copy, shape, self._twin.naming.tensors[copy.source].shape)
-                if pieces is None:
-                    return None
-                found += ((copy, piece) for piece in pieces)
-        return found
+        copies = [copy for copy in self._copies[first] if copy.source]
+        full_shapes = [self._twin.naming.tensors[copy.source].shape for copy in copies]
+        places = ((copy.into, copy.start, copy.runs) for copy in copies)
+        key = shape, tuple(zip(places, full_shapes, strict=True))
+        if key not in self._boxes:
+            found = [pieces_of(copy, shape, full) for copy, full in zip(copies, full_shapes, strict=True)]
+            boxes = [pieces for pieces in found if pieces is not None]
+            self._boxes[key] = boxes if len(boxes) == len(found) else None
+        known = self._boxes[key]
+        if known is None:
+            return None
+        return [(copy, piece) for copy, pieces in zip(copies, known, strict=True) for piece in pieces]
 
     def _add_tensor(self, prefix: str, module: nn.Module, name: str, weight: Tensor, scale: Tensor | None) -> None:
         pieces = self._pieces(prefix, name)
@@ -309,10 +326,9 @@ class _Reading:
         for copy, boxes in pieces:
             matrices = _matrices(boxes) if scale is not None else iter((boxes,))
             for matrix in matrices:
-                slot = self._slot(copy.source, matrix, weight, prefix, is_quantized=scale is not None)
                 if scale is not None and starts is not None:
-                    slot = replace(slot, scale=_blocks_of(scale, matrix, starts, common["block_size"]), **common)
-                self._slots.append(slot)
+                    common["scale"] = _blocks_of(scale, matrix, starts, common["block_size"])
+                self._slots.append(self._slot(copy.source, matrix, weight, prefix, **common))
         self._add_padding(prefix, name, weight)
 
     def _add_padding(self, prefix: str, name: str, tensor: Tensor) -> None:
@@ -341,14 +357,14 @@ class _Reading:
         written = (weight,) if scale is None else (weight, scale)
         self._refreshes.append(Refresh(name=f"{prefix}.{name}", run=staged.refresh, written=written))
 
-    def _slot(self, source: str, boxes: Boxes, tensor: Tensor, module: str, *, is_quantized: bool) -> Slot:
+    def _slot(self, source: str, boxes: Boxes, tensor: Tensor, module: str, **others: Any) -> Slot:
         """The slot of a box of a live tensor. Matrices of a stack are slots of their own, under names of ours."""
         full_shape, read, dims = self._twin.naming.tensors[source].shape, boxes.read, boxes.dims
         weight = _narrow(tensor, boxes.into)
         for dim in reversed(range(weight.ndim)):
             if dim not in dims:
                 weight = weight.squeeze(dim)
-        if is_quantized and len(full_shape) == 3:
+        if "scale" in others and len(full_shape) == 3:
             index, full_stack = read[0][0], full_shape
             name = f"{source}[{index}]"
             known = self._stacks.get(source)
@@ -361,9 +377,8 @@ class _Reading:
             if along is None:
                 weight = weight.unsqueeze(place)
         starts = tuple(start for start, _ in read)
-        return Slot(
-            name=source, full_shape=full_shape, weight=weight, offset=starts if any(starts) else (), module=module
-        )
+        offset = starts if any(starts) else ()
+        return Slot(name=source, full_shape=full_shape, weight=weight, offset=offset, module=module, **others)
 
 
 def _why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from fp8refit.config import RefitConfig
 from fp8refit.kernels import quantize_blockwise
+from fp8refit.layers.alike import trace_alike
+from fp8refit.layers.trace import trace_loader
 from fp8refit.layers.twin import Naming, read_inventory, trace_twin
 from fp8refit.slots import TensorMeta
 from fp8refit.sources import MappingSource
@@ -175,6 +177,58 @@ def test_a_quantized_weight_is_what_its_loader_would_have_made_it_quantized(chai
     codes, scale = quantize_blockwise(loaded.to(torch.bfloat16), block_size=BLOCK)
     assert torch.equal(model.fp8.weight.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(model.fp8.weight_scale_inv, scale)
+
+
+def turned_by(count: int):
+    return lambda experts: [*experts[count:], *experts[:count]]
+
+
+ORDERS = {
+    "as they come": list,
+    "the last first": lambda experts: experts[::-1],
+    "turned by one": turned_by(1),
+    "turned by half": lambda experts: turned_by(len(experts) // 2)(experts),
+    "one of two ranks": lambda experts: [*[-1] * (len(experts) // 2), *experts[: -(-len(experts) // 2)]],
+    "in turn with another rank": lambda experts: [expert // 2 if expert % 2 else -1 for expert in experts],
+}
+
+
+def with_two_exchanged(experts: list[int]) -> list[int]:
+    """What one sees of a first layer alone: a later one's experts that change places are found if they are asked about."""
+    middle = len(experts) // 2
+    return [*experts[:middle], experts[middle + 1], experts[middle], *experts[middle + 2 :]]
+
+
+@given(
+    st.integers(8, 40),
+    st.lists(st.sampled_from(sorted(ORDERS)), min_size=2, max_size=5),
+    st.booleans(),
+    st.lists(st.sampled_from(["copy", "twice as large", "not at all"]), min_size=5, max_size=5),
+)
+def test_layers_of_experts_are_traced_as_if_each_were_traced_whole(num_experts, orders, exchanges, hows):
+    weights = {f"layers.{layer}.w": torch.empty(num_experts, 2, 4, device="meta") for layer in range(len(orders))}
+    places = [ORDERS[order](list(range(num_experts))) for order in orders]
+    if exchanges:
+        places[0] = with_two_exchanged(places[0])
+
+    def load(tensors):
+        for name, tensor in tensors:
+            _, layer, _, expert, leaf = name.split(".")
+            place, how = places[int(layer)][int(expert)], hows[int(layer)]
+            if place >= 0 and (how != "not at all" or leaf == "a"):
+                into = weights[f"layers.{layer}.w"][place, int(leaf == "b")]
+                into.copy_(tensor * 2 if how == "twice as large" and leaf == "b" else tensor)
+
+    meta = TensorMeta(shape=(4,), dtype=torch.bfloat16)
+    names = [(layer, expert, leaf) for layer in range(len(orders)) for expert in range(num_experts) for leaf in "ab"]
+    sources = {f"layers.{layer}.experts.{expert}.{leaf}": meta for layer, expert, leaf in names}
+    found, expected = trace_alike(load, weights, sources), trace_loader(load, weights, sources)
+    assert set(found.copies) == set(expected.copies)
+    assert sorted(map(written, found.computed)) == sorted(map(written, expected.computed))
+
+
+def written(computed) -> tuple[str, int]:
+    return computed.parameter, computed.into.into
 
 
 def block_layer(shape) -> nn.Module:

@@ -57,8 +57,29 @@ FAULTS = [
     Fault(
         name="a parameter that is loaded in part, or twice, is taken for a whole one",
         path="fp8refit/layers/twin.py",
-        before="            if fault is not None:\n                return fault\n        return None\n",
+        before="        return next((fault for fault in faults if fault is not None), None)\n",
         after="        return None\n",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="the first layer's experts are thought to lie evenly",
+        path="fp8refit/layers/alike.py",
+        before="a is None or a != b for a, b in pairwise(steps)",
+        after="False for a, b in pairwise(steps)",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="a layer that places its experts otherwise is taken for one like the first",
+        path="fp8refit/layers/alike.py",
+        before="if (a.into, a.start, a.runs) != (b.into, b.start, b.runs):\n                return None",
+        after="if (a.start, a.runs) != (b.start, b.runs):\n                return None",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="what a loader computes is thought to be a copy in layers like the first",
+        path="fp8refit/layers/alike.py",
+        before="        return copies if is_plain else None\n",
+        after="        return copies\n",
         found_by=FUZZER,
     ),
 ]
