@@ -5,6 +5,7 @@
 - `nox -s tests_trainers`: corrections against verl's, whose wheel is installed for it
 - `nox -s lint types`
 - `nox -s fuzz -- --minutes 10`: every fuzzer, with new seeds and more examples until the time is over
+- `nox -s zoo`: every model that an engine names and transformers can make small; writes docs/zoo.md
 - `nox -s planted`: every fault of `tests/planted`, planted into a copy, is found by its fuzzer or oracle
 
 `-j 2` runs two sessions at once: most tests of engines are one process that works, or several that wait for each other.
@@ -95,6 +96,14 @@ def fuzz(session: nox.Session) -> None:
     """Every fuzzer for `-- --minutes N` in all, shared fairly; `tests_core` runs them shortly."""
     install_core(session)
     session.run("python", "-m", "tests.fuzz.run_fuzz", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def zoo(session: nox.Session) -> None:
+    """Every model that SGLang names and transformers can make small, refitted and booted afresh; writes docs/zoo.md."""
+    install_sglang(session, max(SGLANG))
+    whole = ENVIRONMENT | {"FP8REFIT_ZOO": "1"}
+    session.run("pytest", "tests/sglang/test_zoo_stubbed_kernels.py", *session.posargs, env=whole)
 
 
 @nox.session(requires=["planted_core", "planted_vllm", "planted_sglang"], venv_backend="none")

@@ -4,9 +4,7 @@ The fresh one loads a block-FP8 checkpoint that a second quantizer wrote. Where 
 checkpoint, it loads the BF16 checkpoint, quantizes nothing, and what it holds is quantized here.
 """
 
-import ast
 import hashlib
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +16,6 @@ from torch import Tensor
 
 from fp8refit import Refitter
 from tests import zoo_models
-
-
-def named_by_sglang() -> list[str]:
-    """Every architecture of SGLang's registry, read off the source of its models: some cannot be imported here."""
-    (package,) = importlib.util.find_spec("sglang.srt.models").submodule_search_locations
-    names: set[str] = set()
-    for file in Path(package).rglob("*.py"):
-        for node in ast.parse(file.read_text()).body:
-            if isinstance(node, ast.Assign) and any(
-                getattr(target, "id", "") == "EntryClass" for target in node.targets
-            ):
-                names |= {found.id for found in ast.walk(node.value) if isinstance(found, ast.Name)}
-    return sorted(names)
 
 
 def run_zoo(architecture: str, work: Path, *, speaks: bool) -> dict:
@@ -47,7 +32,10 @@ def run_zoo(architecture: str, work: Path, *, speaks: bool) -> dict:
     engine = boot(folder / "bf16", **NOISE)
     refitter = Refitter(engine)
     layout = refitter.layout()
-    found: dict[str, Any] = {"refusals": layout.refusals}
+    if layout.refusals:
+        engine.shutdown()
+        return {"error": f"cannot be refitted: {layout.refusals[0]}"}
+    found: dict[str, Any] = {}
     refitter.refit(policies[0])
     found["before"] = generate(engine) if speaks else None
     refitter.refit(policies[1])
@@ -56,7 +44,6 @@ def run_zoo(architecture: str, work: Path, *, speaks: bool) -> dict:
     look(engine, "scribble")
     refitter.refit(folder / "bf16")
     found["from_files"] = look(engine, "live_bytes")
-    found["kinds"] = sorted({slot.kernel for slot in layout.slots if slot.scale_format})
     engine.shutdown()
     names = {slot.name for slot in layout.slots if slot.scale_format}
     if any(slot.is_rearranged for slot in layout.slots) or not names <= names_in(folder / "bf16"):

@@ -1,0 +1,68 @@
+"""Models that SGLang names and that transformers can make small, refitted and booted afresh; kernels stubbed (`conftest.py`).
+
+A few run here. With FP8REFIT_ZOO set (`nox -s zoo`) all of them do, and docs/zoo.md is written anew.
+"""
+
+import ast
+import importlib.util
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.processes import ProcessFailure
+from tests.zoo_table import EQUAL, SILENT, outcome_of, shortened, write
+
+IS_WHOLE = bool(os.environ.get("FP8REFIT_ZOO"))
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+CI = ["ApertusForCausalLM", "CohereForCausalLM"]
+SILENT_IN_CI: list[str] = []
+"""Those that SGLang has no kernels for on a CPU."""
+AT_LEAST = 30
+
+
+def named_by_sglang() -> list[str]:
+    """Every architecture of SGLang's registry, read off the source of its models: some cannot be imported here."""
+    (package,) = importlib.util.find_spec("sglang.srt.models").submodule_search_locations
+    names: set[str] = set()
+    for file in Path(package).rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Assign) and any(
+                getattr(target, "id", "") == "EntryClass" for target in node.targets
+            ):
+                names |= {found.id for found in ast.walk(node.value) if isinstance(found, ast.Name)}
+    return sorted(names)
+
+
+@pytest.mark.parametrize("architecture", [*CI, *SILENT_IN_CI])
+def test_a_refit_equals_a_fresh_boot(architecture, run_engine):
+    speaks = architecture in CI
+    found = run_engine("zoo", architecture=architecture, speaks=speaks)
+    assert outcome_of(found, speaks=speaks)["outcome"] == (EQUAL if speaks else SILENT)
+
+
+@pytest.mark.skipif(not IS_WHOLE, reason="takes half an hour; FP8REFIT_ZOO asks for it")
+@pytest.mark.timeout(7200)
+def test_every_model_that_sglang_names(run_engine):
+    from tests.zoo_models import architectures
+
+    models = {}
+    for architecture in sorted({*named_by_sglang()} & {*architectures()}):
+        models[architecture] = walk_to(architecture, run_engine)
+        print(architecture, models[architecture], flush=True)
+    write("SGLang", version("sglang"), models)
+    assert sum(model["outcome"] in (EQUAL, SILENT) for model in models.values()) >= AT_LEAST
+
+
+def walk_to(architecture, run_engine):
+    """Its line of the table: with a forward, and if the engine ends at that, without one."""
+    for speaks in (True, False):
+        try:
+            found = run_engine("zoo", architecture=architecture, speaks=speaks)
+        except ProcessFailure as failure:
+            found = {"error": shortened(str(failure))}
+        if "error" not in found or "cannot be refitted" in found["error"]:
+            break
+    return outcome_of(found, speaks=speaks)

@@ -1,0 +1,92 @@
+"""docs/zoo.md: which models refit in which engine, of what walks over engines' registries left in docs/zoo_*.json.
+
+python -m tests.zoo_table
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+TABLE = DOCS / "zoo.md"
+EQUAL, SILENT, REFUSED, NOT_BOOTED = "equal", "equal, without a forward", "refused", "not booted"
+OUTCOMES = (EQUAL, SILENT, REFUSED, NOT_BOOTED)
+_HEAD = """# Which models refit
+
+Every causal language model that an engine's registry names and that transformers can make small, in block FP8 on the CPU:
+refitted from noise with every parameter changed, and held against a fresh engine that loaded the same policy from a checkpoint
+that a second quantizer wrote.
+
+- *equal*: every byte, tokens and log-probabilities.
+- *equal, without a forward*: every byte. The engine has no kernels for this model on a CPU.
+- *refused*: the engine loads it, and fp8refit says why it does not refit it, and writes nothing.
+- *not booted*: the engine itself, or transformers, does not load it here.
+
+`nox -s zoo` makes this page anew; a few of each engine's run in every test.
+"""
+_ERROR = re.compile(r"^(?:E\s+)?(?:\w+\.)*(\w*(?:Error|Exception|Failure|Interrupt)): (.+)$", re.MULTILINE)
+_LONGEST = 160
+
+
+def outcome_of(found: dict[str, Any], *, speaks: bool) -> dict[str, Any]:
+    """One line of the table, of what a walk found.
+
+    Raises:
+        AssertionError: It refits wrongly.
+    """
+    if "error" in found:
+        kind = REFUSED if "cannot be refitted" in found["error"] else NOT_BOOTED
+        return {"outcome": kind, "why": shortened(found["error"])}
+    assert found["refitted"] == found["from_files"] == found["fresh"]
+    num_quantized = sum(name.endswith("_scale_inv") for live in found["fresh"] for name in live)
+    assert num_quantized
+    if speaks:
+        assert found["generated"] == found.get("fresh_generated", found["generated"]) != found["before"]
+    return {"outcome": EQUAL if speaks else SILENT, "num_quantized": num_quantized}
+
+
+def shortened(text: str) -> str:
+    """The last error that a text tells of, on one line."""
+    told = _ERROR.findall(text)
+    line = f"{told[-1][0]}: {told[-1][1]}" if told else " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
+
+
+def write(engine: str, version: str, models: dict[str, dict[str, Any]]) -> None:
+    """Note what a walk found of every model of an engine, and render the table."""
+    file = DOCS / f"zoo_{engine.lower()}.json"
+    file.write_text(
+        json.dumps({"engine": engine, "version": version, "models": dict(sorted(models.items()))}, indent=1) + "\n"
+    )
+    TABLE.write_text(render())
+
+
+def walks() -> list[dict[str, Any]]:
+    """What is noted, engine by engine."""
+    return [json.loads(file.read_text()) for file in sorted(DOCS.glob("zoo_*.json"))]
+
+
+def render() -> str:
+    """The page."""
+    found = walks()
+    lines = [_HEAD]
+    for walk in found:
+        outcomes = [model["outcome"] for model in walk["models"].values()]
+        counts = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in OUTCOMES if kind in outcomes)
+        lines += [f"{walk['engine']} {walk['version']}: {counts}.", ""]
+    names = sorted({name for walk in found for name in walk["models"]})
+    lines += [f"| model | {' | '.join(walk['engine'] for walk in found)} |", f"| --- |{' --- |' * len(found)}"]
+    lines += [f"| {name} | {' | '.join(_cell(walk['models'].get(name)) for walk in found)} |" for name in names]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(model: dict[str, Any] | None) -> str:
+    if model is None:
+        return ""
+    why = model.get("why", "").replace("|", "\\|").replace("<", "\\<")
+    return f"{model['outcome']}: {why}" if why else model["outcome"]
+
+
+if __name__ == "__main__":
+    TABLE.write_text(render())
