@@ -11,6 +11,7 @@ from typing import Any
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = DOCS / "zoo.md"
 EQUAL, SILENT, REFUSED, NOT_BOOTED = "equal", "equal, without a forward", "refused", "not booted"
+IN_BF16 = "to a boot from the BF16 checkpoint, quantized afterwards"
 OUTCOMES = (EQUAL, SILENT, REFUSED, NOT_BOOTED)
 _HEAD = """# Which models refit
 
@@ -18,7 +19,9 @@ Every causal language model that an engine's registry names and that transformer
 refitted from noise with every parameter changed, and held against a fresh engine that loaded the same policy from a checkpoint
 that a second quantizer wrote.
 
-- *equal*: every byte, tokens and log-probabilities.
+- *equal*: every byte, tokens and log-probabilities. Some models hold blocks that lie in no checkpoint as they are, and of some
+  the engine does not load block scales; those are held against a fresh engine of the BF16 checkpoint, whose weights a second
+  quantizer then quantized, byte by byte.
 - *equal, without a forward*: every byte. The engine has no kernels for this model on a CPU.
 - *refused*: the engine loads it, and fp8refit says why it does not refit it, and writes nothing.
 - *not booted*: the engine itself, or transformers, does not load it here.
@@ -43,7 +46,8 @@ def outcome_of(found: dict[str, Any], *, speaks: bool) -> dict[str, Any]:
     assert num_quantized
     if speaks:
         assert found["generated"] == found.get("fresh_generated", found["generated"]) != found["before"]
-    return {"outcome": EQUAL if speaks else SILENT, "num_quantized": num_quantized}
+    line = {"outcome": EQUAL if speaks else SILENT, "num_quantized": num_quantized}
+    return line | ({"why": IN_BF16} if found.get("is_loaded_in_bf16") else {})
 
 
 def shortened(text: str) -> str:

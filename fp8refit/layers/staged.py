@@ -36,6 +36,8 @@ class Staged:
     scale: Tensor | None = None
     slot: Mapping[str, Any] = field(default_factory=dict)
     """Of a block-FP8 tensor: block size and scale format."""
+    others: Mapping[Base, Tensor] = field(default_factory=dict)
+    """Other live tensors that it is computed from."""
     values: dict[Base, Tensor] = field(default_factory=dict)
 
     def slots(self, module: str, sources: Mapping[str, TensorMeta]) -> list[Slot]:
@@ -64,7 +66,7 @@ class Staged:
         """Bring the live tensor up to date with the sources."""
         into = self.weight if self.scale is None else torch.empty_like(self.weight, dtype=torch.bfloat16)
         flat = into.view(-1)
-        values = dict(self.values)
+        values = self.values | {base: tensor.clone() for base, tensor in self.others.items()}
         for copy in self.copies:
             sizes = [run.size for run in copy.runs]
             target = flat.as_strided(sizes, [run.into for run in copy.runs], copy.into)
@@ -73,9 +75,9 @@ class Staged:
                 target.copy_(room.view(-1).as_strided(sizes, [run.stride for run in copy.runs], copy.start))
             else:
                 target.zero_()
-        for name in {base.name for each in self.computed for base in each.recipe.bases() if base.is_parameter}:
-            values[Base(name=name, is_parameter=True)] = into.clone()
         for each in self.computed:
+            itself = {base for base in each.recipe.bases() if base.is_parameter and base not in self.others}
+            values |= {base: into.clone() for base in itself}
             sizes = [run.size for run in each.into.runs]
             value = each.value.of(values)
             flat.as_strided(sizes, [run.into for run in each.into.runs], each.into.into).copy_(value.reshape(sizes))

