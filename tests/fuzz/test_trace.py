@@ -193,6 +193,9 @@ ORDERS = {
 }
 
 
+HOWS = ("copy", "twice as large", "not at all")
+
+
 def with_two_exchanged(experts: list[int]) -> list[int]:
     """What one sees of a first layer alone: a later one's experts that change places are found if they are asked about."""
     middle = len(experts) // 2
@@ -203,8 +206,9 @@ def with_two_exchanged(experts: list[int]) -> list[int]:
     st.integers(8, 40),
     st.lists(st.sampled_from(sorted(ORDERS)), min_size=2, max_size=5),
     st.booleans(),
-    st.lists(st.sampled_from(["copy", "twice as large", "not at all"]), min_size=5, max_size=5),
+    st.lists(st.sampled_from(HOWS), min_size=5, max_size=5),
 )
+@example(num_experts=8, orders=["as they come"] * 2, exchanges=False, hows=["twice as large"] * 5)
 def test_layers_of_experts_are_traced_as_if_each_were_traced_whole(num_experts, orders, exchanges, hows):
     weights = {f"layers.{layer}.w": torch.empty(num_experts, 2, 4, device="meta") for layer in range(len(orders))}
     places = [ORDERS[order](list(range(num_experts))) for order in orders]
