@@ -148,7 +148,7 @@ class Shard(nn.Module):
         )
 
     def _stacks(self) -> Iterator[Stacked]:
-        """As `fp8refit.layers.experts` has them."""
+        """As the engines have them."""
         held = {slot.name for slot in self._slots}
         for name, parts in STACKS.items():
             num_rows, num_columns = PARTS[parts[0]]

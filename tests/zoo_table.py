@@ -57,9 +57,18 @@ def shortened(text: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
 
-def write(engine: str, version: str, models: dict[str, dict[str, Any]]) -> None:
-    """Note what a walk found of every model of an engine, and render the table."""
+def write(engine: str, version: str, models: dict[str, dict[str, Any]], *, keep: bool = False) -> None:
+    """Note what a walk found of every model of an engine, and render the table.
+
+    Args:
+        engine: Its name.
+        version: Of the engine.
+        models: Lines of the table, by architecture.
+        keep: Whether the lines of other models stay as they are.
+    """
     file = DOCS / f"zoo_{engine.lower()}.json"
+    if keep and file.exists():
+        models = json.loads(file.read_text())["models"] | models
     file.write_text(
         json.dumps({"engine": engine, "version": version, "models": dict(sorted(models.items()))}, indent=1) + "\n"
     )

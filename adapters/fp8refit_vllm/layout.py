@@ -40,7 +40,7 @@ EXPERTS_BACKENDS: dict[str, ScaleFormat | None] = {
     "DEEPGEMM": None,
     "BATCHED_DEEPGEMM": None,
 }
-"""vLLM's products over experts that read them as `fp8refit.layers.experts` writes them. None: DeepGEMM's own scales."""
+"""vLLM's products over experts that read them as slots are written. None: DeepGEMM's own scales."""
 
 ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 """An out-of-tree kernel class with this attribute set to True says the same of itself."""

@@ -24,7 +24,7 @@ torch.cuda.CUDAGraph.replay = _counted
 
 def hash_bytes(state: dict[str, Tensor]) -> dict[str, str]:
     """A sha256 for each."""
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 4)) as pool:
         return dict(pool.map(_digest, sorted(state.items())))
 
 

@@ -4,7 +4,7 @@
     FP8REFIT_GPU_SHAPES=qwen3-8b python -m pytest tests/gpu/test_traced.py
 
 Every engine runs in a process of its own (`run_traced.py`). The fresh one of a shape runs beside the next shape's, which times
-nothing meanwhile. Takes an H200's 141 GB, and 60 GB of /dev/shm.
+nothing meanwhile; then that shape's result is written. Takes an H200's 141 GB, and 60 GB of /dev/shm.
 """
 
 import contextlib
@@ -62,6 +62,36 @@ def finish(mode, shape, process):
     return json.loads(out.read_text()) if code == 0 else {"ended": f"{mode} of {shape} ended with {code}; see its log"}
 
 
+def write_result(shape, engine):
+    """As soon as it is known: a run that is cut short keeps what it has."""
+    result = {
+        "what": f"{ENGINE}, {shape} shape with outlier channels, slots traced through the engine's own loader",
+        "command": f"FP8REFIT_ENGINE={ENGINE} FP8REFIT_GPU_SHAPES={','.join(SHAPES)} python -m pytest tests/gpu/test_traced.py",
+        "gpu": engine["gpu"],
+        "versions": engine["versions"],
+        "kernels": engine["kernels"],
+        "num_tensors": engine["num_tensors"],
+        "twin": engine["twin"],
+        "first_refit": engine["first_refit"],
+        "later_refit_ms_median": 1e3 * statistics.median(refit["wall_s"] for refit in engine["later_refits"]),
+        "later_refits": engine["later_refits"],
+    }
+    if "fresh" in engine:
+        fresh = engine["fresh"]
+        result["live_tensors_compared"] = sum(map(len, fresh["live"]))
+        result["equal_to_fresh_boot"] = {
+            kind: {
+                "live_bytes": engine[kind]["live"] == fresh["live"],
+                "tokens": engine[kind]["generated"]["tokens"] == fresh["generated"]["tokens"],
+                "log_probabilities": engine[kind]["generated"] == fresh["generated"],
+                "graph_replays": engine[kind]["graph_replays"],
+            }
+            for kind in ("single", "stacked")
+        }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"traced_{ENGINE}_{shape}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
 @pytest.fixture(scope="module")
 def found():
     """What a refitted engine and a fresh one of every shape hold and say."""
@@ -75,16 +105,24 @@ def found():
             stack.callback(ended, process)
             return process
 
+        def finish_fresh(shape, process):
+            result[shape] |= finish("fresh", shape, process)
+            write_result(shape, result[shape])
+            shutil.rmtree(WORK / shape, ignore_errors=True)
+
         for shape in SHAPES:
             process = begin("refit", shape)
             if fresh is not None:
-                result[fresh[0]] |= finish("fresh", *fresh)
+                finish_fresh(*fresh)
             (WORK / shape).mkdir(parents=True, exist_ok=True)
             (WORK / shape / "go").touch()
             result[shape] = finish("refit", shape, process)
-            fresh = (shape, begin("fresh", shape)) if "ended" not in result[shape] else None
+            fresh = None
+            if "ended" not in result[shape]:
+                write_result(shape, result[shape])
+                fresh = (shape, begin("fresh", shape))
         if fresh is not None:
-            result[fresh[0]] |= finish("fresh", *fresh)
+            finish_fresh(*fresh)
     signal.signal(signal.SIGTERM, before)
     shutil.rmtree(WORK, ignore_errors=True)
     return result
@@ -118,32 +156,3 @@ def test_looking_at_the_loader_leaves_no_memory_in_use(shape, found):
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape in MOST_S])
 def test_a_first_refit_is_quick(shape, found):
     assert of(found, shape)["first_refit"]["wall_s"] <= MOST_S[shape]
-
-
-@every_shape
-def test_write_the_result(shape, found):
-    engine = of(found, shape)
-    result = {
-        "what": f"{ENGINE}, {shape} shape with outlier channels, slots traced through the engine's own loader",
-        "command": f"FP8REFIT_ENGINE={ENGINE} FP8REFIT_GPU_SHAPES={','.join(SHAPES)} python -m pytest tests/gpu/test_traced.py",
-        "gpu": engine["gpu"],
-        "versions": engine["versions"],
-        "kernels": engine["kernels"],
-        "num_tensors": engine["num_tensors"],
-        "live_tensors_compared": sum(map(len, engine["fresh"]["live"])),
-        "equal_to_fresh_boot": {
-            kind: {
-                "live_bytes": engine[kind]["live"] == engine["fresh"]["live"],
-                "tokens": engine[kind]["generated"]["tokens"] == engine["fresh"]["generated"]["tokens"],
-                "log_probabilities": engine[kind]["generated"] == engine["fresh"]["generated"],
-                "graph_replays": engine[kind]["graph_replays"],
-            }
-            for kind in ("single", "stacked")
-        },
-        "twin": engine["twin"],
-        "first_refit": engine["first_refit"],
-        "later_refit_ms_median": 1e3 * statistics.median(refit["wall_s"] for refit in engine["later_refits"]),
-        "later_refits": engine["later_refits"],
-    }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"traced_{ENGINE}_{shape}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
