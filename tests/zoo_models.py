@@ -59,6 +59,18 @@ EXTRA: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 256, "hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
+    # As published configs have it, and transformers does not write it.
+    "GemmaForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
+    "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
+    "HunYuanDenseV1ForCausalLM": {"use_qk_norm": True},
+    "HunYuanMoEV1ForCausalLM": {"use_qk_norm": True, "moe_intermediate_size": 256},
+    # Engines' Transformers backends pad no vocabulary.
+    "GPTNeoXForCausalLM": {"vocab_size": 320, "tie_word_embeddings": False},
+    "NemotronForCausalLM": {"vocab_size": 320},
+    "PhiForCausalLM": {"intermediate_size": 1024},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
+    "Qwen2MoeForCausalLM": FAMILIES["qwen2_moe"][2] | {"mlp_only_layers": []},
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 64},

@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineAsleepError, EngineBusyError, RefitError
-from fp8refit.layers.twin import Twin
+from fp8refit.layers.twin import Twin, refreshes_of_constants
 from fp8refit.rank import Rank
 from fp8refit.server import RankServer
 from fp8refit.slots import Inventory, Refresh, Refusal
@@ -143,10 +143,12 @@ class LiveModel:
             )
         # Sleep loses the KV scales, and a dummy boot fills them with noise.
         self._scales.read(self.network)
-        refresh = Refresh(name="KV scales", run=self._scales.restore)
+        refreshes = [*inventory.refreshes, Refresh(name="KV scales", run=self._scales.restore)]
+        if self._scheduler.has_dummy_weights and isinstance(self._twin, Twin):
+            refreshes += refreshes_of_constants(self.network, self._twin)
         return replace(
             inventory,
             refusals=tuple(refusals),
-            refreshes=(*inventory.refreshes, refresh),
+            refreshes=tuple(refreshes),
             kv=read_kv_cache(self._scheduler, self._scales),
         )

@@ -7,6 +7,7 @@ exactly once by copies is refused, and so is one that the engine's kernels keep 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -53,6 +54,8 @@ class Twin:
     """Parameters and buffers by every name that they have."""
     firsts: Mapping[str, str]
     """Of each of these names, the first with the same storage."""
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    """Values of buffers that a state dict has and that are there once the model is built."""
     is_alone: bool = True
     """Whether there is no other rank, which could read what this one does not."""
 
@@ -92,7 +95,32 @@ def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_rank
         traced=traced,
         tensors={name: TensorMeta.of(tensor) for name, tensor in named.items()},
         firsts={name: firsts.setdefault(_storage(tensor), name) for name, tensor in named.items()},
+        constants=dict(_constants(model, traced)),
         is_alone=num_ranks == 1,
+    )
+
+
+def _constants(model: nn.Module, traced: Traced) -> Iterator[tuple[str, Tensor]]:
+    written = {each.parameter for each in (*traced.copies, *traced.computed)}
+    for prefix, module in model.named_modules():
+        for name, tensor in module._buffers.items():
+            full_name = f"{prefix}.{name}" if prefix else name
+            is_kept = name not in module._non_persistent_buffers_set and full_name not in written
+            if tensor is not None and is_kept and tensor.is_floating_point() and not tensor.is_meta:
+                yield full_name, tensor.detach()
+
+
+def refreshes_of_constants(model: nn.Module, twin: Twin) -> tuple[Refresh, ...]:
+    """What gives buffers that no checkpoint holds the values that they were built with: a dummy boot fills them with noise.
+
+    Args:
+        model: The live model.
+        twin: Its twin.
+    """
+    live = {name: tensor for name, tensor in model.named_buffers() if name in twin.constants}
+    return tuple(
+        Refresh(name=f"{name}: constant", run=partial(tensor.copy_, twin.constants[name]), written=(tensor,))
+        for name, tensor in live.items()
     )
 
 
@@ -185,6 +213,8 @@ class _Reading:
             self._refusals.append(Refusal(module=type(self._model).__name__, reason=reason, remedy=remedy))
         if self._twin.is_alone and not self._refusals:
             self._refuse_unread()
+        elif self._refusals:
+            self._tell_of_names()
         naming, held = self._twin.naming, {slot.name for slot in self._slots}
         stacked = tuple(found for stack in naming.stacked if (found := _held_of(stack, held)) is not None)
         stacked = (*stacked, *self._stacks.values())
@@ -200,6 +230,14 @@ class _Reading:
             refreshes=tuple(self._refreshes),
             refusals=tuple(self._refusals),
         )
+
+    def _tell_of_names(self) -> None:
+        """Beside weights that nothing fills, why the loader did not take what should."""
+        untaken = [each for each in self._twin.traced.objections if each.source and not each.parameter]
+        if untaken:
+            others = f", nor are {len(untaken) - 1} others" if len(untaken) > 1 else ""
+            remedy = "The engine itself would not load such a checkpoint"
+            self._refusals.append(Refusal(module=untaken[0].source, reason=untaken[0].reason + others, remedy=remedy))
 
     def _refuse_unread(self) -> None:
         """Refuse tensors of which the loader reads a part alone: a whole one would not be what the engine then holds."""
@@ -326,6 +364,10 @@ class _Reading:
                 pieces = _with_halves_swapped(pieces, weight.shape[1])
             if pieces is not None and all(_are_matrices(boxes, weight.ndim) for _, boxes in pieces):
                 starts = _block_rows([boxes for _, boxes in pieces], weight, scale, block_size)
+        if scale is not None and self._is_padded(prefix, name):
+            reason = f"`{name}` is padded when it is loaded, and nobody knows with which scales"
+            self._refuse(prefix, module, (reason, "Boot with sizes that fit the engine's"))
+            return
         if pieces is None or (scale is not None and starts is None):
             self._add_staged(prefix, module, name, weight, scale, common)
             return
@@ -338,6 +380,10 @@ class _Reading:
                     common["scale"] = _blocks_of(scale, matrix, starts, common["block_size"])
                 self._slots.append(self._slot(copy.source, matrix, weight, prefix, **common))
         self._add_padding(prefix, name, weight)
+
+    def _is_padded(self, prefix: str, name: str) -> bool:
+        copies = self._copies.get(self._twin.firsts[self._twin_name(prefix, name)], ())
+        return any(not copy.source for copy in copies)
 
     def _add_padding(self, prefix: str, name: str, tensor: Tensor) -> None:
         """Note what a loader sets to zero."""

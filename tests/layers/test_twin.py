@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8refit.layers.twin import Naming, read_inventory, trace_twin
+from fp8refit.layers.twin import Naming, read_inventory, refreshes_of_constants, trace_twin
 from fp8refit.slots import ScaleFormat, Stacked, TensorMeta
 from tests.layers.models import FP8, SPLITS, BlockLinear, check_ranks, checkpoint_of, model_of
 from tests.layers.twins import KERNEL, FakeKernelRules, copying, identity_twin, naming_of, twin_of_rank
@@ -179,6 +179,48 @@ def test_a_buffer_that_is_computed_from_what_the_engine_keeps_otherwise_is_refus
     twin = trace_twin(model, naming, load)
     del model.norm.late
     assert "`other` is computed from weights that the engine keeps in another form" in only_refusal(model, twin)
+
+
+def test_constants_that_no_checkpoint_holds_are_those_that_the_model_was_built_with():
+    model = model_of(proj=BlockLinear())
+    model.register_buffer("normalizer", torch.tensor(16.0))
+    model.register_buffer("rope", torch.ones(4), persistent=False)
+    twin = identity_twin(model)
+    live = model_of(proj=BlockLinear())
+    live.register_buffer("normalizer", torch.tensor(0.001))
+    live.register_buffer("rope", torch.zeros(4), persistent=False)
+    (refresh,) = refreshes_of_constants(live, twin)
+    refresh.run()
+    assert live.normalizer == 16.0
+    assert [tensor is live.normalizer for tensor in refresh.written] == [True]
+    assert not live.rope.any()
+
+
+def test_a_quantized_weight_that_is_padded_is_refused():
+    model = model_of(proj=BlockLinear(rows=384))
+
+    def load(tensors):
+        for _, tensor in tensors:
+            model.proj.weight[:256].copy_(tensor)
+            model.proj.weight[256:].fill_(0)
+
+    naming = Naming(tensors={"proj.weight": TensorMeta(shape=(256, 256), dtype=BF16)})
+    refusal = only_refusal(model, trace_twin(model, naming, load))
+    assert refusal.startswith("proj: `weight` is padded when it is loaded, and nobody knows with which scales")
+
+
+def test_why_a_loader_does_not_take_a_name_is_told_beside_what_is_not_filled():
+    model = model_of(proj=BlockLinear(), other=BlockLinear())
+
+    def load(tensors):
+        for name, tensor in tensors:
+            if name == "other.weight":
+                raise KeyError("other")
+            model.proj.weight.copy_(tensor)
+
+    inventory = read(model, trace_twin(model, naming_of(model), load))
+    assert [refusal.module for refusal in inventory.refusals] == ["other", "other.weight"]
+    assert "is not taken by the model's loader (KeyError: 'other')" in inventory.refusals[1].reason
 
 
 def test_arithmetic_on_a_quantized_weight_is_refused_by_name():
