@@ -119,7 +119,7 @@ def refreshes_of_constants(model: nn.Module, twin: Twin) -> tuple[Refresh, ...]:
     """
     live = {name: tensor for name, tensor in model.named_buffers() if name in twin.constants}
     return tuple(
-        Refresh(name=f"{name}: constant", run=partial(tensor.copy_, twin.constants[name]), written=(tensor,))
+        Refresh(name=f"{name}: constant", run=partial(_bring_back, tensor, twin.constants[name]), written=(tensor,))
         for name, tensor in live.items()
     )
 
@@ -146,6 +146,11 @@ def _copies_by_source(traced: Traced) -> dict[str, set[Copy]]:
     for copy in traced.copies:
         found.setdefault(copy.source, set()).add(replace(copy, source=""))
     return found
+
+
+@torch.inference_mode()
+def _bring_back(tensor: Tensor, value: Tensor) -> None:
+    tensor.copy_(value)
 
 
 def read_inventory(model: nn.Module, rules: KernelRules, twin: Twin) -> Inventory:
