@@ -101,7 +101,7 @@ def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_rank
 
 
 def _constants(model: nn.Module, traced: Traced) -> Iterator[tuple[str, Tensor]]:
-    written = {each.parameter for each in (*traced.copies, *traced.computed)}
+    written = {copy.parameter for copy in traced.copies} | {computed.parameter for computed in traced.computed}
     for prefix, module in model.named_modules():
         for name, tensor in module._buffers.items():
             full_name = f"{prefix}.{name}" if prefix else name
