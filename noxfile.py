@@ -98,12 +98,28 @@ def fuzz(session: nox.Session) -> None:
     session.run("python", "-m", "tests.fuzz.run_fuzz", *session.posargs, env=ENVIRONMENT)
 
 
-@nox.session
+@nox.session(requires=["zoo_vllm", "zoo_sglang"], venv_backend="none")
 def zoo(session: nox.Session) -> None:
-    """Every model that SGLang names and transformers can make small, refitted and booted afresh; writes docs/zoo.md."""
+    """Every model that an engine names and transformers can make small, refitted and booted afresh; writes docs/zoo.md."""
+
+
+@nox.session
+def zoo_vllm(session: nox.Session) -> None:
+    """vLLM's."""
+    install_vllm(session)
+    run_zoo(session, "tests/vllm/test_zoo.py")
+
+
+@nox.session
+def zoo_sglang(session: nox.Session) -> None:
+    """SGLang's."""
     install_sglang(session, max(SGLANG))
+    run_zoo(session, "tests/sglang/test_zoo_stubbed_kernels.py")
+
+
+def run_zoo(session: nox.Session, file: str) -> None:
     whole = ENVIRONMENT | {"FP8REFIT_ZOO": "1"}
-    session.run("pytest", "tests/sglang/test_zoo_stubbed_kernels.py", *session.posargs, env=whole)
+    session.run("pytest", file, "-k", "every_model", "-o", "timeout=0", *session.posargs, env=whole)
 
 
 @nox.session(requires=["planted_core", "planted_vllm", "planted_sglang"], venv_backend="none")
