@@ -135,6 +135,63 @@ def test_a_plain_weight_is_what_its_loader_would_have_made_it(chain, num_parts, 
         assert torch.equal(model.plain.weight, loaded)
 
 
+SUMS = {
+    "add": (lambda tensor: tensor + 1.0, lambda tensor: tensor.add_(1.0)),
+    "double": (lambda tensor: tensor * 2, lambda tensor: tensor.mul_(2)),
+    "negate": (lambda tensor: -tensor, lambda tensor: tensor.neg_()),
+    "root": (lambda tensor: tensor.abs().sqrt(), lambda tensor: tensor.abs_().sqrt_()),
+}
+"""Arithmetic, apart and in place."""
+
+
+def computed(tensor: Tensor, sums) -> Tensor:
+    for name, is_in_place in sums:
+        tensor = SUMS[name][is_in_place](tensor)
+    return tensor
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(SUMS)), st.booleans()), min_size=1, max_size=3),
+    st.sampled_from(["source", "parameter", "another", "number"]),
+)
+@example([("add", True)], "source")
+@example([("add", True)], "another")
+@example([("add", True)], "number")
+def test_what_a_loader_computes_is_computed_again(sums, where):
+    def model_of(value: float) -> nn.Module:
+        model = nn.Module()
+        model.plain = nn.Module()
+        model.plain.weight = nn.Parameter(torch.full((4,), value), requires_grad=False)
+        model.plain.register_buffer("other", torch.full((4,), value))
+        model.plain.register_parameter("one", nn.Parameter(torch.full((1,), value), requires_grad=False))
+        model.fp8 = block_layer((4, 4))
+        return model
+
+    def load(model: nn.Module, tensor: Tensor) -> None:
+        plain = model.plain
+        model.fp8.weight.copy_(tensor[:1].expand(16).reshape(4, 4))
+        plain.one.fill_(tensor[:1].item())
+        if where == "source":
+            plain.weight.copy_(computed(tensor, sums))
+            return
+        plain.weight.copy_(tensor)
+        if where == "parameter":
+            plain.weight.copy_(computed(plain.weight.clone(), sums))
+        elif where == "another":
+            plain.other.copy_(plain.weight)
+            computed(plain.other, [(sums[0][0], True)][: sums[0][0] != "root"])  # two in place come twice
+
+    policy = policy_of((4,))
+    model, expected = model_of(-1.0), model_of(-1.0)
+    refusals = refitted(model, (4,), lambda tensor: load(model, tensor), policy)
+    assert refusals == []
+    load(expected, policy.clone())
+    for name in ("weight", "other", "one"):
+        assert torch.equal(getattr(model.plain, name), getattr(expected.plain, name)), name
+    if where == "number":
+        assert refitted(model, (4,), lambda tensor: load(model, tensor * tensor[:1].item()), policy)
+
+
 @given(chains(), st.integers(2, 4), st.sampled_from(["left out", "twice"]), st.data())
 def test_a_part_that_is_left_out_or_comes_twice_is_refused(chain, num_parts, mistake, data):
     shape, steps = chain

@@ -24,6 +24,7 @@ CI = [
     "DeepseekV2ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
     "GPT2LMHeadModel",
     "GPTBigCodeForCausalLM",
     "Glm4MoeForCausalLM",
