@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fp8refit.caught import Caught
 from fp8refit.config import KvOrder, RefitConfig
-from fp8refit.errors import EngineDirtyError, EngineLostError, TransportError
+from fp8refit.errors import EngineDirtyError, EngineLostError, TransportError, UnsupportedEngineError
 from fp8refit.kv_scales import report_of
+from fp8refit.layers.reads import refusals_of
 from fp8refit.layout import EngineLayout
 from fp8refit.pieces import Piece
 from fp8refit.report import KvReport, RankReport
@@ -280,12 +281,13 @@ class Rank:
         """Note the names that this rank holds."""
         if self.group.size > 1 and (self._claimed is None or self._claimed.inventory is not inventory):
             names = inventory.names
-            digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()
+            parts = (f"{name} {part.boxes}" for name, part in inventory.partly_read.items())
+            digest = hashlib.sha256("\n".join([*sorted(names), *sorted(parts)]).encode()).hexdigest()
             self._claimed = _Claim(inventory=inventory, names=names, digest=digest)
 
     @property
     def _held(self) -> str:
-        """Digest of the names that this rank holds; empty if it is alone."""
+        """Digest of the names that this rank holds, and of what it reads of them; empty if it is alone."""
         return self._claimed.digest if self._claimed is not None else ""
 
     def _asked(self, kv: KvOrder | None, config: RefitConfig) -> str:
@@ -296,15 +298,25 @@ class Rank:
         return hashlib.sha256(asked.encode()).hexdigest()
 
     def _learn_foreign_names(self, ready: list[Ballot], config: RefitConfig) -> None:
-        """Of names that other ranks hold and this one does not: under pipeline and expert parallelism ranks differ."""
+        """Of names that other ranks hold and this one does not: under pipeline and expert parallelism ranks differ.
+
+        Raises:
+            UnsupportedEngineError: There are tensors that all ranks together do not read whole. On every rank the same.
+        """
         held = tuple(ballot.held for ballot in ready)
         if self._foreign[0] == held:
             return
         foreign: frozenset[str] = frozenset()
-        if len(set(held)) > 1 and self._claimed is not None:
-            own = self._claimed.names
-            ballots = self._vote("names", None, config, names=tuple(sorted(own)))
-            foreign = frozenset(name for ballot in ballots for name in ballot.names) - own
+        if self._claimed is not None:
+            ranks = [self._claimed.inventory.partly_read]
+            if len(set(held)) > 1:
+                own = self._claimed.names
+                ballots = self._vote("names", None, config, names=tuple(sorted(own)), partly_read=dict(ranks[0]))
+                foreign = frozenset(name for ballot in ballots for name in ballot.names) - own
+                ranks = [ballot.partly_read for ballot in ballots]
+            if refusals := refusals_of(ranks):
+                self.target.abandon()
+                raise UnsupportedEngineError("this engine cannot be refitted", [str(refusal) for refusal in refusals])
         self._foreign = held, foreign
 
     def _try(self, step: Callable[[], Any]) -> tuple[BaseException | None, Any]:

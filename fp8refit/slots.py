@@ -124,6 +124,17 @@ class Stacked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PartlyRead:
+    """A checkpoint tensor that one rank does not read whole."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """What it reads: for each box the start and the length in every dimension."""
+    reason: str = ""
+    """What its loader says of it, if it does not take it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
     """Why one module cannot be refitted, and what to set instead."""
 
@@ -228,6 +239,8 @@ class Inventory:
     """Live views that no checkpoint tensor covers; a boot from a checkpoint leaves them zero, and so does a refit."""
     refreshes: tuple[Refresh, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+    partly_read: Mapping[str, PartlyRead] = field(default_factory=dict)
+    """Checkpoint tensors that this rank does not read whole; the ranks of an engine together have to."""
     kv: KvCache | None = None
 
     @cached_property

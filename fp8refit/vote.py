@@ -21,6 +21,7 @@ from fp8refit.errors import (
 )
 from fp8refit.files import FilesRead
 from fp8refit.report import KvReport, RankReport
+from fp8refit.slots import PartlyRead
 
 Phase: TypeAlias = Literal["ready", "names", "prepared", "go", "written", "measured", "scaled"]
 
@@ -78,8 +79,10 @@ class Ballot(BaseModel):
     files: FilesRead | None = None
     """What this rank opened, if the source is files."""
     held: str = ""
-    """Digest of the names that this rank holds."""
+    """Digest of the names that this rank holds, and of what it reads of them."""
     names: tuple[str, ...] = ()
+    partly_read: dict[str, PartlyRead] = {}
+    """Checkpoint tensors that this rank does not read whole."""
     version: int = 0
     asked: str = ""
     """How this rank's driver wants to refit: one that waits less than the others would give up on them."""

@@ -22,7 +22,7 @@ from fp8refit.live import live_tensors
 from fp8refit.rank import Rank
 from fp8refit.remote import RemoteRanks
 from fp8refit.server import RankServer
-from fp8refit.slots import FP8_DTYPE, Inventory, Refresh, Refusal, ScaleFormat, Slot, Stacked, TensorMeta
+from fp8refit.slots import FP8_DTYPE, Inventory, PartlyRead, Refresh, Refusal, ScaleFormat, Slot, Stacked, TensorMeta
 from fp8refit.target import Target
 from fp8refit.transport.messages import Request
 from tests.fake_kv import FakeKvCache
@@ -109,6 +109,7 @@ class Shard(nn.Module):
         self._slots = [self._make_slot(f"w{index}", *part) for index, part in enumerate(parts)]
         self.register_buffer("total", torch.zeros(()))
         self.refusals: tuple[Refusal, ...] = ()
+        self.partly_read: dict[str, PartlyRead] = {}
         self.kv: FakeKvCache | None = None
         self.on_refresh: Callable[[], object] = lambda: None
 
@@ -144,6 +145,7 @@ class Shard(nn.Module):
             refreshes=(Refresh(name="total", run=self._refresh),),
             stacked=tuple(self._stacks()),
             refusals=self.refusals,
+            partly_read=self.partly_read,
             kv=self.kv.read() if self.kv is not None else None,
         )
 

@@ -28,7 +28,7 @@ from fp8refit.errors import (
 )
 from fp8refit.rank import Rank
 from fp8refit.report import KvReport, RefitReport
-from fp8refit.slots import Refusal
+from fp8refit.slots import PartlyRead, Refusal
 from fp8refit.sources import as_source
 from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE, FakeKvCache
 from tests.fake_ranks import (
@@ -36,12 +36,15 @@ from tests.fake_ranks import (
     EXPERT_1,
     FAULTS,
     HEAD,
+    HIDDEN,
     K_PROJ,
     KV_FAULTS,
     LAYOUTS,
     NORM,
+    O_PROJ,
     Q_PROJ,
     Q_PROJ_1,
+    SHAPES,
     STATE_DICTS,
     WRITES_NO_SCALE,
     WRITES_NOTHING,
@@ -185,6 +188,38 @@ def test_names_are_told_once_and_only_where_ranks_differ(layout, first, later):
         before = [group.num_exchanges for group in cluster.groups]
         drivers.refit({"state_dict": cluster.make_policy(1)})
         assert [group.num_exchanges - n for group, n in zip(cluster.groups, before, strict=True)] == [expected] * 2
+
+
+def test_what_all_ranks_together_do_not_read_is_refused_on_every_one():
+    cluster = Cluster()
+    halves = (((0, 128), (0, HIDDEN)),), (((128, 128), (0, HIDDEN)),)
+    columns = (((0, HIDDEN), (0, 128)),), (((0, HIDDEN), (128, 64)),)
+    for shard, rows_read, columns_read in zip(cluster.shards, halves, columns, strict=True):
+        shard.partly_read = {
+            "dropped.bias": PartlyRead(shape=(4,), reason="is not taken by the model's loader"),
+            Q_PROJ: PartlyRead(shape=SHAPES[Q_PROJ], boxes=rows_read),
+            O_PROJ: PartlyRead(shape=SHAPES[O_PROJ], boxes=columns_read),
+            "model.rotary_emb.inv_freq": PartlyRead(shape=(4,)),
+        }
+    cluster.shards[0].partly_read[NORM] = PartlyRead(shape=SHAPES[NORM])  # the other rank reads it whole
+    before = cluster.live_bytes()
+    drivers = Drivers(cluster)
+    outcomes = drivers.refit({"state_dict": cluster.make_policy(1)})
+    error = assert_agreed(outcomes, UnsupportedEngineError, "cannot be refitted")
+    assert [reason.split(". ")[0] for reason in error.reasons] == [
+        "dropped.bias: 4 of its 4 elements are read by no rank: it is not taken by the model's loader",
+        f"{O_PROJ}: {64 * HIDDEN} of its {256 * HIDDEN} elements are read by no rank",
+    ]
+    assert cluster.live_bytes() == before
+    assert [target.version for target in cluster.targets] == [0, 0]
+
+
+def test_parts_of_which_each_is_read_by_another_rank_are_a_whole():
+    cluster = Cluster()
+    for rank, shard in enumerate(cluster.shards):
+        shard.partly_read = {Q_PROJ: PartlyRead(shape=SHAPES[Q_PROJ], boxes=(((128 * rank, 128), (0, HIDDEN)),))}
+    refitted(cluster)
+    assert cluster.states == [(False, 1)] * 2
 
 
 def test_a_tensor_of_another_rank_may_come_in_another_dtype():

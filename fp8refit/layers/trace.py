@@ -121,9 +121,16 @@ class Recipe:
         leaves = tree_leaves((self.args, dict(self.kwargs)), is_leaf=lambda leaf: isinstance(leaf, View))
         return [leaf for leaf in leaves if isinstance(leaf, View)]
 
+    def reads(self) -> "Iterator[tuple[Base, tuple[int, ...], tuple[int, ...], int]]":
+        """What there has to be, and the sizes, strides and offset of what is read of it."""
+        for step in self.steps():
+            for view in step.views():
+                if isinstance(view.base, Base):
+                    yield view.base, view.size, view.stride, view.offset
+
     def bases(self) -> frozenset[Base]:
         """What has to be there."""
-        return frozenset(view.base for step in self.steps() for view in step.views() if isinstance(view.base, Base))
+        return frozenset(base for base, *_ in self.reads())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -8,7 +8,6 @@ exactly once by copies is refused, and so is one that the engine's kernels keep 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fp8refit.layers.alike import trace_alike
-from fp8refit.layers.boxes import Boxes, Range, count_cover, fault_of_cover, pieces_of, written_by
+from fp8refit.layers.boxes import Boxes, Range, fault_of_cover, pieces_of, written_by
+from fp8refit.layers.reads import partly_read, refusals_of
 from fp8refit.layers.rules import KernelRules, Why
 from fp8refit.layers.staged import Staged, fault_of_recipe
 from fp8refit.layers.trace import Base, Computed, Copy, Load, Traced, trace_once
@@ -216,8 +216,9 @@ class _Reading:
         if not self._refusals and not self._has_block_fp8:
             reason, remedy = "holds no block-FP8 weight", self._rules.remedies.no_block_fp8
             self._refusals.append(Refusal(module=type(self._model).__name__, reason=reason, remedy=remedy))
+        partly = partly_read(self._twin.traced, self._twin.naming.tensors)
         if self._twin.is_alone and not self._refusals:
-            self._refuse_unread()
+            self._refusals += refusals_of([partly])
         elif self._refusals:
             self._tell_of_names()
         naming, held = self._twin.naming, {slot.name for slot in self._slots}
@@ -234,6 +235,7 @@ class _Reading:
             padding=tuple(self._padding),
             refreshes=tuple(self._refreshes),
             refusals=tuple(self._refusals),
+            partly_read={} if self._twin.is_alone else partly,
         )
 
     def _tell_of_names(self) -> None:
@@ -243,25 +245,6 @@ class _Reading:
             others = f", nor are {len(untaken) - 1} others" if len(untaken) > 1 else ""
             remedy = "The engine itself would not load such a checkpoint"
             self._refusals.append(Refusal(module=untaken[0].source, reason=untaken[0].reason + others, remedy=remedy))
-
-    def _refuse_unread(self) -> None:
-        """Refuse tensors of which the loader reads a part alone: a whole one would not be what the engine then holds."""
-        read: dict[str, list[tuple[Range, ...]] | None] = {}
-        for copy in self._twin.traced.copies:
-            if copy.source and read.setdefault(copy.source, []) is not None:
-                shape, full_shape = (
-                    self._twin.tensors[copy.parameter].shape,
-                    self._twin.naming.tensors[copy.source].shape,
-                )
-                pieces = pieces_of(copy, shape, full_shape)
-                read[copy.source] = None if pieces is None else [*(read[copy.source] or ()), *(p.read for p in pieces)]
-        for name, boxes in read.items():
-            shape = self._twin.naming.tensors[name].shape
-            num_bare = count_cover(list(dict.fromkeys(boxes)), shape)[0] if boxes is not None else 0
-            if num_bare:
-                reason = f"{num_bare} of its {prod(shape)} elements are read by no rank"
-                remedy = "fp8refit does not know what the engine makes of the rest"
-                self._refusals.append(Refusal(module=name, reason=reason, remedy=remedy))
 
     def _own_tensors(self, prefix: str, module: nn.Module) -> dict[str, Tensor]:
         """What a checkpoint gives `module` itself: its parameters, and buffers that the loader writes."""

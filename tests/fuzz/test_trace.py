@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fp8refit.config import RefitConfig
 from fp8refit.kernels import quantize_blockwise
 from fp8refit.layers.alike import trace_alike
+from fp8refit.layers.reads import partly_read, refusals_of
 from fp8refit.layers.trace import trace_loader
 from fp8refit.layers.twin import Naming, read_inventory, trace_twin
 from fp8refit.slots import TensorMeta
@@ -248,6 +249,41 @@ ORDERS = {
     "one of two ranks": lambda experts: [*[-1] * (len(experts) // 2), *experts[: -(-len(experts) // 2)]],
     "in turn with another rank": lambda experts: [expert // 2 if expert % 2 else -1 for expert in experts],
 }
+
+
+@given(chains(), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=4), st.integers(1, 3), st.data())
+@example(chain=((4, 4), []), parts=[(0, 0), (0, 1)], num_ranks=2, data=None)
+def test_what_no_rank_reads_is_refused_and_nothing_else(chain, parts, num_ranks, data):
+    shape, steps = chain
+    sources = {"source": TensorMeta(shape=shape, dtype=torch.bfloat16)}
+    places, seen = torch.arange(prod(shape)).view(shape), torch.zeros(prod(shape), dtype=torch.bool)
+
+    def part_of(tensor: Tensor, dim: int, index: int) -> Tensor:
+        moved = apply(tensor, steps)
+        dim %= moved.ndim
+        size = -(-moved.shape[dim] // 2)
+        return moved.narrow(dim, index % 2 * (moved.shape[dim] - size), size)
+
+    by_rank = [[] for _ in range(num_ranks)]
+    for part in parts:
+        by_rank[data.draw(st.integers(0, num_ranks - 1)) if data is not None else part[1] % num_ranks].append(part)
+        seen[part_of(places, *part).reshape(-1)] = True
+    ranks = []
+    for mine in by_rank:
+        into = {f"w{index}": torch.empty_like(part_of(places, *part), device="meta") for index, part in enumerate(mine)}
+
+        def load(tensors, mine=mine, into=into):
+            for _, tensor in tensors:
+                for index, part in enumerate(mine):
+                    into[f"w{index}"].copy_(part_of(tensor, *part))
+
+        ranks.append(partly_read(trace_loader(load, into, sources), sources))
+    refusals = refusals_of(ranks)
+    num_bare = int((~seen).sum())
+    expected = [f"{num_bare} of its {prod(shape)} elements are read by no rank"] if num_bare else []
+    told = [refusal.reason for refusal in refusals]
+    # Too many boxes to look at are taken for a whole.
+    assert told == expected or (not told and any(read.boxes == () for rank in ranks for read in rank.values()))
 
 
 HOWS = ("copy", "twice as large", "not at all")

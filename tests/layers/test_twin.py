@@ -64,12 +64,15 @@ def test_a_tensor_of_which_a_part_is_read_is_refused():
     assert all("65536 of its 131072 elements are read by no rank" in refusal.reason for refusal in refusals)
 
 
-def test_a_name_that_the_loader_does_not_take_has_no_slot():
+def test_names_that_the_loader_does_not_take_are_refused_together_and_have_no_slot():
     model = model_of(proj=BlockLinear())
     naming = naming_of(model)
-    extra = {**naming.tensors, "proj.bias": TensorMeta(shape=(256,), dtype=BF16)}
+    names = ("proj.bias", "other.weight", "model.rotary_emb.inv_freq")
+    extra = {**naming.tensors, **dict.fromkeys(names, TensorMeta(shape=(256,), dtype=BF16))}
     inventory = read(model, trace_twin(model, Naming(tensors=extra), copying(model)))
-    assert inventory.refusals == ()
+    assert [refusal.module for refusal in inventory.refusals] == ["proj.bias", "other.weight"]
+    assert all("256 of its 256 elements are read by no rank" in refusal.reason for refusal in inventory.refusals)
+    assert all("is not taken by the model's loader (KeyError" in refusal.reason for refusal in inventory.refusals)
     assert inventory.names == {"proj.weight"}
 
 

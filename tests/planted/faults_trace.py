@@ -125,4 +125,25 @@ FAULTS = [
         found_by="tests/sglang/test_zoo_stubbed_kernels.py -k Gemma2",
         session="sglang",
     ),
+    Fault(
+        name="what no rank reads is not missed where there are several",
+        path="fp8refit/layers/reads.py",
+        before="        if len(parts) <= len(others) or is_not_a_weight(name):",
+        after="        if others or is_not_a_weight(name):",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="a tensor of which one rank reads a part counts as read",
+        path="fp8refit/layers/reads.py",
+        before="        if num_bare:",
+        after="        if num_bare and not boxes:",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="a run over a part of a tensor is taken for one over all of it",
+        path="fp8refit/layers/reads.py",
+        before="    return end == prod(shape)\n",
+        after="    return True\n",
+        found_by=FUZZER,
+    ),
 ]

@@ -1,0 +1,102 @@
+"""Which elements of a checkpoint's tensors an engine's loader reads: on some rank all of them, or a refit is refused.
+
+An engine that reads a part of a tensor, or none of it, holds another model than the trainer.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import prod
+
+from fp8refit.layers.boxes import count_cover, written_by
+from fp8refit.layers.trace import Base, Copy, Run, Traced
+from fp8refit.names import is_not_a_weight
+from fp8refit.slots import PartlyRead, Refusal, TensorMeta
+
+
+def partly_read(traced: Traced, sources: Mapping[str, TensorMeta]) -> dict[str, PartlyRead]:
+    """Of the tensors that one rank's loader does not read whole, what it reads.
+
+    Args:
+        traced: What the loader did.
+        sources: The checkpoint's tensors.
+    """
+    reads: dict[str, list[Copy]] = {}
+    for copy in traced.copies:
+        if copy.source:
+            reads.setdefault(copy.source, []).append(copy)
+    for computed in traced.computed:
+        for read in _read_by(computed.recipe.reads()):
+            reads.setdefault(read.source, []).append(read)
+    reasons = {objection.source: objection.reason for objection in traced.objections}
+    known: dict[object, tuple[tuple[tuple[int, int], ...], ...] | None] = {}
+    found: dict[str, PartlyRead] = {}
+    for name, meta in sources.items():
+        mine = reads.get(name, [])
+        if any(_is_whole(read, meta.shape) for read in mine):
+            continue
+        key = meta.shape, tuple((read.start, read.runs) for read in mine)
+        if key not in known:
+            known[key] = _boxes_of(mine, meta.shape)
+        boxes = known[key]
+        if boxes is not None:
+            found[name] = PartlyRead(shape=meta.shape, boxes=boxes, reason=reasons.get(name, ""))
+    return found
+
+
+def refusals_of(ranks: Iterable[Mapping[str, PartlyRead]]) -> list[Refusal]:
+    """Tensors that the ranks of an engine do not read whole, all of them together.
+
+    Args:
+        ranks: What `partly_read` says of each.
+    """
+    first, *others = ranks
+    refusals = []
+    for name, read in first.items():
+        parts = [read, *(other[name] for other in others if name in other)]
+        if len(parts) <= len(others) or is_not_a_weight(name):
+            continue  # a rank that does not list it reads it whole
+        boxes = dict.fromkeys(box for part in parts for box in part.boxes)
+        num_bare = count_cover(list(boxes), read.shape)[0]
+        if num_bare:
+            reason = f"{num_bare} of its {prod(read.shape)} elements are read by no rank"
+            said = next((part.reason for part in parts if part.reason), "")
+            remedy = (
+                "The engine would serve another model than the trainer's; leave it out of the model, or ask for support"
+            )
+            refusals.append(Refusal(module=name, reason=f"{reason}: it {said}" if said else reason, remedy=remedy))
+    return refusals
+
+
+def _read_by(views: Iterable[tuple[Base, tuple[int, ...], tuple[int, ...], int]]) -> Iterable[Copy]:
+    """Views of checkpoint tensors as copies of what they show."""
+    for base, sizes, strides, offset in views:
+        if not base.is_parameter:
+            runs = tuple(
+                Run(size=n, into=stride, stride=stride) for n, stride in zip(sizes, strides, strict=True) if n > 1
+            )
+            yield Copy(parameter="", into=offset, source=base.name, start=offset, runs=runs)
+
+
+def _is_whole(read: Copy, shape: tuple[int, ...]) -> bool:
+    """Whether every element is read, in whatever order."""
+    if read.start:
+        return False
+    end = 1
+    for run in sorted(read.runs, key=lambda run: run.stride):
+        if run.stride == end:
+            end *= run.size
+        elif run.stride:
+            return False
+    return end == prod(shape)
+
+
+def _boxes_of(reads: Iterable[Copy], shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], ...] | None:
+    """The boxes of a tensor that are read; None if they are all of it, or none can tell."""
+    found: dict[tuple[tuple[int, int], ...], None] = {}
+    for read in reads:
+        runs = tuple(replace(run, into=run.stride) for run in read.runs if run.stride)
+        boxes = written_by(replace(read, into=read.start, runs=runs), shape)
+        if boxes is None:
+            return None
+        found |= dict.fromkeys(boxes)
+    return tuple(found) if count_cover(list(found), shape)[0] else None
