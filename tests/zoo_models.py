@@ -73,7 +73,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "HYV3ForCausalLM": {"route_norm": True},
     "LagunaForCausalLM": {"layer_types": ["sliding_attention", "full_attention"]},
     "MellumForCausalLM": {"layer_types": ["sliding_attention", "full_attention"]},
-    "MiniMaxM2ForCausalLM": {"scoring_func": "sigmoid", "use_routing_bias": True},
+    "MiniMaxM2ForCausalLM": {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]},

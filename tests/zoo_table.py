@@ -53,7 +53,7 @@ def outcome_of(found: dict[str, Any], *, speaks: bool) -> dict[str, Any]:
 def shortened(text: str) -> str:
     """The last error that a text tells of, on one line."""
     told = _ERROR.findall(text)
-    line = f"{told[-1][0]}: {told[-1][1]}" if told else " ".join(text.split())
+    line = f"{told[-1][0]}: {told[-1][1]}" if told else " ".join(text.removeprefix("cannot be refitted: ").split())
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
 
