@@ -190,7 +190,13 @@ def test_what_a_loader_computes_is_computed_again(sums, where):
     for name in ("weight", "other", "one"):
         assert torch.equal(getattr(model.plain, name), getattr(expected.plain, name)), name
     if where == "number":
-        assert refitted(model, (4,), lambda tensor: load(model, tensor * tensor[:1].item()), policy)
+
+        def scale(tensor: Tensor) -> None:
+            model.fp8.weight.copy_(tensor[:1].expand(16).reshape(4, 4))
+            model.plain.one.fill_(tensor[:1].item())
+            model.plain.weight.copy_(tensor * tensor[:1].item())
+
+        assert refitted(model, (4,), scale, policy)
 
 
 @given(chains(), st.integers(2, 4), st.sampled_from(["left out", "twice"]), st.data())
