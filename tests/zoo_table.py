@@ -11,8 +11,9 @@ from typing import Any
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = DOCS / "zoo.md"
 EQUAL, SILENT, REFUSED, NOT_BOOTED = "equal", "equal, without a forward", "refused", "not booted"
+NOT_WALKED = "not walked yet"
 IN_BF16 = "to a boot from the BF16 checkpoint, quantized afterwards"
-OUTCOMES = (EQUAL, SILENT, REFUSED, NOT_BOOTED)
+OUTCOMES = (EQUAL, SILENT, REFUSED, NOT_BOOTED, NOT_WALKED)
 _HEAD = """# Which models refit
 
 Every causal language model that an engine's registry names and that transformers can make small, in block FP8 on the CPU:
@@ -25,10 +26,11 @@ that a second quantizer wrote.
 - *equal, without a forward*: every byte. The engine has no kernels for this model on a CPU.
 - *refused*: the engine loads it, and fp8refit says why it does not refit it, and writes nothing.
 - *not booted*: the engine itself, or transformers, does not load it here.
+- *not walked yet*: nobody has looked; it is no claim.
 
 `nox -s zoo` makes this page anew; a few of each engine's run in every test.
 """
-_ERROR = re.compile(r"^(?:E\s+)?(?:\w+\.)*(\w*(?:Error|Exception|Failure|Interrupt)): (.+)$", re.MULTILINE)
+_ERROR = re.compile(r"^(?:E\s+|\[rank\d+\]: )?(?:\w+\.)*(\w*(?:Error|Exception|Failure|Interrupt)): (.+)$", re.MULTILINE)
 _LONGEST = 160
 
 
