@@ -30,7 +30,9 @@ that a second quantizer wrote.
 
 `nox -s zoo` makes this page anew; a few of each engine's run in every test.
 """
-_ERROR = re.compile(r"^(?:E\s+|\[rank\d+\]: )?(?:\w+\.)*(\w*(?:Error|Exception|Failure|Interrupt)): (.+)$", re.MULTILINE)
+_ERROR = re.compile(
+    r"^(?:E\s+|\[rank\d+\]: )?(?:\w+\.)*(\w*(?:Error|Exception|Failure|Interrupt)): (.+)$", re.MULTILINE
+)
 _LONGEST = 160
 
 
