@@ -41,7 +41,7 @@ class Broadcaster:
     Raises:
         UnsupportedEngineError: An engine cannot be refitted by a broadcast; says why.
 
-    Example:
+    Examples:
         >>> broadcaster = Broadcaster([llm, "http://10.0.0.2:8000"], collective={"host": "10.0.0.1"})  # doctest: +SKIP
         >>> print(broadcaster.push(model.state_dict()))                                                # doctest: +SKIP
     """

@@ -119,7 +119,7 @@ def quantize_checkpoint(
         InvalidSourceError: A safetensors file is missing or corrupt.
         NonFiniteError: NaN or Inf, after the rounding to BF16; names every tensor.
 
-    Example:
+    Examples:
         >>> quantize_checkpoint(Path("Qwen3-8B"), Path("Qwen3-8B-FP8"))  # doctest: +SKIP
     """
     if max_shard_bytes < 1:

@@ -100,7 +100,7 @@ def importance_weights(
     Raises:
         InvalidCorrectionError: Shapes differ, or bounds are none.
 
-    Example:
+    Examples:
         >>> weights = importance_weights(trainer_logprobs, rollout_logprobs, mask)     # doctest: +SKIP
         >>> loss = -(weights * advantages * new_logprobs)[mask].mean()                 # doctest: +SKIP
     """

@@ -62,7 +62,7 @@ def gathered(
         TypeError: `rename` is no function.
         ValueError: `bucket_bytes` or `timeout_s` is nothing that can be waited or made room for.
 
-    Example:
+    Examples:
         >>> with fp8refit.gathered(model.state_dict()) as weights:     # doctest: +SKIP
         ...     if torch.distributed.get_rank() == 0:
         ...         print(refitter.refit(weights))

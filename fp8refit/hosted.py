@@ -32,7 +32,7 @@ class EngineHost:
     Raises:
         UnsupportedEngineError: It is not that, or one of several ranks that have a driver each.
 
-    Example:
+    Examples:
         >>> @ray.remote                                              # doctest: +SKIP
         ... class Rollouts:
         ...     def __init__(self, model):
@@ -75,7 +75,7 @@ class HostedEngine(ServerDriver):
     Raises:
         EngineLostError: It cannot be asked.
 
-    Example:
+    Examples:
         >>> def ask(message, timeout_s):                             # doctest: +SKIP
         ...     return ray.get(rollouts.order.remote(message), timeout=timeout_s)
         >>> refitter = Refitter(HostedEngine(ask))                   # doctest: +SKIP

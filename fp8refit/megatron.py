@@ -52,7 +52,7 @@ class MegatronNames:
     `linear_qkv` holds, for each group of queries, the heads of its queries, then its key, then its value. `linear_fc1` holds,
     for each tensor-parallel rank, its rows of the gate, then its rows of `up`.
 
-    Example:
+    Examples:
         >>> names = MegatronNames(num_query_groups=2, head_dim=4, tensor_parallel=1)
         >>> fused = torch.empty(24, 8)
         >>> [(name, tuple(part.shape)) for name, part in names("decoder.layers.0.mlp.linear_fc1.weight", fused)]

@@ -57,7 +57,7 @@ class Refitter:
         UnsupportedEngineError: No installed adapter takes the engine, or it cannot be refitted; says what to set.
         EngineLostError: Nobody answers at the URL.
 
-    Example:
+    Examples:
         >>> refitter = Refitter(llm)                            # doctest: +SKIP
         >>> report = refitter.refit(model.state_dict())         # doctest: +SKIP
         >>> print(report)                                       # doctest: +SKIP

@@ -20,7 +20,7 @@ class Renamer(Protocol):
     tensors on the meta device, for names, shapes and dtypes alone. So what it gives may depend on name, shape and dtype, and
     not on values. Give the tensor itself, under another name, if that is all: it then needs not be whole in memory at once.
 
-    Example:
+    Examples:
         >>> def renamed(name, tensor):
         ...     if name.endswith(".gate_up.weight"):
         ...         prefix = name.removesuffix("gate_up.weight")

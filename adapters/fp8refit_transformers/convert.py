@@ -49,7 +49,7 @@ def to_block_fp8(
             replaced.
         NonFiniteError: A weight holds NaN or Inf; the layers before it are replaced.
 
-    Example:
+    Examples:
         >>> engine = to_block_fp8(AutoModelForCausalLM.from_pretrained(path))   # doctest: +SKIP
         >>> Refitter(engine).refit(policy.state_dict())                         # doctest: +SKIP
     """

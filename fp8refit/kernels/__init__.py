@@ -48,7 +48,7 @@ def quantize_blockwise(
         ValueError: Wrong shape, dtype, block size or format, or a tensor without bytes.
         NonFiniteError: `weight` holds NaN or Inf.
 
-    Example:
+    Examples:
         >>> codes, scale = quantize_blockwise(torch.full((128, 256), 896.0))
         >>> scale
         tensor([[2., 2.]])

@@ -17,7 +17,7 @@ class Maxima:
         num_places: How many maxima are kept.
         device: Where they are kept, and where every tensor is.
 
-    Example:
+    Examples:
         >>> maxima = Maxima(3, torch.device("cpu"))
         >>> maxima.update(1, [torch.tensor([[-2.0, 1.0]]), None])
         >>> maxima.read()

@@ -27,7 +27,7 @@ class PackedSequences:
         lengths: Tokens of each sequence.
         device: Where tokens are.
 
-    Example:
+    Examples:
         >>> sequences = PackedSequences([3, 1], torch.device("cpu"))
         >>> sequences.positions
         tensor([0, 1, 2, 0])
