@@ -4,6 +4,7 @@
 - `nox -s tests`: core and transformers, then real vLLM, then real SGLang with stubbed kernels, on the CPU
 - `nox -s tests_trainers`: corrections against verl's, whose wheel is installed for it
 - `nox -s lint types`
+- `nox -s docs`: the documentation's site in build/site; a warning or a dead link is an error
 - `nox -s fuzz -- --minutes 10`: every fuzzer, with new seeds and more examples until the time is over
 - `nox -s zoo`: every model that an engine names and transformers can make small; writes docs/zoo.md
 - `nox -s planted`: every fault of `tests/planted`, planted into a copy, is found by its fuzzer or oracle
@@ -165,3 +166,10 @@ def types(session: nox.Session) -> None:
     """Strict types in the core."""
     session.install(TORCH, "-e", ".[demo]", *group("types"))
     session.run("mypy")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation's site into build/site."""
+    session.install(*group("docs"), *group("lint"))  # ruff formats signatures
+    session.run("mkdocs", "build", "--strict", *session.posargs)

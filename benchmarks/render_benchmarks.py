@@ -1,4 +1,4 @@
-"""Writes benchmarks/README.md and benchmarks/figures from what `fp8refit bench` measured, so that neither drifts.
+"""Writes docs/benchmarks.md and docs/figures from what `fp8refit bench` measured, so that neither drifts.
 
 python benchmarks/render_benchmarks.py
 
@@ -17,7 +17,8 @@ from fp8refit.bench import KernelBenchResult, Precision, RefitBenchResult, Rollo
 from fp8refit.bench.plots import plot_comparison, plot_phases, plot_roofline
 from fp8refit.bench.refit import OURS
 
-FOLDER = Path(__file__).parent
+RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parents[1] / "docs"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 PRECISIONS = {Precision.BF16: "BF16", Precision.FP8: "FP8 weights", Precision.FP8_KV: "FP8 weights and KV cache"}
 
@@ -85,21 +86,22 @@ def render(measured: Measured) -> str:
 
 HEAD = """# Benchmarks
 
-Models are built from their published configs and filled with random weights that have outlier channels: nothing is downloaded.
-Every table says which command measures a row again. This page is written from
-[`results`](results) by `python benchmarks/render_benchmarks.py`.
+Models are built from their published configs and filled with random weights that have outlier channels; nothing is downloaded.
+Each table is preceded by the commands that measure its rows again. `python benchmarks/render_benchmarks.py` writes this page
+from the JSON files in `benchmarks/results`.
 """
 
-LEGEND = """BF16 weights lie on the engine's GPU, as a trainer leaves them. Every round changes them, and times a refit and
-each of the engine's own ways once, interleaved. After every run the bytes of the live weights are compared by a fingerprint.
-Times are medians in ms.
+LEGEND = """The BF16 weights are on the engine's GPU, as a trainer leaves them. Each round changes them, then times one refit
+and one run of each of the engine's own ways, interleaved. After each run the live weights are compared by fingerprint. Times
+are medians in ms.
 
-- *call to return*: all that a training loop waits for, the engine ready to serve. *Flush* of the prefix cache is the engine's.
-- *fill*: the one kernel that reads BF16 and writes codes and scales, on the device's own clock. *of copy*: its time over that
-  of copying as many bytes, measured in the same process. *ns/MB*: in brackets how much more than the least in the table.
-- *host*: call to return without the fill on the device.
-- *extra*: the most GPU memory beyond what is held between refits. Of the engine's own ways only what torch allocates in the
-  trainer's process is counted: all of it in vLLM's, which run there, and not what SGLang's scheduler takes.
+- *call to return*: all that a training loop waits for, until the engine can serve again. *flush*: the engine drops its prefix
+  cache.
+- *fill*: the kernel that reads BF16 and writes codes and scales, on the device's own clock. *of copy*: the fill divided by the
+  time to copy as many bytes, measured in the same process. *ns/MB*: in brackets, how much more than the best row.
+- *host*: call to return, minus the fill.
+- *extra*: peak GPU memory beyond what is held between refits. For the engine's own ways this counts what torch allocates in the
+  trainer's process: all of it for vLLM, which runs there, but not what SGLang's scheduler allocates.
 """
 
 
@@ -119,9 +121,9 @@ def render_refits(boot: str, results: Sequence[RefitBenchResult]) -> Iterator[st
         num_names=1,
     )
     yield f"![Phases](figures/{_slug(boot)}_phases.png)\n"
-    yield "The same weights by other ways, in the same runs:\n"
+    yield "The engine's own ways to load the same weights, in the same runs:\n"
     yield _table(
-        ["model", "way", "ms", "p90", "against refit", "extra", "bytes"],
+        ["model", "way", "ms", "p90", "times refit", "extra", "bytes"],
         (row for result in results for row in _ways(result)),
         num_names=2,
     )
@@ -187,8 +189,8 @@ def render_rollouts(engine: str, results: Sequence[RolloutBenchResult]) -> str:
     columns = ["model", "sequences", "prompt", "new", *(PRECISIONS[name] for name in precisions)]
     rows = (row for result in results for row in _rollout_rows(result, precisions))
     return (
-        f"### {_title(engine)}\n\n{_versions(results)}. New tokens a second of all sequences together, prefill counted in, "
-        "and how many times BF16's. Every engine has the same share of the GPU for weights and KV cache. "
+        f"### {_title(engine)}\n\n{_versions(results)}. New tokens per second over all sequences, prefill included; in "
+        "brackets the ratio to BF16. Every engine gets the same share of the GPU for weights and KV cache. "
         f"{_runs(results)}\n\n"
         f"{_again(results)}\n{_table(columns, rows, num_names=1)}"
     )
@@ -197,7 +199,7 @@ def render_rollouts(engine: str, results: Sequence[RolloutBenchResult]) -> str:
 def _runs(results: Sequence[RolloutBenchResult]) -> str:
     """How often each case was timed."""
     counts = sorted({result.config.repeats for result in results})
-    return "One timed run a case." if counts == [1] else f"Medians of {' or '.join(map(str, counts))} runs."
+    return "One timed run per case." if counts == [1] else f"Medians of {' or '.join(map(str, counts))} runs."
 
 
 def _rollout_rows(result: RolloutBenchResult, precisions: Sequence[Precision]) -> Iterator[list[str]]:
@@ -246,7 +248,7 @@ def _versions(results: Iterable[RefitBenchResult | KernelBenchResult | RolloutBe
 
 def _again(results: Iterable[RefitBenchResult | KernelBenchResult | RolloutBenchResult]) -> str:
     commands = "\n".join(result.command for result in results)
-    return f"Row by row, with `--json` for what this page is made from:\n\n```bash\n{commands}\n```\n"
+    return f"One command per row; add `--json` to get the file this page is made from:\n\n```bash\n{commands}\n```\n"
 
 
 def _mebibytes(num_bytes: int) -> str:
@@ -267,10 +269,10 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_names: 
 
 def main() -> None:
     """Write the page and its pictures."""
-    measured = read(FOLDER / "results")
-    (FOLDER / "README.md").write_text(render(measured))
+    measured = read(RESULTS)
+    (DOCS / "benchmarks.md").write_text(render(measured))
     for name, (plot, results) in figures(measured).items():
-        plot(results, FOLDER / "figures" / name)
+        plot(results, DOCS / "figures" / name)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from fp8refit.bench import (
 )
 from fp8refit.bench.plots import digest_of
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 
 
 def load_renderer():
-    spec = importlib.util.spec_from_file_location("render_benchmarks", FOLDER / "render_benchmarks.py")
+    spec = importlib.util.spec_from_file_location("render_benchmarks", ROOT / "benchmarks" / "render_benchmarks.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -31,13 +31,13 @@ renderer = load_renderer()
 
 
 def test_the_committed_page_and_pictures_are_of_the_committed_results():
-    measured = renderer.read(FOLDER / "results")
+    measured = renderer.read(renderer.RESULTS)
     command = "run: python benchmarks/render_benchmarks.py"
     is_empty = not (measured.refits or measured.kernels or measured.rollouts)
-    assert is_empty or (FOLDER / "README.md").read_text() == renderer.render(measured), command
+    assert is_empty or (renderer.DOCS / "benchmarks.md").read_text() == renderer.render(measured), command
     for name, (_, results) in renderer.figures(measured).items():
-        assert digest_of(results).encode() in (FOLDER / "figures" / name).read_bytes(), command
-    assert {file.name for file in (FOLDER / "figures").glob("*")} == renderer.figures(measured).keys(), command
+        assert digest_of(results).encode() in (renderer.DOCS / "figures" / name).read_bytes(), command
+    assert {file.name for file in (renderer.DOCS / "figures").glob("*")} == renderer.figures(measured).keys(), command
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@
     FP8REFIT_KV=scales,ranks,sleep,backends python -m pytest ...     # some of it; ranks needs two GPUs
 
 Every engine, and the model of transformers, is in a process of its own (`run_kv.py`). What is not asked for is taken from the
-working folder, if it was found there before. Writes a result for the README.
+working folder, if it was found there before. Writes a result for the documentation.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Real SGLang on one GPU: bytes, tokens, log-probabilities, speed and memory of refits. Writes a result for the README.
+"""Real SGLang on one GPU: bytes, tokens, log-probabilities, speed and memory of refits. Writes a result for the documentation.
 
     python -m pytest tests/gpu/test_sglang.py                   # the Qwen3-8B shape: refitted, and booted afresh
     FP8REFIT_SGLANG=sleep,families python -m pytest ...         # some of: refit, fresh, sleep, families

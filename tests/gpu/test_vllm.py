@@ -1,4 +1,4 @@
-"""Real vLLM on a GPU: bytes, tokens, log-probabilities, speed and memory of a refit. Writes a result for the README.
+"""Real vLLM on a GPU: bytes, tokens, log-probabilities, speed and memory of a refit. Writes a result for the documentation.
 
     python -m pytest tests/gpu                          # the Qwen3-8B shape; FP8REFIT_GPU_SHAPE=qwen3-0.6b for a quick look
 

@@ -1,6 +1,6 @@
-"""Writes the README's figures from benchmarks/results and its table of engines from docs/engines.toml, so that neither drifts.
+"""Writes the figures in README.md and docs/ from benchmarks/results, and the tables of engines from docs/*.toml.
 
-python benchmarks/render_readme.py
+python benchmarks/render_pages.py
 """
 
 import json
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 RESULT = RESULTS / "vllm_qwen3-8b_h200.json"
 LAYOUTS = (
@@ -32,23 +31,72 @@ ENGINES = ROOT / "docs" / "engines.toml"
 FAMILIES = ROOT / "docs" / "families.toml"
 
 
-def render() -> dict[str, str]:
-    """The README's sections that are made from other files, as Markdown, by the name in their markers."""
-    measured = (
-        render_one(json.loads(RESULT.read_text())),
-        render_layouts([json.loads((RESULTS / name).read_text()) for name in LAYOUTS]),
-        render_sglang(json.loads(SGLANG.read_text())),
-    )
+def render() -> dict[str, dict[str, str]]:
+    """The sections that are made from other files, as Markdown: by page, then by the name in their markers."""
+    single, sglang = json.loads(RESULT.read_text()), json.loads(SGLANG.read_text())
+    layouts = [json.loads((RESULTS / name).read_text()) for name in LAYOUTS]
+    broadcasts, servers = _read_all(BROADCASTS), _read_all(SERVERS)
     return {
-        "measured": "\n".join(measured),
-        "kv": render_kv(),
-        "engines": render_engines(read_engines()),
-        "families": render_families(),
-        "experts": render_experts(_read_all(EXPERTS)),
-        "transfer": render_transfer(json.loads(TRANSFER.read_text())),
-        "broadcasts": render_broadcasts(_read_all(BROADCASTS), _read_all(SERVERS)),
-        "oracle": render_oracle(_read_all(ORACLE)),
+        "README.md": {"highlights": render_highlights(single, layouts, sglang, broadcasts, servers)},
+        "docs/measured.md": {
+            "single": render_one(single),
+            "layouts": render_layouts(layouts),
+            "sglang": render_sglang(sglang),
+            "experts": render_experts(_read_all(EXPERTS)),
+        },
+        "docs/kv-cache.md": {"kv": render_kv()},
+        "docs/engines.md": {"engines": render_engines(read_engines()), "families": render_families()},
+        "docs/weight-transfer.md": {"transfer": render_transfer(json.loads(TRANSFER.read_text()))},
+        "docs/broadcast.md": {"broadcasts": render_broadcasts(broadcasts)},
+        "docs/servers.md": {"servers": render_servers(servers), "oracle": render_oracle(_read_all(ORACLE))},
     }
+
+
+def render_highlights(
+    single: dict[str, Any],
+    layouts: list[dict[str, Any]],
+    sglang: dict[str, Any],
+    broadcasts: list[dict[str, Any]],
+    servers: list[dict[str, Any]],
+) -> str:
+    """The README's six rows: what a refit takes in each setting, and what it is compared with."""
+    vllm, theirs = single["against_reload_weights"], sglang["against_update_weights_from_tensor"]
+    remote = _of_layout(layouts, "tensor_parallel")["1"]["fifty_refits"]["wall_ms_median"]
+    sent = next(found["seconds"] for found in broadcasts if "to 1 vLLM engine(s) of 1 rank(s)" in found["what"])
+    served = next(found["keep"] for found in servers if "vllm server" in found["what"])
+    rows = [
+        (
+            "vLLM in the trainer's process",
+            vllm["ours_plan_fill_verify_ms_median"],
+            f"vLLM's `reload_weights`: {vllm['reload_weights_ms_median']:.0f} ms",
+        ),
+        (
+            "of that, writing the weights",
+            vllm["ours_fill_device_ms_median"],
+            f"{vllm['fill_over_roofline']:.2f} x a copy",
+        ),
+        ("vLLM in another process", remote, "BF16 weights on the same GPU"),
+        (
+            "SGLang",
+            theirs["ours_wall_ms_median"],
+            f"quantize, `update_weights_from_tensor`: {theirs['theirs_from_bf16_ms_median']:.0f} ms",
+        ),
+        ("broadcast to vLLM on another GPU", 1e3 * sent["fp8"], f"BF16 on the wire: {1e3 * sent['bf16']:.1f} ms"),
+        (
+            "vLLM server answering 16 clients",
+            1e3 * served["push_s"],
+            f"{served['failed_requests']} of {served['requests']} requests failed",
+        ),
+    ]
+    compared = [single["equal_to_fresh_boot"], sglang["equal_to_fresh_boot"]]
+    compared.append(_of_layout(layouts, "tensor_parallel")["1"]["equal_to_fresh_boot"])
+    equals = "equals" if all(map(is_equal, compared)) else "does NOT equal"
+    table = "".join(f"| {what} | **{ms:.1f} ms** | {beside} |\n" for what, ms, beside in rows)
+    return (
+        f"Qwen3-8B shape, {single['gpu']}, medians. After the refits of the first four rows the engine {equals} a freshly "
+        f"booted one: live bytes, greedy tokens, log-probabilities.\n\n| | refit | compared with |\n| --- | ---: | --- |\n"
+        f"{table}"
+    )
 
 
 def render_one(result: dict[str, Any]) -> str:
@@ -69,10 +117,10 @@ def render_one(result: dict[str, Any]) -> str:
             f"{versus['ours_fill_device_ms_median']:.2f} ms, {versus['fill_over_roofline']:.2f} x the copy roofline "
             f"({versus['copy_gb_per_s']:.0f} GB/s measured in the same process)",
         ),
-        ("prefix-cache flush, apart", f"{phases['flush']:.2f} ms"),
+        ("prefix-cache flush, not included above", f"{phases['flush']:.2f} ms"),
         ("host time to the first kernel", f"{versus['ours_first_launch_ms_median']:.2f} ms"),
-        ("first refit, warm kernel cache", f"{result['first_refit_warm_kernel_cache']['wall_s'] * 1e3:.0f} ms"),
-        ("first refit, kernels compiled too", f"{result['first_refit_cold_kernel_cache']['wall_s'] * 1e3:.0f} ms"),
+        ("first refit, kernels cached", f"{result['first_refit_warm_kernel_cache']['wall_s'] * 1e3:.0f} ms"),
+        ("first refit, kernels compiled", f"{result['first_refit_cold_kernel_cache']['wall_s'] * 1e3:.0f} ms"),
         ("extra GPU memory", f"{result['first_refit_cold_kernel_cache']['peak_extra_bytes'] / 2**20:.1f} MiB"),
         (
             "50 refits to 50 policies, generating between them",
@@ -80,7 +128,7 @@ def render_one(result: dict[str, Any]) -> str:
             f"{max(fifty['max_grown_bytes'], 0)} bytes grown",
         ),
         (
-            "against a fresh engine in another process",
+            "compared with a fresh engine in another process",
             f"{equal['live_tensors_compared']} live tensors, greedy tokens and log-probabilities "
             + ("all equal, CUDA graphs replaying" if is_equal(equal) else "NOT equal"),
         ),
@@ -88,7 +136,7 @@ def render_one(result: dict[str, Any]) -> str:
             (f"from {label}", f"{result['streams'][kind]['s']:.2f} s, two buckets")
             for kind, label in (
                 ("cpu", "CPU tensors"),
-                ("safetensors", "safetensors files (measured when they were mapped; they are read now)"),
+                ("safetensors", "safetensors files (measured when files were memory-mapped; they are now read)"),
             )
         ),
     ]
@@ -97,27 +145,23 @@ def render_one(result: dict[str, Any]) -> str:
     return (
         f"Qwen3-8B shape with outlier channels, {result['num_tensors']} BF16 tensors on the GPU, one {result['gpu']}; "
         f"{versions}; DeepGEMM kernels, CUDA graphs on. Medians.\n\n| | |\n| --- | --- |\n{table}\n\n"
-        "`python -m pytest tests/gpu` on such a machine measures all of it again. This table is made from "
-        f"[`{RESULT.relative_to(ROOT)}`]({RESULT.relative_to(ROOT)}), which holds the exact command.\n"
+        f"Source: {_link(RESULT.name)}. To measure again: `python -m pytest tests/gpu/test_vllm.py`.\n"
     )
 
 
 def render_layouts(results: list[dict[str, Any]]) -> str:
     """Engines whose ranks are in other processes, or have a driver each."""
     lines = []
-    tensor_parallel, launched = (
-        {tp: found for result in results for tp, found in result[kind].items()}
-        for kind in ("tensor_parallel", "external_launcher")
-    )
-    for tp, found in tensor_parallel.items():
+    for tp, found in _of_layout(results, "tensor_parallel").items():
         fifty, fill = found["fifty_refits"], found["fill_by_rank"][0]
         name = "one rank in another process" if tp == "1" else f"tensor parallel {tp} in other processes"
         filled = f"{fill['fill_device_ms_median']:.2f} ms, {fill['fill_over_roofline']:.2f} x copy"
         host, reset_ms = f"{fifty['host_ms_median']:.1f} ms", fifty["phases_ms_median"]["flush"]
         if reset_ms >= 0.1:
-            host += f", {reset_ms:.1f} of it the reset"
+            host += f", {reset_ms:.1f} of it the cache reset"
+            name += "" if tp == "1" else " †"
         lines.append((name, found["equal_to_fresh_boot"], fifty["wall_ms_median"], host, filled))
-    for tp, ranks in launched.items():
+    for tp, ranks in _of_layout(results, "external_launcher").items():
         equal = {key: all(rank["equal_to_fresh_boot"] for rank in ranks) for key in EQUALITIES}
         wall_ms, host_ms = (max(rank[key] for rank in ranks) for key in ("wall_ms_median", "host_ms_median"))
         filled = ", ".join(f"{rank['fill_over_roofline']:.2f}" for rank in ranks) + " x copy"
@@ -135,19 +179,22 @@ def render_layouts(results: list[dict[str, Any]]) -> str:
         for name, equal, wall_ms, host, filled in lines
     )
     served = next(result["served_qwen3-0.6b"] for result in reversed(results) if "served_qwen3-0.6b" in result)
-    links = ", ".join(f"[`{name}`]({RESULTS.relative_to(ROOT)}/{name})" for name in LAYOUTS)
+    links = ", ".join(map(_link, LAYOUTS))
     return (
-        "The same model with its ranks in other processes, BF16 weights on one GPU unless said otherwise, 50 refits between "
-        "generations; medians of the whole call. *Host* is what is not the fill, with vLLM's *reset* of its prefix cache, "
-        "which passes while ranks in processes of their own write; rows of several ranks that name it are older than that. "
-        "Ranks on other GPUs read over NVLink, which is what the whole then waits for.\n\n"
-        "| vLLM | against a fresh boot | refit | of that, host | fill on the weights' own GPU |\n"
+        "Same model. 50 refits with generations between them; medians of the whole call. The BF16 weights are on one GPU "
+        "unless the row says otherwise; ranks on other GPUs read them over NVLink, which then sets the pace. *Host* is the "
+        "call minus the fill. Rows marked † were measured before the cache reset ran in parallel with the write.\n\n"
+        "| vLLM | compared with a fresh boot | refit | host | fill on the weights' own GPU |\n"
         f"| --- | --- | --- | --- | --- |\n{table}\n\n"
         f"`AsyncLLM`, Qwen3-0.6B shape, requests kept through {served['num_refits']} refits: {served['num_kept']} "
-        f"interruptions, {served['num_requests_finished']} requests finished, {served['num_requests_unlike_asked']} cut short. "
-        f"From {links}; "
-        "`python -m pytest tests/gpu/test_vllm_layouts.py` on four GPUs measures it again.\n"
+        f"interruptions, {served['num_requests_finished']} requests finished, {served['num_requests_unlike_asked']} cut short."
+        f"\n\nSource: {links}. To measure again, on four GPUs: `python -m pytest tests/gpu/test_vllm_layouts.py`.\n"
     )
+
+
+def _of_layout(results: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """What was found for each number of ranks; of one number the last result counts."""
+    return {tp: found for result in results for tp, found in result[kind].items()}
 
 
 def render_sglang(result: dict[str, Any]) -> str:
@@ -178,14 +225,14 @@ def render_sglang(result: dict[str, Any]) -> str:
         for name, ms, num_bytes in rows
     )
     return (
-        f"The same model in SGLang, its scheduler in another process ({versions}; {result['attention_backend']}, CUDA graphs). "
-        f"Live bytes, greedy tokens and log-probabilities against a fresh boot: {equal}. 50 refits between generations: "
-        f"{fifty['wall_ms_median']:.1f} ms each, fill {fifty['fill_device_ms_median']:.2f} ms = "
-        f"{fifty['fill_over_roofline']:.2f} x copy, {max(fifty['max_grown_bytes'], 0)} bytes grown. Interleaved with SGLang's "
-        "own update, flush included on both sides; of `refit`, "
-        f"{versus['ours_fill_device_ms_median']:.1f} ms is the fill, which cannot be faster than a copy:\n\n"
-        "| | whole call | extra GPU memory | against `refit` |\n| --- | --- | --- | --- |\n"
-        f"{table}\n\nFrom [`{SGLANG.relative_to(ROOT)}`]({SGLANG.relative_to(ROOT)}).\n"
+        f"Same model, SGLang's scheduler in another process ({versions}; {result['attention_backend']}, CUDA graphs). Live "
+        f"bytes, greedy tokens and log-probabilities compared with a fresh boot: {equal}. 50 refits with generations between "
+        f"them take {fifty['wall_ms_median']:.1f} ms each, of which the fill takes {fifty['fill_device_ms_median']:.2f} ms "
+        f"({fifty['fill_over_roofline']:.2f} x copy); memory grew by {max(fifty['max_grown_bytes'], 0)} bytes.\n\n"
+        "The table interleaves refits with SGLang's own update in one run, both with the cache flush. "
+        f"{versus['ours_fill_device_ms_median']:.1f} ms of `refit` is the fill, which cannot be faster than a copy.\n\n"
+        "| | whole call | extra GPU memory | times `refit` |\n| --- | --- | --- | --- |\n"
+        f"{table}\n\nSource: {_link(SGLANG.name)}. To measure again: `python -m pytest tests/gpu/test_sglang.py`.\n"
     )
 
 
@@ -210,19 +257,19 @@ def render_kv() -> str:
             )
         ),
         (
-            "scales against an independent pass in transformers",
+            "scales compared with an independent pass in transformers",
             *(percent(worst(found["largest_deviation_from_transformers"])) for found in large.values()),
         ),
         (
-            "two ranks against one (0.6B shape)",
+            "scales of two ranks compared with one (0.6B shape)",
             *(percent(worst(found["largest_deviation_of_two_ranks"])) for found in small.values()),
         ),
         (
-            "Triton attention, graphs replayed: decode against prefill (0.6B shape)",
+            "Triton attention with CUDA graphs: decode compared with prefill (0.6B shape)",
             *(f"{found['triton']['decode_against_prefill']:.2f}" for found in untied.values()),
         ),
         (
-            "one calibration / the engine's normal prefill",
+            "one calibration / the engine's usual prefill",
             *(f"{milliseconds['calibration']:.0f} / {milliseconds['prefill']:.0f} ms" for milliseconds in costs),
         ),
     ]
@@ -235,16 +282,17 @@ def render_kv() -> str:
     noise_of_ranks = max(worst(found["largest_deviation_of_two_ranks"], "") for found in small.values())
     versions = ", ".join(f"{engine} {found['versions'][engine.lower()]}" for engine, found in large.items())
     files = [name.format(shape="qwen3-8b") for name in KV.values()]
-    links = " and ".join(f"[`{name}`]({RESULTS.relative_to(ROOT)}/{name})" for name in files)
+    links = " and ".join(map(_link, files))
     return (
-        f"Qwen3-8B shape, {num_tokens} calibration tokens, one H200, CUDA graphs, {versions}. Error: mean absolute "
-        "difference of log-probabilities to a BF16 KV cache of the same engine.\n\n"
+        f"Qwen3-8B shape, {num_tokens} calibration tokens, one H200, CUDA graphs, {versions}. *Error* is the mean absolute "
+        "difference of log-probabilities from the same engine with a BF16 KV cache.\n\n"
         f"| | {' | '.join(large)} |\n| --- |{' --- |' * len(large)}\n{table}\n\n"
-        f"In vLLM the pass that measures costs {ratio_to_same:.2f} x the same pass without it, and a calibration "
-        f"{ratio_to_eager:.2f} x vLLM's own eager prefill. Agreement is that of policies whose layers add little to what they "
-        "are given. In those of the other rows, of random weights all the same, single maxima of late layers are noise: they "
-        f"differ from transformers by up to {percent(noise)}, and between one rank and two of the same engine by up to "
-        f"{percent(noise_of_ranks)}. From {links}; `python -m pytest tests/gpu/test_kv.py` measures them again.\n"
+        f"In vLLM, measuring makes the calibration pass {ratio_to_same:.2f} x as long; a calibration takes "
+        f"{ratio_to_eager:.2f} x vLLM's own eager prefill. The two agreement rows were measured on a model with small "
+        "residual updates; random weights are noisier, because single maxima of late layers vary. There, scales differ from "
+        f"transformers by up to {percent(noise)}, and between one and two ranks of the same engine by up to "
+        f"{percent(noise_of_ranks)}.\n\n"
+        f"Source: {links}. To measure again: `python -m pytest tests/gpu/test_kv.py`.\n"
     )
 
 
@@ -292,7 +340,7 @@ def render_engines(engines: list[dict[str, Any]]) -> str:
         tested = f"{on_gpu} on H200s ({engine['on_gpu']}); {on_cpu} on the CPU ({engine['on_cpu']})"
         rows.append(f"| {engine['name']} | {tested} | {engine['models']} | {'; '.join(engine['refused'])} |")
     return (
-        "| engine | tested with | models | refused, by name and with the setting that helps |\n| --- | --- | --- | --- |\n"
+        "| engine | tested with | models | refused, with what to set instead |\n| --- | --- | --- | --- |\n"
         + "\n".join(rows)
         + "\n"
     )
@@ -310,7 +358,8 @@ def render_families() -> str:
 def _cell(test: str | dict[str, str] | None) -> str:
     if test is None:
         return ""
-    return f"[yes]({test.split('::')[0]})" if isinstance(test, str) else f"[refused]({test['refused'].split('::')[0]})"
+    said, shown = ("yes", test) if isinstance(test, str) else ("refused", test["refused"])
+    return f"[{said}](../{shown.split('::')[0]})"
 
 
 def render_experts(results: list[dict[str, Any]]) -> str:
@@ -326,52 +375,56 @@ def render_experts(results: list[dict[str, Any]]) -> str:
         rows.append(f"| {name_of(result['what'])} | {kernels} | {'replayed' if replays else 'none'} | {said} |")
     single, stacked = large["single"], large["stacked"]
     return (
-        "On H200s, live bytes of every rank, greedy tokens and log-probabilities against a fresh boot, after experts came "
-        "one by one, stacked, and again after the engine's own reload:\n\n"
-        "| | kernels | CUDA graphs | against a fresh boot |\n| --- | --- | --- | --- |\n"
+        "On H200s. Live bytes of every rank, greedy tokens and log-probabilities are compared with a fresh boot three times: "
+        "with experts sent one by one, with experts stacked, and after the engine's own reload.\n\n"
+        "| | kernels | CUDA graphs | compared with a fresh boot |\n| --- | --- | --- | --- |\n"
         + "\n".join(rows)
-        + f"\n\nQwen3-30B-A3B shape in vLLM, BF16 beside it on the same GPU, against vLLM's `reload_weights` of the same "
-        f"tensors in the same run, {large['reload_weights_ms_median'] / 1e3:.1f} s: {single['num_tensors']} tensors "
-        f"{single['wall_ms_median']:.1f} ms ({single['times_faster']:.0f} x faster), experts stacked, {stacked['num_tensors']} "
-        f"tensors, {stacked['wall_ms_median']:.1f} ms. `python -m pytest tests/gpu/test_experts.py` measures it again; more is "
-        "in [benchmarks](benchmarks/README.md).\n"
+        + "\n\nQwen3-30B-A3B shape in vLLM, BF16 weights on the same GPU: "
+        f"{single['wall_ms_median']:.1f} ms for {single['num_tensors']} tensors, or {stacked['wall_ms_median']:.1f} ms for "
+        f"{stacked['num_tensors']} with stacked experts. vLLM's `reload_weights` of the same tensors in the same run takes "
+        f"{large['reload_weights_ms_median'] / 1e3:.1f} s, {single['times_faster']:.0f} x as long. More is in "
+        "[benchmarks](benchmarks.md).\n\nTo measure again: `python -m pytest tests/gpu/test_experts.py`.\n"
     )
 
 
 def render_transfer(result: dict[str, Any]) -> str:
     """VLLM's weight-transfer API."""
     ms = {way: f"{1e3 * seconds:.0f} ms" for way, seconds in result["seconds"].items()}
-    link = f"[`{TRANSFER.relative_to(ROOT)}`]({TRANSFER.relative_to(ROOT)})"
     return (
-        f"Tested with vLLM 0.32 on the CPU in CI, and with {result['versions']['vllm']} on two {result['gpu']}s, Qwen3-8B "
-        "shape, its bytes against those of a refit: a module on the engine's GPU takes "
-        f"{ms['module']} where `refit` takes {ms['refit']}; any other source there, read as a stream, {ms['stream']}; "
-        f"a broadcast from the other GPU {ms['broadcast']}. From {link}; `{result['command']}` measures it again.\n"
+        f"CI tests it with vLLM 0.32 on the CPU. With {result['versions']['vllm']} on two {result['gpu']}s, Qwen3-8B shape, "
+        "the engine's bytes equal those of a refit:\n\n| source | time |\n| --- | ---: |\n"
+        f"| a module on the engine's GPU | {ms['module']} (`refit` takes {ms['refit']}) |\n"
+        f"| any other source there, read as a stream | {ms['stream']} |\n"
+        f"| a broadcast from the other GPU | {ms['broadcast']} |\n\n"
+        f"Source: {_link(TRANSFER.name)}. To measure again: `{result['command']}`.\n"
     )
 
 
-def render_broadcasts(broadcasts: list[dict[str, Any]], servers: list[dict[str, Any]]) -> str:
-    """What a push takes against its bytes on the wire, and what requests notice of one."""
-    if not broadcasts and not servers:
+def render_broadcasts(broadcasts: list[dict[str, Any]]) -> str:
+    """What a push takes, compared with its bytes on the wire."""
+    if not broadcasts:
         return "Tested on the CPU, with gloo; the NCCL side has not run yet.\n"
-    parts = []
-    if broadcasts:
-        parts.append(
-            f"On {_machines(broadcasts)}, the trainer on a GPU of its own; whole calls, medians, against the time that as many "
-            "bytes take in NCCL's broadcasts alone. *Pull*: the ranks read the trainer's memory over NVLink by CUDA IPC, one "
-            "engine after another.\n\n"
-            "| | NCCL | on the wire | BF16 on the wire | pull | FP8 on the wire | against NCCL alone | in buckets of 1 GiB |\n"
-            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n" + "".join(map(_broadcast_row, broadcasts))
-        )
-    if servers:
-        parts.append(
-            f"Servers that answer 16 clients without end, on {_machines(servers)}; with `wait` a push lets requests come to "
-            "their ends, with `keep` they go on afterwards. *Stands still*: from the flush of the caches to the resumption.\n\n"
-            "| | `in_flight` | pushes | requests | push, idle | push, loaded | stands still |\n"
-            "| --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
-            + "".join(_server_row(found, way) for found in servers for way in ("wait", "keep"))
-        )
-    return "\n".join(parts)
+    return (
+        f"On {_machines(broadcasts)}; the trainer has a GPU of its own. Medians of whole calls. *NCCL alone* is the time that "
+        "as many bytes take in NCCL's broadcasts and nothing else. *Pull*: the ranks read the trainer's memory over NVLink by "
+        "CUDA IPC, one engine after another.\n\n"
+        "| | NCCL | on the wire | BF16 on the wire | pull | FP8 on the wire | compared with NCCL alone | "
+        "in buckets of 1 GiB |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n" + "".join(map(_broadcast_row, broadcasts))
+    )
+
+
+def render_servers(servers: list[dict[str, Any]]) -> str:
+    """What requests notice of a push."""
+    if not servers:
+        return "Tested on the CPU; it has not run on GPUs yet.\n"
+    return (
+        f"Servers that answer 16 clients without a break, on {_machines(servers)}. With `wait` a push lets requests finish; "
+        "with `keep` they continue afterwards. *Standstill* is the time from the flush of the caches to the resumption.\n\n"
+        "| | `in_flight` | pushes | requests | push, idle | push, loaded | standstill |\n"
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
+        + "".join(_server_row(found, way) for found in servers for way in ("wait", "keep"))
+    )
 
 
 def _broadcast_row(found: dict[str, Any]) -> str:
@@ -409,13 +462,14 @@ def render_oracle(results: list[dict[str, Any]]) -> str:
     if not results:
         return "It runs on the CPU in CI, on real vLLM and SGLang servers; it has not run on GPUs yet.\n"
     return (
-        f"It runs on the CPU in CI, and ran on {_machines(results)}, each server on one GPU and its trainers on another. "
-        "*Inside*: the server said afterwards that the write was not complete; the others died before the first byte, or after "
-        "the commit. *Wrong*: stale, mixed, or answered while dirty.\n\n"
+        f"CI runs it on the CPU. On {_machines(results)}, with each server on one GPU and its trainers on another, it "
+        "found:\n\n"
         "| | pushes | poisoned | killed | of these inside | requests | refused | cut short | across a `keep` | wrong | "
         "failed |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
         + "".join(map(_oracle_row, results))
+        + "\n*Inside*: the server reported afterwards that the write was incomplete; the other trainers died before the first "
+        "byte or after the commit. *Wrong*: stale, mixed, or answered while dirty.\n"
     )
 
 
@@ -463,14 +517,20 @@ def is_equal(equal: dict[str, Any]) -> bool:
     return all(equal[key] for key in EQUALITIES)
 
 
-def splice(readme: str, sections: dict[str, str]) -> str:
-    """`readme` with each section between its markers."""
+def _link(name: str) -> str:
+    """To a result, from a page in docs/."""
+    return f"[`{name}`](../benchmarks/results/{name})"
+
+
+def splice(page: str, sections: dict[str, str]) -> str:
+    """`page` with each section between its markers."""
     for name, section in sections.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-        head, rest = readme.split(begin)
-        readme = head + begin + section + end + rest.split(end)[1]
-    return readme
+        head, rest = page.split(begin)
+        page = head + begin + section + end + rest.split(end)[1]
+    return page
 
 
 if __name__ == "__main__":
-    README.write_text(splice(README.read_text(), render()))
+    for name, sections in render().items():
+        (ROOT / name).write_text(splice((ROOT / name).read_text(), sections))

@@ -1,0 +1,168 @@
+"""README and docs quote measured figures only, and say of engines only what a test shows."""
+
+import ast
+import importlib.util
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def load_renderer():
+    spec = importlib.util.spec_from_file_location("render_pages", ROOT / "benchmarks" / "render_pages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+RENDERER = load_renderer()
+
+
+@pytest.mark.parametrize("page", sorted(RENDERER.render()))
+def test_figures_and_engines_are_those_of_the_committed_files(page):
+    sections = RENDERER.render()[page]
+    text = (ROOT / page).read_text()
+    assert all(section.strip() for section in sections.values())
+    assert RENDERER.splice(text, sections) == text, "run: python benchmarks/render_pages.py"
+
+
+def test_no_page_has_a_section_that_nobody_renders():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    marked = {str(page.relative_to(ROOT)): set(re.findall(r"<!-- (\w+):begin -->", page.read_text())) for page in pages}
+    assert {page: names for page, names in marked.items() if names} == {
+        page: set(sections) for page, sections in RENDERER.render().items()
+    }
+
+
+def read(name):
+    return json.loads((RENDERER.RESULTS / name).read_text())
+
+
+def highlights(**changed):
+    given = {
+        "single": read("vllm_qwen3-8b_h200.json"),
+        "layouts": [read("vllm_layouts_h200.json"), read("vllm_layouts_1_2_h200.json")],
+        "sglang": read("sglang_qwen3-8b_h200.json"),
+        "broadcasts": [read("broadcast_tp2_h200.json"), read("broadcast_tp1_h200.json")],
+        "servers": [read("servers_sglang_h200.json"), read("servers_vllm_h200.json")],
+    }
+    return RENDERER.render_highlights(**given | changed)
+
+
+def test_the_readmes_table_has_six_rows_each_from_its_own_result():
+    said = highlights()
+    seconds = read("broadcast_tp1_h200.json")["seconds"]
+    served = read("servers_vllm_h200.json")["keep"]
+    remote = read("vllm_layouts_1_2_h200.json")["tensor_parallel"]["1"]["fifty_refits"]["wall_ms_median"]
+    rows = [line for line in said.splitlines() if line.startswith("| ")][2:]
+    figures = [row.split("**")[1] for row in rows]
+    single = read("vllm_qwen3-8b_h200.json")["against_reload_weights"]
+    sglang = read("sglang_qwen3-8b_h200.json")["against_update_weights_from_tensor"]
+    measured = [single["ours_plan_fill_verify_ms_median"], single["ours_fill_device_ms_median"], remote]
+    measured += [sglang["ours_wall_ms_median"], 1e3 * seconds["fp8"], 1e3 * served["push_s"]]
+    assert figures == [f"{ms:.1f} ms" for ms in measured]
+    assert f"{served['failed_requests']} of {served['requests']} requests failed" in rows[-1]
+
+
+def test_the_readme_says_it_if_an_engine_did_not_equal_a_fresh_one():
+    single = read("vllm_qwen3-8b_h200.json")
+    equal = single["equal_to_fresh_boot"] | {"tokens": False}
+    assert "equals a freshly booted one" in " ".join(highlights().split())
+    assert "does NOT equal" in highlights(single=single | {"equal_to_fresh_boot": equal})
+
+
+def test_rows_measured_before_the_reset_ran_beside_the_write_are_marked():
+    (row,) = (
+        line for line in RENDERER.render_layouts(layouts()).splitlines() if line.startswith("| tensor parallel 2 in")
+    )
+    (alone,) = (line for line in RENDERER.render_layouts(layouts()).splitlines() if line.startswith("| one rank"))
+    assert "†" in RENDERER.render_layouts(layouts(reset_ms=2.0)).split("| tensor parallel 2 in")[1].splitlines()[0]
+    assert "†" not in row + alone
+
+
+def layouts(reset_ms=0.0):
+    found = read("vllm_layouts_2_h200.json")
+    found["tensor_parallel"]["2"]["fifty_refits"]["phases_ms_median"]["flush"] = reset_ms
+    return [read("vllm_layouts_1_2_h200.json"), found, read("vllm_layouts_served_h200.json")]
+
+
+def test_a_broadcast_is_rendered_beside_its_wire_and_a_server_beside_its_requests():
+    machine = {"gpu": "a GPU", "versions": {"torch": "2"}}
+    broadcast = machine | {
+        "what": "a broadcast",
+        "broadcast_gb_per_s": 350.4,
+        "wire_bytes": {"fp8": 9.43e9, "bf16": 16.4e9},
+        "seconds": {"fp8": 0.030, "bf16": 0.054, "pull": 0.041, "fp8_on_the_wire_alone": 0.027},
+        "over_wire": 1.11,
+        "seconds_by_bucket_bytes": {str(1 << 30): 0.028},
+    }
+    pushed = {"pushes": 50, "requests": 900, "failed_requests": 0, "idle_push_s": 0.04, "push_s": 0.5}
+    pushed["phases_s"] = {"plan": 1, "pause": 1, "flush": 1, "transfer": 2, "fill": 3, "verify": 0, "resume": 1}
+    said = RENDERER.render_broadcasts([broadcast])
+    said += RENDERER.render_servers([machine | {"what": "a server", "wait": pushed, "keep": pushed}])
+    wire = "350 GB/s | 9.43 of 16.40 GB | 54.0 ms | 41.0 ms | **30.0 ms**, 1.8 x faster than BF16 | 1.11 x | 28.0 ms, 1.04 x"
+    assert f"| a broadcast | {wire} |" in said
+    assert "| a server | `keep` | 50 | 900, 0 failed | 40.0 ms | 500.0 ms | 7000.0 ms |" in said
+
+
+def test_what_an_oracle_found_is_rendered_and_its_wrong_answers_are_added_up():
+    found = {
+        "gpu": "a GPU",
+        "versions": {"torch": "2"},
+        "what": "a server",
+        "pushes": 250,
+        "poisoned": 25,
+        "kills": 240,
+    }
+    found |= {"kills_inside_the_write": 200, "kills_inside_by": {"broadcast": 80, "stream": 120, "mapped": 0}}
+    found["judged"] = {
+        "answers": 9000,
+        "refused": 70,
+        "cut_short": 8,
+        "of_two_across_keep": 300,
+        "stale": 1,
+        "mixed": 2,
+    }
+    said = RENDERER.render_oracle([found])
+    inside = "200 (80 by broadcast, 120 by stream)"
+    assert f"| a server | 250 | 25 | 240 | {inside} | 9000 | 70 | 8 | 300 | **3** | **0** |" in said
+    assert "has not run on GPUs yet" in RENDERER.render_oracle([])
+
+
+ENGINES = {engine["package"]: engine for engine in RENDERER.read_engines()}
+
+
+def test_every_adapter_is_in_the_table():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(ENGINES) == set(project["entry-points"]["fp8refit.engines"])
+
+
+@pytest.mark.parametrize("package", ["vllm", "sglang"])
+def test_engines_were_tested_on_both_kinds_of_machine(package):
+    assert ENGINES[package]["gpu_versions"]
+    assert ENGINES[package]["cpu_versions"]
+
+
+def test_the_versions_of_sglang_are_those_that_the_noxfile_installs():
+    (versions,) = re.findall(r"^SGLANG = (\{.*\})$", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+    assert set(ast.literal_eval(versions)) == set(ENGINES["sglang"]["cpu_versions"])
+
+
+def shown_by_families() -> set[str]:
+    families = tomllib.loads((ROOT / "docs" / "families.toml").read_text())["family"]
+    cells = [cell for family in families for column, cell in family.items() if column != "name"]
+    return {cell if isinstance(cell, str) else cell["refused"] for cell in cells}
+
+
+REFUSALS = {test for engine in ENGINES.values() for test in engine["refused"].values()}
+
+
+@pytest.mark.parametrize("test", sorted(REFUSALS | shown_by_families()))
+def test_what_the_tables_say_has_its_test(test):
+    file, name = test.split("::")
+    functions = {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
+    assert name in functions
