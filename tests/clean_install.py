@@ -65,3 +65,11 @@ class CleanInstall:
         )
         assert ended.returncode == 0, f"{command} ended with {ended.returncode}\n{ended.stdout}\n{ended.stderr[-6000:]}"
         return ended.stdout
+
+
+def without_source(paths: str, folder: Path) -> str:
+    """A PYTHONPATH that leads to the tests, by a link in `folder`, and to nothing else of this tree's fp8refit."""
+    folder.mkdir()
+    (folder / "tests").symlink_to(ROOT / "tests")
+    others = [path for path in paths.split(os.pathsep) if not any(Path(path).glob("fp8refit*/__init__.py"))]
+    return os.pathsep.join([str(folder), *others])

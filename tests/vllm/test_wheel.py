@@ -4,14 +4,12 @@ What is real and what is not: `conftest.py`. There is no way to the source tree:
 """
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
-from tests.clean_install import ROOT, CleanInstall, build
+from tests.clean_install import CleanInstall, build, without_source
 from tests.tiny_models import save_model
-from tests.vllm.processes import ENVIRONMENT, HERE
+from tests.vllm.processes import ENVIRONMENT
 
 pytestmark = pytest.mark.vllm
 
@@ -33,10 +31,8 @@ if __name__ == "__main__":
 
 def test_an_engine_in_another_process_is_refitted_by_what_the_wheel_installs(environment, tmp_path):
     installed = CleanInstall.of(build("wheel", tmp_path / "wheel"), tmp_path / "clean")
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "tests").symlink_to(ROOT / "tests")
-    paths = [path for path in environment["PYTHONPATH"].split(os.pathsep) if "plugins" in Path(path).name]
-    apart = {"PYTHONPATH": os.pathsep.join(map(str, [tmp_path / "source", HERE, *paths]))}
+    apart = {"PYTHONPATH": without_source(environment["PYTHONPATH"], tmp_path / "source")}
+    apart["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # the worker in another process
     save_model("qwen3", 1, tmp_path / "model")
     script, out = tmp_path / "script.py", tmp_path / "found.json"
     script.write_text(SCRIPT)
