@@ -333,16 +333,19 @@ def read_engines() -> list[dict[str, Any]]:
 
 
 def render_engines(engines: list[dict[str, Any]]) -> str:
-    """Which engines, which versions of them, where they were tested, and what is refused."""
-    rows = []
-    for engine in engines:
-        on_gpu, on_cpu = (" and ".join(engine[f"{place}_versions"]) or "newest" for place in ("gpu", "cpu"))
-        tested = f"{on_gpu} on H200s ({engine['on_gpu']}); {on_cpu} on the CPU ({engine['on_cpu']})"
-        rows.append(f"| {engine['name']} | {tested} | {engine['models']} | {'; '.join(engine['refused'])} |")
+    """Which engines, which versions of them, where they were tested, and what is refused: a part of the page for each."""
+    return "\n".join(map(_engine, engines))
+
+
+def _engine(engine: dict[str, Any]) -> str:
+    on_gpu, on_cpu = (" and ".join(engine[f"{place}_versions"]) or "newest" for place in ("gpu", "cpu"))
+    name, forms = re.split("[:,] ", engine["name"], maxsplit=1)
+    models = "".join(f"- {models}\n" for models in engine["models"].split("; "))
+    refused = "".join(f"- {what} ([test](../{test.split('::')[0]}))\n" for what, test in engine["refused"].items())
     return (
-        "| engine | tested with | models | refused, with what to set instead |\n| --- | --- | --- | --- |\n"
-        + "\n".join(rows)
-        + "\n"
+        f"### {name}\n\n{forms}\n\n| tested on | versions | what |\n| --- | --- | --- |\n"
+        f"| H200s | {on_gpu} | {engine['on_gpu']} |\n| the CPU | {on_cpu} | {engine['on_cpu']} |\n\n"
+        f"Models:\n\n{models}\nRefused by name, with what to set instead:\n\n{refused}"
     )
 
 
