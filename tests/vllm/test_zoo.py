@@ -30,6 +30,8 @@ CI = [
 ]
 SILENT_IN_CI = ["JambaForCausalLM"]
 """Those that vLLM has no kernels for on a CPU."""
+IN_ORDERS_OF_THEIR_OWN = ("BloomForCausalLM", "FalconH1ForCausalLM", "GPT2LMHeadModel", "GraniteMoeForCausalLM")
+"""Those of which no checkpoint holds the blocks that an engine does."""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,11 @@ def test_a_refit_equals_a_fresh_boot(architecture, walked):
 @pytest.mark.parametrize("architecture", [*CI, *SILENT_IN_CI])
 def test_the_twin_leaves_nothing_behind(architecture, walked):
     assert walked(architecture)["left_nothing"]
+
+
+@pytest.mark.parametrize("architecture", [*CI, *SILENT_IN_CI])
+def test_quantize_writes_what_the_second_quantizer_does(architecture, walked):
+    assert walked(architecture).get("is_quantized_alike", architecture in IN_ORDERS_OF_THEIR_OWN)
 
 
 @pytest.mark.skipif(not ASKED, reason="takes an hour; FP8REFIT_ZOO asks for it")

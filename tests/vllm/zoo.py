@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from engines import booted, generate, live_bytes, model_of, scribble
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from vllm.model_executor.model_loader import base_loader
 
 from fp8refit import Refitter
+from fp8refit.checkpoint import quantize_checkpoint
 from tests import zoo_models
 
 
@@ -51,6 +53,8 @@ def run_zoo(architecture: str, work: str) -> dict:
         live = found["refitted"][0]
         return found | {"fresh": [loaded_and_quantized(folder / "bf16", live)], "is_loaded_in_bf16": True}
     zoo_models.save_block_fp8(folder / "bf16", folder / "fp8", names)
+    quantize_checkpoint(folder / "bf16", folder / "like", like=layout)
+    found["is_quantized_alike"] = hashes_in(folder / "like") == hashes_in(folder / "fp8")
     with booted(folder / "fp8", "fp32") as llm:
         found["fresh_generated"] = said_by(llm)
         return found | {"fresh": [live_bytes(llm)]}
@@ -71,6 +75,12 @@ def names_in(folder: Path) -> set[str]:
         with safe_open(file, "pt") as opened:
             names |= set(opened.keys())
     return names
+
+
+def hashes_in(folder: Path) -> dict[str, str]:
+    """A sha256 for each tensor of a checkpoint."""
+    tensors = (item for file in folder.glob("*.safetensors") for item in load_file(file).items())
+    return {name: hash_of(tensor) for name, tensor in tensors}
 
 
 def loaded_and_quantized(folder: Path, live: dict[str, str]) -> dict[str, str]:
