@@ -308,6 +308,8 @@ def fill(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim >= 2:
+                if not weight.any():  # some models begin with routers of zeros
+                    weight.normal_(std=0.02)
                 weight *= 4
                 weight[..., torch.randint(weight.shape[-1], (2,))] *= 20  # outlier channels
                 if weight.ndim == 3:
