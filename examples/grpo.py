@@ -10,8 +10,9 @@ the engine that samples holds the policy, and how the loss corrects for that: PR
   -stale                              the engine is never refitted: what rollouts are worth then
   +token +sequence +icepop +adaptive  importance weights (`fp8refit.correction`); none without it
 
-One engine serves all variants and seeds of a precision: every run begins by refitting it. `OUT/grpo.json` holds every step of
-every run that has ended, with pictures beside it. The same command goes on with what is missing, also after `--minutes`.
+One engine serves all variants and seeds of a precision: every run begins by refitting it. With `--at-once` every run has an
+engine and a process of its own beside others: it is sooner over, and its times mean nothing. `OUT/grpo.json` holds every step
+of every run that has ended, with pictures beside it. The same command goes on with what is missing, also after `--minutes`.
 """
 
 import argparse
@@ -24,11 +25,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from grpo_engines import ENGINES, MAX_CALIBRATION, Engine, Rollouts
 from grpo_results import add_run, describe, draw, read_results
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -205,6 +209,8 @@ def warm_up(size: Size, seed: int, target: float, progress: Progress) -> nn.Modu
             take_step(policy, optimizer, -logprobs_of(policy, prompts, solve(prompts)).mean())
             schedule.step()
         progress.update(task, advance=WARM_UP_CHECK_EVERY, description=f"warm up, seed {seed}: {reward:.2f} right")
+        if progress.disable and schedule.last_epoch % 100 == 0:
+            print(f"step {schedule.last_epoch} of the warm-up, seed {seed}: {reward:.3f} right", flush=True)
     progress.remove_task(task)
     return policy
 
@@ -246,21 +252,16 @@ class Run:
     """One variant with one seed, from a policy that was warmed up."""
 
     def __init__(
-        self, variant: Variant, seed: int, policy: nn.Module, engine: Engine, options: argparse.Namespace
+        self, variant: Variant, seed: int, lr: float, policy: nn.Module, engine: Engine, options: argparse.Namespace
     ) -> None:
-        self.size, self.variant, self.policy, self.engine, self.options = (
-            SIZES[options.size],
-            variant,
-            policy,
-            engine,
-            options,
-        )
+        self.size, self.variant, self.seed, self.lr = SIZES[options.size], variant, seed, lr
+        self.policy, self.engine, self.options = policy, engine, options
         self.held_out = make_prompts(self.size, NUM_HELD_OUT, torch.Generator().manual_seed(seed))
         self.generator = torch.Generator().manual_seed(1000 + seed)
-        self.optimizer = torch.optim.AdamW(policy.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.warm_up_reward = expected_reward(policy, self.held_out)
         self.records: list[dict] = []
-        self.state_file = options.out / f"{variant}-{seed}-{options.lr}.pt"
+        self.state_file = options.out / f"{variant}-{seed}-{lr}.pt"
 
     def steps(self) -> Iterator[dict]:
         """Steps of GRPO, each as a record; goes on from the last saved one."""
@@ -350,14 +351,12 @@ def run_precision(precision: str, options: argparse.Namespace) -> bool:
     size, engine = SIZES[options.size], None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, disable=not sys.stderr.isatty()) as progress:
-        for variant, seed in missing_runs(options):
+        for variant, seed, lr in missing_runs(options):
             policy = warmed_up(size, seed, options, progress)
             if engine is None:
-                folder = options.out / f"model-{options.size}"
-                copy.deepcopy(policy).bfloat16().save_pretrained(folder)
-                engine = ENGINES[options.engine](folder, precision, options.set)
+                engine = ENGINES[options.engine](folder_of(policy, options), precision, options.set)
             torch.manual_seed(seed)
-            run = Run(variant, seed, policy, engine, options)
+            run = Run(variant, seed, lr, policy, engine, options)
             task = progress.add_task(str(variant), total=options.steps)
             log = open_log(options.out / "tensorboard" / run.state_file.stem)
             for record in run.steps():
@@ -366,33 +365,47 @@ def run_precision(precision: str, options: argparse.Namespace) -> bool:
                 if time.monotonic() > options.deadline_s and record["step"] < options.steps:
                     run.save()
                     return False
-            add_run(options.out, about_run(run, seed), run.records, about_all(engine))
+            with FileLock(options.out / ".lock"):
+                add_run(options.out, about_run(run), run.records, about_all(engine))
             progress.remove_task(task)
     return True
 
 
-def missing_runs(options: argparse.Namespace) -> list[tuple[Variant, int]]:
+def missing_runs(options: argparse.Namespace) -> list[tuple[Variant, int, float]]:
     done = [(run["variant"], run["seed"], run["lr"]) for run in read_results(options.out)["runs"]]
-    wanted = ((variant, seed) for seed in options.seeds for variant in options.variants)
-    return [(variant, seed) for variant, seed in wanted if (str(variant), seed, options.lr) not in done]
+    wanted = product(options.seeds, options.lr, options.variants)
+    return [(variant, seed, lr) for seed, lr, variant in wanted if (str(variant), seed, lr) not in done]
 
 
 def warmed_up(size: Size, seed: int, options: argparse.Namespace, progress: Progress) -> nn.Module:
     """The policy that every run of a seed begins with."""
     file = options.out / f"warm-up-{options.size}-{seed}.pt"
-    if not file.exists():
-        torch.save(warm_up(size, seed, options.target, progress).state_dict(), file)
+    with FileLock(file.with_suffix(".lock")):
+        if not file.exists():
+            torch.save(warm_up(size, seed, options.target, progress).state_dict(), part := file.with_suffix(".part"))
+            part.replace(file)
     policy = make_policy(size)
     policy.load_state_dict(torch.load(file, map_location=DEVICE))
     return policy
 
 
-def about_run(run: Run, seed: int) -> dict:
+def folder_of(policy: nn.Module, options: argparse.Namespace) -> Path:
+    """What engines boot from; which weights it holds does not matter."""
+    folder = options.out / f"model-{options.size}"
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            copy.deepcopy(policy).bfloat16().save_pretrained(part := folder.with_suffix(".part"))
+            part.replace(folder)
+    return folder
+
+
+def about_run(run: Run) -> dict:
     options = run.options
     return {
         "variant": str(run.variant),
-        "seed": seed,
-        "lr": options.lr,
+        "seed": run.seed,
+        "lr": run.lr,
+        "is_alone": not options.beside_others,
         "prompts": options.prompts,
         "updates": options.updates,
         "size": options.size,
@@ -443,10 +456,12 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--prompts", type=int, help="in a step, each answered 8 times")
     parser.add_argument("--updates", type=int, default=2, help="of the optimizer in a step")
-    parser.add_argument("--lr", type=float, help="of the steps after the warm-up")
+    parser.add_argument("--lr", help="of the steps after the warm-up; with commas")
     parser.add_argument("--target", type=float, default=0.3, help="share of right answers at which the warm-up ends")
     parser.add_argument("--out", type=Path, default=Path("grpo"))
     parser.add_argument("--save-every", type=int, default=20, help="steps")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at a time, each with an engine of its own")
+    parser.add_argument("--beside-others", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="save and end after so long")
     parser.add_argument("--set", action="append", default=[], help="of the engine: name=JSON; again for each")
     options = parser.parse_args()
@@ -456,7 +471,7 @@ def read_options() -> argparse.Namespace:
     options.seeds = [int(seed) for seed in options.seeds.split(",")]
     options.set = {name: json.loads(value) for name, _, value in (text.partition("=") for text in options.set)}
     size = SIZES[options.size]
-    options.lr = size.lr if options.lr is None else options.lr
+    options.lr = [size.lr] if options.lr is None else [float(lr) for lr in options.lr.split(",")]
     options.prompts = size.num_prompts if options.prompts is None else options.prompts
     return options
 
@@ -465,11 +480,18 @@ def main() -> int:
     options = read_options()
     options.out.mkdir(parents=True, exist_ok=True)
     precisions = [p for p in PRECISIONS if any(variant.precision == p for variant in options.variants)]
-    if len(precisions) > 1:
-        return run_apart(precisions, options)
-    if not run_precision(precisions[0], options):
-        print(f"the time is over; run the same command again to go on in {options.out}")
-        return UNFINISHED
+    code = 0
+    if options.at_once > 1:
+        code = run_at_once(options)
+    elif len(precisions) > 1:
+        code = run_apart(precisions, options)
+    elif not run_precision(precisions[0], options):
+        code = UNFINISHED
+    if options.beside_others:
+        return code
+    if code:
+        print(f"not all runs have ended; run the same command again to go on in {options.out}")
+        return code
     results = read_results(options.out)
     draw(results, options.out)
     print(describe(results["summary"]))
@@ -480,11 +502,26 @@ def run_apart(precisions: list[str], options: argparse.Namespace) -> int:
     """Each precision in a process of its own, which takes the engine's memory with it; the first exit code that is not 0."""
     for precision in precisions:
         chosen = ",".join(str(variant) for variant in options.variants if variant.precision == precision)
-        minutes = str((options.deadline_s - time.monotonic()) / 60)
-        again = [sys.executable, __file__, *sys.argv[1:], "--variants", chosen, "--minutes", minutes]
-        if code := subprocess.run(again).returncode:
+        if code := run_again(options, "--variants", chosen):
             return code
     return 0
+
+
+def run_at_once(options: argparse.Namespace) -> int:
+    """Each run in a process of its own, several at a time; the greatest exit code."""
+
+    def run(variant: Variant, seed: int, lr: float) -> int:
+        chosen = "--variants", str(variant), "--seeds", str(seed), "--lr", str(lr)
+        return run_again(options, *chosen, "--at-once", "1", "--beside-others")
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        return max(pool.map(lambda wanted: run(*wanted), missing_runs(options)), default=0)
+
+
+def run_again(options: argparse.Namespace, *arguments: str) -> int:
+    """This command with other arguments, in a process of its own; its exit code."""
+    minutes = str((options.deadline_s - time.monotonic()) / 60)
+    return subprocess.run([sys.executable, __file__, *sys.argv[1:], *arguments, "--minutes", minutes]).returncode
 
 
 if __name__ == "__main__":  # processes of engines import this file again

@@ -12,6 +12,8 @@ PANELS = {
     "mismatch.png": {"k3": "k3, nats a token", "token_mult_prob_error": "token mult. prob. error", "ess": "ESS"},
     "density.png": {name: f"share {name.replace('_', ' ')}" for name in CHANGED[:3]},
 }
+PARTS = ("rollout_s", "train_s", "refit_s")
+"""Of a step. Times of runs beside others are in no summary."""
 LOGARITHMIC = ("k3", *CHANGED)
 
 
@@ -35,25 +37,29 @@ def add_run(out: Path, run: dict, records: list[dict], about: dict) -> None:
 def summarize(runs: list[dict]) -> list[dict]:
     """What came of each variant: `[least, mean, greatest]` of its seeds. Rewards are those of the last fifth of the steps."""
     rows = []
-    for (variant, lr), columns in by_variant(runs).items():
+    for (variant, lr), those in by_variant(runs).items():
+        columns = [run["steps"] for run in those]
         tail = max(1, len(columns[0]["step"]) // 5)
-        starts = [run["warm_up_reward"] for run in runs if (run["variant"], run["lr"]) == (variant, lr)]
-        row = {"variant": variant, "lr": lr, "seeds": len(columns), "warm_up_reward": spread(starts)}
+        row = {"variant": variant, "lr": lr, "seeds": len(columns)}
+        row["warm_up_reward"] = spread([run["warm_up_reward"] for run in those])
         for name in ("reward", "expected_reward"):
             row[name] = spread([statistics.mean(c[name][-tail:]) for c in columns])
         for name in ("k3", "token_mult_prob_error", "ess", "masked_fraction", *CHANGED):
             row[name] = spread([statistics.median(c[name]) for c in columns])
-        row["refit_ms"] = spread([statistics.median(c["refit_s"]) * 1e3 for c in columns])
-        row["refit_share"] = spread([sum(c["refit_s"]) / sum_of(c, "rollout_s", "train_s", "refit_s") for c in columns])
+        alone = [run["steps"] for run in those if run["is_alone"]]
+        for name in PARTS if alone else ():
+            row[name.replace("_s", "_ms")] = spread([statistics.median(c[name]) * 1e3 for c in alone])
+        if alone:
+            row["refit_share"] = spread([sum(c["refit_s"]) / sum_of(c, *PARTS) for c in alone])
         rows.append(row)
     return rows
 
 
 def by_variant(runs: list[dict]) -> dict[tuple[str, float], list[dict]]:
-    """The columns of every run, by variant and learning rate."""
+    """Runs by variant and learning rate."""
     found: dict[tuple[str, float], list[dict]] = {}
     for run in runs:
-        found.setdefault((run["variant"], run["lr"]), []).append(run["steps"])
+        found.setdefault((run["variant"], run["lr"]), []).append(run)
     return found
 
 
@@ -72,9 +78,10 @@ def describe(summary: list[dict]) -> str:
         low, mean, high = row["reward"]
         lines.append(
             f"{row['variant']:>14}, lr {row['lr']:g}, {row['seeds']} seed(s): reward {row['warm_up_reward'][1]:.3f} -> "
-            f"{mean:.3f} ({low:.3f} to {high:.3f}), k3 {row['k3'][1]:.1e}, ESS {row['ess'][1]:.3f}, "
-            f"refit {row['refit_ms'][1]:.1f} ms = {row['refit_share'][1]:.1%} of a step"
+            f"{mean:.3f} ({low:.3f} to {high:.3f}), k3 {row['k3'][1]:.1e}, ESS {row['ess'][1]:.3f}"
         )
+        if "refit_share" in row:
+            lines[-1] += f", refit {row['refit_ms'][1]:.1f} ms = {row['refit_share'][1]:.1%} of a step"
     return "\n".join(lines)
 
 
@@ -88,7 +95,7 @@ def draw(results: dict, out: Path) -> None:
         figure = Figure(figsize=(5.5 * len(titles), 4), layout="constrained")
         for axes, (column, title) in zip(figure.subplots(1, len(titles)), titles.items(), strict=True):
             for (variant, lr), runs in by_variant(results["runs"]).items():
-                rows = list(zip(*(smooth(steps[column]) for steps in runs), strict=False))
+                rows = list(zip(*(smooth(run["steps"][column]) for run in runs), strict=False))
                 steps = range(1, len(rows) + 1)
                 (line,) = axes.plot(steps, [statistics.mean(row) for row in rows], label=f"{variant}, lr {lr:g}")
                 axes.fill_between(steps, list(map(min, rows)), list(map(max, rows)), color=line.get_color(), alpha=0.15)

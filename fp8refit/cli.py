@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -287,7 +288,14 @@ def bench_rollout(
     batch_sizes: Annotated[str, typer.Option(help="Sequences at a time, with commas.")] = "8,64,256",
     context_lengths: Annotated[str, typer.Option(help="Tokens of each prompt, with commas.")] = "512,4096",
     new_tokens: Annotated[str, typer.Option(help="Tokens that each sequence is continued by, with commas.")] = "256",
+    cases: Annotated[
+        str | None,
+        typer.Option(help="Sequences x prompt + new tokens in the place of all combinations: 16x512+512,64x4096+256."),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each case.")] = 3,
+    case_seconds: Annotated[
+        float | None, typer.Option(help="Do not time a case once more if its timed runs have taken longer.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and prompts.")] = 0,
     arguments: Annotated[
         list[str] | None,
@@ -314,7 +322,9 @@ def bench_rollout(
             batch_sizes=batch_sizes.split(","),  # type: ignore[arg-type]
             context_lengths=context_lengths.split(","),  # type: ignore[arg-type]
             num_new_tokens=new_tokens.split(","),  # type: ignore[arg-type]
+            cases=() if cases is None else tuple(map(_read_case, cases.split(","))),
             repeats=repeats,
+            case_seconds=case_seconds,
             seed=seed,
             engine_arguments=dict(map(_read_argument, arguments or ())),
         )
@@ -429,6 +439,19 @@ def _read_shapes(text: str) -> tuple[tuple[int, int], ...]:
         raise typer.BadParameter(
             f"{text!r} is no list of matrices, such as 4096x4096,1536x2048", param_hint="--shapes"
         ) from error
+
+
+def _read_case(text: str) -> tuple[int, int, int]:
+    """Sequences, tokens of each prompt and new tokens of each, out of `16x512+256`.
+
+    Raises:
+        typer.BadParameter: It is no case.
+    """
+    found = re.fullmatch(r"(\d{1,9})x(\d{1,9})\+(\d{1,9})", text, re.ASCII)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no case, such as 16x512+256", param_hint="--cases")
+    batch, length, num_new = map(int, found.groups())
+    return batch, length, num_new
 
 
 def _read_argument(text: str) -> tuple[str, Any]:

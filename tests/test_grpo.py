@@ -30,7 +30,6 @@ def options(tmp_path, grpo):
     return argparse.Namespace(
         engine="transformers",
         size="tiny",
-        lr=1e-3,
         prompts=2,
         updates=2,
         steps=3,
@@ -63,7 +62,7 @@ class Teller:
 def make_run(grpo, options, variant="fp8kv", seed=0):
     torch.manual_seed(seed)
     policy = grpo.make_policy(grpo.SIZES["tiny"])
-    return grpo.Run(grpo.Variant.of(variant), seed, policy, Teller(grpo), options)
+    return grpo.Run(grpo.Variant.of(variant), seed, 1e-3, policy, Teller(grpo), options)
 
 
 def test_only_whole_answers_are_rewarded(grpo):
@@ -189,13 +188,15 @@ def test_results_are_summed_up_over_seeds_and_drawn(grpo, tmp_path):
     columns += [*grpo_results.CHANGED, "rollout_s", "train_s", "refit_s"]
     for seed in range(2):
         records = [dict.fromkeys(columns, 0.25) | {"step": step, "reward": 0.1 * step + seed} for step in range(1, 11)]
-        run = {"variant": "fp8", "seed": seed, "lr": 1e-5, "warm_up_reward": 0.1 + 0.2 * seed}
+        run = {"variant": "fp8", "seed": seed, "lr": 1e-5, "warm_up_reward": 0.1 + 0.2 * seed, "is_alone": seed == 0}
+        if seed:
+            records = [record | {"refit_s": 7.0} for record in records]
         grpo_results.add_run(tmp_path, run, records, {"command": "python"})
     results = json.loads((tmp_path / "grpo.json").read_text())
     (row,) = results["summary"]
     assert row["reward"] == pytest.approx([0.95, 1.45, 1.95])  # of the last two steps
     assert row["warm_up_reward"] == pytest.approx([0.1, 0.2, 0.3])
-    assert row["refit_share"] == pytest.approx([1 / 3] * 3)
+    assert row["refit_share"] == pytest.approx([1 / 3] * 3) and row["refit_ms"] == pytest.approx([250] * 3)
     assert "0.200 -> 1.450 (0.950 to 1.950)" in grpo_results.describe([row])
     grpo_results.draw(results, tmp_path)
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in grpo_results.PANELS)

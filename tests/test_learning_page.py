@@ -28,6 +28,7 @@ def results(renderer, tmp_path):
             for step in range(1, 6)
         ]
         run = {"variant": "fp8+token", "seed": seed, "lr": 1e-5, "warm_up_reward": 0.3, "kernels": ["Cutlass fp32"]}
+        run |= {"is_alone": True}
         example.add_run(tmp_path, run, records, about)
     (tmp_path / "grpo.json").rename(tmp_path / "grpo_vllm_gpu.json")
     return renderer.read(tmp_path)

@@ -1,6 +1,7 @@
 """What FP8 buys: tokens a second of rollouts with BF16 weights, FP8 weights, and FP8 weights over an FP8 KV cache."""
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -102,7 +103,11 @@ class RolloutBenchConfig(BaseModel):
     """Tokens of each prompt."""
     num_new_tokens: tuple[Count, ...] = Field(default=(256,), min_length=1)
     """Tokens that each prompt is continued by: every one of these is a case of its own."""
+    cases: tuple[tuple[Count, Count, Count], ...] = ()
+    """Sequences, tokens of each prompt and new tokens of each, in the place of all combinations of those above."""
     repeats: Count = 3
+    case_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """A case whose timed runs took longer is not timed once more."""
     seed: int = Field(default=0, ge=0, lt=1 << 32)
     engine_arguments: dict[str, Any] = {}
     """What every engine is booted with besides, or in the place of what it is booted with here, by the engine's names."""
@@ -110,12 +115,17 @@ class RolloutBenchConfig(BaseModel):
     @property
     def max_length(self) -> int:
         """Tokens of the longest sequence."""
-        return max(self.context_lengths) + max(self.num_new_tokens)
+        return max(length + num_new for _, length, num_new in self.every_case)
 
     @property
-    def cases(self) -> list[tuple[int, int, int]]:
+    def max_batch(self) -> int:
+        """Sequences at a time, at most."""
+        return max(batch for batch, _, _ in self.every_case)
+
+    @property
+    def every_case(self) -> list[tuple[int, int, int]]:
         """Sequences, tokens of each prompt, and new tokens of each, as they are timed."""
-        return list(product(self.batch_sizes, self.context_lengths, self.num_new_tokens))
+        return list(self.cases or product(self.batch_sizes, self.context_lengths, self.num_new_tokens))
 
 
 class RolloutTiming(BaseModel):
@@ -136,7 +146,7 @@ class RolloutTiming(BaseModel):
 
     @property
     def case(self) -> tuple[int, int, int]:
-        """See `RolloutBenchConfig.cases`."""
+        """See `RolloutBenchConfig.every_case`."""
         return self.batch_size, self.context_length, self.num_new_tokens
 
 
@@ -185,13 +195,13 @@ def run_rollout_bench(
     if earlier is not None:
         _check_same(earlier, result)
         result = earlier
-    num_steps = len(config.precisions) * len(config.cases)
+    num_steps = len(config.precisions) * len(config.every_case)
     with tempfile.TemporaryDirectory(prefix="fp8refit-bench-") as scratch:
         model = folder_of(config.model, Path(scratch))
         _check_vocabulary(model)
         for precision in config.precisions:
             timed = {timing.case for timing in result.timings if timing.precision is precision}
-            missing = [case for case in config.cases if case not in timed]
+            missing = [case for case in config.every_case if case not in timed]
             if not missing:
                 continue
             on_progress(f"boot {precision}", len(result.timings), num_steps)
@@ -268,7 +278,7 @@ def _open(config: RolloutBenchConfig, model: Path, precision: Precision) -> Roll
         tp=config.tp,
         precision=precision,
         max_length=config.max_length,
-        max_batch=max(config.batch_sizes),
+        max_batch=config.max_batch,
         arguments=config.engine_arguments,
     )
     module = adapter_module(config.engine, "rollout")
@@ -309,15 +319,21 @@ def _time(
             engine.generate(prompts, num_tokens)
         return time.perf_counter() - start_s
 
+    def timed(num_tokens: int) -> list[float]:
+        found: list[float] = []
+        while len(found) < config.repeats and not (found and sum(found) > (config.case_seconds or math.inf)):
+            found.append(seconds(num_tokens))
+        return found
+
     seconds(min(num_new, _WARM_UP_TOKENS))
-    whole_s = [seconds(num_new) for _ in range(config.repeats)]
+    whole_s = timed(num_new)
     return RolloutTiming(
         precision=precision,
         batch_size=batch,
         context_length=length,
         num_new_tokens=num_new,
         tokens_per_s=Percentiles.of([batch * num_new / taken_s for taken_s in whole_s]),
-        prefill_s=Percentiles.of([seconds(1) for _ in range(config.repeats)]),
+        prefill_s=Percentiles.of(timed(1)),
         against_bf16=None,
     )
 
@@ -347,14 +363,16 @@ def _command_of(config: RolloutBenchConfig, environment: Mapping[str, str]) -> s
     """What measures it again, in a shell."""
     parts = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     parts += ["fp8refit bench rollout", f"--engine {config.engine}", f"--model {config.model}", f"--tp {config.tp}"]
-    lists: dict[str, Sequence[object]] = {
-        "precisions": config.precisions,
-        "batch-sizes": config.batch_sizes,
-        "context-lengths": config.context_lengths,
-        "new-tokens": config.num_new_tokens,
-    }
+    lists: dict[str, Sequence[object]] = {"precisions": config.precisions}
+    if config.cases:
+        lists["cases"] = [f"{batch}x{length}+{num_new}" for batch, length, num_new in config.cases]
+    else:
+        lists |= {"batch-sizes": config.batch_sizes, "context-lengths": config.context_lengths}
+        lists["new-tokens"] = config.num_new_tokens
     parts += [f"--{name} {','.join(map(str, values))}" for name, values in lists.items()]
     parts += [f"--repeats {config.repeats}", f"--seed {config.seed}"]
+    if config.case_seconds is not None:
+        parts.append(f"--case-seconds {config.case_seconds:g}")
     arguments = (f"{name}={json.dumps(value)}" for name, value in config.engine_arguments.items())
     parts += [f"--set {shlex.quote(argument)}" for argument in arguments]
     return " ".join(parts)

@@ -56,6 +56,30 @@ def test_rates_count_the_whole_and_prompts_are_timed_apart(monkeypatch):
     assert timing.prefill_s.median == 3
 
 
+def test_a_case_that_took_long_is_not_timed_again(monkeypatch):
+    now_s = [0.0]
+
+    class Engine:
+        def generate(self, prompts, num_tokens):
+            now_s[0] += num_tokens
+
+    monkeypatch.setattr(rollout.time, "perf_counter", lambda: now_s[0])
+    config = RolloutBenchConfig(**TINY | {"repeats": 5}, case_seconds=50)
+    timing = rollout._time(Engine(), config, Precision.FP8, (2, 8, 30))
+    assert (timing.tokens_per_s.count, timing.prefill_s.count) == (2, 5)
+
+
+def test_chosen_cases_are_timed_in_the_place_of_all_combinations():
+    given = ["--cases", "1x8+2,2x4+9", "--repeats", "1", "--case-seconds", "7.5", "--precisions", "bf16"]
+    ran = CliRunner().invoke(app, ["bench", "rollout", "--engine", "transformers", "--model", "tiny", *given, "--json"])
+    assert ran.exit_code == 0, ran.output
+    found = rollout.RolloutBenchResult.model_validate_json(ran.stdout)
+    assert [timing.case for timing in found.timings] == [(1, 8, 2), (2, 4, 9)]
+    assert (found.config.max_length, found.config.max_batch) == (13, 2)
+    assert "--cases 1x8+2,2x4+9 --repeats 1 --seed 0 --case-seconds 7.5" in found.command
+    assert "--batch-sizes" not in found.command
+
+
 def test_kernels_and_formats_are_told(result):
     assert {precision: len(kernels) for precision, kernels in result.kernels.items()} == {"fp8": 1, "fp8+kv": 1}
     assert all("fp32" in kernel for kernels in result.kernels.values() for kernel in kernels)
@@ -139,6 +163,9 @@ def test_a_model_without_an_engine_takes_no_arguments():
         ("--new-tokens", "0"),
         ("--precisions", "fp4"),
         ("--batch-sizes", "many"),
+        ("--cases", "16x512"),
+        ("--cases", "16x0+1"),
+        ("--case-seconds", "0"),
         ("--set", "max_num_seqs"),
         ("--set", "a=b"),
         ("--set", "a b=1"),

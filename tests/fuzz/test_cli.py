@@ -450,7 +450,9 @@ ROLLOUT = Options(
     ("--batch-sizes", ["1", "2,1"], [*ODD_NUMBERS, "1,", "1,0"]),
     ("--context-lengths", ["1", "3,2"], [*ODD_NUMBERS, "1,", "1,-1"]),
     ("--new-tokens", ["1", "2"], ODD_NUMBERS),
+    ("--cases", [None, "1x2+1", "2x1+2,1x3+1"], ["", "1x2", "1x2+0", "0x1+1", "1x1+1,", "axb+c", "1x-1+1", "9" * 30]),
     ("--repeats", ["1"], ODD_NUMBERS),
+    ("--case-seconds", [None, "0.5"], ["0", "-1", "nan", "", "soon"]),
     ("--seed", ["0", None], [number for number in ODD_NUMBERS if number != "0"]),
     ("--set", [None], ["a=1", "a", "=1", "a=", "a=b", "1=1", "model=1"]),
 )

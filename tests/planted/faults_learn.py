@@ -95,8 +95,8 @@ FAULTS = [
     Fault(
         name="a benchmark that goes on measures all cases again",
         path="fp8refit/bench/rollout.py",
-        before="[case for case in config.cases if case not in timed]",
-        after="config.cases",
+        before="[case for case in config.every_case if case not in timed]",
+        after="config.every_case",
         found_by="tests/bench/test_rollout.py::test_a_command_goes_on_with_what_its_file_lacks",
     ),
 ]
