@@ -3,8 +3,9 @@
 python examples/grpo.py --variants bf16,fp8,fp8+token,fp8-stale                    # transformers on a CPU, a few minutes
 python examples/grpo.py --engine vllm --size small --seeds 0,1,2 --out grpo        # a GPU with vLLM
 
-A small Qwen3 learns to sort numbers: first from answers, until it gets some right, then from rewards alone. A variant says how
-the engine that samples holds the policy, and how the loss corrects for that: PRECISION[-stale][+CORRECTION].
+A small Qwen3 learns to sort numbers: first from answers, most of them in falling order, then from rewards for rising order
+alone. A variant says how the engine that samples holds the policy, and how the loss corrects for that:
+PRECISION[-stale][+CORRECTION].
 
   bf16  fp8  fp8kv                    weights in BF16; in block FP8; an FP8 KV cache too, calibrated at every refit
   -stale                              the engine is never refitted: what rollouts are worth then
@@ -16,7 +17,6 @@ of every run that has ended, with pictures beside it. The same command goes on w
 """
 
 import argparse
-import copy
 import json
 import os
 import platform
@@ -90,7 +90,7 @@ SIZES = {
         num_numbers=16,
         warm_up_lr=5e-4,
         warm_up_batch=256,
-        lr=5e-5,
+        lr=3e-5,
         num_prompts=32,
     ),
 }
@@ -98,6 +98,8 @@ GROUP = 8
 """Answers to each prompt, whose rewards are compared."""
 CLIP = 0.2
 NUM_HELD_OUT = 256
+SHARE_RISING = 0.4
+"""Of the answers that the warm-up shows: a policy that has learned them all is right as often."""
 WARM_UP_CHECK_EVERY = 5
 MAX_WARM_UP_STEPS = 5000
 
@@ -143,6 +145,14 @@ def make_prompts(size: Size, count: int, generator: torch.Generator) -> Tensor:
 def solve(prompts: Tensor) -> Tensor:
     """The only right answers: the numbers in order and an end, (count, N + 1)."""
     return torch.cat([prompts[:, :-1].sort(-1).values, torch.full_like(prompts[:, :1], END)], 1)
+
+
+def demonstrate(prompts: Tensor, generator: torch.Generator) -> Tensor:
+    """Answers to learn from, (count, N + 1): some are right, the others have their numbers in falling order."""
+    answers = solve(prompts)
+    is_rising = torch.rand(len(prompts), 1, generator=generator).to(DEVICE) < SHARE_RISING
+    falling = torch.cat([answers[:, :-1].flip(-1), answers[:, -1:]], 1)
+    return torch.where(is_rising, answers, falling)
 
 
 def reward(rollouts: Rollouts) -> Tensor:
@@ -206,7 +216,8 @@ def warm_up(size: Size, seed: int, target: float, progress: Progress) -> nn.Modu
             raise SystemExit(f"only {reward:.3f} right after {MAX_WARM_UP_STEPS} steps of warm-up; lower --target")
         for _ in range(WARM_UP_CHECK_EVERY):
             prompts = make_prompts(size, size.warm_up_batch, generator)
-            take_step(policy, optimizer, -logprobs_of(policy, prompts, solve(prompts)).mean())
+            answers = demonstrate(prompts, generator)
+            take_step(policy, optimizer, -logprobs_of(policy, prompts, answers).mean())
             schedule.step()
         progress.update(task, advance=WARM_UP_CHECK_EVERY, description=f"warm up, seed {seed}: {reward:.2f} right")
         if progress.disable and schedule.last_epoch % 100 == 0:
@@ -352,9 +363,9 @@ def run_precision(precision: str, options: argparse.Namespace) -> bool:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, disable=not sys.stderr.isatty()) as progress:
         for variant, seed, lr in missing_runs(options):
-            policy = warmed_up(size, seed, options, progress)
             if engine is None:
-                engine = ENGINES[options.engine](folder_of(policy, options), precision, options.set)
+                engine = ENGINES[options.engine](model_folder(options), precision, options.set)
+            policy = warmed_up(size, seed, options, progress)
             torch.manual_seed(seed)
             run = Run(variant, seed, lr, policy, engine, options)
             task = progress.add_task(str(variant), total=options.steps)
@@ -389,12 +400,12 @@ def warmed_up(size: Size, seed: int, options: argparse.Namespace, progress: Prog
     return policy
 
 
-def folder_of(policy: nn.Module, options: argparse.Namespace) -> Path:
-    """What engines boot from; which weights it holds does not matter."""
+def model_folder(options: argparse.Namespace) -> Path:
+    """What engines boot from: any weights, as every run begins with a refit."""
     folder = options.out / f"model-{options.size}"
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
-            copy.deepcopy(policy).bfloat16().save_pretrained(part := folder.with_suffix(".part"))
+            make_policy(SIZES[options.size]).bfloat16().save_pretrained(part := folder.with_suffix(".part"))
             part.replace(folder)
     return folder
 
