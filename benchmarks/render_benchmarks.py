@@ -2,10 +2,11 @@
 
 python benchmarks/render_benchmarks.py
 
-Reads `bench_refit_*.json`, `bench_kernel_*.json` and `bench_rollout_*.json` in benchmarks/results, each written by the command
-that it names, with `--json`. What is not there is left out.
+Reads `bench_refit_*.json`, `bench_kernel_*.json`, `bench_rollout_*.json` and `linear_*.json` in benchmarks/results, each
+written by the command that it names, with `--json` or `--out`. What is not there is left out.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ class Measured:
     kernels: list[KernelBenchResult]
     rollouts: dict[str, list[RolloutBenchResult]]
     """By engine, smallest model first."""
+    layers: list[dict]
+    """Of vLLM's linear layers, see `tests/gpu/run_linear.py`."""
 
     @property
     def all_refits(self) -> list[RefitBenchResult]:
@@ -55,6 +58,7 @@ def read(folder: Path) -> Measured:
         refits={boot: [result for result in refits if result.config.boot == boot] for boot in boots},
         kernels=_read(folder, "bench_kernel_*.json", KernelBenchResult),
         rollouts={name: [result for result in rollouts if result.config.engine == name] for name in engines},
+        layers=[json.loads(file.read_bytes()) for file in sorted(folder.glob("linear_*.json"))],
     )
 
 
@@ -81,6 +85,8 @@ def render(measured: Measured) -> str:
     if measured.rollouts:
         parts.append("## What FP8 buys: rollouts\n")
         parts += [render_rollouts(engine, results) for engine, results in measured.rollouts.items()]
+    if measured.layers:
+        parts += ["### Why, and what to set", ADVICE, *map(render_layers, measured.layers)]
     return "\n".join(parts)
 
 
@@ -185,21 +191,78 @@ def render_kernel(result: KernelBenchResult) -> str:
 
 def render_rollouts(engine: str, results: Sequence[RolloutBenchResult]) -> str:
     """Tokens a second of one engine."""
-    precisions = [name for name in PRECISIONS if any(name in result.config.precisions for result in results)]
-    columns = ["model", "sequences", "prompt", "new", *(PRECISIONS[name] for name in precisions)]
-    rows = (row for result in results for row in _rollout_rows(result, precisions))
+    tables = "\n".join(map(_render_rollout, results))
     return (
-        f"### {_title(engine)}\n\n{_versions(results)}. New tokens per second over all sequences, prefill included; in "
-        "brackets the ratio to BF16. Every engine gets the same share of the GPU for weights and KV cache. "
-        f"{_runs(results)}\n\n"
-        f"{_again(results)}\n{_table(columns, rows, num_names=1)}"
+        f"### {_title(engine)}\n\n{_versions(results)}. New tokens a second of all sequences together, prefill counted in, "
+        "and how many times BF16's. Every engine has the same share of the GPU for weights and KV cache.\n\n"
+        f"{tables}"
     )
 
 
-def _runs(results: Sequence[RolloutBenchResult]) -> str:
-    """How often each case was timed."""
-    counts = sorted({result.config.repeats for result in results})
-    return "One timed run per case." if counts == [1] else f"Medians of {' or '.join(map(str, counts))} runs."
+def _render_rollout(result: RolloutBenchResult) -> str:
+    precisions = [name for name in PRECISIONS if name in result.config.precisions]
+    columns = ["model", "sequences", "prompt", "new", *(PRECISIONS[name] for name in precisions)]
+    kernels = ", ".join(sorted({kernel for found in result.kernels.values() for kernel in found}))
+    said = f"FP8 by {kernels}. " if kernels else ""
+    return (
+        f"```bash\n{result.command}\n```\n\n{said}{_runs(result)}\n\n"
+        f"{_table(columns, _rollout_rows(result, precisions), num_names=1)}"
+    )
+
+
+def _runs(result: RolloutBenchResult) -> str:
+    """How often cases were timed."""
+    counts = sorted({timing.tokens_per_s.count for timing in result.timings})
+    if counts == [1]:
+        return "One timed run a case."
+    return f"Medians of {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} runs."
+
+
+ADVICE = """
+- **Leave DeepGEMM on**, as vLLM does by itself (`VLLM_USE_DEEP_GEMM`). Without it vLLM takes CUTLASS. For 8 to 128 tokens
+  CUTLASS takes about as long as BF16 does, although it reads half the bytes (the last table): nothing pays for quantizing the
+  activations. In the tables with `VLLM_USE_DEEP_GEMM=0`, FP8 loses at 16 sequences for that. It loses more there than the two
+  kernels account for; the rest was not traced, but those engines run without torch.compile.
+- **Leave torch.compile and CUDA graphs on.** They are off, or cut short, in the tables that set `compilation_config`.
+- **Let DeepGEMM compile before it serves.** With `VLLM_DEEP_GEMM_WARMUP=skip`, kernels are compiled during the first rollouts.
+- **Set `kv_cache_dtype=fp8`, and refit with `calibration=`**, for many sequences and long answers. FP8 weights gain least where
+  a step reads more KV cache than weights, and the FP8 cache holds twice as many tokens.
+- **UE8M0 or fp32 scales is not a question of speed** on Hopper: the kernel is the same, and quantizing activations takes 2 to
+  15 % longer with UE8M0. What it does to the mismatch is in [learning](../docs/learning.md). `VLLM_USE_DEEP_GEMM_E8M0=0` asks
+  for fp32.
+
+Weights and prompts are random. FlashInfer was not installed; where it is, vLLM multiplies few tokens with a kernel of its own.
+Not measured: the empty cells, answers beyond 4096 tokens, 64 or 256 prompts of 16 384 tokens, and Qwen3-30B-A3B with vLLM's
+defaults. In 64 x 512 + 4096, some prompts were in the prefix cache from the case before; that is worth at most 2 % of its time.
+
+The last table has the linear layers of one decoder layer, in microseconds: each kernel alone, in a CUDA graph, with weights
+that are in no cache. Quantizing the activations adds to the product's time, unless torch.compile fuses it into the kernel before.
+"""
+
+PRODUCTS = {
+    "bf16": "BF16",
+    "deepgemm_ue8m0": "DeepGEMM, UE8M0",
+    "deepgemm_fp32": "DeepGEMM, fp32",
+    "cutlass_fp32": "CUTLASS, fp32",
+    "quantize_ue8m0": "quantize, UE8M0",
+    "quantize_fp32": "quantize, fp32",
+}
+
+
+def render_layers(found: dict) -> str:
+    """Linear layers of one model, by the number of tokens."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    columns = [found["model"], *PRODUCTS.values(), "gain with DeepGEMM", "with CUTLASS"]
+    rows = ([str(row["tokens"]), *_layer_cells(row["total_us"])] for row in found["rows"])
+    return f"```bash\n{found['command']}\n```\n\n{found['gpu']}; {versions}.\n\n{_table(columns, rows, num_names=0)}"
+
+
+def _layer_cells(times_us: dict[str, float]) -> list[str]:
+    gains = (
+        times_us["bf16"] / (times_us[product] + times_us[quantize])
+        for product, quantize in (("deepgemm_ue8m0", "quantize_ue8m0"), ("cutlass_fp32", "quantize_fp32"))
+    )
+    return [*(f"{times_us[name]:.0f}" for name in PRODUCTS), *(f"{gain:.2f} x" for gain in gains)]
 
 
 def _rollout_rows(result: RolloutBenchResult, precisions: Sequence[Precision]) -> Iterator[list[str]]:

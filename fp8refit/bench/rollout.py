@@ -7,6 +7,7 @@ import platform
 import shlex
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -296,7 +297,7 @@ def _refit(engine: RolloutEngine, config: RolloutBenchConfig, precision: Precisi
         policy = policies.stream(manifest, config.seed, device)
         num_sequences, length = _CALIBRATION
         batch = (
-            _prompts(num_sequences, min(length, config.max_length), config.seed)
+            _prompts(num_sequences, min(length, config.max_length), f"{config.seed} calibration")
             if precision is Precision.FP8_KV
             else None
         )
@@ -310,10 +311,10 @@ def _time(
     engine: RolloutEngine, config: RolloutBenchConfig, precision: Precision, case: tuple[int, int, int]
 ) -> RolloutTiming:
     batch, length, num_new = case
-    seeds = count(config.seed + 1)
+    runs = count()
 
     def seconds(num_tokens: int) -> float:
-        prompts = _prompts(batch, length, next(seeds))
+        prompts = _prompts(batch, length, f"{config.seed} {case} {next(runs)}")
         start_s = time.perf_counter()
         with booting(config.engine, config.model, act="generate with"):
             engine.generate(prompts, num_tokens)
@@ -347,10 +348,10 @@ def _against_bf16(timings: Sequence[RolloutTiming]) -> tuple[RolloutTiming, ...]
     )
 
 
-def _prompts(num_prompts: int, length: int, seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(_FIRST_TOKEN, _FIRST_TOKEN + _NUM_TOKENS, (num_prompts, length), generator=generator)
-    return [list(map(int, row)) for row in ids]
+def _prompts(num_prompts: int, length: int, about: str) -> list[list[int]]:
+    """Random ids, others for everything that they are said to be about."""
+    generator = torch.Generator().manual_seed(zlib.crc32(about.encode()))
+    return torch.randint(_FIRST_TOKEN, _FIRST_TOKEN + _NUM_TOKENS, (num_prompts, length), generator=generator).tolist()
 
 
 def _environment_of(engine: str) -> dict[str, str]:

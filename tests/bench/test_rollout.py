@@ -56,6 +56,19 @@ def test_rates_count_the_whole_and_prompts_are_timed_apart(monkeypatch):
     assert timing.prefill_s.median == 3
 
 
+def test_no_case_has_prompts_of_another(monkeypatch):
+    """An engine would find them in its prefix cache."""
+    asked = []
+
+    class Engine:
+        def generate(self, prompts, num_tokens):
+            asked.extend(map(tuple, prompts))
+
+    for case in [(2, 8, 1), (2, 8, 3), (3, 8, 1)]:
+        rollout._time(Engine(), RolloutBenchConfig(**TINY), Precision.FP8, case)
+    assert len(set(asked)) == len(asked)
+
+
 def test_a_case_that_took_long_is_not_timed_again(monkeypatch):
     now_s = [0.0]
 

@@ -93,6 +93,13 @@ FAULTS = [
         found_by=f"{LOOP}::test_a_run_goes_on_from_its_last_saved_step",
     ),
     Fault(
+        name="cases of a benchmark share prompts, which engines have cached",
+        path="fp8refit/bench/rollout.py",
+        before='f"{config.seed} {case} {next(runs)}"',
+        after='f"{config.seed} {next(runs)}"',
+        found_by="tests/bench/test_rollout.py::test_no_case_has_prompts_of_another",
+    ),
+    Fault(
         name="a benchmark that goes on measures all cases again",
         path="fp8refit/bench/rollout.py",
         before="[case for case in config.every_case if case not in timed]",
