@@ -236,7 +236,8 @@ Not measured: the empty cells, answers beyond 4096 tokens, 64 or 256 prompts of 
 defaults. In 64 x 512 + 4096, some prompts were in the prefix cache from the case before; that is worth at most 2 % of its time.
 
 The last table has the linear layers of one decoder layer, in microseconds: each kernel alone, in a CUDA graph, with weights
-that are in no cache. Quantizing the activations adds to the product's time, unless torch.compile fuses it into the kernel before.
+that are in no cache. Quantizing the activations adds to the product's time, unless torch.compile fuses it with the kernel
+before it.
 """
 
 PRODUCTS = {

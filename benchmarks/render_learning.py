@@ -7,8 +7,10 @@ Reads every `grpo_*.json` in benchmarks/results. Without one there is no page.
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +25,81 @@ are those of the last fifth of the steps, the others medians over the steps. Thi
 `python benchmarks/render_learning.py`.
 """
 
+PICTURES = ("reward", "mismatch", "density")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """What is said of one file."""
+
+    title: str = ""
+    says: str = ""
+    """Figures of variants are filled in: `{fp8.k3:.1e}`."""
+    has_rewards: bool = True
+    has_density: bool = False
+    pictures: tuple[str, ...] = PICTURES
+
+
+FIRST = """
+**FP8 rollouts learn as well as BF16 rollouts, as far as this run can tell.** The variants differ by less than the seeds do.
+But the run cannot tell much: BF16 itself only rises from {bf16.warm_up_reward:.2f} to {bf16.reward:.2f}. Its warm-up showed
+right answers only, which left rewards little to choose between. The warm-up is another one now (see the next section), and
+this command has not been run on a GPU since.
+
+**Never refitting ruins the policy.** The stale engine's rollouts stay as good as they were, but the trainer's own policy ends
+at {fp8-stale.expected_reward:.4f}: it is pushed towards and away from tokens that it would no longer sample.
+
+**The mismatch is small and does not grow.** k3 is {bf16.k3:.1e} nats a token with a BF16 engine, whose kernels are not the
+trainer's, {fp8.k3:.1e} in FP8, and {fp8kv.k3:.1e} over an FP8 KV cache that is calibrated at every step: the cache costs as
+much as the weights do. The token multiplicative probability error is {fp8.token_mult_prob_error:.3f} and
+{fp8kv.token_mult_prob_error:.3f}; NeMo RL wants less than 1.03 to 1.05.
+
+**Importance weights change nothing here**, as there is hardly anything to correct at an ESS of {fp8.ess:.3f}. They cost no time
+worth measuring, so keep them on: answers here have 17 tokens, and a mismatch adds up over longer ones.
+
+**What refits cost is not in this table**, as all runs shared the GPU. For Qwen3-8B on an H200, a refit takes 7.6 ms and a
+rollout 2.4 s (16 sequences) to 9.3 s (256 sequences, 512 + 512 tokens): 0.3 to 0.1 % of it. Calibrating an FP8 KV cache takes
+0.21 s more, 9 to 2 % ([benchmarks](../benchmarks/README.md)).
+"""
+
+FP32 = """
+DeepGEMM with fp32 scales. Over the same 25 steps and three seeds k3 is 4.6e-04 with fp32 scales and 5.0e-04 with UE8M0 (means,
+each +- 0.3e-04), and 4.9e-04 by CUTLASS with fp32 scales. These runs cannot tell the three apart. The speed is the same, too
+([benchmarks](../benchmarks/README.md)), so there is no reason to leave vLLM's default, UE8M0.
+"""
+
+DENSITY = """
+One optimizer step a rollout: AdamW, clipped gradients, fp32 master weights. The share of values that change grows a little
+slower than the learning rate. At 1e-6 one BF16 value in 70 changes, and one FP8 code in 800; at 1e-4 it is more than a third
+and one in 20. An FP8 code spans 16 BF16 values, so it changes about a tenth as often. fp32 scales change when the greatest
+value of their block does. No UE8M0 scale changed in any of these 150 steps. The first step after the warm-up changes two to
+three times as much as later ones do, because Adam starts from nothing.
+"""
+
+CPU = """
+The same loop with today's warm-up: three in five of the answers that it shows are in falling order. A policy that has learned
+them all is right in two cases of five, so rewards have something to choose between. This is a tiny model with rollouts by
+transformers; its FP8 kernels are fp8refit's own for CPUs. It shows that the task can tell good rollouts from bad ones, and
+nothing about the kernels of an engine on a GPU.
+
+BF16 rises from {bf16.warm_up_reward:.2f} to {bf16.reward:.2f} in 50 steps, FP8 to {fp8.reward:.2f}, FP8 with importance
+weights to {fp8+token.reward:.2f}, and FP8 over an FP8 KV cache to {fp8kv.reward:.2f}. Rollouts of the engine that is never
+refitted stay at {fp8-stale.reward:.2f}, and the trainer's policy ends at {fp8-stale.expected_reward:.2f}.
+"""
+
+SECTIONS = {
+    "grpo_vllm_h200": Section(title="vLLM on an H200", has_density=True),
+    "grpo_alone_vllm_h200": Section(title="A refit's share of a step, alone on an H200", pictures=()),
+    "grpo_first_vllm_h200": Section(title="vLLM on an H200", says=FIRST, pictures=("reward", "mismatch")),
+    "grpo_transformers_cpu": Section(title="A tiny model on a CPU", says=CPU, pictures=("reward", "mismatch")),
+    "grpo_scales_fp32_vllm_h200": Section(title="fp32 scales", says=FP32, pictures=()),
+    "grpo_scales_ue8m0_vllm_h200": Section(title="UE8M0 scales", pictures=()),
+    "grpo_density_vllm_h200": Section(
+        title="How much a step changes", says=DENSITY, has_rewards=False, has_density=True, pictures=("density",)
+    ),
+}
+"""By the name of the file, in the order of the page. Others follow."""
+
 
 def load_example() -> ModuleType:
     """`grpo_results.py`, which knows what its files hold."""
@@ -34,8 +111,9 @@ def load_example() -> ModuleType:
 
 
 def read(folder: Path) -> dict[str, dict]:
-    """Results by the names of their files."""
-    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("grpo_*.json"))}
+    """Results by the names of their files, in the order of the page."""
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("grpo_*.json"))}
+    return {name: found[name] for name in sorted(found, key=lambda name: [*SECTIONS, name].index(name))}
 
 
 def render(results: dict[str, dict]) -> str:
@@ -43,31 +121,59 @@ def render(results: dict[str, dict]) -> str:
     return "\n".join([HEAD, *(render_file(name, found) for name, found in results.items())])
 
 
+def section_of(name: str) -> Section:
+    """What is said of a file."""
+    return SECTIONS.get(name, Section(has_density=True))
+
+
 def render_file(name: str, found: dict) -> str:
-    """What one command found: rewards and mismatch, then how much of the policy changed in a step."""
+    """What one command found: rewards and mismatch, and how much of the policy changed in a step."""
+    section = section_of(name)
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
     kernels = ", ".join(dict.fromkeys(kernel for run in found["runs"] for kernel in run["kernels"]))
-    columns = [
-        "variant",
-        "lr",
-        "seeds",
-        "warm-up",
-        "reward",
-        "trainer's",
-        "k3",
-        "token error",
-        "ESS",
-        "refit",
-        "of a step",
-    ]
-    learned = table(columns, [learning_cells(row) for row in found["summary"]])
+    about = f"{found['gpu']}, {versions}"
+    parts = [f"## {section.title or about}\n"]
+    if section.says:
+        parts.append(Figures(found["summary"]).fill(section.says.lstrip()))
+    environment = "".join(f"{variable}={value} " for variable, value in found["runs"][0].get("environment", {}).items())
+    parts.append(f"```bash\n{environment}{found['command']}\n```\n")
+    parts.append(f"{about}. Kernels and formats: {kernels}. {found.get('note', '')}".rstrip() + "\n")
+    if section.has_rewards:
+        parts.append(rewards_table(found["summary"]))
+    if section.has_density:
+        parts.append("Changed in a step:\n")
+        parts.append(density_table(found["summary"]))
+    parts += [f"![{kind}]({picture(name, kind)})\n" for kind in section.pictures]
+    return "\n".join(parts)
+
+
+class Figures:
+    """Means of the rows of a summary, for sentences."""
+
+    def __init__(self, summary: Sequence[dict]) -> None:
+        self._rows = {row["variant"]: row for row in summary}
+
+    def fill(self, text: str) -> str:
+        """Put `{VARIANT.COLUMN:FORMAT}` into words."""
+        return re.sub(r"\{([^}.]+)\.(\w+):([^}]+)\}", self._figure, text)
+
+    def _figure(self, found: re.Match[str]) -> str:
+        variant, column, form = found.groups()
+        return format(self._rows[variant][column][1], form)
+
+
+def rewards_table(summary: Sequence[dict]) -> str:
+    """A row for each variant: rewards, mismatch, and what refits cost in runs that had the GPU alone."""
+    has_times = any("refit_share" in row for row in summary)
+    columns = ["variant", "lr", "seeds", "warm-up", "reward", "trainer's", "k3", "token error", "ESS"]
+    columns += ["refit", "of a step"] if has_times else []
+    return table(columns, [learning_cells(row, has_times=has_times) for row in summary])
+
+
+def density_table(summary: Sequence[dict]) -> str:
+    """A row for each variant: which shares change in a step."""
     columns = ["variant", "lr", "BF16 values", "FP8 codes", "scales", "FP8 codes, UE8M0", "scales, UE8M0"]
-    changed = table(columns, [density_cells(row) for row in found["summary"]])
-    pictures = "\n\n".join(f"![{kind}]({picture(name, kind)})" for kind in ("reward", "mismatch", "density"))
-    return (
-        f"## {found['gpu']}, {versions}\n\n```bash\n{found['command']}\n```\n\nKernels and formats: {kernels}.\n\n{learned}\n"
-        f"Changed in a step:\n\n{changed}\n{pictures}\n"
-    )
+    return table(columns, [density_cells(row) for row in sorted(summary, key=lambda row: row["lr"])])
 
 
 def picture(name: str, kind: str) -> str:
@@ -75,12 +181,13 @@ def picture(name: str, kind: str) -> str:
     return f"{name}_{kind}.png"
 
 
-def learning_cells(row: dict) -> list[str]:
-    """Of one variant: rewards, mismatch, and what refits cost."""
+def learning_cells(row: dict, *, has_times: bool) -> list[str]:
+    """Of one variant."""
     rewards = (spread(row[column], "{:.3f}") for column in ("warm_up_reward", "reward", "expected_reward"))
-    mismatch = (f"{row['k3'][1]:.1e}", f"{row['token_mult_prob_error'][1]:.4f}", f"{row['ess'][1]:.4f}")
-    refit = (f"{row['refit_ms'][1]:.1f} ms", f"{row['refit_share'][1]:.1%}")
-    return [row["variant"], f"{row['lr']:g}", str(row["seeds"]), *rewards, *mismatch, *refit]
+    error = row["token_mult_prob_error"][1]
+    mismatch = (f"{row['k3'][1]:.1e}", f"{error:.4f}" if error < 10 else f"{error:.0f}", f"{row['ess'][1]:.4f}")
+    times = [f"{row['refit_ms'][1]:.1f} ms", f"{row['refit_share'][1]:.1%}"] if "refit_share" in row else ["", ""]
+    return [row["variant"], f"{row['lr']:g}", str(row["seeds"]), *rewards, *mismatch, *(times if has_times else [])]
 
 
 def density_cells(row: dict) -> list[str]:
@@ -106,8 +213,11 @@ def write(results: dict[str, dict], docs: Path) -> None:
     example = load_example()
     for name, found in results.items():
         example.draw(found, docs)
-        for kind in ("reward", "mismatch", "density"):
-            (docs / f"{kind}.png").replace(docs / picture(name, kind))
+        for kind in PICTURES:
+            if kind in section_of(name).pictures:
+                (docs / f"{kind}.png").replace(docs / picture(name, kind))
+            else:
+                (docs / f"{kind}.png").unlink()
     (docs / "learning.md").write_text(render(results))
 
 

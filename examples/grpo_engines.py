@@ -77,7 +77,9 @@ class Engine:
         """Kernels and formats of the layers."""
         if self.refitter is None:
             return ["bfloat16"]
-        return sorted({f"{slot.kernel} {slot.scale_format or slot.dtype}".strip() for slot in self.refitter.layout().slots})
+        return sorted(
+            {f"{slot.kernel} {slot.scale_format or slot.dtype}".strip() for slot in self.refitter.layout().slots}
+        )
 
 
 class VllmEngine(Engine):

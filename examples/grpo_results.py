@@ -10,11 +10,13 @@ CHANGED = ("changed_bf16", "changed_codes_fp32", "changed_scales_fp32", "changed
 PANELS = {
     "reward.png": {"reward": "reward of rollouts", "expected_reward": "expected reward of the trainer's policy"},
     "mismatch.png": {"k3": "k3, nats a token", "token_mult_prob_error": "token mult. prob. error", "ess": "ESS"},
-    "density.png": {name: f"share {name.replace('_', ' ')}" for name in CHANGED[:3]},
+    "density.png": dict(
+        zip(CHANGED, ("BF16 values changed", "FP8 codes changed", "fp32 scales changed"), strict=False)
+    ),
 }
 PARTS = ("rollout_s", "train_s", "refit_s")
 """Of a step. Times of runs beside others are in no summary."""
-LOGARITHMIC = ("k3", *CHANGED)
+LOGARITHMIC = ("k3", "token_mult_prob_error", *CHANGED)
 
 
 def read_results(out: Path) -> dict:

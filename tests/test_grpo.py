@@ -75,6 +75,15 @@ def test_only_whole_answers_are_rewarded(grpo):
     assert rollouts.calibration[2] == [3, 1, 2, grpo.SEPARATOR, 1, 2, 3]
 
 
+def test_the_warm_up_shows_falling_order_more_often_than_the_right_one(grpo):
+    prompts = torch.tensor([[3, 1, 2, grpo.SEPARATOR]] * 2000)
+    answers = grpo.demonstrate(prompts, torch.Generator().manual_seed(0))
+    is_right = (answers == torch.tensor([1, 2, 3, grpo.END])).all(-1)
+    is_falling = (answers == torch.tensor([3, 2, 1, grpo.END])).all(-1)
+    assert (is_right | is_falling).all()
+    assert is_right.float().mean().item() == pytest.approx(grpo.SHARE_RISING, abs=0.05)
+
+
 def test_the_expected_reward_is_the_chance_of_the_right_answer(grpo):
     policy = grpo.make_policy(grpo.SIZES["tiny"])
     prompts = torch.tensor([[3, 1, grpo.SEPARATOR]])

@@ -2,12 +2,10 @@
 
     python -m pytest tests/gpu/test_grpo.py
 
-It takes about ten minutes in all; `FP8REFIT_MINUTES` (8) ends it sooner, and the same command goes on with the runs that the
-result in `FP8REFIT_RESULTS` lacks. `python benchmarks/render_learning.py` makes the page and pictures of it. The other
-figures of that page are commands of the example itself:
-
-    python examples/grpo.py --engine vllm --size small --variants fp8 --lr 1e-6 --steps 20 --updates 1 --out FOLDER    # density
-    VLLM_USE_DEEP_GEMM=1 VLLM_USE_DEEP_GEMM_E8M0=0 python examples/grpo.py --engine vllm ...                  # fp32 scales
+It takes a few minutes; `FP8REFIT_MINUTES` (8) ends it sooner, and the same command goes on with the runs that the result in
+`FP8REFIT_RESULTS` lacks. All runs share the GPU, 15 at a time: about 40 GiB of it, and their times mean nothing. Two more runs
+tell the refit's share of a step, each alone. `python benchmarks/render_learning.py` makes the page and pictures of both. The
+other figures of that page are commands of the example itself, in the page.
 """
 
 import json
@@ -36,43 +34,58 @@ WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "grpo"
 MINUTES = os.environ.get("FP8REFIT_MINUTES", "8")
 MORE = shlex.split(os.environ.get("FP8REFIT_GRPO", ""))
 """Arguments of the example in the place of those here."""
-VARIANTS = ("bf16", "fp8", "fp8kv", "fp8+token", "fp8-stale", "fp8kv+token", "bf16+token")
+VARIANTS = ("bf16", "fp8", "fp8kv", "fp8+token", "fp8-stale")
+ALONE = ("fp8", "fp8kv")
 SEEDS = ("0", "1", "2")
 UNFINISHED = 75
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [64, 128, 256]}
 SETTINGS = {
     "compilation_config": GRAPHS,
     "max_num_seqs": 256,
-    "kv_cache_memory_bytes": 2 << 30,
-    "gpu_memory_utilization": 0.1,  # then only looked for
+    "kv_cache_memory_bytes": 1 << 28,
+    "gpu_memory_utilization": 0.02,  # then only looked for
 }
 PLAIN_KERNELS = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 """Which start fast."""
 
 
-@pytest.fixture(scope="module")
-def result():
+def run_example(name, *arguments):
+    """What the example found, kept as `grpo_NAME_GPU.json` even if it failed."""
     kind = re.search(r"[ABH]\d+", torch.cuda.get_device_name()).group().lower()
-    file = RESULTS / f"grpo_vllm_{kind}.json"
-    WORK.mkdir(parents=True, exist_ok=True)
+    file, work = RESULTS / f"grpo_{name}_{kind}.json", WORK / name
+    work.mkdir(parents=True, exist_ok=True)
+    for warm_up in (WORK / "vllm").glob("warm-up-*.pt"):
+        if work != warm_up.parent:
+            shutil.copy(warm_up, work)
     if file.exists():
-        shutil.copy(file, WORK / "grpo.json")
-    command = [sys.executable, EXAMPLE, "--engine", "vllm", "--size", "small", "--variants", ",".join(VARIANTS)]
-    command += ["--seeds", ",".join(SEEDS), "--steps", "100", "--out", WORK, "--minutes", MINUTES]
+        shutil.copy(file, work / "grpo.json")
+    command = [sys.executable, EXAMPLE, "--engine", "vllm", "--size", "small", "--updates", "1", *arguments]
+    command += ["--out", work, "--minutes", MINUTES]
     command += [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={json.dumps(value)}")]
     asked = {"FP8REFIT_GRPO_COMMAND": "python -m pytest tests/gpu/test_grpo.py"} if not MORE else {}
-    with open(WORK / "log", "w") as log:
-        ended = subprocess.run(
-            [*map(str, command), *MORE], env=os.environ | PLAIN_KERNELS | asked, stdout=log, stderr=log
-        )
+    environment = os.environ | PLAIN_KERNELS | asked | {"OMP_NUM_THREADS": "1"}
+    with open(work / "log", "w") as log:
+        ended = subprocess.run([*map(str, command), *MORE], env=environment, stdout=log, stderr=log)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    shutil.copy(WORK / "log", RESULTS / "grpo.log")
-    if (WORK / "grpo.json").exists():
-        shutil.copy(WORK / "grpo.json", file)
+    shutil.copy(work / "log", RESULTS / f"grpo_{name}.log")
+    if (work / "grpo.json").exists():
+        shutil.copy(work / "grpo.json", file)
     if ended.returncode == UNFINISHED:
         pytest.skip(f"the time was over; the same command goes on with what {file} lacks")
-    assert ended.returncode == 0, (RESULTS / "grpo.log").read_text()[-4000:]
+    assert ended.returncode == 0, (RESULTS / f"grpo_{name}.log").read_text()[-4000:]
     return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module")
+def result():
+    return run_example(
+        "vllm", "--variants", ",".join(VARIANTS), "--seeds", ",".join(SEEDS), "--steps", "40", "--at-once", "15"
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(result):
+    return run_example("alone_vllm", "--variants", ",".join(ALONE), "--steps", "12")
 
 
 @pytest.fixture
@@ -94,11 +107,12 @@ def test_an_engine_that_is_never_refitted_falls_behind(rows):
     assert rows["fp8-stale"]["k3"][0] > 3 * rows["fp8"]["k3"][2]
 
 
-@pytest.mark.parametrize("variant", ["fp8", "fp8kv", "fp8+token", "fp8kv+token"])
+@pytest.mark.parametrize("variant", ["fp8", "fp8kv", "fp8+token"])
 def test_fp8_rollouts_learn_too(rows, variant):
     assert rows[variant]["reward"][1] >= rows[variant]["warm_up_reward"][1] + 0.2
     assert rows[variant]["token_mult_prob_error"][1] < 1.05
 
 
-def test_refits_are_a_small_part_of_a_step(rows):
-    assert rows["fp8"]["refit_share"][1] < 0.05
+def test_refits_are_a_small_part_of_a_step(alone):
+    shares = {row["variant"]: row["refit_share"][1] for row in alone["summary"]}
+    assert shares["fp8"] < 0.05 and shares["fp8kv"] < 0.3  # a calibration is a prefill of its own

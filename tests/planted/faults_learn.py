@@ -93,6 +93,27 @@ FAULTS = [
         found_by=f"{LOOP}::test_a_run_goes_on_from_its_last_saved_step",
     ),
     Fault(
+        name="the warm-up leaves rewards nothing to choose",
+        path=EXAMPLE,
+        before="torch.where(is_rising, answers, falling)",
+        after="answers",
+        found_by=f"{LOOP}::test_the_warm_up_shows_falling_order_more_often_than_the_right_one",
+    ),
+    Fault(
+        name="times of runs beside others are summed up",
+        path="examples/grpo_results.py",
+        before='for run in those if run["is_alone"]]',
+        after="for run in those]",
+        found_by=f"{LOOP}::test_results_are_summed_up_over_seeds_and_drawn",
+    ),
+    Fault(
+        name="a case that took long is timed again",
+        path="fp8refit/bench/rollout.py",
+        before="sum(found) > (config.case_seconds or math.inf)",
+        after="sum(found) > math.inf",
+        found_by="tests/bench/test_rollout.py::test_a_case_that_took_long_is_not_timed_again",
+    ),
+    Fault(
         name="cases of a benchmark share prompts, which engines have cached",
         path="fp8refit/bench/rollout.py",
         before='f"{config.seed} {case} {next(runs)}"',
