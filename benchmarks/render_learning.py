@@ -79,7 +79,7 @@ three times as much as later ones do, because Adam starts from nothing.
 CPU = """
 The same loop with today's warm-up: three in five of the answers that it shows are in falling order. A policy that has learned
 them all is right in two cases of five, so rewards have something to choose between. This is a tiny model with rollouts by
-transformers; its FP8 kernels are fp8refit's own for CPUs. It shows that the task can tell good rollouts from bad ones, and
+transformers; its FP8 kernels are fp8refit's own for CPUs. It shows that the task can tell good rollouts from bad ones. It says
 nothing about the kernels of an engine on a GPU.
 
 BF16 rises from {bf16.warm_up_reward:.2f} to {bf16.reward:.2f} in 50 steps, FP8 to {fp8.reward:.2f}, FP8 with importance

@@ -15,7 +15,7 @@ CPU = {"device": "cpu", "max_total_tokens": 2048, "disable_cuda_graph": True, "l
 def test_every_step_is_sampled_by_the_engine_that_was_refitted(environment, tmp_path):
     settings = [part for name, value in CPU.items() for part in ("--set", f"{name}={json.dumps(value)}")]
     arguments = [EXAMPLE, "--engine", "sglang", "--variants", "fp8+token", "--lr", "1e-2", "--steps", "2", *settings]
-    tiny = ["--prompts", "2", "--target", "0.01", "--out", tmp_path]
+    tiny = ["--prompts", "8", "--target", "0.05", "--out", tmp_path]
     run_python([*arguments, *tiny], environment, tmp_path, timeout_s=250)
     (run,) = json.loads((tmp_path / "grpo.json").read_text())["runs"]
     assert len(run["steps"]["step"]) == 2
