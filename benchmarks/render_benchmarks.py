@@ -228,7 +228,7 @@ ADVICE = """
 - **Set `kv_cache_dtype=fp8`, and refit with `calibration=`**, for many sequences and long answers. FP8 weights gain least where
   a step reads more KV cache than weights, and the FP8 cache holds twice as many tokens.
 - **UE8M0 or fp32 scales is not a question of speed** on Hopper: the kernel is the same, and quantizing activations takes 2 to
-  15 % longer with UE8M0. What it does to the mismatch is in [learning](../docs/learning.md). `VLLM_USE_DEEP_GEMM_E8M0=0` asks
+  15 % longer with UE8M0. What it does to the mismatch is in [learning](learning.md). `VLLM_USE_DEEP_GEMM_E8M0=0` asks
   for fp32.
 
 Weights and prompts are random. FlashInfer was not installed; where it is, vLLM multiplies few tokens with a kernel of its own.

@@ -59,13 +59,13 @@ worth measuring, so keep them on: answers here have 17 tokens, and a mismatch ad
 
 **What refits cost is not in this table**, as all runs shared the GPU. For Qwen3-8B on an H200, a refit takes 7.6 ms and a
 rollout 2.4 s (16 sequences) to 9.3 s (256 sequences, 512 + 512 tokens): 0.3 to 0.1 % of it. Calibrating an FP8 KV cache takes
-0.21 s more, 9 to 2 % ([benchmarks](../benchmarks/README.md)).
+0.21 s more, 9 to 2 % ([benchmarks](benchmarks.md)).
 """
 
 FP32 = """
 DeepGEMM with fp32 scales. Over the same 25 steps and three seeds k3 is 4.6e-04 with fp32 scales and 5.0e-04 with UE8M0 (means,
 each +- 0.3e-04), and 4.9e-04 by CUTLASS with fp32 scales. These runs cannot tell the three apart. The speed is the same, too
-([benchmarks](../benchmarks/README.md)), so there is no reason to leave vLLM's default, UE8M0.
+([benchmarks](benchmarks.md)), so there is no reason to leave vLLM's default, UE8M0.
 """
 
 DENSITY = """
