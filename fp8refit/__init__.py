@@ -28,6 +28,7 @@ from fp8refit.hosted import EngineHost, HostedEngine
 from fp8refit.kernels import dequantize_blockwise, quantize_blockwise
 from fp8refit.refitter import Refitter, refit
 from fp8refit.report import KvReport, RefitReport
+from fp8refit.update import Update, update
 
 __all__ = [
     "Broadcaster",
@@ -57,9 +58,11 @@ __all__ = [
     "StaleCacheError",
     "TransportError",
     "UnsupportedEngineError",
+    "Update",
     "__version__",
     "dequantize_blockwise",
     "gathered",
     "quantize_blockwise",
     "refit",
+    "update",
 ]

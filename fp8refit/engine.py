@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+from fp8refit.caught import Caught
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.control import ControlPlane
-from fp8refit.errors import RefitError, UnsupportedEngineError
+from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
+from fp8refit.handed import HandedSource
 from fp8refit.layout import EngineLayout
 from fp8refit.rank import Rank
 from fp8refit.report import KvReport, RankReport
@@ -149,6 +151,7 @@ class LocalRanks:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._config = RefitConfig()
+        self._handed: HandedSource | None = None
 
     @property
     def rank(self) -> Rank:
@@ -174,13 +177,48 @@ class LocalRanks:
         objection: BaseException | None = None,
     ) -> None:
         """See `Ranks`."""
-        self._config = config
-        self._rank.prepare(make_source, config, kv=kv, objection=objection)
+        self._config, self._handed = config, None
+
+        def make_and_note() -> Source:
+            source = make_source()
+            self._handed = source if isinstance(source, HandedSource) else None
+            return source
+
+        self._rank.prepare(make_and_note, config, kv=kv, objection=objection)
 
     async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
         """See `Ranks`."""
         self._rank.agree(self._config, objection=objection)
-        return self._rank.write(self._config)
+        handed, self._handed = self._handed, None
+        return self._rank.write(self._config) if handed is None else await self._take(handed)
+
+    async def _take(self, source: HandedSource) -> Sequence[RankReport]:
+        """Write what is handed over.
+
+        A rank that cannot goes on taking it, if there are others: they may wait for it where the buckets come from.
+        """
+        rank, error = self._rank, None
+        with Caught() as failed:
+            rank.begin()
+        while failed.error is None or rank.group.size > 1:
+            with Caught() as ended:
+                bucket = await source.next_bucket()
+            if ended.error is not None:
+                error = ended.take()
+                if isinstance(error, GeneratorExit):
+                    error = RankFailedError("an update was left in its middle")
+                break
+            if bucket is None:
+                break
+            if failed.error is not None:
+                for _ in bucket:
+                    pass
+                continue
+            with Caught() as failed:
+                rank.push(bucket, drain=rank.group.size > 1)
+            del bucket
+        error = failed.error if failed.error is not None else error
+        return rank.finish(self._config, objection=error)
 
     async def check_calibration(
         self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None

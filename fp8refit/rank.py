@@ -143,9 +143,9 @@ class Rank:
         """See `Target.begin`."""
         self.target.begin()
 
-    def push(self, tensors: Iterable[tuple[str, Tensor] | Piece]) -> None:
+    def push(self, tensors: Iterable[tuple[str, Tensor] | Piece], *, drain: bool = False) -> None:
         """See `Target.push`."""
-        self.target.push(tensors)
+        self.target.push(tensors, drain=drain)
 
     def write(self, config: RefitConfig) -> list[RankReport]:
         """Write what was prepared, agree that it is whole on every rank, and commit it.

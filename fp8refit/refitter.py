@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 from fp8refit.calibration import Calibration, KvScaleValues, order_of
 from fp8refit.caught import Caught
 from fp8refit.config import KvOrder, RefitConfig
-from fp8refit.engine import attach_engine
+from fp8refit.engine import Engine, attach_engine
 from fp8refit.errors import (
     EngineBusyError,
     EngineDirtyError,
@@ -67,6 +67,16 @@ class Refitter:
         self._config = choose_config(config, options)
         attached = attach_engine(engine)
         self._engine, self._turn = attached.engine, attached.turn
+
+    @property
+    def config(self) -> RefitConfig:
+        """How it refits."""
+        return self._config
+
+    @property
+    def engine(self) -> Engine:
+        """The adapter on the engine."""
+        return self._engine
 
     @property
     def version(self) -> int:

@@ -27,6 +27,7 @@ from fp8refit.errors import (
 )
 from fp8refit.fill import ResidentFill, StreamFill, misfit_scales, required_format, scale_problem
 from fp8refit.fingerprint import fingerprint
+from fp8refit.handed import HandedSource
 from fp8refit.job import Arrivals, Arriving, Job, Write, by_source
 from fp8refit.kv_scales import KvScales, Measured, refuse_unfit, report_of
 from fp8refit.layout import EngineLayout
@@ -59,6 +60,7 @@ class Target:
         engine: Name of the engine, for layouts.
         versions: Package versions, for layouts.
         check_engine: Raises what keeps the engine around the live tensors from being written now.
+        on_commit: Called when a policy is declared whole.
     """
 
     def __init__(
@@ -69,9 +71,11 @@ class Target:
         engine: str,
         versions: dict[str, str],
         check_engine: Callable[[], None] = lambda: None,
+        on_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._read_inventory = read_inventory
         self._check_engine = check_engine
+        self._on_commit = on_commit
         self._device = device
         self._engine = engine
         self._versions = versions
@@ -188,8 +192,13 @@ class Target:
         with self._writing():
             self._write = self._begin(self._job)
 
-    def push(self, tensors: Iterable[tuple[str, Tensor] | Piece]) -> None:
-        """Write a part of a `PushedSource`: tensors, and runs of rows. They may be overwritten as soon as this returns.
+    def push(self, tensors: Iterable[tuple[str, Tensor] | Piece], *, drain: bool = False) -> None:
+        """Write a part of a `PushedSource`: tensors, and runs of rows. They may be overwritten as soon as this returns; those
+        of a `HandedSource` by what the current stream does from then on.
+
+        Args:
+            tensors: The part.
+            drain: See `write`.
 
         Raises:
             InvalidSourceError: A tensor came twice, in part, or otherwise than announced.
@@ -197,8 +206,8 @@ class Target:
         write = self._write
         assert write is not None and write.arrivals is not None, "push() follows begin()"
         with self._writing():
-            write.arrivals.take(tensors)
-            if self._device.type == "cuda":
+            _take_all(write.arrivals, tensors, drain=drain)
+            if self._device.type == "cuda" and not isinstance(write.job.source, HandedSource):
                 torch.cuda.current_stream().synchronize()
 
     def fill(self) -> None:
@@ -268,6 +277,7 @@ class Target:
         else:
             self.version, self.is_dirty = version, False
         self._is_whole = False
+        self._on_commit()
         return version
 
     def abandon(self) -> None:
@@ -571,11 +581,11 @@ def _assert_in_place(inventory: Inventory) -> None:
         )
 
 
-def _take_all(arrivals: Arrivals, tensors: Iterator[Arriving], *, drain: bool) -> None:
+def _take_all(arrivals: Arrivals, tensors: Iterable[Arriving], *, drain: bool) -> None:
     try:
         arrivals.take(tensors)
     except Exception:
-        if drain:
+        if drain and isinstance(tensors, Iterator):
             for _ in tensors:
                 pass
         raise
