@@ -5,6 +5,7 @@ and commit on every rank of that engine. The core never imports an engine; adapt
 `fp8refit.engines`.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from fp8refit.transport.http import Server
 
 ENTRY_POINT_GROUP = "fp8refit.engines"
 _ATTACHED = "_fp8refit_engine"
+_HOLDER = "_fp8refit_holder"
 
 
 class Ranks(Protocol):
@@ -325,7 +327,18 @@ class AttachedEngine:
 
 
 def _nothing() -> None:
-    """What an attached engine is restored as."""
+    """What an attached engine, or a holder, is restored as."""
+
+
+class _Holder(weakref.ref[Any]):
+    """What runs a network. That of a copied or pickled one is not known."""
+
+    __deepcopy__, __reduce__ = AttachedEngine.__deepcopy__, AttachedEngine.__reduce__
+
+
+def hold(network: object, holder: object) -> None:
+    """Let whoever asks for the engine of `network` be given that of `holder`, which runs it."""
+    object.__setattr__(network, _HOLDER, _Holder(holder))
 
 
 def attach_engine(candidate: object) -> AttachedEngine:
@@ -340,6 +353,8 @@ def attach_engine(candidate: object) -> AttachedEngine:
     """
     if isinstance(candidate, str) and "://" in candidate:
         candidate = connect(candidate)
+    holder: _Holder | None = getattr(candidate, _HOLDER, None)
+    candidate = holder() or candidate if holder is not None else candidate
     attached: AttachedEngine | None = getattr(candidate, _ATTACHED, None)
     if attached is not None:
         return attached

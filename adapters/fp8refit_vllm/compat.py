@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import wraps
 from http import HTTPStatus
 from importlib.metadata import entry_points
 from inspect import currentframe, isawaitable, signature
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,11 @@ _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 T = TypeVar("T")
+
+StepOutputs: TypeAlias = tuple[dict[int, Any] | None, bool]
+"""Of one step of an engine core: what it has for each of its clients, and whether the model ran."""
+_REFUSED = "fp8refit: "
+"""How the reason begins for which a request ended that an engine core refused."""
 
 PLUGIN_GROUP = "vllm.general_plugins"
 
@@ -115,6 +121,73 @@ def is_cache_idle(core: Any) -> bool:
         return bool(pools) and all(pool.num_gpu_blocks - pool.get_num_free_blocks() == 1 for pool in pools)
     except AttributeError:
         return False
+
+
+def on_core_start(call: Callable[[Any], None]) -> None:
+    """Have every engine core of this process, and of those that it starts, call this once it is made. May be repeated."""
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore.__init__
+    if getattr(original, "fp8refit_call", None) is call:
+        return
+
+    @wraps(original)
+    def init(core: Any, *args: Any, **kwargs: Any) -> None:
+        original(core, *args, **kwargs)
+        call(core)
+
+    init.fp8refit_call = call  # type: ignore[attr-defined]
+    EngineCore.__init__ = init  # type: ignore[method-assign]
+
+
+def drop_core_caches(core: Any) -> bool:
+    """Drop all that an engine core keeps of requests; running ones have theirs computed anew. Whether nothing stayed."""
+    has_connector = core.vllm_config.kv_transfer_config is not None
+    if not core.reset_prefix_cache(True, has_connector):
+        return False
+    if core.vllm_config.model_config.is_multimodal_model:
+        core.reset_mm_cache()
+        core.reset_encoder_cache()
+    return True
+
+
+def refuse_in_core(core: Any, step: Callable[[], StepOutputs], reason: str) -> StepOutputs:
+    """Do a step in which every request of an engine core ends, with a reason, and nothing is computed for any."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    from vllm.v1.request import RequestStatus
+
+    requests = list(core.scheduler.requests.values())
+    core.scheduler.finish_requests([one.request_id for one in requests], RequestStatus.FINISHED_ABORTED)
+    outputs, was_executed = step()
+    outputs = dict(outputs or {})
+    how = getattr(FinishReason, "ERROR", FinishReason.ABORT)
+    for one in requests:
+        mine = outputs.setdefault(one.client_index, EngineCoreOutputs())
+        mine.outputs.append(EngineCoreOutput(one.request_id, [], finish_reason=how, stop_reason=_REFUSED + reason))
+    return outputs, was_executed
+
+
+def raise_refusals() -> None:
+    """Have every `LLM` of this process raise what its engine core refused. May be repeated."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    original = LLMEngine.step
+    if hasattr(original, "fp8refit_original"):
+        return
+
+    @wraps(original)
+    def step(engine: Any) -> Any:
+        outputs = original(engine)
+        for output in outputs:
+            for one in getattr(output, "outputs", None) or ():
+                said = getattr(one, "stop_reason", None)
+                if isinstance(said, str) and said.startswith(_REFUSED):
+                    engine.abort_request(list(engine.output_processor.request_states), internal=True)
+                    raise refusal(said.removeprefix(_REFUSED))
+        return outputs
+
+    step.fp8refit_original = original  # type: ignore[attr-defined]
+    LLMEngine.step = step  # type: ignore[method-assign]
 
 
 def publish_in_core(core: Any, version: int) -> bool:

@@ -14,6 +14,7 @@ from fp8refit_vllm.compat import is_async_client
 from fp8refit_vllm.driver import SyncDriver
 from fp8refit_vllm.server import VllmServer
 from fp8refit_vllm.worker import rank_of
+from fp8refit_vllm.worker_driver import WorkerDriver
 
 
 class VllmEngine(DrivenEngine):
@@ -69,13 +70,16 @@ class VllmEngine(DrivenEngine):
             )
 
 
-def _drive(candidate: Any) -> SyncDriver | AsyncDriver:
-    """The driver for a client of vLLM's."""
+def _drive(candidate: Any) -> SyncDriver | AsyncDriver | WorkerDriver:
+    """The driver for a client of vLLM's, or for a worker."""
+    if hasattr(candidate, "model_runner"):
+        check_layout(candidate.vllm_config)
+        return WorkerDriver(candidate)
     is_async = is_async_client(candidate)
     engine = candidate if is_async else getattr(candidate, "llm_engine", None)
     if engine is None:
         raise UnsupportedEngineError(
-            f"{type(candidate).__name__} is neither a vllm.LLM nor an AsyncLLM; pass the LLM itself"
+            f"{type(candidate).__name__} is neither a vllm.LLM nor an AsyncLLM, nor a worker of one; pass the LLM itself"
         )
     check_layout(engine.vllm_config)
     method = method_of(engine.vllm_config)

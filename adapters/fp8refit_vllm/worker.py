@@ -1,8 +1,9 @@
 """The rank's side: what runs beside a live model, in whichever process vLLM keeps the worker.
 
-vLLM loads `register` from the entry-point group `vllm.general_plugins` in every process. It adds one method to the worker
-class, one to the engine core's, and replaces nothing. Where plugins are not loaded,
-`worker_extension_cls="fp8refit_vllm.worker.WorkerExtension"` gives the first of them under another name.
+vLLM loads `register` from the entry-point group `vllm.general_plugins` in every process. It adds two methods to the worker
+class and one to the engine core's, has cores look at the boards of their workers, and `LLM`s raise what a core refused for
+that. Where plugins are not loaded, `worker_extension_cls="fp8refit_vllm.worker.WorkerExtension"` gives the first method under
+another name.
 """
 
 from dataclasses import replace
@@ -13,11 +14,13 @@ import torch
 from torch import nn
 
 from fp8refit.errors import UnsupportedEngineError
+from fp8refit.engine import hold
 from fp8refit.layers.twin import Twin
 from fp8refit.rank import Rank
 from fp8refit.server import RankServer
 from fp8refit.slots import Inventory, KvCache, Refresh, Refusal
 from fp8refit.target import Target
+from fp8refit.transport.board import Board
 from fp8refit.transport.group import ProcessGroupExchange
 from fp8refit.vote import Group
 from fp8refit_vllm.compat import (
@@ -25,6 +28,8 @@ from fp8refit_vllm.compat import (
     draft_method,
     engine_process_group,
     has_dummy_weights,
+    on_core_start,
+    raise_refusals,
     register_transfer,
     reset_kv_scales,
     sync_experts,
@@ -34,10 +39,11 @@ from fp8refit_vllm.kv_cache import read_kv_cache
 from fp8refit_vllm.layout import is_experts, read_inventory
 from fp8refit_vllm.letters import BACKEND, TRAINER_TRANSFER, WORKER_TRANSFER
 from fp8refit_vllm.twin import twin_of
+from fp8refit_vllm.watch import BOARD_METHOD, watch
 
 PLUGIN_METHOD = "fp8refit_call"
 EXTENSION_METHOD = "fp8refit_extension_call"
-_RANK, _SERVER = "_fp8refit_rank", "_fp8refit_server"
+_RANK, _SERVER, _BOARD = "_fp8refit_rank", "_fp8refit_server", "_fp8refit_board"
 
 
 def register() -> None:
@@ -45,7 +51,10 @@ def register() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, PLUGIN_METHOD, serve)
+    setattr(WorkerBase, BOARD_METHOD, show_board)
     add_to_core(CORE_METHOD, carry_out)
+    on_core_start(watch)
+    raise_refusals()
     register_transfer(BACKEND, WORKER_TRANSFER, TRAINER_TRANSFER)
 
 
@@ -64,6 +73,21 @@ def serve(worker: Any, message: str) -> str:
         server = RankServer(lambda: rank_of(worker))
         setattr(worker, _SERVER, server)
     return server.handle(message)
+
+
+def show_board(worker: Any) -> str:
+    """Where an engine core finds the board of `worker`, whose network is known by it from then on."""
+    hold(LiveModel(worker).network, worker)
+    return board_of(worker).segment.model_dump_json()
+
+
+def board_of(worker: Any) -> Board:
+    """What `worker` lets its engine core know."""
+    board: Board | None = getattr(worker, _BOARD, None)
+    if board is None:
+        board = Board.make()
+        setattr(worker, _BOARD, board)
+    return board
 
 
 def rank_of(worker: Any) -> Rank:
@@ -88,8 +112,14 @@ def _make_rank(worker: Any) -> Rank:
         device=next(model.network.parameters()).device,
         engine="vllm",
         versions={"vllm": vllm.__version__, "torch": torch.__version__},
+        on_commit=partial(_lower, worker),
     )
     return Rank(target, _group_of(worker))
+
+
+def _lower(worker: Any) -> None:
+    """Requests are served again, whoever brought the policy."""
+    board_of(worker).is_raised = False
 
 
 def _group_of(worker: Any) -> Group | None:

@@ -43,7 +43,34 @@ def arm_measuring(worker, rank: int) -> bool:
     return True
 
 
-FAULTS = {"arm": arm, "arm_measuring": arm_measuring}
+def update(worker, *arguments) -> dict:
+    """Update the engine from within this worker."""
+    from tests import updating
+
+    return updating.update(worker, worker.rank, *arguments)
+
+
+def update_model(worker, family: str, seed: int) -> dict:
+    """The same, by one who has only the network."""
+    from tests import updating
+
+    return updating.update(worker.model_runner.get_model(), worker.rank, family, seed, "buckets")
+
+
+def is_dirty(worker) -> bool:
+    """Whether this rank holds no whole policy."""
+    from fp8refit_vllm.worker import rank_of
+
+    return rank_of(worker).target.is_dirty
+
+
+FAULTS = {
+    "arm": arm,
+    "arm_measuring": arm_measuring,
+    "update": update,
+    "update_model": update_model,
+    "dirty": is_dirty,
+}
 
 
 def raise_in_worker(worker) -> str:

@@ -39,6 +39,7 @@ from ray_actors import run_ray, run_ray_executor
 from replicas import run_replicas
 from served import run_served
 from vllm.model_executor.models import registry
+from updates import run_updates
 from weight_transfer import run_served_transfer, run_weight_transfer
 from zoo import run_zoo
 
@@ -172,6 +173,7 @@ SCENARIOS = {
     "served": run_served,
     "oracle": run_oracle,
     "replicas": run_replicas,
+    "updates": run_updates,
     "ray": run_ray,
     "ray executor": run_ray_executor,
     "broadcast": run_broadcast,

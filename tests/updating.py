@@ -1,0 +1,84 @@
+"""What a trainer does in a worker, or in a scheduler: an update by buckets of some kind, with a fault in one of them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp8refit
+from tests.tiny_models import make_model
+
+NORM = "model.norm.weight"
+
+
+def update(owner: Any, rank: int, family: str, seed: int, kind: str, fault: str | None = None, **options: Any) -> dict:
+    """Update the engine of `owner` from within.
+
+    Args:
+        owner: A worker, a scheduler, or a network.
+        rank: Which rank it is; `fault` is on rank 0, or on all of them.
+        family: Of models.
+        seed: Of the policy.
+        kind: One of `KINDS`.
+        fault: One of `FAULTS`, and the bucket that has it, as `nan 1`.
+        **options: Of the update.
+    """
+    buckets = KINDS[kind](make_model(family, seed).state_dict())
+    name, _, place = (fault or "").partition(" ")
+    try:
+        with fp8refit.update(owner, timeout_s=20.0, **options) as update:
+            for index, bucket in enumerate(buckets):
+                if name and index == int(place):
+                    bucket = FAULTS[name](bucket, rank)  # noqa: PLW2901
+                update.load(bucket)
+    except Exception as error:  # noqa: BLE001 - an engine's RPC does not bear it
+        return {"error": type(error).__name__, "message": str(error)}
+    return {"version": update.report.version, "ranks": [one.rank for one in update.report.ranks]}
+
+
+def in_fours(policy: dict[str, Tensor]) -> list[list[tuple[str, Tensor]]]:
+    items = list(policy.items())
+    size = -(-len(items) // 4)
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def lent(items: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are overwritten when the next one is asked for."""
+    for name, tensor in items:
+        copy = tensor.clone()
+        yield name, copy
+        copy.fill_(torch.nan)
+
+
+KINDS = {
+    "buckets": in_fours,
+    "tensor by tensor": lambda policy: [[item] for item in policy.items()],
+    "generator": lambda policy: [lent(list(policy.items()))],
+    "generators": lambda policy: [lent(bucket) for bucket in in_fours(policy)],
+    "wrapped fp32": lambda policy: [
+        [(f"base_model.model.{name}", tensor.float()) for name, tensor in bucket] for bucket in in_fours(policy)
+    ],
+}
+
+
+def with_nan(bucket: list, rank: int) -> list:
+    return [*bucket[:-1], (bucket[-1][0], torch.full_like(bucket[-1][1], torch.nan))]
+
+
+def without_one(bucket: list, rank: int) -> list:
+    return bucket[:-1]
+
+
+def broken(bucket: list, rank: int) -> list:
+    if rank == 0:
+        raise ConnectionError("the trainer is gone")
+    return bucket
+
+
+def broken_generator(bucket: list, rank: int) -> Iterator:
+    yield from bucket[:1]
+    yield from broken(bucket[1:], rank)
+
+
+FAULTS = {"nan": with_nan, "missing": without_one, "raise": broken, "raise inside": broken_generator}
