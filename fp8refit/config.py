@@ -86,6 +86,10 @@ class RefitConfig(BaseModel):
     """What to do with a tensor that is already FP8 and whose scales are no powers of two, for a slot whose kernel wants
     powers of two. `copy` writes them bit for bit anyway: the engine then differs from one booted from that checkpoint."""
 
+    keep: tuple[str, ...] = ()
+    """Patterns (`*` and `?`) of checkpoint names that need not come: parameters that the trainer froze, of which the engine
+    keeps what it has. What a sleep has thrown away, or a refit that failed has written, cannot be kept."""
+
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Size of one staging buffer for tensors that are not on the engine's device; at most two are held on a rank, and one
     that other processes can read by a trainer whose engine runs in other processes. A broadcast has three on each side, which

@@ -174,13 +174,23 @@ class StreamFill:
     def __init__(self, slots: Sequence[Slot], device: torch.device, config: RefitConfig, *, write: bool = True) -> None:
         self._slots = slots
         self._config = config
+        self._device = device
         self._write = write
         self._check = config.validate_values != "off"
-        num_bytes = max([config.bucket_bytes, *(_least_bytes(slot) for slot in slots)])
-        self._buckets = [_Bucket(num_bytes, device) for _ in range(2)]
+        self._buckets: list[_Bucket] = []
         self._seams = Seams()
         self._bad: set[str] = set()
-        self.num_device_bytes = sum(bucket.num_bytes for bucket in self._buckets)
+
+    def reserve(self) -> None:
+        """Take the buckets' memory now, and not when the first tensor is staged."""
+        if not self._buckets:
+            num_bytes = max([self._config.bucket_bytes, *(_least_bytes(slot) for slot in self._slots)])
+            self._buckets = [_Bucket(num_bytes, self._device) for _ in range(2)]
+
+    @property
+    def num_device_bytes(self) -> int:
+        """Device memory of the buckets."""
+        return sum(bucket.num_bytes for bucket in self._buckets)
 
     def add(self, step: Step, tensor: Tensor, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
         """Stage the box of `step` in `tensor`.
@@ -209,6 +219,7 @@ class StreamFill:
                 self._stage(step.source, task, is_stable=False)
 
     def _stage(self, name: str, task: Task, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
+        self.reserve()
         for piece in _split(task, self._buckets[0].num_bytes):
             box = piece.box(task.source.detach())
             if not self._buckets[0].has_room(box):
@@ -223,6 +234,8 @@ class StreamFill:
 
     def flush(self) -> None:
         """Fill from what is staged, and stage in the other bucket, once its own fill is done."""
+        if not self._buckets:
+            return
         self._buckets[0].launch(check=self._check, write=self._write)
         self._buckets.reverse()
         self._bad |= self._buckets[0].drain()

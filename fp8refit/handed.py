@@ -6,6 +6,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from fp8refit.pieces import Piece
+from fp8refit.slots import TensorMeta
 from fp8refit.sources import Manifest, PushedSource, StreamSource
 
 HandedBucket: TypeAlias = Iterable[tuple[str, Tensor] | Piece]
@@ -20,7 +21,7 @@ class HandedSource(PushedSource):
     """
 
     def __init__(self, manifest: Manifest | None) -> None:
-        announced: Mapping | None = None
+        announced: Mapping[str, TensorMeta] | None = None
         if manifest is not None:
             announced = StreamSource(tuple, is_repeatable=False, manifest=manifest).metadata
         super().__init__(announced)

@@ -4,8 +4,10 @@
 a whole source and raises every problem at once.
 """
 
+import fnmatch
 import hashlib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -42,6 +44,8 @@ class RefitPlan:
 
     steps: tuple[Step, ...]
     ignored: tuple[str, ...]
+    kept: tuple[str, ...]
+    """Names of slots that nothing was sent for, and that need nothing."""
     num_sources: int
     """Source tensors that some step reads."""
     num_bytes_read: int
@@ -60,6 +64,7 @@ def compile_plan(
     unneeded: Iterable[str] = (),
     stacked: Iterable[Stacked] = (),
     problems: Iterable[str] = (),
+    keep: Sequence[str] = (),
 ) -> RefitPlan:
     """Plan the refit of `slots` from a source whose tensors are all known.
 
@@ -70,14 +75,21 @@ def compile_plan(
         unneeded: Names that no slot takes and that may come all the same.
         stacked: Tensors that may come in the place of those of single experts.
         problems: What was already found wrong with the source (duplicates), to be raised together with the rest.
+        keep: Patterns of names that need not come.
 
     Raises:
         InvalidSourceError: Names every missing, unexpected or ill-fitting tensor.
     """
-    builder = PlanBuilder(slots, aliases=aliases, unneeded=unneeded, stacked=stacked, problems=problems)
+    builder = PlanBuilder(slots, aliases=aliases, unneeded=unneeded, stacked=stacked, problems=problems, keep=keep)
     for name, meta in sources.items():
         builder.add(name, meta)
     return builder.finish()
+
+
+def is_any_of(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name is one of those that some pattern means."""
+    matchers = [re.compile(fnmatch.translate(pattern)) for pattern in patterns]
+    return lambda name: any(matcher.match(name) for matcher in matchers)
 
 
 class PlanBuilder:
@@ -91,6 +103,7 @@ class PlanBuilder:
         unneeded: Iterable[str] = (),
         stacked: Iterable[Stacked] = (),
         problems: Iterable[str] = (),
+        keep: Sequence[str] = (),
     ) -> None:
         self._slots = slots
         self._aliases = dict(aliases or {})
@@ -101,19 +114,22 @@ class PlanBuilder:
         self._stacked = {stack.name: stack for stack in stacked}
         self._has_kv_scales = any(slot.is_optional for slot in slots)
         self._problems = list(problems)
+        self._is_kept = is_any_of(keep)
+        self._kept: dict[str, None] = {}
         self._ignored: list[str] = []
         self._apart: dict[str, tuple[str, ...]] = {}
         """Tensors of single experts, and the slots that hold them in one."""
-        self._seen: dict[str, TensorMeta] = {}
+        self.seen: dict[str, TensorMeta] = {}
+        """Everything that came."""
         self._weights: dict[int, Step] = {}
         self._scales: dict[int, Step] = {}
 
     def add(self, name: str, meta: TensorMeta) -> list[Step]:
         """Judge one source tensor and give the steps it takes part in: none if it is ignored or does not fit."""
-        if name in self._seen:
-            self._problems.append(f"{name}: sent twice (as {self._seen[name]} and as {meta}); send it once")
+        if name in self.seen:
+            self._problems.append(f"{name}: sent twice (as {self.seen[name]} and as {meta}); send it once")
             return []
-        self._seen[name] = meta
+        self.seen[name] = meta
         is_scale = name.endswith(SCALE_SUFFIX)
         weight_name = name.removesuffix(SCALE_SUFFIX)
         canonical = self._aliases.get(weight_name, weight_name)
@@ -228,22 +244,21 @@ class PlanBuilder:
         return RefitPlan(
             steps=steps,
             ignored=tuple(self._ignored),
+            kept=tuple(self._kept),
             num_sources=len({step.source for step in steps}),
-            num_bytes_read=sum(prod(step.shape) * self._seen[step.source].dtype.itemsize for step in steps),
+            num_bytes_read=sum(prod(step.shape) * self.seen[step.source].dtype.itemsize for step in steps),
             num_bytes_written=sum(_bytes_written(step, self._slots[step.slot]) for step in steps),
             digest=digest.hexdigest(),
-            source_digest=hashlib.sha256(repr(sorted(f"{n}|{m}" for n, m in self._seen.items())).encode()).hexdigest(),
+            source_digest=hashlib.sha256(repr(sorted(f"{n}|{m}" for n, m in self.seen.items())).encode()).hexdigest(),
         )
 
     def _is_taken(self, canonical: str, is_scale: bool) -> bool:
-        return (canonical + SCALE_SUFFIX if is_scale else canonical) in self._seen
+        return (canonical + SCALE_SUFFIX if is_scale else canonical) in self.seen
 
     def _drop_superseded_aliases(self) -> None:
         """A tensor sent under its own name won over its alias; report the alias as ignored."""
         used = {step.source for step in (*self._weights.values(), *self._scales.values())}
-        self._ignored += [
-            name for name in self._seen if name in self._aliases and name not in used | set(self._ignored)
-        ]
+        self._ignored += [name for name in self.seen if name in self._aliases and name not in used | set(self._ignored)]
 
     def _judge_weight(self, name: str, meta: TensorMeta, index: int) -> Step | str:
         slot = self._slots[index]
@@ -302,8 +317,12 @@ class PlanBuilder:
             for index in indexes:
                 weight, scale = self._weights.get(index), self._scales.get(index)
                 if weight is None:
-                    if not self._slots[index].is_optional and not blamed & {name, *aliases.get(name, ())}:
+                    names = {name, *aliases.get(name, ())}
+                    if not self._slots[index].is_optional and not blamed & names:
                         stack = absent_stacks.get(name)
+                        if any(map(self._is_kept, (*names, *([stack.name] if stack else [])))):
+                            self._kept[name] = None
+                            continue
                         yield f"{stack.name}: missing, whole and expert by expert" if stack else f"{name}: missing"
                 elif weight.op is Op.COPY_CODES and scale is None:
                     if weight.source + SCALE_SUFFIX not in blamed:

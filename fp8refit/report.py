@@ -50,6 +50,8 @@ class RankReport(BaseModel):
     """Source tensors of which this rank holds a part."""
     ignored: tuple[str, ...] = ()
     """Source tensors of which it holds none."""
+    kept: tuple[str, ...] = ()
+    """Tensors that did not come and were kept."""
     bytes_read: int
     bytes_written: int
     fill_s: float
@@ -82,6 +84,8 @@ class RefitReport(BaseModel):
     """Source tensors that were written."""
     ignored: tuple[str, ...] = ()
     """Source tensors that this engine has no slot for and does not need, such as the LM head of a tied model."""
+    kept: tuple[str, ...] = ()
+    """Tensors that did not come and were kept, by `RefitConfig.keep`."""
     bytes_read: int
     bytes_written: int
     phases_s: dict[str, float]
@@ -115,6 +119,7 @@ class RefitReport(BaseModel):
         return cls(
             num_tensors=taken - len(ignored),
             ignored=tuple(name for name in ranks[0].ignored if name in ignored),
+            kept=tuple(dict.fromkeys(name for rank in ranks for name in rank.kept)),
             bytes_read=sum(rank.bytes_read for rank in ranks),
             bytes_written=sum(rank.bytes_written for rank in ranks),
             fill_device_s=max(device_s, default=None),
@@ -155,6 +160,7 @@ class RefitReport(BaseModel):
             ("read", f"{self.bytes_read / 1e9:.3f} GB"),
             ("written", f"{self.bytes_written / 1e9:.3f} GB"),
             ("rate", f"{self.gb_per_s:.1f} GB/s"),
+            *([("kept", str(len(self.kept)))] if self.kept else []),
             *([("ranks", str(len(self.ranks)))] if len(self.ranks) > 1 else []),
             *([("scales", f"{len(self.kv.scales)} KV")] if self.kv is not None else []),
             *((name, f"{seconds * 1e3:.3f} ms") for name, seconds in self.phases_s.items()),

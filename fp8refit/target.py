@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fp8refit.calibration import unfit_scales
 from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.direct import DirectFill
 from fp8refit.errors import (
     EngineAsleepError,
     EngineLostError,
@@ -28,11 +29,11 @@ from fp8refit.errors import (
 from fp8refit.fill import ResidentFill, StreamFill, misfit_scales, required_format, scale_problem
 from fp8refit.fingerprint import fingerprint
 from fp8refit.handed import HandedSource
-from fp8refit.job import Arrivals, Arriving, Job, Write, by_source
+from fp8refit.job import Arrivals, Arriving, Job, Known, Write, by_source
 from fp8refit.kv_scales import KvScales, Measured, refuse_unfit, report_of
 from fp8refit.layout import EngineLayout
 from fp8refit.pieces import Piece
-from fp8refit.plan import RefitPlan
+from fp8refit.plan import RefitPlan, is_any_of
 from fp8refit.received import ReceivedFill, ReceivedSource
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sharing import shared_bytes
@@ -81,7 +82,12 @@ class Target:
         self._versions = versions
         self._inventory: Inventory | None = None
         self._resident: ResidentFill | None = None
-        self._stream_plan: tuple[Mapping[str, TensorMeta], RefitPlan] | None = None
+        self._stream_plan: tuple[Mapping[str, TensorMeta], tuple[str, ...], RefitPlan] | None = None
+        self._known: Known | None = None
+        self._torn: set[str] = set()
+        """Names of slots that a refit wrote which did not come to its end, while the rank is dirty."""
+        self._has_lost_values = False
+        self._direct: DirectFill | None = None
         self._received: ReceivedFill | None = None
         self._job: Job | None = None
         self._write: Write | None = None
@@ -188,9 +194,16 @@ class Target:
         if not _are_mapped(self._job.inventory):
             self.abandon()
             raise EngineAsleepError("the weights went to sleep after the refit was prepared; wake them up, then refit")
+        self._note_torn(self._job)
         self.is_dirty = True
         with self._writing():
             self._write = self._begin(self._job)
+
+    def _note_torn(self, job: Job) -> None:
+        """From here on nothing is what it was that this job may write; what comes although it is kept is noted when it came."""
+        is_kept = is_any_of(job.config.keep)
+        kept = job.plan.kept if job.plan is not None else filter(is_kept, _names(job.inventory))
+        self._torn |= _names(job.inventory) - set(kept)
 
     def push(self, tensors: Iterable[tuple[str, Tensor] | Piece], *, drain: bool = False) -> None:
         """Write a part of a `PushedSource`: tensors, and runs of rows. They may be overwritten as soon as this returns; those
@@ -277,13 +290,17 @@ class Target:
         else:
             self.version, self.is_dirty = version, False
         self._is_whole = False
+        self._torn.clear()
         self._on_commit()
         return version
 
     def abandon(self) -> None:
         """Let go of what was prepared. A rank that was written in part stays dirty."""
         self._is_whole = False
-        job, self._job, self._write = self._job, None, None
+        job, write, self._job, self._write = self._job, self._write, None, None
+        if job is not None and write is not None and write.arrivals is not None:
+            aliases = job.inventory.aliases
+            self._torn.update(aliases.get(name, name) for name in write.arrivals.names)
         if job is not None and job.resident is not None:
             job.resident.release()
 
@@ -308,7 +325,7 @@ class Target:
     def close(self) -> None:
         """Drop what is held beyond the engine itself."""
         self.abandon()
-        self._inventory = self._resident = self._stream_plan = self._received = None
+        self._inventory = self._resident = self._stream_plan = self._received = self._known = self._direct = None
         if self._kv is not None and self._kv.torn is None:
             self._kv = None
 
@@ -347,7 +364,7 @@ class Target:
             UnsupportedEngineError: The live weights are not on one device.
         """
         if self._inventory is None or self._inventory.watch.was_any_replaced():
-            self._inventory = self._resident = self._stream_plan = self._received = None
+            self._inventory = self._resident = self._stream_plan = self._received = self._known = self._direct = None
             inventory = self._read_inventory()
             inventory = replace(inventory, refusals=(*inventory.refusals, *shared_bytes(inventory.slots)))
             devices = {slot.weight.device for slot in inventory.slots} or {self._device}
@@ -372,12 +389,32 @@ class Target:
             self._prepare_received(job.source, job)
         else:
             self._prepare_stream(job)
+        self._check_kept(job)
         self._check_brought_scales(job)
         if job.config.validate_values == "strict" and not isinstance(job.source, PushedSource):
             self._look_for_bad_values(job)
         if job.streams:
             job.stream = self._make_stream(job)
+            if not isinstance(job.source, MappingSource):
+                job.direct = self._make_direct(job)
         return job
+
+    def _check_kept(self, job: Job) -> None:
+        """Hold that this rank has what it is to keep.
+
+        Raises:
+            InvalidSourceError: Names what it does not.
+        """
+        is_kept = is_any_of(job.config.keep)
+        kept = job.plan.kept if job.plan is not None else [name for name in _names(job.inventory) if is_kept(name)]
+        if self._has_lost_values:
+            _raise_if(f"{name}: kept, but a sleep has thrown away what this engine had of it; send it" for name in kept)
+        torn = [name for name in kept if name in self._torn]
+        _raise_if(f"{name}: kept, but a refit that failed has written it; send it" for name in torn)
+
+    def forget_values(self) -> None:
+        """What the weights were is lost, as after a deep sleep: all of them have to come."""
+        self._has_lost_values = True
 
     def _check_brought_scales(self, job: Job) -> None:
         """Judge the KV scales in a source while nothing is written, if they can be seen, or if none can be changed."""
@@ -413,13 +450,16 @@ class Target:
         source = job.source
         scanned = source.scan()
         if scanned is None:
-            job.is_first = True
+            last = self._known
+            is_like = last is not None and (last.config, last.foreign) == (job.config, job.foreign)
+            job.known = last if is_like else None
+            job.is_first = job.known is None
             return
         job.metadata, problems = scanned
-        known, plan = self._stream_plan or (None, None)
-        if plan is None or problems or known != job.metadata:
+        known, keep, plan = self._stream_plan or (None, (), None)
+        if plan is None or problems or known != job.metadata or keep != job.config.keep:
             plan = job.compile(job.metadata, problems)
-            self._stream_plan = job.metadata, plan
+            self._stream_plan = job.metadata, job.config.keep, plan
             job.is_first = True
         job.plan, job.stream_steps = plan, by_source(plan.steps)
         self._check_scales_of_stream(plan, job)
@@ -461,7 +501,10 @@ class Target:
             StagingMemoryError: There is not enough.
         """
         try:
-            return StreamFill(job.inventory.slots, self._device, job.config, write=write)
+            stream = StreamFill(job.inventory.slots, self._device, job.config, write=write)
+            if not isinstance(job.source, HandedSource):
+                stream.reserve()
+            return stream
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) != _OUT_OF_MEMORY:
                 raise
@@ -469,6 +512,13 @@ class Target:
                 f"no room for two staging buckets of {job.config.bucket_bytes >> 20} MiB on {self._device} and in pinned "
                 "host memory; lower bucket_bytes or leave the engine less memory. Nothing was written"
             ) from error
+
+    def _make_direct(self, job: Job) -> DirectFill:
+        """What is known of tensors that come to this device, if they are those of a stream such as the last one."""
+        direct = self._direct
+        if direct is None or direct.device != self._device or direct.config != job.config:
+            direct = self._direct = DirectFill(job.inventory.slots, self._device, job.config)
+        return direct
 
     def _look_for_bad_values(self, job: Job) -> None:
         """Read everything without writing.
@@ -492,6 +542,8 @@ class Target:
             raise _bad_values(bad, job, written=False)
 
     def _begin(self, job: Job) -> Write:
+        if job.direct is not None:
+            job.direct.begin(job.known.plan if job.known is not None else job.plan)
         events = _device_events(self._device)
         write = Write(job=job, arrivals=Arrivals(job, job.stream) if job.stream is not None else None, events=events)
         begun = events[0] if events is not None else None
@@ -525,15 +577,22 @@ class Target:
         filled_s = time.perf_counter()
         bad = job.resident.bad_sources() if job.resident is not None else []
         bad += job.stream.bad_sources() if job.stream is not None else []
+        bad += job.direct.bad_sources() if job.direct is not None else []
         bad += job.received.bad_sources() if job.received is not None else []
         if bad:
             raise _bad_values(bad, job, written=True)
+        self._has_lost_values = False
+        if job.known is not None:
+            self._known = job.known
         plan = _require(job.plan)
+        if job.direct is not None:
+            job.direct.end(plan)
         kv = self._write_brought_scales(plan)
         return RankReport(
             device=str(self._device),
             num_tensors=plan.num_sources,
             ignored=plan.ignored,
+            kept=plan.kept,
             bytes_read=plan.num_bytes_read,
             bytes_written=plan.num_bytes_written,
             fill_s=filled_s - write.start_s,
@@ -541,6 +600,7 @@ class Target:
             fill_device_s=write.events[0].elapsed_time(write.events[1]) / 1e3 if write.events is not None else None,
             extra_bytes=(job.resident.num_device_bytes if job.resident is not None else 0)
             + (job.stream.num_device_bytes if job.stream is not None else 0)
+            + (job.direct.num_device_bytes if job.direct is not None else 0)
             + (job.received.num_device_bytes if job.received is not None else 0),
             is_first=job.is_first,
             source_digest=plan.source_digest,
@@ -556,6 +616,17 @@ class Target:
         self._kv.check_writable()
         scales = self._kv.write(self._kv.arrived(brought))
         return report_of(None, scales, seconds=time.perf_counter() - start_s)
+
+
+def _names(inventory: Inventory) -> set[str]:
+    return {slot.name for slot in inventory.slots}
+
+
+def _raise_if(problems: Iterable[str]) -> None:
+    """Raise problems of a source, if there are any."""
+    found = list(problems)
+    if found:
+        raise InvalidSourceError(found)
 
 
 def _bad_values(names: Sequence[str], job: Job, *, written: bool) -> RefitError:

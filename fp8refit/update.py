@@ -37,21 +37,23 @@ def update(
     written, and keeps requests away; leaving it holds that everything came and is finite, sets KV scales, and commits, on every
     rank or on none. After an error the engine refuses requests until an update, or a refit, succeeds.
 
-    A worker does not reach what schedules its requests: it raises a flag in shared memory, which fp8refit's plugin reads there
-    before each step. Requests are refused while it is up, and caches of the policy before are dropped before any is answered.
+    A worker does not reach what schedules its requests: it raises a flag in shared memory, which fp8refit's plugin reads
+    there before each step. Requests are refused while it is up, and caches of the policy before are dropped before any is
+    answered.
 
     Args:
-        engine: A worker of vLLM, or a worker extension (`self`); a scheduler of SGLang; the network that one of them runs; or an
-            engine whose model is in this process.
+        engine: A worker of vLLM, or a worker extension (`self`); a scheduler of SGLang; the network that one of them runs;
+            or an engine whose model is in this process.
         config: How to refit; or give its fields as keywords.
         manifest: Name to (shape, dtype) of all that will come, to be judged before anything is written. Without it, what comes
             is judged as it comes, and an engine that it does not fit is dirty.
         calibration: See `Refitter.refit`; token ids.
         kv_scales: See `Refitter.refit`.
+        **options: Fields of the config.
 
     Raises:
-        UnsupportedEngineError: The ranks of this engine are in other processes, or what schedules its requests does not read the
-            flag.
+        UnsupportedEngineError: The ranks of this engine are in other processes, or what schedules its requests does not
+            read the flag.
         RefitError: See `Refitter.refit`; on entering the block nothing is written yet.
 
     Example:
@@ -85,8 +87,8 @@ class Update(AbstractContextManager["Update"]):
     def load(self, bucket: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Write a bucket of any number of tensors.
 
-        A tensor of the engine's GPU is read where it lies, by what the current stream does next: it may be overwritten, or freed,
-        by what comes after that. Nothing waits for the device.
+        A tensor of the engine's GPU is read where it lies, by what the current stream does next: it may be overwritten, or
+        freed, by what comes after that. Nothing waits for the device.
 
         Args:
             bucket: Checkpoint names, with the prefixes of trainers' wrappers or without, and tensors, each whole. A list or

@@ -44,6 +44,7 @@ LAYERS = [
     "kv_scales",
     "rows",
     "fill",
+    "direct",
     "received",
     "job",
     "target",

@@ -230,7 +230,7 @@ def test_a_part_that_one_rank_cannot_take_leaves_every_rank_dirty(rank, remote, 
     arm_push = StagingMemoryError("no room")
     target = cluster.targets[rank]
 
-    def fail(*_):
+    def fail(*_, **__):
         del target.push
         raise arm_push
 

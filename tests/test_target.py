@@ -1081,7 +1081,7 @@ def test_a_stream_is_read_to_its_end_after_any_error(target, model, monkeypatch)
     source = as_source(lambda: (read.append(name) or (name, tensor) for name, tensor in policy.items()))
     target.prepare(source, RefitConfig())
     read.clear()
-    monkeypatch.setattr(fp8refit.job.StreamFill, "add", no_room)
+    monkeypatch.setattr(fp8refit.job.DirectFill, "fill", no_room)
     with pytest.raises(torch.OutOfMemoryError):
         target.write(drain=True)
     assert read == list(policy)
@@ -1103,3 +1103,64 @@ def test_what_was_just_found_ready_is_not_asked_again(target, model):
     target.check_ready = lambda: asked.append(1)
     target.prepare(as_source(make_policy(model, seed=1)), RefitConfig(), inventory=inventory)
     assert asked == []
+
+
+def without(policy, *names):
+    return {name: tensor for name, tensor in policy.items() if name not in names}
+
+
+FROZEN = ("model.layers.*norm*", "*e_score_correction_bias")
+
+
+@pytest.mark.parametrize(
+    "kind", [dict, lambda policy: iter(policy.items()), lambda policy: lambda: iter(policy.items())]
+)
+def test_what_is_kept_need_not_come_and_is_named(kind, target, model):
+    first, second = make_policy(model, seed=1), make_policy(model, seed=2)
+    refit_target(target, as_source(first))
+    frozen = [name for name in first if "norm" in name or "bias" in name]
+    report = refit_target(target, as_source(kind(without(second, *frozen))), keep=FROZEN)
+    assert sorted(report.kept) == sorted(frozen)
+    assert_holds(model, {**second, **{name: first[name] for name in frozen}})
+    report = refit_target(target, as_source(kind(second)), keep=FROZEN)
+    assert report.kept == ()
+    assert_holds(model, second)
+    with pytest.raises(InvalidSourceError, match=f"{frozen[0]}: missing"):
+        refit_target(target, as_source(kind(without(second, *frozen))))
+
+
+@pytest.mark.parametrize(
+    "kind", [dict, lambda policy: iter(policy.items()), lambda policy: lambda: iter(policy.items())]
+)
+def test_what_a_sleep_has_thrown_away_is_not_kept(kind, target, model):
+    policy = make_policy(model, seed=1)
+    frozen = [name for name in policy if "norm" in name]
+    refit_target(target, as_source(policy))
+    target.forget_values()
+    with pytest.raises(InvalidSourceError) as caught:
+        refit_target(target, as_source(kind(without(policy, *frozen))), keep=FROZEN[:1])
+    assert [problem.split(":")[0] for problem in caught.value.problems] == frozen
+    assert all("a sleep has thrown away" in problem for problem in caught.value.problems)
+    assert not target.is_dirty
+    refit_target(target, as_source(policy))
+    refit_target(target, as_source(kind(without(policy, *frozen))), keep=FROZEN[:1])
+    assert_holds(model, policy)
+
+
+def test_what_a_refit_that_failed_has_written_is_not_kept(target, model):
+    first, second = make_policy(model, seed=1), make_policy(model, seed=2)
+    frozen = [name for name in first if "norm" in name]
+    refit_target(target, as_source(first))
+    bad = {**second, UP_PROJ: torch.full_like(second[UP_PROJ], torch.nan)}
+    with pytest.raises(NonFiniteError):
+        refit_target(target, as_source(without(bad, *frozen)), keep=FROZEN[:1])
+    # It did not write them, so they are what they were.
+    refit_target(target, as_source(without(second, *frozen)), keep=FROZEN[:1])
+    assert_holds(model, {**second, **{name: first[name] for name in frozen}})
+    for source in (as_source(bad), as_source(iter(bad.items()))):
+        with pytest.raises(NonFiniteError):
+            refit_target(target, source, keep=FROZEN[:1])
+        with pytest.raises(InvalidSourceError, match="a refit that failed has written it"):
+            refit_target(target, as_source(without(second, *frozen)), keep=FROZEN[:1])
+        refit_target(target, as_source(second))
+        assert_holds(model, second)

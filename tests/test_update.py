@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fp8refit
+import fp8refit.direct
 from fp8refit import KvConfig, RefitConfig, gathered
 from fp8refit.errors import (
     CacheFlushError,
@@ -240,3 +241,71 @@ def test_an_update_heals_what_a_refit_left_and_a_refit_what_an_update_left(site)
     assert all(target.is_dirty for target in site.cluster.targets)
     reports = together([partial(driver.refit, site.policy) for driver in drivers])
     site.cluster.assert_holds(site.policy, version=reports[0].version)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """How many tasks each table was compiled of."""
+    counts = []
+    honest = fp8refit.direct.compile_table
+
+    def note(tasks, *arguments):
+        counts.append(len(tasks))
+        return honest(tasks, *arguments)
+
+    monkeypatch.setattr(fp8refit.direct, "compile_table", note)
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["lists", "generators", "single tensors"])
+def test_a_stream_like_the_last_one_compiles_nothing(kind, site, compiled):
+    for seed in (3, 4, 5):
+        compiled.clear()
+        policy = site.cluster.make_policy(seed)
+        site.update(lambda policy=policy: BUCKETS[kind](policy))
+        site.cluster.assert_holds(policy, version=seed - 2)
+    assert not compiled
+
+
+def test_a_stream_that_comes_in_another_order_or_in_other_buckets_is_whole_too(site):
+    for version, seed in enumerate(range(6), start=1):
+        policy = site.cluster.make_policy(seed)
+        items = list(policy.items())[:: -1 if seed % 2 else 1]
+        site.update(lambda items=items, seed=seed: cut(dict(items), 2 + seed))
+        site.cluster.assert_holds(policy, version=version)
+
+
+@pytest.mark.parametrize("fault", ["missing", "twice", "nan", "shape"])
+def test_a_fault_in_a_stream_that_begins_like_the_last_one_is_found(fault, site):
+    for _ in range(2):
+        site.update(lambda: cut(site.policy, 3))
+    buckets = [list(bucket) for bucket in cut(site.policy, 3)]
+    name, tensor = buckets[-1][0]
+    if fault == "missing":
+        del buckets[-1][0]
+    elif fault == "twice":
+        buckets.append([(name, tensor)])
+    elif fault == "nan":
+        buckets[-1][0] = name, torch.full_like(tensor, torch.nan)
+    else:
+        buckets[-1][0] = name, tensor[:1]
+    errors = site.update(lambda: buckets)
+    assert all(name in str(error) for error in errors), errors
+    assert site.cluster.states == [(True, 2)] * len(site.clients)
+    site.heal()
+
+
+def test_a_tied_name_counts_whoever_came_before_it(monkeypatch):
+    from tests import fakes
+
+    monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [fakes.FakeEntryPoint()])
+    model = fakes.FakeModel()
+    policy = fakes.make_policy(model, 1)
+    head = ("lm_head.weight", torch.full_like(policy["model.embed_tokens.weight"], 7.0))
+    embed = "model.embed_tokens.weight"
+    with_both = [head, *policy.items()], [*policy.items(), head]
+    alone = {**{name: tensor for name, tensor in policy.items() if name != embed}, "lm_head.weight": policy[embed]}
+    for _ in range(3):
+        for items in (*with_both, list(alone.items())):
+            run(model, lambda items=items: [[item] for item in items])
+            fakes.assert_holds(model, policy)

@@ -7,9 +7,6 @@ import torch
 from torch import Tensor
 
 import fp8refit
-from tests.tiny_models import make_model
-
-NORM = "model.norm.weight"
 
 
 def update(owner: Any, rank: int, family: str, seed: int, kind: str, fault: str | None = None, **options: Any) -> dict:
@@ -24,13 +21,15 @@ def update(owner: Any, rank: int, family: str, seed: int, kind: str, fault: str 
         fault: One of `FAULTS`, and the bucket that has it, as `nan 1`.
         **options: Of the update.
     """
+    from tests.tiny_models import make_model
+
     buckets = KINDS[kind](make_model(family, seed).state_dict())
     name, _, place = (fault or "").partition(" ")
     try:
         with fp8refit.update(owner, timeout_s=20.0, **options) as update:
             for index, bucket in enumerate(buckets):
                 if name and index == int(place):
-                    bucket = FAULTS[name](bucket, rank)  # noqa: PLW2901
+                    bucket = FAULTS[name](bucket, rank)
                 update.load(bucket)
     except Exception as error:  # noqa: BLE001 - an engine's RPC does not bear it
         return {"error": type(error).__name__, "message": str(error)}
@@ -63,11 +62,12 @@ KINDS = {
 
 
 def with_nan(bucket: list, rank: int) -> list:
-    return [*bucket[:-1], (bucket[-1][0], torch.full_like(bucket[-1][1], torch.nan))]
+    return [bucket[0], (bucket[1][0], torch.full_like(bucket[1][1], torch.nan)), *bucket[2:]]
 
 
 def without_one(bucket: list, rank: int) -> list:
-    return bucket[:-1]
+    """Neither the first, which may be tied to the last, nor the last."""
+    return [bucket[0], *bucket[2:]]
 
 
 def broken(bucket: list, rank: int) -> list:

@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from http import HTTPStatus
 from typing import Any
 
 import torch
@@ -32,6 +33,14 @@ IN_START = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.in
 
 IN_ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.__init__"
 """What makes an attention layer while a model is built."""
+
+IN_ADMISSION = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
+"""What a scheduler calls with all that came since its last step."""
+
+IN_SLEEP = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation"
+)
+"""What a scheduler calls to give memory back."""
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 _HANDLE = "fp8refit"
@@ -101,6 +110,40 @@ def http_refusal(reason: str, request: Any) -> Exception:
         # The stream of `/generate` has begun to answer by then, and tells of ValueErrors alone.
         kind = type("StreamRefusal", (HTTPException, ValueError), {})
     return kind(status_code=503, detail=str(refusal(reason)))
+
+
+def loses_weights(request: Any, scheduler: Any) -> bool:
+    """Whether a request to give memory back takes the weights, of which nothing is kept."""
+    tags = getattr(request, "tags", None)
+    is_kept = getattr(scheduler.server_args, "enable_weights_cpu_backup", False)
+    return (not tags or "weights" in tags) and not is_kept
+
+
+def refuse_requests(scheduler: Any, requests: Sequence[Any], reason: str) -> list[Any]:
+    """Answer with 503 to those of `requests` that want something computed, and end those that wait; gives the others."""
+    from sglang.srt.managers.io_struct import (
+        AbortReq,
+        BatchTokenizedEmbeddingReqInput,
+        BatchTokenizedGenerateReqInput,
+        TokenizedEmbeddingReqInput,
+        TokenizedGenerateReqInput,
+    )
+
+    said = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": str(refusal(reason))}
+    others = []
+    for request in requests:
+        if isinstance(request, (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)):
+            refused = list(request)
+        elif isinstance(request, (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)):
+            refused = [request]
+        else:
+            others.append(request)
+            continue
+        for one in refused:
+            scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(finished_reason=said, rid=one.rid), one)
+    if scheduler.waiting_queue:
+        scheduler.abort_request(AbortReq(abort_all=True, finished_reason=said))
+    return others
 
 
 def receipt(*, success: bool, message: str) -> Any:
@@ -238,6 +281,11 @@ class Scheduler:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
+
+    @property
+    def itself(self) -> Any:
+        """SGLang's."""
+        return self._scheduler
 
     @property
     def model(self) -> nn.Module:

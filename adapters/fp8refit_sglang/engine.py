@@ -4,15 +4,17 @@ import json
 from typing import Any
 
 from fp8refit.driven import DrivenEngine
-from fp8refit.engine import booting
+from fp8refit.engine import LocalRanks, booting
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote import RemoteRanks
 from fp8refit.served import ServedRanks, ServerDriver
-from fp8refit_sglang.compat import loop_of, why_not_refitted
+from fp8refit_sglang.compat import Scheduler, loop_of, why_not_refitted
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.driver import NOT_LOADED, Driver
 from fp8refit_sglang.plugin import is_loaded
+from fp8refit_sglang.scheduler_driver import SchedulerDriver
 from fp8refit_sglang.server import SglangServer
+from fp8refit_sglang.worker import rank_of
 
 BLOCK_FP8 = {
     "quantization_config": {
@@ -25,10 +27,10 @@ BLOCK_FP8 = {
 
 
 class SglangEngine(DrivenEngine):
-    """Implements `fp8refit.engine.Engine` for `sglang.Engine` and `SglangServer`.
+    """Implements `fp8refit.engine.Engine` for `sglang.Engine`, `SglangServer`, and a scheduler from within.
 
     Args:
-        candidate: The engine, or the server.
+        candidate: The engine, the server, or the scheduler.
 
     Raises:
         UnsupportedEngineError: It is something else of SGLang's, is laid out in a way that cannot be refitted, or its processes
@@ -44,6 +46,9 @@ class SglangEngine(DrivenEngine):
             _check_arguments(candidate.arguments())
             server = ServerDriver(candidate)
             super().__init__(server, ServedRanks(server))
+        elif hasattr(candidate, "tp_worker"):
+            _check_arguments(candidate.server_args)
+            super().__init__(SchedulerDriver(candidate), LocalRanks(rank_of(Scheduler(candidate))))
         else:
             driver = Driver(_controls_of(candidate))
             super().__init__(driver, RemoteRanks(driver, driver))

@@ -3,12 +3,26 @@
 from collections.abc import Callable
 from typing import Any
 
-from fp8refit_sglang.compat import IN_ATTENTION, IN_SCHEDULER, IN_SERVER, IN_START, is_hooked, register_hook
+from fp8refit_sglang.compat import (
+    IN_ADMISSION,
+    IN_ATTENTION,
+    IN_SCHEDULER,
+    IN_SERVER,
+    IN_START,
+    is_hooked,
+    register_hook,
+)
 from fp8refit_sglang.kv_cache import give_scales
+from fp8refit_sglang.scheduler_driver import admit
 from fp8refit_sglang.server import open_door, refuse_older
 from fp8refit_sglang.worker import serve
 
-_DOORS: dict[str, Callable[..., Any]] = {IN_SCHEDULER: serve, IN_SERVER: refuse_older, IN_START: open_door}
+_DOORS: dict[str, Callable[..., Any]] = {
+    IN_SCHEDULER: serve,
+    IN_ADMISSION: admit,
+    IN_SERVER: refuse_older,
+    IN_START: open_door,
+}
 
 
 def register() -> None:

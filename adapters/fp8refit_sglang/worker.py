@@ -6,6 +6,7 @@ SGLang puts `serve` around the method by which a scheduler takes weights. A requ
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +21,18 @@ from fp8refit.slots import Inventory, Refresh, Refusal
 from fp8refit.target import Target
 from fp8refit.transport.group import ProcessGroupExchange
 from fp8refit.transport.loopback import Line
-from fp8refit_sglang.compat import Scheduler, address_in, receipt
+from fp8refit_sglang.compat import Scheduler, address_in, loses_weights, receipt
 from fp8refit_sglang.kv_cache import HeldScales, read_kv_cache
 from fp8refit_sglang.layout import read_inventory
 from fp8refit_sglang.twin import twin_of
+from fp8refit_sglang.scheduler_driver import admit_again
 
 logger = logging.getLogger(__name__)
 
 FLUSH = "flush"
 FLUSHED, KEPT = "flushed", "kept"
 
-_CLERK = "_fp8refit_clerk"
+_CLERK, _RANK = "_fp8refit_clerk", "_fp8refit_rank"
 
 
 def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -53,6 +55,13 @@ def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     return receipt(success=True, message="")
 
 
+def note_sleep(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around the method by which a scheduler gives memory back."""
+    if loses_weights(request, manager.scheduler):
+        rank_of(Scheduler(manager.scheduler)).target.forget_values()
+    return original(manager, request)
+
+
 class Clerk:
     """Takes what a driver says to one rank, and answers.
 
@@ -62,7 +71,7 @@ class Clerk:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._server = RankServer(lambda: make_rank(scheduler))
+        self._server = RankServer(lambda: rank_of(scheduler))
 
     def answer(self, address: str) -> None:
         """Hear one message of the driver that waits at `address`, and answer it.
@@ -82,8 +91,16 @@ class Clerk:
         return self._server.handle(message)
 
 
-def make_rank(scheduler: Scheduler) -> Rank:
-    """The rank that `scheduler` is."""
+def rank_of(scheduler: Scheduler) -> Rank:
+    """The rank that `scheduler` is: one, whoever drives it."""
+    rank: Rank | None = getattr(scheduler.itself, _RANK, None)
+    if rank is None:
+        rank = _make_rank(scheduler)
+        setattr(scheduler.itself, _RANK, rank)
+    return rank
+
+
+def _make_rank(scheduler: Scheduler) -> Rank:
     import sglang
 
     model = LiveModel(scheduler)
@@ -93,6 +110,7 @@ def make_rank(scheduler: Scheduler) -> Rank:
         engine="sglang",
         versions={"sglang": sglang.__version__, "torch": torch.__version__},
         check_engine=model.check_ready,
+        on_commit=partial(admit_again, scheduler.itself),
     )
     return Rank(target, ProcessGroupExchange(scheduler.process_group) if scheduler.num_ranks > 1 else None)
 

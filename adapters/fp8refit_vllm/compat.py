@@ -140,6 +140,19 @@ def on_core_start(call: Callable[[Any], None]) -> None:
     EngineCore.__init__ = init  # type: ignore[method-assign]
 
 
+def on_deep_sleep(worker: Any, call: Callable[[], None]) -> None:
+    """Have a worker call this when it is sent to a sleep (level 2) that keeps no weights. May be repeated."""
+    if "sleep" in worker.__dict__:
+        return
+
+    def sleep(level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level > 1:
+            call()
+        return type(worker).sleep(worker, level, *args, **kwargs)
+
+    worker.sleep = sleep
+
+
 def drop_core_caches(core: Any) -> bool:
     """Drop all that an engine core keeps of requests; running ones have theirs computed anew. Whether nothing stayed."""
     has_connector = core.vllm_config.kv_transfer_config is not None

@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 BOARD_METHOD = "fp8refit_board"
 """The workers' method that gives their boards."""
 _ASKING_S = 60.0
-NOT_WHOLE = "no whole policy is in place: an update of its workers is under way, or failed; the next one that succeeds heals it"
+NOT_WHOLE = (
+    "no whole policy is in place: an update of its workers is under way, or failed; the next one that succeeds heals it"
+)
 STAY = "vLLM kept caches of the policy before an update of its workers"
 
 

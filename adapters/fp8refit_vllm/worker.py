@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8refit.errors import UnsupportedEngineError
 from fp8refit.engine import hold
 from fp8refit.layers.twin import Twin
+from fp8refit.errors import UnsupportedEngineError
 from fp8refit.rank import Rank
 from fp8refit.server import RankServer
 from fp8refit.slots import Inventory, KvCache, Refresh, Refusal
@@ -29,6 +29,7 @@ from fp8refit_vllm.compat import (
     engine_process_group,
     has_dummy_weights,
     on_core_start,
+    on_deep_sleep,
     raise_refusals,
     register_transfer,
     reset_kv_scales,
@@ -76,8 +77,9 @@ def serve(worker: Any, message: str) -> str:
 
 
 def show_board(worker: Any) -> str:
-    """Where an engine core finds the board of `worker`, whose network is known by it from then on."""
+    """Where an engine core finds the board of `worker`, whose network, and what its sleep costs, are known from then on."""
     hold(LiveModel(worker).network, worker)
+    on_deep_sleep(worker, lambda: rank_of(worker).target.forget_values())
     return board_of(worker).segment.model_dump_json()
 
 

@@ -29,9 +29,9 @@ class WorkerDriver:
         """
         if not self._board.is_read:
             raise UnsupportedEngineError(
-                "the engine core of this worker does not look at what the worker says, and would go on with old caches: install "
-                "fp8refit where the core runs, on the same host (a path alone has no entry points), and leave it in VLLM_PLUGINS; "
-                "an engine that is still being made is not updated"
+                "the engine core of this worker does not look at what the worker says, and would go on with old caches: "
+                "install fp8refit where the core runs, on the same host (a path alone has no entry points), and leave it in "
+                "VLLM_PLUGINS; an engine that is still being made is not updated"
             )
 
     async def pause(self, config: RefitConfig) -> int:

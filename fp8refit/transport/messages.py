@@ -17,7 +17,7 @@ from fp8refit.transport.collective import Meeting
 from fp8refit.transport.memory import Segment, TensorRef
 from fp8refit.vote import ErrorRecord
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Number of this language; both sides have to speak the same."""
 _MAX_PROBLEMS = 100
 """Beyond this many they are counted alone: pydantic's list of them takes a hundred times what was sent."""

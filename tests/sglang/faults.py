@@ -35,4 +35,44 @@ def claim_fp8_cache(scheduler) -> None:
     Scheduler.attention_backends = ("fa3", "fa3")
 
 
-FAULTS = {"arm": arm, "keep_caches": keep_caches, "claim_fp8_cache": claim_fp8_cache}
+def update(scheduler, *arguments) -> dict:
+    """Update the engine from within this scheduler."""
+    import torch
+
+    from tests import updating
+
+    return updating.update(scheduler, torch.distributed.get_rank(), *arguments)
+
+
+def update_model(scheduler, family: str, seed: int) -> dict:
+    """The same, by one who has only the network."""
+    import torch
+
+    from tests import updating
+
+    model = scheduler.tp_worker.model_runner.model
+    return updating.update(model, torch.distributed.get_rank(), family, seed, "buckets")
+
+
+def is_dirty(scheduler) -> bool:
+    """Whether this rank holds no whole policy."""
+    from fp8refit_sglang.compat import Scheduler
+    from fp8refit_sglang.worker import rank_of
+
+    return rank_of(Scheduler(scheduler)).target.is_dirty
+
+
+def is_idle(scheduler) -> bool:
+    """Whether this rank has noticed that its last request is over."""
+    return scheduler.is_fully_idle()
+
+
+FAULTS = {
+    "is_idle": is_idle,
+    "arm": arm,
+    "keep_caches": keep_caches,
+    "claim_fp8_cache": claim_fp8_cache,
+    "update": update,
+    "update_model": update_model,
+    "dirty": is_dirty,
+}

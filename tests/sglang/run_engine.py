@@ -17,6 +17,7 @@ from latent import run_latent
 from refits import run_refits
 from served import run_served
 from zoo import run_zoo
+from updates import run_updates
 
 SCENARIOS = {
     "fresh": run_fresh,
@@ -27,6 +28,7 @@ SCENARIOS = {
     "served": run_served,
     "oracle": run_oracle,
     "zoo": run_zoo,
+    "updates": run_updates,
 }
 SPAWNED = ("refits",)
 """Scenarios with engines whose processes import SGLang anew, as SGLang has it. Those of others are forks, which boot faster."""

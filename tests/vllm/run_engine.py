@@ -38,8 +38,8 @@ from lora import run_fresh_lora, run_lora
 from ray_actors import run_ray, run_ray_executor
 from replicas import run_replicas
 from served import run_served
-from vllm.model_executor.models import registry
 from updates import run_updates
+from vllm.model_executor.models import registry
 from weight_transfer import run_served_transfer, run_weight_transfer
 from zoo import run_zoo
 

@@ -1,0 +1,118 @@
+"""Fills slots from the tensors of a stream that are on the engine's device already, where they lie: what comes together in one
+launch.
+
+What came together is recognised in the next stream, and its table pointed at the new tensors. So a launch costs the host some
+microseconds, and a tensor of a list less than one. Nothing here waits for the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8refit.config import RefitConfig
+from fp8refit.fill import bind
+from fp8refit.guard import LayoutGuard
+from fp8refit.kernels import WorkTable, compile_table
+from fp8refit.plan import RefitPlan, Step
+from fp8refit.slots import Slot
+
+
+@dataclass(kw_only=True, slots=True)
+class _Group:
+    """What came together."""
+
+    guard: LayoutGuard
+    table: WorkTable
+    sources: list[str]
+    """What each task of the table reads."""
+
+
+class DirectFill:
+    """What is kept from one stream to the next of the same plan.
+
+    Args:
+        slots: Of the inventory that was planned for.
+        device: On which they are.
+        config: How to refit.
+    """
+
+    def __init__(self, slots: Sequence[Slot], device: torch.device, config: RefitConfig) -> None:
+        self.device, self.config = device, config
+        self._slots = slots
+        self._check = config.validate_values != "off"
+        self._groups: list[_Group] = []
+        self._plan: RefitPlan | None = None
+        self._num_filled = 0
+        self._unread: list[_Group] = []
+
+    def begin(self, plan: RefitPlan | None) -> None:
+        """Nothing has come yet. What an earlier stream flagged, and nobody asked for, is forgotten.
+
+        Args:
+            plan: Of what will come; None if it is still to be made. Another one may have other steps for what is known.
+        """
+        self.bad_sources()
+        self._num_filled = 0
+        if plan is None or plan is not self._plan:
+            self.forget()
+        self._plan = plan
+
+    def end(self, plan: RefitPlan) -> None:
+        """This was the plan of what came."""
+        self._plan = plan
+
+    def forget(self) -> None:
+        """Recognise nothing."""
+        self._groups.clear()
+
+    def fill_known(self, names: Sequence[str], tensors: Sequence[Tensor]) -> bool:
+        """Fill from what comes next if it is laid out as what came then in the last stream; False, and nothing done, if not."""
+        group = self._groups[self._num_filled] if self._num_filled < len(self._groups) else None
+        if group is None or not group.guard.holds(names, tensors):
+            return False
+        if not group.table.refresh(tensors, group.guard.addresses):
+            return False
+        self._launch(group)
+        return True
+
+    def fill(
+        self, names: Sequence[str], tensors: Sequence[Tensor], steps: Sequence[Sequence[Step]], *, is_kept: bool
+    ) -> None:
+        """Fill from what comes next.
+
+        Args:
+            names: Of it.
+            tensors: Each whole.
+            steps: What is done with each.
+            is_kept: Whether the steps are the same if the same comes again.
+        """
+        tasks, sources, places = [], [], []
+        for place, (name, tensor, each) in enumerate(zip(names, tensors, steps, strict=True)):
+            for step in each:
+                tasks.append(bind(step, self._slots[step.slot], tensor, self.config))
+                sources.append(name)
+                places.append(place)
+        table = compile_table(tasks, self.device, places)
+        group = _Group(guard=LayoutGuard(names, tensors), table=table, sources=sources)
+        del self._groups[self._num_filled :]
+        if is_kept:
+            self._groups.append(group)
+        self._launch(group)
+
+    def bad_sources(self) -> list[str]:
+        """Wait for everything, and name the tensors that were flagged."""
+        unread, self._unread = self._unread, []
+        return sorted({group.sources[index] for group in unread for index in group.table.bad_tasks()})
+
+    @property
+    def num_device_bytes(self) -> int:
+        """Device memory held between streams."""
+        return sum(group.table.num_device_bytes for group in self._groups)
+
+    def _launch(self, group: _Group) -> None:
+        group.table.launch(check=self._check)
+        group.table.release()
+        self._unread.append(group)
+        self._num_filled += 1
