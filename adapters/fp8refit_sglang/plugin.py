@@ -8,6 +8,7 @@ from fp8refit_sglang.compat import (
     IN_ATTENTION,
     IN_SCHEDULER,
     IN_SERVER,
+    IN_SLEEP,
     IN_START,
     is_hooked,
     register_hook,
@@ -15,7 +16,7 @@ from fp8refit_sglang.compat import (
 from fp8refit_sglang.kv_cache import give_scales
 from fp8refit_sglang.scheduler_driver import admit
 from fp8refit_sglang.server import open_door, refuse_older
-from fp8refit_sglang.worker import serve
+from fp8refit_sglang.worker import note_sleep, serve
 
 _DOORS: dict[str, Callable[..., Any]] = {
     IN_SCHEDULER: serve,
@@ -30,6 +31,7 @@ def register() -> None:
     for target, hook in _DOORS.items():
         register_hook(target, hook)
     register_hook(IN_ATTENTION, give_scales)
+    register_hook(IN_SLEEP, note_sleep)
 
 
 def is_loaded() -> bool:

@@ -57,7 +57,7 @@ def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 def note_sleep(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Around the method by which a scheduler gives memory back."""
-    if loses_weights(request, manager.scheduler):
+    if manager.scheduler is not None and loses_weights(request, manager.scheduler):
         rank_of(Scheduler(manager.scheduler)).target.forget_values()
     return original(manager, request)
 

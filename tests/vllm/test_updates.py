@@ -79,3 +79,15 @@ def test_a_refit_heals_what_an_update_left(drivers):
 
 def test_a_request_that_runs_while_an_update_comes_ends(drivers):
     assert [driver["running"]["num_done"] for driver in drivers] == [1] * len(drivers)
+
+
+def test_what_is_frozen_is_kept_unless_a_sleep_has_thrown_it_away(drivers):
+    for driver in drivers:
+        found = driver["kept"]
+        assert found["kept"]
+        assert all(name.endswith("norm.weight") for name in found["kept"])
+        assert found["same"]
+        assert found["slept"]["error"] == "InvalidSourceError"
+        assert sorted(line.split(":")[0] for line in found["slept"]["named"]) == sorted(found["kept"])
+        assert found["untouched"]
+        assert found["again"] == found["kept"]

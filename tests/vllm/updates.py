@@ -35,6 +35,7 @@ def try_updates(subject: Subject, family: str) -> dict:
     subject.look("update", family, 2, "buckets", "nan 1")
     subject.refit(make_policy(family, 1))
     found["healed by a refit"] = subject.state() == good
+    found["kept"] = try_kept(subject, family)
     found["running"] = try_running(subject, family)
     return found
 
@@ -45,6 +46,20 @@ def try_fault(subject: Subject, family: str, fault: str, good: dict) -> dict:
     found["num_unfinished"] = subject.num_unfinished
     found["healed"] = subject.look("update", family, 1, "buckets")
     found["same"] = subject.state() == good
+    return found
+
+
+def try_kept(subject: Subject, family: str) -> dict:
+    """What is frozen is kept from policy to policy, but not through a deep sleep, which on a CPU changes nothing."""
+    policy = {name: tensor for name, tensor in make_policy(family, 1).items() if not name.endswith("norm.weight")}
+    before = subject.state()
+    report = subject.refit(policy, keep=("*norm.weight",))
+    found = {"kept": report.kept, "same": subject.state() == before}
+    subject.call("sleep", 2)
+    found["slept"] = subject.refused(subject.refit, policy, keep=("*norm.weight",))
+    found["untouched"] = subject.state() == before
+    subject.refit(make_policy(family, 1))
+    found["again"] = subject.refit(policy, keep=("*norm.weight",)).kept
     return found
 
 
