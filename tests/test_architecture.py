@@ -18,6 +18,7 @@ LAYERS = [
     "sharing",
     "fingerprint",
     "names",
+    "peft",
     "config",
     "control",
     "caught",

@@ -1,0 +1,126 @@
+"""Merged LoRA: every weight against the library's own merge, on models that it made."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from fp8refit.errors import InvalidSourceError
+from fp8refit.peft import merged
+
+peft = pytest.importorskip("peft")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(48, 96), nn.Linear(96, 48, bias=False)
+        self.norm = nn.LayerNorm(48)
+
+    def forward(self, x):
+        return self.norm(self.down_proj(self.up_proj(x)))
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(20, 48)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.lm_head = nn.Linear(48, 20, bias=False)
+        self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("unsaved", torch.arange(4.0), persistent=False)
+
+    def forward(self, ids):
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+def adapted(dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=8, lora_alpha=24, target_modules=["up_proj", "down_proj", "embed_tokens"], **options)
+    model = peft.get_peft_model(Network().to(dtype), config, autocast_adapter_dtype=False)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def own_merge(model):
+    return copy.deepcopy(model).merge_and_unload().state_dict()
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype is expected[name].dtype
+        step = torch.finfo(tensor.dtype).eps
+        torch.testing.assert_close(tensor, expected[name], rtol=2 * step, atol=2 * step, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}])
+def test_every_weight_is_that_of_the_librarys_own_merge(dtype, options):
+    model = adapted(dtype, **options)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert_close(dict(merged(model)), own_merge(model))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_products_are_rounded_once():
+    model = adapted(torch.bfloat16)
+    layer = model.base_model.model.layers[0].up_proj
+    down, up = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+    exact = layer.base_layer.weight.double() + 3.0 * (up @ down)
+    found = dict(merged(model))["layers.0.up_proj.weight"]
+    assert (found.double() - exact).abs().max() <= (
+        own_merge(model)["layers.0.up_proj.weight"].double() - exact
+    ).abs().max()
+    assert ((found.double() - exact).abs() <= exact.abs() * 2**-8).all()
+
+
+def test_several_adapters_none_and_some_that_are_merged_already():
+    model = adapted()
+    model.add_adapter("second", peft.LoraConfig(r=4, target_modules=["up_proj"]))
+    for name, parameter in model.named_parameters():
+        if "second" in name:
+            nn.init.normal_(parameter, std=0.1)
+    with_first = own_merge(model)
+    model.base_model.set_adapter(["default", "second"])
+    both = dict(merged(model))
+    assert not torch.equal(both["layers.0.up_proj.weight"], with_first["layers.0.up_proj.weight"])
+    assert_close(both, own_merge(model))
+    with model.disable_adapter():
+        torch.manual_seed(0)
+        assert_close(dict(merged(model)), Network().state_dict())
+    model.merge_adapter(["default"])
+    assert_close(dict(merged(model)), {name: tensor for name, tensor in both.items()})
+
+
+def test_an_adapter_that_is_no_product_is_refused_by_name():
+    model = adapted(use_dora=True)
+    with pytest.raises(InvalidSourceError) as caught:
+        merged(model)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        name for name in dict(model.named_modules()) if name.endswith(("up_proj", "down_proj", "embed_tokens"))
+    ]
+
+
+def test_a_model_without_adapters_is_what_it_is():
+    model = Network()
+    found = dict(merged(model))
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.items())
+
+
+def test_one_merged_tensor_is_held_at_a_time():
+    alive = []
+    for name, tensor in merged(adapted()):
+        if name.endswith("proj.weight"):
+            assert all(each() is None for each in alive)
+            alive.append(weakref.ref(tensor))
+        del tensor
+    assert len(alive) == 4
