@@ -27,7 +27,7 @@ from fp8refit.gather import gathered
 from fp8refit.hosted import EngineHost, HostedEngine
 from fp8refit.kernels import dequantize_blockwise, quantize_blockwise
 from fp8refit.refitter import Refitter, refit
-from fp8refit.report import KvReport, RefitReport
+from fp8refit.report import KvReport, RefitReport, VerifyReport
 from fp8refit.update import Update, update
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "TransportError",
     "UnsupportedEngineError",
     "Update",
+    "VerifyReport",
     "__version__",
     "dequantize_blockwise",
     "gathered",

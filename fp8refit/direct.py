@@ -5,18 +5,29 @@ What came together is recognised in the next stream, and its table pointed at th
 microseconds, and a tensor of a list less than one. Nothing here waits for the device.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from fp8refit.compare import Comparison, Pair
 from fp8refit.config import RefitConfig
-from fp8refit.fill import bind
+from fp8refit.fill import bind, split
 from fp8refit.guard import LayoutGuard
-from fp8refit.kernels import WorkTable, compile_table
+from fp8refit.kernels import Task, WorkTable, compile_table
 from fp8refit.plan import RefitPlan, Step
 from fp8refit.slots import Slot
+
+
+@dataclass(kw_only=True, slots=True)
+class _Part:
+    """What one launch does, and what to compare after it, if anything is."""
+
+    table: WorkTable
+    sources: list[str]
+    """What each task of the table reads."""
+    pairs: list[list[Pair]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,9 +35,7 @@ class _Group:
     """What came together."""
 
     guard: LayoutGuard
-    table: WorkTable
-    sources: list[str]
-    """What each task of the table reads."""
+    parts: list[_Part]
 
 
 class DirectFill:
@@ -36,16 +45,20 @@ class DirectFill:
         slots: Of the inventory that was planned for.
         device: On which they are.
         config: How to refit.
+        comparison: Compares with what slots hold, in the place of writing to them.
     """
 
-    def __init__(self, slots: Sequence[Slot], device: torch.device, config: RefitConfig) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], device: torch.device, config: RefitConfig, comparison: Comparison | None = None
+    ) -> None:
         self.device, self.config = device, config
+        self.comparison = comparison
         self._slots = slots
         self._check = config.validate_values != "off"
         self._groups: list[_Group] = []
         self._plan: RefitPlan | None = None
         self._num_filled = 0
-        self._unread: list[_Group] = []
+        self._unread: list[_Part] = []
 
     def begin(self, plan: RefitPlan | None) -> None:
         """Nothing has come yet. What an earlier stream flagged, and nobody asked for, is forgotten.
@@ -72,7 +85,7 @@ class DirectFill:
         group = self._groups[self._num_filled] if self._num_filled < len(self._groups) else None
         if group is None or not group.guard.holds(names, tensors):
             return False
-        if not group.table.refresh(tensors, group.guard.addresses):
+        if not all(part.table.refresh(tensors, group.guard.addresses) for part in group.parts):
             return False
         self._launch(group)
         return True
@@ -88,31 +101,55 @@ class DirectFill:
             steps: What is done with each.
             is_kept: Whether the steps are the same if the same comes again.
         """
-        tasks, sources, places = [], [], []
+        group = _Group(guard=LayoutGuard(names, tensors), parts=[])
+        tasks: list[Task] = []
+        sources: list[str] = []
+        places: list[int] = []
+        num_bytes = 0
         for place, (name, tensor, each) in enumerate(zip(names, tensors, steps, strict=True)):
-            for step in each:
-                tasks.append(bind(step, self._slots[step.slot], tensor, self.config))
+            for task in self._tasks(tensor, each):
+                if self.comparison is not None and tasks and num_bytes + task.target.nbytes > self.config.bucket_bytes:
+                    group.parts.append(self._compile(tasks, sources, places))
+                    tasks, sources, places, num_bytes = [], [], [], 0
+                tasks.append(task)
                 sources.append(name)
                 places.append(place)
-        table = compile_table(tasks, self.device, places)
-        group = _Group(guard=LayoutGuard(names, tensors), table=table, sources=sources)
+                num_bytes += task.target.nbytes
+        group.parts.append(self._compile(tasks, sources, places))
         del self._groups[self._num_filled :]
         if is_kept:
             self._groups.append(group)
         self._launch(group)
 
+    def _tasks(self, tensor: Tensor, steps: Sequence[Step]) -> Iterator[Task]:
+        for step in steps:
+            task = bind(step, self._slots[step.slot], tensor, self.config)
+            if self.comparison is None:
+                yield task
+            else:
+                yield from split(task, self.config.bucket_bytes)
+
+    def _compile(self, tasks: Sequence[Task], sources: list[str], places: Sequence[int]) -> _Part:
+        pairs: list[list[Pair]] = []
+        if self.comparison is not None:
+            tasks, pairs = self.comparison.redirect(tasks)
+        return _Part(table=compile_table(tasks, self.device, places), sources=sources, pairs=pairs)
+
     def bad_sources(self) -> list[str]:
         """Wait for everything, and name the tensors that were flagged."""
         unread, self._unread = self._unread, []
-        return sorted({group.sources[index] for group in unread for index in group.table.bad_tasks()})
+        return sorted({part.sources[index] for part in unread for index in part.table.bad_tasks()})
 
     @property
     def num_device_bytes(self) -> int:
         """Device memory held between streams."""
-        return sum(group.table.num_device_bytes for group in self._groups)
+        return sum(part.table.num_device_bytes for group in self._groups for part in group.parts)
 
     def _launch(self, group: _Group) -> None:
-        group.table.launch(check=self._check)
-        group.table.release()
-        self._unread.append(group)
+        for part in group.parts:
+            part.table.launch(check=self._check)
+            part.table.release()
+            if self.comparison is not None:
+                self.comparison.compare(part.sources, part.pairs)
+            self._unread.append(part)
         self._num_filled += 1

@@ -124,6 +124,14 @@ class Ranks(Protocol):
         """
         ...
 
+    async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
+        """Compare what every rank holds with what it would write of a policy; one report a rank. Changes nothing.
+
+        Raises:
+            RefitError: See `prepare`, and `fp8refit.target.Target.finish`.
+        """
+        ...
+
     async def abandon(self) -> None:
         """Let go of what was prepared."""
         ...
@@ -231,6 +239,11 @@ class LocalRanks:
     async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
         """See `Ranks`."""
         return self._rank.calibrate(kv, config, objection=objection)
+
+    async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
+        """See `Ranks`."""
+        self._rank.prepare(make_source, config, compares=True)
+        return self._rank.write(config)
 
     async def abandon(self) -> None:
         """See `Ranks`."""

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from fp8refit.compare import Comparison
 from fp8refit.config import RefitConfig
 from fp8refit.guard import LayoutGuard
 from fp8refit.kernels import Task, WorkTable, compile_table
@@ -171,7 +172,16 @@ class StreamFill:
     which cut its blocks takes one row of blocks more.
     """
 
-    def __init__(self, slots: Sequence[Slot], device: torch.device, config: RefitConfig, *, write: bool = True) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        device: torch.device,
+        config: RefitConfig,
+        *,
+        write: bool = True,
+        comparison: Comparison | None = None,
+    ) -> None:
+        self._comparison = comparison
         self._slots = slots
         self._config = config
         self._device = device
@@ -220,7 +230,7 @@ class StreamFill:
 
     def _stage(self, name: str, task: Task, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
         self.reserve()
-        for piece in _split(task, self._buckets[0].num_bytes):
+        for piece in split(task, self._buckets[0].num_bytes):
             box = piece.box(task.source.detach())
             if not self._buckets[0].has_room(box):
                 self.flush()
@@ -236,7 +246,7 @@ class StreamFill:
         """Fill from what is staged, and stage in the other bucket, once its own fill is done."""
         if not self._buckets:
             return
-        self._buckets[0].launch(check=self._check, write=self._write)
+        self._buckets[0].launch(check=self._check, write=self._write, comparison=self._comparison)
         self._buckets.reverse()
         self._bad |= self._buckets[0].drain()
 
@@ -276,10 +286,14 @@ class _Bucket:
         self._sources.append(name)
         self._tasks.append(replace(task, source=staged, offset=(0,) * staged.ndim, select=(), is_transposed=False))
 
-    def launch(self, *, check: bool, write: bool) -> None:
-        if self._tasks:
-            self._table = compile_table(self._tasks, self._device)
-            self._table.launch(check=check, write=write)
+    def launch(self, *, check: bool, write: bool, comparison: Comparison | None) -> None:
+        if not self._tasks:
+            return
+        tasks, pairs = comparison.redirect(self._tasks) if comparison is not None else (self._tasks, [])
+        self._table = compile_table(tasks, self._device)
+        self._table.launch(check=check, write=write)
+        if comparison is not None:
+            comparison.compare(self._sources, pairs)
 
     def drain(self) -> set[str]:
         """Wait until the bucket may be filled again, and name the sources that were flagged."""
@@ -302,7 +316,7 @@ def _least_bytes(slot: Slot) -> int:
     return rows * prod(slot.weight.shape[1:]) * 4
 
 
-def _split(task: Task, num_bytes: int) -> Iterator[Task]:
+def split(task: Task, num_bytes: int) -> Iterator[Task]:
     """Cut a task into row ranges whose boxes fit into `num_bytes`."""
     length = task.target.shape[0] if task.target.ndim else 1
     row_bytes = prod(task.target.shape[1:]) * task.source.element_size()

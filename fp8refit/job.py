@@ -1,13 +1,14 @@
 """What one prepared refit of one rank holds until it is written: source, plan, tables, staging, and what has arrived."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fp8refit.compare import Comparison
 from fp8refit.config import RefitConfig
 from fp8refit.direct import DirectFill
 from fp8refit.errors import InvalidSourceError
@@ -59,6 +60,8 @@ class Job:
     known: "Known | None" = None
     """What a stream of which nothing is known brought the last time."""
     is_first: bool = False
+    comparison: Comparison | None = None
+    """What compares with what is held; None if it is written."""
 
     @property
     def streams(self) -> bool:
@@ -92,13 +95,15 @@ class Job:
         """Names that may come and that this rank has no slot for."""
         return self.foreign.union(self.inventory.unneeded)
 
-    def staged_tensors(self) -> Iterator["Arriving"]:
-        """The tensors that go through staging, from the source, or runs of their rows."""
+    def staged_tensors(self) -> Iterable["Arriving"]:
+        """The tensors that go through staging, from the source, or runs of their rows; a list if all of them are there."""
         if isinstance(self.source, InPieces):
             return self.source.pieces(self.config.bucket_bytes)
         if isinstance(self.source, MappingSource):
             tensors = self.source.tensors
-            return ((name, tensors[name]) for name in self.stream_steps or ())
+            if self.comparison is not None:
+                return list(tensors.items())
+            return [(name, tensors[name]) for name in self.stream_steps or ()]
         if isinstance(self.source, SafetensorsSource):
             return iter(self.source.stored.items())
         return iter(self.source)

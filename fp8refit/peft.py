@@ -54,7 +54,7 @@ def _merged(layers: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
             yield path, _merge(module, value) if base is not module and key == "weight" else value.detach()
 
 
-def _layers(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _layers(module: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every module that holds weights of its own, by the name that it has without adapters."""
     if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
         active = module.active_adapters[0] if module.active_adapters else None
@@ -87,7 +87,7 @@ def _problems(layers: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
             if hasattr(layer, "base_layer"):
                 yield name, f"is adapted by {type(layer).__name__}, which is no LoRA that fp8refit can merge"
             continue
-        if any(True for _ in layer.base_layer.children()):  # type: ignore[union-attr, operator]
+        if any(True for _ in layer.base_layer.children()):  # type: ignore[union-attr]
             yield name, f"is adapted by {type(layer).__name__}, around a layer with layers of its own"
         for adapter in _active(layer):
             variants = getattr(layer, "lora_variant", {})

@@ -43,6 +43,7 @@ class Rank:
         self.target = target
         self.group = group if group is not None else SoloGroup()
         self._kv: KvOrder | None = None
+        self._compares = False
         self._claimed: _Claim | None = None
         self._foreign: tuple[tuple[str, ...], frozenset[str]] = (), frozenset()
 
@@ -54,6 +55,7 @@ class Rank:
         kv: KvOrder | None = None,
         objection: BaseException | None = None,
         is_known: bool = False,
+        compares: bool = False,
         on_judged: Callable[[], None] = lambda: None,
     ) -> None:
         """Agree that every rank can be refitted, then read what the source says of itself, judge it, and agree again.
@@ -67,18 +69,19 @@ class Rank:
             kv: Which KV scales to set once the weights are written, if not those that the source brings.
             objection: Why the engine may not be refitted now, as its driver sees it.
             is_known: Whether every rank knows the source from the last refit: to judge it is no collective operation.
+            compares: See `Target.prepare`.
             on_judged: Called when this rank can take it, and others may not. What it raises keeps all ranks from it.
 
         Raises:
             RefitError: See `Target.prepare`; the objection; or what another rank had to say.
             TransportError: Nothing is known any more: the engine replaced tensors on some rank.
         """
-        self._kv = kv
+        self._kv, self._compares = kv, compares
 
         def judge(inventory: Inventory) -> dict[str, Any]:
-            source = make_source()
+            source, foreign = make_source(), self._foreign[1]
             files = source.files if isinstance(source, SafetensorsSource) else None
-            digest = self.target.prepare(source, config, inventory=inventory, foreign=self._foreign[1])
+            digest = self.target.prepare(source, config, inventory=inventory, foreign=foreign, compares=compares)
             on_judged()
             return {"claim": digest, "files": files}
 
@@ -214,7 +217,8 @@ class Rank:
         if failed.error is not None:
             self.target.abandon()
             raise failed.take()
-        self.target.commit(max(next_version, version))
+        if not self._compares:
+            self.target.commit(max(next_version, version))
         return reports
 
     def _settle(self, write: Callable[[], RankReport], config: RefitConfig) -> tuple[list[RankReport], int]:

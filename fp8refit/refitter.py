@@ -20,7 +20,7 @@ from fp8refit.errors import (
 )
 from fp8refit.gather import opened
 from fp8refit.layout import EngineLayout
-from fp8refit.report import KvReport, PhaseClock, RefitReport
+from fp8refit.report import KvReport, PhaseClock, RefitReport, VerifyReport
 from fp8refit.sources import Manifest, StateDict, as_source
 
 logger = logging.getLogger(__name__)
@@ -310,6 +310,31 @@ class Refitter:
             await self._engine.publish_version(version)
         await self._engine.resume()
         attempt.version = None
+
+    def verify(self, state_dict: StateDict, *, manifest: Manifest | None = None) -> VerifyReport:
+        """Compare what the engine holds, on every rank, with what a refit to this policy would write. Changes nothing.
+
+        Proof that trainer and engine are in sync: every weight and scale, bit for bit. Requests may run meanwhile. What the
+        engine derives from weights, and what `RefitConfig.keep` names and does not come, is not looked at.
+
+        Args:
+            state_dict: See `refit`.
+            manifest: See `refit`.
+
+        Returns:
+            Which tensors differ, on which ranks.
+
+        Raises:
+            RefitError: See `refit`. The engine serves what it served.
+        """
+        return self._run(self.verify_async(state_dict, manifest=manifest))
+
+    async def verify_async(self, state_dict: StateDict, *, manifest: Manifest | None = None) -> VerifyReport:
+        """`verify` for an asynchronous engine, awaited in the event loop that drives the engine."""
+        config, ranks = self._config, self._engine.ranks
+        with opened(state_dict, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s) as whole:
+            reports = await self._alone(lambda _: ranks.verify(lambda: as_source(whole, manifest=manifest), config))
+        return VerifyReport.of(reports, version=ranks.version)
 
     def layout(self) -> EngineLayout:
         """Slots, kernels, scale formats and refusals of the engine."""

@@ -21,7 +21,13 @@ from fp8refit.announcement import announce
 from fp8refit.broadcast import Broadcast
 from fp8refit.caught import Caught
 from fp8refit.config import LONGEST_WAIT_S, KvOrder, RefitConfig
-from fp8refit.errors import EngineLostError, InvalidSourceError, RankFailedError, RefitError
+from fp8refit.errors import (
+    EngineLostError,
+    InvalidSourceError,
+    RankFailedError,
+    RefitError,
+    UnsupportedEngineError,
+)
 from fp8refit.layout import EngineLayout
 from fp8refit.pieces import in_pieces
 from fp8refit.report import KvReport, RankReport
@@ -92,6 +98,7 @@ class RemoteRanks:
         self._refit = ""
         self._is_settled = False
         self._sets_kv_scales = False
+        self._compares = False
         self._has_met = False
         self.num_ranks = 0
         """As many as answer; none before the first refit."""
@@ -134,7 +141,7 @@ class RemoteRanks:
             return
         self._broadcast.leave()
         self._is_broadcast = False
-        self._refit, self._source, self._is_pushed = uuid.uuid4().hex, source, False
+        self._refit, self._source, self._is_pushed, self._compares = uuid.uuid4().hex, source, False, False
         self._sets_kv_scales = kv is not None
         last_digest = self._offered_digest
         offer = await self._or_give_up(self._prepare(source, kv))
@@ -221,15 +228,16 @@ class RemoteRanks:
         self, source: Source, kv: KvOrder | None
     ) -> messages.MappedTensors | messages.Files | messages.Pushed:
         offer = self._offer(source)
-        order = messages.Prepare(refit=self._refit, config=self._config, source=offer, kv=kv)
-        if not (order.is_known and kv is None and self._hold(order)):
+        compares = self._compares
+        order = messages.Prepare(refit=self._refit, config=self._config, source=offer, kv=kv, compares=compares)
+        if not (order.is_known and kv is None and not compares and self._hold(order)):
             await self._ask(order)
         return offer
 
-    async def _write(self, objection: BaseException | None) -> list[Reply]:
+    async def _write(self, objection: BaseException | None, *, is_dirty: bool = True) -> list[Reply]:
         if objection is not None:
             raise objection
-        self.is_dirty = True
+        self.is_dirty = is_dirty
         if not self._is_pushed:
             # A trainer that gathers into new memory every time wants it back; weights that stay in place stay mapped.
             replies = await self._ask(messages.Write(refit=self._refit, keeps_mapped=self._is_settled))
@@ -240,7 +248,8 @@ class RemoteRanks:
             except InvalidSourceError as error:
                 raise InvalidSourceError(error.problems, written=True) from error
             replies = await self._ask(messages.Finish(refit=self._refit))
-        self._check_is_one_policy(replies)
+        if not self._compares:
+            self._check_is_one_policy(replies)
         return replies
 
     def _check_is_one_policy(self, replies: Sequence[Reply]) -> None:
@@ -252,6 +261,27 @@ class RemoteRanks:
         if self.is_dirty:
             held = ", ".join(f"rank {reply.rank} holds {reply.version}" for reply in replies)
             raise RankFailedError(f"the ranks serve different versions ({held}); refit again")
+
+    async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
+        """See `fp8refit.engine.Ranks`. What ranks on other hosts hold is not compared.
+
+        Raises:
+            UnsupportedEngineError: The transport is a broadcast.
+        """
+        if config.transport == "collective":
+            raise UnsupportedEngineError(
+                'verify() needs memory, or files, that the ranks can read: leave out transport="collective"'
+            )
+        self._config = config
+        await self._meet()
+        self._refit, self._source, self._is_pushed = uuid.uuid4().hex, make_source(), False
+        self._sets_kv_scales, self._compares = False, True
+        offer = await self._or_give_up(self._prepare(self._source, None))
+        replies = await self._or_give_up(self._write(None, is_dirty=self.is_dirty))
+        self._source = None
+        if not (isinstance(offer, messages.MappedTensors) and offer.digest == self._mapped_digest):
+            self._mapped_digest = self._offered_digest = ""
+        return replies[0].reports
 
     async def abandon(self) -> None:
         """See `fp8refit.engine.Ranks`."""

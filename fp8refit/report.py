@@ -52,6 +52,8 @@ class RankReport(BaseModel):
     """Source tensors of which it holds none."""
     kept: tuple[str, ...] = ()
     """Tensors that did not come and were kept."""
+    differing: tuple[str, ...] = ()
+    """Source tensors of which this rank holds something else, if it was asked for that."""
     bytes_read: int
     bytes_written: int
     fill_s: float
@@ -114,10 +116,9 @@ class RefitReport(BaseModel):
         """Put together what every rank wrote: bytes are summed, times are the slowest rank's."""
         device_s = [rank.fill_device_s for rank in ranks if rank.fill_device_s is not None]
         kv = [rank.kv for rank in ranks if rank.kv is not None]
-        taken = max(rank.num_tensors + len(rank.ignored) for rank in ranks)
-        ignored = set.intersection(*(set(rank.ignored) for rank in ranks))
+        ignored = _ignored_by_all(ranks)
         return cls(
-            num_tensors=taken - len(ignored),
+            num_tensors=_num_taken(ranks) - len(ignored),
             ignored=tuple(name for name in ranks[0].ignored if name in ignored),
             kept=tuple(dict.fromkeys(name for rank in ranks for name in rank.kept)),
             bytes_read=sum(rank.bytes_read for rank in ranks),
@@ -167,6 +168,46 @@ class RefitReport(BaseModel):
             ("total", f"{self.total_s * 1e3:.3f} ms"),
         ]
         return "\n".join(f"{name:<8} {value:>14}" for name, value in rows)
+
+
+class VerifyReport(BaseModel):
+    """How what an engine holds compares with a policy."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: int
+    """Which the engine says that it serves."""
+    num_tensors: int
+    """Source tensors that some rank holds a part of."""
+    differing: dict[str, tuple[int, ...]] = {}
+    """Source tensors of which some ranks hold something else than a refit would write, and which ranks."""
+    ranks: tuple[RankReport, ...] = ()
+    """One entry a rank, in order of rank."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every rank holds this policy, bit for bit."""
+        return not self.differing
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankReport], *, version: int) -> Self:
+        """Put together what every rank found."""
+        names = sorted({name for rank in ranks for name in rank.differing})
+        differing = {name: tuple(rank.rank for rank in ranks if name in rank.differing) for name in names}
+        return cls(
+            version=version,
+            num_tensors=_num_taken(ranks) - len(_ignored_by_all(ranks)),
+            differing=differing,
+            ranks=tuple(ranks),
+        )
+
+
+def _num_taken(ranks: Sequence[RankReport]) -> int:
+    return max(rank.num_tensors + len(rank.ignored) for rank in ranks)
+
+
+def _ignored_by_all(ranks: Sequence[RankReport]) -> set[str]:
+    return set.intersection(*(set(rank.ignored) for rank in ranks))
 
 
 class PhaseClock:

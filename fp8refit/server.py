@@ -87,6 +87,7 @@ class RankServer:
                 order.config,
                 kv=order.kv,
                 is_known=order.is_known,
+                compares=order.compares,
                 on_judged=receive,
             )
             return {}

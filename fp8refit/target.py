@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8refit.calibration import unfit_scales
+from fp8refit.compare import Comparison
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.direct import DirectFill
 from fp8refit.errors import (
@@ -87,7 +88,8 @@ class Target:
         self._torn: set[str] = set()
         """Names of slots that a refit wrote which did not come to its end, while the rank is dirty."""
         self._has_lost_values = False
-        self._direct: DirectFill | None = None
+        self._directs: dict[bool, DirectFill] = {}
+        """For writing, and for comparing."""
         self._received: ReceivedFill | None = None
         self._job: Job | None = None
         self._write: Write | None = None
@@ -141,6 +143,7 @@ class Target:
         *,
         inventory: Inventory | None = None,
         foreign: frozenset[str] = frozenset(),
+        compares: bool = False,
     ) -> str:
         """Judge names, shapes, dtypes and scales, and compile what is missing. Writes nothing; may be repeated.
 
@@ -149,6 +152,7 @@ class Target:
             config: How to refit.
             inventory: What `check_ready` gave just now; it is asked if none is given.
             foreign: Names that other ranks hold and this one does not; they may come.
+            compares: Whether what would be written is compared with what is held, and nothing is written.
 
         Returns:
             Digest of the source, equal on every rank; empty if it cannot be known yet.
@@ -165,7 +169,9 @@ class Target:
                 # The trainer's and the engine's kernels run on streams of their own; a refit begins when all are done.
                 torch.cuda.synchronize(self._device)
             try:
-                self._job = self._prepare(Job(source=source, config=config, inventory=inventory, foreign=foreign))
+                comparison = Comparison(self._device) if compares else None
+                job = Job(source=source, config=config, inventory=inventory, foreign=foreign, comparison=comparison)
+                self._job = self._prepare(job)
             finally:
                 if self._job is None and self._resident is not None:
                     self._resident.release()
@@ -194,8 +200,9 @@ class Target:
         if not _are_mapped(self._job.inventory):
             self.abandon()
             raise EngineAsleepError("the weights went to sleep after the refit was prepared; wake them up, then refit")
-        self._note_torn(self._job)
-        self.is_dirty = True
+        if self._job.comparison is None:
+            self._note_torn(self._job)
+            self.is_dirty = True
         with self._writing():
             self._write = self._begin(self._job)
 
@@ -245,8 +252,9 @@ class Target:
         assert write is not None, "finish() follows begin()"
         with self._writing():
             report = self._finish(write)
+        is_written = write.job.comparison is None
         self.abandon()
-        self._is_whole = True
+        self._is_whole = is_written
         return report
 
     def measure_kv(self, order: KvOrder, config: RefitConfig) -> Measured:
@@ -298,7 +306,7 @@ class Target:
         """Let go of what was prepared. A rank that was written in part stays dirty."""
         self._is_whole = False
         job, write, self._job, self._write = self._job, self._write, None, None
-        if job is not None and write is not None and write.arrivals is not None:
+        if job is not None and job.comparison is None and write is not None and write.arrivals is not None:
             aliases = job.inventory.aliases
             self._torn.update(aliases.get(name, name) for name in write.arrivals.names)
         if job is not None and job.resident is not None:
@@ -325,7 +333,8 @@ class Target:
     def close(self) -> None:
         """Drop what is held beyond the engine itself."""
         self.abandon()
-        self._inventory = self._resident = self._stream_plan = self._received = self._known = self._direct = None
+        self._inventory = self._resident = self._stream_plan = self._received = self._known = None
+        self._directs.clear()
         if self._kv is not None and self._kv.torn is None:
             self._kv = None
 
@@ -339,7 +348,7 @@ class Target:
             self.abandon()
             if isinstance(error, LiveTensorMovedError):
                 self._inventory = None
-            if isinstance(error, InvalidSourceError):
+            if isinstance(error, InvalidSourceError) and self.is_dirty:
                 raise InvalidSourceError(error.problems, written=True) from error
             raise
 
@@ -364,7 +373,8 @@ class Target:
             UnsupportedEngineError: The live weights are not on one device.
         """
         if self._inventory is None or self._inventory.watch.was_any_replaced():
-            self._inventory = self._resident = self._stream_plan = self._received = self._known = self._direct = None
+            self._inventory = self._resident = self._stream_plan = self._received = self._known = None
+            self._directs.clear()
             inventory = self._read_inventory()
             inventory = replace(inventory, refusals=(*inventory.refusals, *shared_bytes(inventory.slots)))
             devices = {slot.weight.device for slot in inventory.slots} or {self._device}
@@ -383,7 +393,7 @@ class Target:
         return self._kv
 
     def _prepare(self, job: Job) -> Job:
-        if isinstance(job.source, MappingSource):
+        if isinstance(job.source, MappingSource) and job.comparison is None:
             self._prepare_mapping(job.source, job)
         elif isinstance(job.source, ReceivedSource):
             self._prepare_received(job.source, job)
@@ -394,9 +404,9 @@ class Target:
         if job.config.validate_values == "strict" and not isinstance(job.source, PushedSource):
             self._look_for_bad_values(job)
         if job.streams:
-            job.stream = self._make_stream(job)
-            if not isinstance(job.source, MappingSource):
+            if job.comparison is not None or not isinstance(job.source, MappingSource):
                 job.direct = self._make_direct(job)
+            job.stream = self._make_stream(job)
         return job
 
     def _check_kept(self, job: Job) -> None:
@@ -501,8 +511,9 @@ class Target:
             StagingMemoryError: There is not enough.
         """
         try:
-            stream = StreamFill(job.inventory.slots, self._device, job.config, write=write)
-            if not isinstance(job.source, HandedSource):
+            comparison = job.comparison
+            stream = StreamFill(job.inventory.slots, self._device, job.config, write=write, comparison=comparison)
+            if comparison is None and not isinstance(job.source, HandedSource):
                 stream.reserve()
             return stream
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
@@ -515,9 +526,12 @@ class Target:
 
     def _make_direct(self, job: Job) -> DirectFill:
         """What is known of tensors that come to this device, if they are those of a stream such as the last one."""
-        direct = self._direct
+        compares = job.comparison is not None
+        direct = self._directs.get(compares)
         if direct is None or direct.device != self._device or direct.config != job.config:
-            direct = self._direct = DirectFill(job.inventory.slots, self._device, job.config)
+            slots = job.inventory.slots
+            direct = self._directs[compares] = DirectFill(slots, self._device, job.config, job.comparison)
+        job.comparison = direct.comparison
         return direct
 
     def _look_for_bad_values(self, job: Job) -> None:
@@ -562,13 +576,14 @@ class Target:
             job.stream.flush()
         if job.received is not None and not job.received.is_complete:
             raise InvalidSourceError(["source: ended before everything came that was announced"])
-        with torch.inference_mode():
-            for padding in inventory.padding:
-                padding.zero_()
-            for refresh in inventory.refreshes:
-                refresh.run()
-        if self._kv is not None:
-            self._kv.heal()
+        if job.comparison is None:
+            with torch.inference_mode():
+                for padding in inventory.padding:
+                    padding.zero_()
+                for refresh in inventory.refreshes:
+                    refresh.run()
+            if self._kv is not None:
+                self._kv.heal()
         if write.events is not None:
             write.events[1].record()
         _assert_in_place(inventory)  # while the device is at work
@@ -580,14 +595,15 @@ class Target:
         bad += job.direct.bad_sources() if job.direct is not None else []
         bad += job.received.bad_sources() if job.received is not None else []
         if bad:
-            raise _bad_values(bad, job, written=True)
-        self._has_lost_values = False
+            raise _bad_values(bad, job, written=job.comparison is None)
+        if job.comparison is None:
+            self._has_lost_values = False
         if job.known is not None:
             self._known = job.known
         plan = _require(job.plan)
         if job.direct is not None:
             job.direct.end(plan)
-        kv = self._write_brought_scales(plan)
+        kv = self._write_brought_scales(plan) if job.comparison is None else None
         return RankReport(
             device=str(self._device),
             num_tensors=plan.num_sources,
@@ -601,10 +617,12 @@ class Target:
             extra_bytes=(job.resident.num_device_bytes if job.resident is not None else 0)
             + (job.stream.num_device_bytes if job.stream is not None else 0)
             + (job.direct.num_device_bytes if job.direct is not None else 0)
+            + (job.comparison.num_device_bytes if job.comparison is not None else 0)
             + (job.received.num_device_bytes if job.received is not None else 0),
             is_first=job.is_first,
             source_digest=plan.source_digest,
             kv=kv,
+            differing=tuple(sorted(job.comparison.differing())) if job.comparison is not None else (),
         )
 
     def _write_brought_scales(self, plan: RefitPlan) -> KvReport | None:

@@ -44,6 +44,7 @@ LAYERS = [
     "layers",
     "kv_scales",
     "rows",
+    "compare",
     "fill",
     "direct",
     "received",

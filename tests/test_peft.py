@@ -97,7 +97,7 @@ def test_several_adapters_none_and_some_that_are_merged_already():
         torch.manual_seed(0)
         assert_close(dict(merged(model)), Network().state_dict())
     model.merge_adapter(["default"])
-    assert_close(dict(merged(model)), {name: tensor for name, tensor in both.items()})
+    assert_close(dict(merged(model)), dict(both.items()))
 
 
 def test_an_adapter_that_is_no_product_is_refused_by_name():

@@ -121,6 +121,8 @@ class Prepare(_Message):
     config: RefitConfig
     source: Annotated[MappedTensors | Files | Pushed | Broadcast, Field(discriminator="kind")]
     kv: KvOrder | None = None
+    compares: bool = False
+    """Whether nothing is written, and what is held is compared with what would be."""
     is_under_way: bool = False
     """Whether the trainer broadcasts already, and `Take` comes next: the first buckets may be received meanwhile."""
 
