@@ -57,6 +57,7 @@ LAYERS = [
     "reader",
     "sender",
     "broadcast",
+    "packing",
     "remote",
     "served",
     "engine",
