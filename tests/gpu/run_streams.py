@@ -1,0 +1,230 @@
+"""How fast streams reach a vLLM engine on a GPU, in its own process and in another. Prints a table; the result is a JSON file.
+
+    python tests/gpu/run_streams.py --out benchmarks/results/streams.json                        # both, about 3 minutes
+    python tests/gpu/run_streams.py --out FILE --shape qwen3-30b-a3b --place inside --bucket-mib 2048   # needs 110 GiB
+
+Each place has an engine of its own, in a process of its own. Times are of the whole call, everything synchronised before and
+after; medians of interleaved rounds.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PLACES = {"inside": "0", "outside": "1"}
+ROUNDS = 9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--place", choices=PLACES)
+    parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--here", action="store_true", help="in this process, which then is the engine's")
+    arguments = parser.parse_args()
+    if arguments.here:
+        found = measure(arguments)
+    else:
+        found = {"command": f"python {' '.join(sys.argv)}", "shape": arguments.shape, "places": {}}
+        for place in [arguments.place] if arguments.place else PLACES:
+            found["places"][place] = run(place, arguments)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    if not arguments.here:
+        show(found)
+
+
+def run(place: str, arguments: argparse.Namespace) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, __file__, "--here", "--place", place, "--out", str(out), "--shape", arguments.shape]
+        command += ["--bucket-mib", str(arguments.bucket_mib), "--rounds", str(arguments.rounds)]
+        subprocess.run(command, check=True, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": PLACES[place]})
+        return json.loads(out.read_text())
+
+
+def show(found: dict) -> None:
+    for place, result in found["places"].items():
+        print(f"\n{place}: {result['gpu']}, vLLM {result['vllm']}, torch {result['torch']}")
+        for name, seconds in result["ms"].items():
+            print(f"  {name:42} {statistics.median(seconds):8.2f} ms   best {min(seconds):8.2f}")
+        for name, value in result["checks"].items():
+            print(f"  {name:42} {value}")
+
+
+def measure(arguments: argparse.Namespace) -> dict:
+    os.environ |= {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_DEEP_GEMM_WARMUP": "skip",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    sys.path.append(str(Path(__file__).parents[1]))
+    sys.path.append(str(Path(__file__).parents[2]))
+    import policies
+    import torch
+    import vllm
+    from vllm import LLM
+
+    import fp8refit
+    from fp8refit import Refitter
+
+    shape = arguments.shape
+    with tempfile.TemporaryDirectory() as folder:
+        policies.write_config(shape, Path(folder))
+        is_sparse = "num_experts" in policies.SHAPES[shape]
+        llm = LLM(
+            model=folder,
+            load_format="dummy",
+            quantization="fp8_per_block",
+            skip_tokenizer_init=True,
+            max_model_len=2048,
+            max_num_seqs=16,
+            gpu_memory_utilization=0.5 if is_sparse else 0.35,
+            enforce_eager=True,
+        )
+    policy = policies.fill_policy(policies.allocate(shape), 1)
+    if is_sparse:
+        policy = policies.expert_by_expert(policy)
+    items = list(policy.items())
+    num_bytes = sum(tensor.nbytes for tensor in policy.values())
+    refitter = Refitter(llm)
+    buckets = in_buckets(items, arguments.bucket_mib << 20)
+    prompt = {"prompt_token_ids": list(range(100, 140))}
+    sampling = vllm.SamplingParams(max_tokens=8, temperature=0, detokenize=False)
+
+    def tokens() -> list[int]:
+        return list(llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0].token_ids)
+
+    ways: dict[str, Callable[[], object]] = {
+        "tensors at rest": lambda: refitter.refit(policy),
+        "generator": lambda: refitter.refit(iter(items)),
+        "function that gives a generator": lambda: refitter.refit(lambda: iter(items)),
+        "verify": lambda: refitter.verify(policy),
+    }
+    model = lora_over(policy)
+    if not is_sparse:
+        ways["merged LoRA, rank 64"] = lambda: refitter.refit(fp8refit.peft.merged(model))
+    if arguments.place == "inside":
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+
+        def update(parts: list) -> None:
+            with fp8refit.update(worker) as update:
+                for part in parts:
+                    update.load(part)
+
+        ways[f"update in buckets of {arguments.bucket_mib} MiB"] = lambda: update(buckets)
+        ways["update tensor by tensor"] = lambda: update([[item] for item in items])
+        ways["update by one generator"] = lambda: update([iter(items)])
+        reload = {"weights_iterator": iter(())}
+
+        def reload_weights() -> None:
+            llm.collective_rpc("reload_weights", kwargs=reload | {"weights_iterator": iter(items)})
+
+        ways["vLLM's reload_weights of the same stream"] = reload_weights
+    scratch = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    scratch_from = torch.empty_like(scratch)
+
+    def copy() -> None:
+        for _ in range(num_bytes // scratch.numel()):
+            scratch.copy_(scratch_from)
+
+    ways["copy of as many bytes"] = copy
+    checks: dict[str, object] = {"bytes": num_bytes, "tensors": len(policy)}
+    refitter.refit(policy)
+    expected, told = refitter.fingerprints(), tokens()
+    ms: dict[str, list[float]] = {name: [] for name in ways}
+    for round_ in range(arguments.rounds + 2):  # the first two compile
+        for name, call in ways.items():
+            if name.startswith("vLLM's") and round_ > 3:
+                continue
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            allocated = torch.cuda.memory_allocated()
+            start_s = time.perf_counter()
+            result = call()
+            torch.cuda.synchronize()
+            if round_ >= 2:
+                ms[name].append(1e3 * (time.perf_counter() - start_s))
+            checks[f"peak extra MiB of {name}"] = (torch.cuda.max_memory_allocated() - allocated) >> 20
+            if round_ == arguments.rounds + 1 and not name.startswith(("vLLM's", "copy", "merged")):
+                checks[f"same bytes after {name}"] = refitter.fingerprints() == expected
+                checks[f"same tokens after {name}"] = tokens() == told
+            if name == "verify":
+                checks["verify finds none"] = checks.get("verify finds none", True) and result.is_equal
+            if name.startswith(("merged", "vLLM's")):
+                refitter.refit(policy)
+    policy[items[-1][0]].view(-1)[-1] += 1.0
+    checks["verify finds one"] = list(refitter.verify(policy).differing) == [items[-1][0]]
+    refitter.close()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "ms": ms,
+        "checks": checks,
+    }
+
+
+def in_buckets(items: list, num_bytes: int) -> list[list]:
+    buckets: list[list] = [[]]
+    held = 0
+    for name, tensor in items:
+        if buckets[-1] and held + tensor.nbytes > num_bytes:
+            buckets.append([])
+            held = 0
+        buckets[-1].append((name, tensor))
+        held += tensor.nbytes
+    return buckets
+
+
+def lora_over(policy: dict):
+    """Modules such as `peft` makes, around the matrices of a policy: rank 64, small values."""
+    import torch
+    from torch import nn
+
+    class Layer(nn.Module):
+        disable_adapters, merged_adapters, active_adapters = False, (), ("default",)
+        scaling = {"default": 0.5}  # noqa: RUF012
+
+        def __init__(self, base):
+            super().__init__()
+            self.base_layer = base
+            rows, columns = base.weight.shape
+            options = {"device": base.weight.device, "dtype": base.weight.dtype}
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(columns, 64, bias=False, **options)})
+            self.lora_B = nn.ModuleDict({"default": nn.Linear(64, rows, bias=False, **options)})
+
+    root = nn.Module()
+    for name, tensor in policy.items():
+        *path, leaf, key = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module._modules[part]
+        if leaf not in module._modules:
+            is_matrix = tensor.ndim == 2 and leaf.endswith("_proj")
+            child = nn.Linear(1, 1, bias=False, device="meta") if is_matrix else nn.Module()
+            setattr(child, key, nn.Parameter(tensor, requires_grad=False))
+            module.add_module(leaf, Layer(child) if is_matrix else child)
+        else:
+            child = module._modules[leaf]
+            setattr(getattr(child, "base_layer", child), key, nn.Parameter(tensor, requires_grad=False))
+    torch.cuda.synchronize()
+    return root
+
+
+if __name__ == "__main__":
+    main()
