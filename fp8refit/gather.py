@@ -22,6 +22,7 @@ from fp8refit.caught import Caught
 from fp8refit.config import MAX_TIMEOUT_S
 from fp8refit.errors import InvalidSourceError, RankFailedError, RefitError
 from fp8refit.pieces import Piece
+from fp8refit.relay import Holding, Shared, relayed, unite
 from fp8refit.renaming import Renamer, Renaming
 from fp8refit.shards import Part, PartReader, has_shards, is_shard
 from fp8refit.slots import TensorMeta
@@ -40,6 +41,7 @@ def gathered(
     group: ProcessGroup | None = None,
     *,
     rename: Renamer | None = None,
+    is_apart: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
     timeout_s: float = 300.0,
 ) -> "Gathered":
@@ -52,6 +54,10 @@ def gathered(
         state_dict: Names to DTensors (FSDP2, or any placement on any mesh) and plain tensors, which are the same everywhere.
         group: All ranks that take part. By default those of the shards' mesh.
         rename: Makes checkpoint tensors of them; see `fp8refit.renaming.Renamer` and `fp8refit.megatron.MegatronNames`.
+        is_apart: Whether ranks hold different tensors, as the stages of a pipeline do, or ranks with different experts. The
+            policy is then all of them: names, shapes and placements are compared before the first gather, and what some
+            ranks lack comes from the first that has it. `group` has to be all of those ranks. What one name means is the
+            same on every rank; see `fp8refit.megatron.global_names`.
         bucket_bytes: Size of one bucket, or less if a reader says so. Half of one is gathered while the other half is read. A
             tensor that is larger than that comes in blocks of rows. Beside the model a rank holds about two buckets, and what
             the reader keeps.
@@ -75,7 +81,7 @@ def gathered(
         raise ValueError(
             f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0, a day ({MAX_TIMEOUT_S}) at most"
         )
-    return Gathered(state_dict, group, rename=rename, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    return Gathered(state_dict, group, rename=rename, is_apart=is_apart, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
 
 class Gathered(AbstractContextManager["Gathered"]):
@@ -89,6 +95,7 @@ class Gathered(AbstractContextManager["Gathered"]):
         group: ProcessGroup | None = None,
         *,
         rename: Renamer | None = None,
+        is_apart: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = 300.0,
     ) -> None:
@@ -98,13 +105,21 @@ class Gathered(AbstractContextManager["Gathered"]):
         self._renaming = Renaming(rename)
         self._bucket_bytes = bucket_bytes
         self._has_read = self._has_stopped = False
-        group = group if group is not None else _group_of({part.mesh for part in self._parts if part.mesh is not None})
+        if group is None and not is_apart:
+            group = _group_of({part.mesh for part in self._parts if part.mesh is not None})
+        self._group = group
         self._trainers = Trainers(trainer_group(group), timeout_s=timeout_s)
+        self._is_apart = is_apart and self._trainers.num_ranks > 1
+        self._shared: list[Shared] | None = None
+        self._holdings: list[Sequence[Holding]] = []
 
-    @cached_property
+    @property
     def metadata(self) -> dict[str, TensorMeta]:
-        """Shape and dtype of every whole tensor, by its checkpoint name. No communication."""
-        return {name: meta for part in self._parts for name, meta in self._renaming.metadata(part)}
+        """Shape and dtype of every whole tensor, by its checkpoint name: of those that this rank holds, and of those that
+        others do once it has heard of them. No communication.
+        """
+        parts = self._parts if self._shared is None else [shared.part for shared in self._shared]
+        return {name: meta for part in parts for name, meta in self._renaming.metadata(part)}
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -236,11 +251,38 @@ class Gathered(AbstractContextManager["Gathered"]):
         """
         self._has_read = self._has_read or step in ("plan", "read")
         heard = self._trainers.hear(Statement(step=step, max_bytes=max_bytes, digest=self._digest))
-        if any(said.step in ("plan", "read") for said in heard) and len({said.digest for said in heard}) > 1:
+        is_wanted = any(said.step in ("plan", "read") for said in heard)
+        if is_wanted and self._is_apart:
+            self._unite()
+        elif is_wanted and len({said.digest for said in heard}) > 1:
             compared = self._trainers.hear(Statement(step="names", names=self._lines))
             self._trainers.is_over = True
             raise InvalidSourceError(_differences([said.names for said in compared]))
         return heard
+
+    def _unite(self) -> None:
+        """Hear, once, what every rank holds.
+
+        Raises:
+            InvalidSourceError: Some hold one tensor differently, or have some that cannot be gathered; names each.
+        """
+        if self._shared is not None:
+            return
+        error = InvalidSourceError(self.problems) if self._problems else None
+        own = tuple(map(Holding.of, self._parts))
+        heard = self._trainers.hear(Statement(step="names", holdings=own), error)
+        self._holdings = [said.holdings for said in heard]
+        self._shared, problems = unite(self._parts, self._holdings)
+        if problems:
+            self._trainers.is_over = True
+            raise InvalidSourceError(problems)
+
+    def _batches(self, max_bytes: int) -> Iterator[Batch]:
+        if self._shared is None:
+            return batches(self._parts, max_bytes)
+        group = self._group if self._group is not None else torch.distributed.group.WORLD
+        assert group is not None, "there are several ranks"
+        return relayed(self._shared, max_bytes, group, self._holdings, timeout_s=self._trainers.timeout_s)
 
     def _gather(self, max_bytes: int, *, reads: bool) -> PartRows:
         """Make every batch, and vote before each. One is on its way while the last is read: each is half a bucket."""
@@ -249,7 +291,7 @@ class Gathered(AbstractContextManager["Gathered"]):
             if self._problems:
                 raise InvalidSourceError(self.problems)
             arrived: Batch | None = None
-            for place, batch in enumerate(batches(self._parts, max_bytes // 2)):
+            for place, batch in enumerate(self._batches(max_bytes // 2)):
                 with Caught() as failed:
                     batch.allocate()
                 trainers.hear(Statement(step="batch", place=place), failed.error)

@@ -13,18 +13,27 @@ PyTorch, without communication, on the mesh of the tensor-parallel ranks:
     with fp8refit.gathered(state_dict, rename=MegatronNames(...)) as weights:
         ...
 
-Every rank of that group has to hold the same names: a pipeline stage is a model of its own, which is not put together here.
+Pipeline stages, and ranks that hold experts of their own, count layers and experts from zero each. Give them the numbers that
+they have in the whole model, and gather what is apart:
+
+    state_dict = dict(global_names(state_dict, first_layer=..., first_expert=...))
+    with fp8refit.gathered(state_dict, WORLD, rename=MegatronNames(...), is_apart=True) as weights:
+        ...
+
 A layout that differs needs a function of its own; see `fp8refit.renaming.Renamer`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 _LAYER = re.compile(r"(?:.*\.)?decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))")
+
+_LAYER_NUMBER = re.compile(r"(\bdecoder\.layers\.)(\d+)(?=\.)")
+_EXPERT_NUMBER = re.compile(r"(\bmlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")
 
 _TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -43,6 +52,26 @@ _IN_LAYER = {
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
 }
+
+
+def global_names(
+    state_dict: Mapping[str, Tensor], *, first_layer: int = 0, first_expert: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one rank under the names that they have in the whole model.
+
+    Args:
+        state_dict: By Megatron's names, in which a rank counts its own layers and experts.
+        first_layer: Number, in the whole model, of this rank's first layer.
+        first_expert: Of its first expert in every layer.
+
+    Example:
+        >>> [name for name, _ in global_names({"decoder.layers.1.mlp.linear_fc2.weight": torch.empty(2)}, first_layer=8)]
+        ['decoder.layers.9.mlp.linear_fc2.weight']
+    """
+    for name, tensor in state_dict.items():
+        counted = _LAYER_NUMBER.sub(lambda found: f"{found[1]}{int(found[2]) + first_layer}", name)
+        counted = _EXPERT_NUMBER.sub(lambda found: f"{found[1]}{int(found[2]) + first_expert}", counted)
+        yield counted, tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from torch.distributed import ProcessGroup
 
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
+from fp8refit.relay import Holding
 from fp8refit.transport.group import ProcessGroupExchange
 from fp8refit.vote import ErrorRecord, Group, SoloGroup, merge_errors
 
@@ -32,6 +33,8 @@ class Statement(BaseModel):
     """Of all that is gathered."""
     names: tuple[str, ...] = ()
     """All that is gathered, one line each: said once digests turned out to differ."""
+    holdings: tuple[Holding, ...] = ()
+    """All that this rank holds, where ranks may hold different tensors."""
     error: ErrorRecord | None = None
 
 
@@ -50,6 +53,11 @@ class Trainers:
         self._group = group
         self.timeout_s = timeout_s
         self.is_over = False
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+        return self._group.size
 
     def hear(self, own: Statement, error: BaseException | None = None) -> list[Statement]:
         """Say `own`, or what went wrong, and hear every rank, in order of rank.

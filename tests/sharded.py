@@ -1,6 +1,7 @@
 """What ranks of a trainer do in the tests of `fp8refit.gather`. Each function runs on every rank at once."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -19,7 +20,7 @@ import fp8refit.engine
 import fp8refit.gather
 from fp8refit import RefitError, Refitter, batches, gathered
 from fp8refit.gather import Gathered, Piece
-from fp8refit.megatron import MegatronNames
+from fp8refit.megatron import MegatronNames, global_names
 from tests.fakes import FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy
 from tests.test_megatron import GROUPS, HEAD, checkpoint, megatron
 
@@ -403,3 +404,62 @@ def gather_megatron(rank: int, max_bytes: int) -> list[str]:
     rename = MegatronNames(num_query_groups=GROUPS, head_dim=HEAD, tensor_parallel=2)
     with gathered(sharded, rename=rename) as source:
         return put_together(source.pieces(max_bytes), weights, max_bytes)
+
+
+def megatron_stages(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A checkpoint, and what a rank holds of it: two stages of two tensor-parallel ranks, which have an expert each.
+
+    Layers and experts are counted from zero on every rank, as Megatron does.
+    """
+    weights, mesh = checkpoint(), mesh_of(2, 2)["inner"]
+    columns = ("linear_proj.weight", "linear_fc2.weight")
+    is_last, number = rank >= 2, rank % 2
+    held = {}
+    for name, tensor in megatron(weights, 2).items():
+        if ("layers.1." in name or "final_layernorm" in name or "output_layer" in name) is not is_last:
+            continue
+        expert = re.search(r"local_experts\.(\d)|weight(\d)$", name)
+        if expert is not None:
+            if int(expert[1] or expert[2]) == number:
+                held[re.sub(r"local_experts\.\d|weight\d$", lambda found: found[0][:-1] + "0", name)] = tensor
+        elif "linear_" in name and "norm" not in name:
+            held[name] = shard(tensor, mesh, (Shard(int(name.endswith(columns))),))
+        else:
+            held[name] = tensor
+    held = {name.replace("layers.1.", "layers.0."): tensor for name, tensor in held.items()}
+    return weights, dict(global_names(held, first_layer=int(is_last), first_expert=number))
+
+
+def gather_stages(rank: int, max_bytes: int) -> list[str]:
+    """Gather them, on every rank and, with three that join, on the last."""
+    weights, held = megatron_stages(rank)
+    rename = MegatronNames(num_query_groups=GROUPS, head_dim=HEAD, tensor_parallel=2)
+    with gathered(held, rename=rename, is_apart=True) as source:
+        scanned, problems = source.scan()
+        assert not problems
+        assert {name: meta.shape for name, meta in scanned.items()} == {
+            name: tuple(tensor.shape) for name, tensor in weights.items()
+        }
+        wrong = put_together(source.pieces(max_bytes), dict(weights), 1 << 20)
+    with gathered(held, rename=rename, is_apart=True, bucket_bytes=max_bytes) as source:
+        if rank == 3:
+            wrong += [name for name, tensor in source if not torch.equal(tensor, weights[name])]
+    return wrong
+
+
+def gather_stages_in_vain(rank: int, fault: str) -> str:
+    """What every rank is told of a fault on one."""
+    _, held = megatron_stages(rank)
+    norm = "decoder.final_layernorm.weight"
+    if rank == 3 and fault == "shape":
+        held[norm] = held[norm][:4]
+    elif rank == 3 and fault == "unreadable":
+        held[norm] = held[norm].to("meta")
+    try:
+        with gathered(held, is_apart=True, timeout_s=5.0) as source:
+            for _ in source:
+                if rank == 1 and fault == "raise":
+                    raise RuntimeError("no room")
+    except Exception as error:  # noqa: BLE001
+        return error_of(error)
+    return "nothing"

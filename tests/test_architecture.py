@@ -33,6 +33,7 @@ LAYERS = [
     "handed",
     "shards",
     "batches",
+    "relay",
     "renaming",
     "trainers",
     "gather",

@@ -54,6 +54,24 @@ def test_a_megatron_model_is_gathered_under_checkpoint_names(four, max_bytes):
     assert four.run(sharded.gather_megatron, max_bytes) == [[]] * 4
 
 
+@pytest.mark.parametrize("max_bytes", [1 << 20, 1000])
+def test_pipeline_stages_and_experts_that_are_spread_are_one_checkpoint(four, max_bytes):
+    assert four.run(sharded.gather_stages, max_bytes) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("shape", "decoder.final_layernorm.weight: on rank 2 float32 [16], whole; on rank 3 float32 [4], whole"),
+        ("unreadable", "decoder.final_layernorm.weight: "),
+        ("raise", "no room"),
+    ],
+)
+def test_what_one_rank_of_a_stage_cannot_do_is_told_by_all(four, fault, told):
+    found = four.run(sharded.gather_stages_in_vain, fault)
+    assert all(told in one for one in found), found
+
+
 def test_every_rank_refits_its_engine_from_shards(four):
     assert four.run(sharded.refit_everywhere) == [[1, 2, -2, 3]] * 4
 
