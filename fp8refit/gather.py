@@ -6,9 +6,10 @@ on one rank, before a pass or in the middle of it, ends on every rank with the s
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
+from itertools import count, islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -21,7 +22,7 @@ from fp8refit.batches import Batch, PartRows, batches
 from fp8refit.caught import Caught
 from fp8refit.config import MAX_TIMEOUT_S
 from fp8refit.errors import InvalidSourceError, RankFailedError, RefitError
-from fp8refit.pieces import Piece
+from fp8refit.pieces import Piece, cut
 from fp8refit.relay import Holding, Shared, relayed, unite
 from fp8refit.renaming import Renamer, Renaming
 from fp8refit.shards import Part, PartReader, has_shards, is_shard
@@ -36,8 +37,12 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 256 << 20
 
 
+_TENSORS_A_VOTE = 16
+"""Of a stream, which all ranks read between two votes."""
+
+
 def gathered(
-    state_dict: Mapping[str, Tensor] | NamedTensors,
+    state_dict: Mapping[str, Tensor] | NamedTensors | Callable[[], NamedTensors],
     group: ProcessGroup | None = None,
     *,
     rename: Renamer | None = None,
@@ -52,6 +57,9 @@ def gathered(
 
     Args:
         state_dict: Names to DTensors (FSDP2, or any placement on any mesh) and plain tensors, which are the same everywhere.
+            Or a function that returns a fresh iterator of pairs, to read which is a collective operation of all ranks: each
+            gives the same number of them. What one rank refuses ends it on all, once they have read some tensors more; what
+            the iterator itself raises on one rank alone leaves the others to the timeout of that operation.
         group: All ranks that take part. By default those of the shards' mesh.
         rename: Makes checkpoint tensors of them; see `fp8refit.renaming.Renamer` and `fp8refit.megatron.MegatronNames`.
         is_apart: Whether ranks hold different tensors, as the stages of a pipeline do, or ranks with different experts. The
@@ -81,6 +89,10 @@ def gathered(
         raise ValueError(
             f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0, a day ({MAX_TIMEOUT_S}) at most"
         )
+    if callable(state_dict):
+        if rename is not None or is_apart:
+            raise TypeError("a function gives whole tensors under checkpoint names; leave out rename and is_apart")
+        return GatheredStream(state_dict, group, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     return Gathered(state_dict, group, rename=rename, is_apart=is_apart, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
 
@@ -126,7 +138,7 @@ class Gathered(AbstractContextManager["Gathered"]):
         """What cannot be gathered, one line each."""
         return tuple(self._problems.values())
 
-    def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]]:
+    def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]] | None:
         """Metadata and problems, once every rank has said that its own are the same.
 
         Every rank that reads calls it, or none; the others join.
@@ -315,6 +327,75 @@ class Gathered(AbstractContextManager["Gathered"]):
         if not self._trainers.is_over:
             with suppress(RefitError, type(error)):
                 self._trainers.hear(Statement(step="done"), error)
+
+
+class GatheredStream(Gathered):
+    """A `Gathered` of which nothing is known before it is read: every rank reads an iterator of its own, all of them alike.
+
+    Args:
+        make_iterator: Gives one.
+        group: All ranks that read.
+        bucket_bytes: See `gathered`.
+        timeout_s: See `gathered`.
+    """
+
+    def __init__(
+        self,
+        make_iterator: Callable[[], NamedTensors],
+        group: ProcessGroup | None = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout_s: float = 300.0,
+    ) -> None:
+        super().__init__({}, group, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        self._make_iterator = make_iterator
+
+    def scan(self) -> None:
+        """See `fp8refit.sources.Source`: what will come is not known."""
+        self._agree("plan")
+
+    def pieces(self, max_bytes: int) -> Iterator[Piece]:
+        """Read everything once; see `Gathered.pieces`."""
+        max_bytes = min(max_bytes, self._bucket_bytes)
+        self._agree("read", max_bytes=max_bytes)
+        for name, tensor in self._read_all():
+            yield from cut(name, tensor, max_bytes)
+            del tensor
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Read everything once."""
+        self._agree("read", max_bytes=self._bucket_bytes)
+        yield from self._read_all()
+
+    def _gather(self, max_bytes: int, *, reads: bool) -> PartRows:
+        for _ in self._read_all():
+            pass
+        return iter(())
+
+    def _read_all(self) -> Iterator[tuple[str, Tensor]]:
+        """Read some tensors after each vote. A reader that stops lets the others read them too: they may wait for it."""
+        iterator = ((name, tensor) for name, _, tensor in named(self._make_iterator()))
+        stretch: Iterator[tuple[str, Tensor]] = iter(())
+        try:
+            for place in count():
+                self._trainers.hear(Statement(step="batch", place=place))
+                stretch = islice(iterator, _TENSORS_A_VOTE)
+                num_read = 0
+                for name, tensor in stretch:
+                    num_read += 1
+                    yield name, tensor
+                    del tensor
+                if num_read < _TENSORS_A_VOTE:
+                    break
+            self._trainers.hear(Statement(step="end"))
+        except GeneratorExit:
+            self._has_stopped = True
+            for _ in stretch:
+                pass
+            raise
+        except BaseException as error:
+            self._withdraw(error)
+            raise
 
 
 def opened(state_dict: StateDict, *, bucket_bytes: int, timeout_s: float) -> AbstractContextManager[StateDict]:

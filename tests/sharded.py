@@ -463,3 +463,29 @@ def gather_stages_in_vain(rank: int, fault: str) -> str:
     except Exception as error:  # noqa: BLE001
         return error_of(error)
     return "nothing"
+
+
+def refit_from_a_stream(rank: int, fault: str | None) -> tuple[str, int, bool]:
+    """The last rank refits its engine from a stream, to read which takes all ranks; what it is told, and how far each read."""
+    model, num_read = engine(), 0
+    policy = make_policy(model, 1)
+    other = {f"model.other.{index}": torch.zeros(2) for index in range(40)} if fault == "unexpected" else {}
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        nonlocal num_read
+        for name, tensor in {**other, **policy}.items():
+            torch.distributed.all_reduce(torch.ones(1))
+            num_read += 1
+            if fault == "raise" and rank == 3 and num_read == 5:
+                raise RuntimeError("no room")
+            yield name, tensor
+
+    told = "nothing"
+    try:
+        with gathered(stream, timeout_s=20.0) as weights:
+            if rank == 3:
+                model.is_busy = fault == "busy"
+                Refitter(model).refit(weights)
+    except Exception as error:  # noqa: BLE001
+        told = error_of(error)
+    return told, num_read, rank == 3 and Refitter(model).is_dirty

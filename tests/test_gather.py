@@ -72,6 +72,26 @@ def test_what_one_rank_of_a_stage_cannot_do_is_told_by_all(four, fault, told):
     assert all(told in one for one in found), found
 
 
+def test_a_stream_that_takes_all_ranks_is_read_by_all(four):
+    found = four.run(sharded.refit_from_a_stream, None)
+    assert {told for told, _, _ in found} == {"nothing"}, found
+    assert len({num_read for _, num_read, _ in found}) == 1
+    assert found[0][1] > 0
+
+
+def test_an_engine_that_is_busy_keeps_all_ranks_from_a_stream(four):
+    found = four.run(sharded.refit_from_a_stream, "busy")
+    assert all("unfinished" in told for told, _, _ in found), found
+    assert [num_read for _, num_read, _ in found] == [0] * 4
+
+
+def test_a_stream_that_does_not_fit_ends_on_all_ranks_alike(four):
+    found = four.run(sharded.refit_from_a_stream, "unexpected")
+    assert all("model.other" in told for told, _, _ in found), found
+    assert len({num_read for _, num_read, _ in found}) == 1
+    assert [is_dirty for _, _, is_dirty in found] == [False, False, False, True]
+
+
 def test_every_rank_refits_its_engine_from_shards(four):
     assert four.run(sharded.refit_everywhere) == [[1, 2, -2, 3]] * 4
 
