@@ -51,3 +51,9 @@ def test_a_refit_heals_what_an_update_left(found):
 def test_a_cache_that_stays_stops_an_update_before_anything_is_written(found):
     assert [one["error"] for one in found["kept"]] == ["CacheFlushError"] * len(found["kept"])
     assert found["kept same"]
+
+
+def test_verify_tells_what_differs_and_changes_nothing(found):
+    assert found["verified"]["same"]
+    assert found["verified"]["num_other"] > found["verified"]["num"] // 2
+    assert found["untouched"]

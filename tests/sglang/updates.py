@@ -34,6 +34,10 @@ def run_updates(family: str, num_ranks: int, work: Path) -> dict:
         update(engine, "update", family, 2, "buckets", "nan 1")
         Refitter(engine).refit(make_policy(family, 1))
         found["healed by a refit"] = state(engine) == states[1]
+        same = Refitter(engine).verify(make_policy(family, 1))
+        other = Refitter(engine).verify(iter(make_policy(family, 2).items()))
+        found["verified"] = {"same": same.is_equal, "num_other": len(other.differing), "num": same.num_tensors}
+        found["untouched"] = state(engine) == states[1]
         look(engine, "keep_caches", True)
         found["kept"] = look(engine, "update", family, 2, "buckets")
         look(engine, "keep_caches", False)

@@ -64,7 +64,19 @@ def is_dirty(worker) -> bool:
     return rank_of(worker).target.is_dirty
 
 
+def flip(worker, rank: int) -> bool:
+    """Change one bit of a weight of `rank`; whether this is that rank."""
+    import torch
+
+    if worker.rank != rank:
+        return False
+    weight = worker.model_runner.get_model().model.layers[1].mlp.down_proj.weight
+    weight.detach().view(torch.uint8).view(-1)[-1] ^= 1
+    return True
+
+
 FAULTS = {
+    "flip": flip,
     "arm": arm,
     "arm_measuring": arm_measuring,
     "update": update,

@@ -16,6 +16,7 @@ CASES = {
     "external launcher": ("qwen2_wide", 2, False),
 }
 """Family, number of drivers, and whether the engine core has a process of its own."""
+CASE_RANKS = {"in process": 1, "multi-process": 1, "tensor parallel": 2, "core in process": 2, "external launcher": 2}
 PLACES = [f"{fault} {place}" for fault in FAULTS for place in range(4)]
 
 
@@ -91,3 +92,13 @@ def test_what_is_frozen_is_kept_unless_a_sleep_has_thrown_it_away(drivers):
         assert sorted(line.split(":")[0] for line in found["slept"]["named"]) == sorted(found["kept"])
         assert found["untouched"]
         assert found["again"] == found["kept"]
+
+
+def test_verify_tells_which_tensor_differs_on_which_rank_and_changes_nothing(drivers):
+    for driver in drivers:
+        found = driver["verified"]
+        assert found["same"]
+        assert found["num_other"] > found["num_tensors"] // 2
+        assert found["untouched"]
+    found = drivers[-1]["verified"]["found"]
+    assert found == {"model.layers.1.mlp.down_proj.weight": [max(0, CASE_RANKS[drivers[0]["layout"]] - 1)]}

@@ -5,6 +5,7 @@ from pathlib import Path
 from engines import PROMPTS, SAMPLING, make_policy
 from subject import LAYOUTS, NOISE, Subject, booted_as
 
+from fp8refit import Refitter
 from tests.updating import FAULTS, KINDS
 
 LAYOUTS["in process"] = {}
@@ -12,7 +13,7 @@ LAYOUTS["in process"] = {}
 
 def run_updates(layout: str, family: str, model: str) -> dict:
     with booted_as(layout, Path(model), "fp32", **NOISE) as subject:
-        return try_updates(subject, family)
+        return try_updates(subject, family) | {"layout": layout}
 
 
 def try_updates(subject: Subject, family: str) -> dict:
@@ -36,6 +37,7 @@ def try_updates(subject: Subject, family: str) -> dict:
     subject.refit(make_policy(family, 1))
     found["healed by a refit"] = subject.state() == good
     found["kept"] = try_kept(subject, family)
+    found["verified"] = try_verify(subject, family)
     found["running"] = try_running(subject, family)
     return found
 
@@ -61,6 +63,23 @@ def try_kept(subject: Subject, family: str) -> dict:
     subject.refit(make_policy(family, 1))
     found["again"] = subject.refit(policy, keep=("*norm.weight",)).kept
     return found
+
+
+def try_verify(subject: Subject, family: str) -> dict:
+    """What every rank holds against its policy, against another, and after a bit flipped on the last rank."""
+    subject.refit(make_policy(family, 1))
+    before, refitter = subject.state(), Refitter(subject.llm)
+    same, other = refitter.verify(make_policy(family, 1)), refitter.verify(iter(make_policy(family, 2).items()))
+    untouched = subject.state() == before
+    flipped = subject.look("flip", subject.num_ranks - 1)
+    return {
+        "same": same.is_equal,
+        "num_other": len(other.differing),
+        "num_tensors": same.num_tensors,
+        "untouched": untouched,
+        "flipped": flipped,
+        "found": refitter.verify(make_policy(family, 1)).differing,
+    }
 
 
 def try_running(subject: Subject, family: str) -> dict:
