@@ -304,11 +304,12 @@ class Target:
 
     def abandon(self) -> None:
         """Let go of what was prepared. A rank that was written in part stays dirty."""
-        self._is_whole = False
-        job, write, self._job, self._write = self._job, self._write, None, None
-        if job is not None and job.comparison is None and write is not None and write.arrivals is not None:
-            aliases = job.inventory.aliases
+        write = self._write
+        if write is not None and write.arrivals is not None and write.job.comparison is None:
+            aliases = write.job.inventory.aliases
             self._torn.update(aliases.get(name, name) for name in write.arrivals.names)
+        self._is_whole = False
+        job, self._job, self._write = self._job, None, None
         if job is not None and job.resident is not None:
             job.resident.release()
 

@@ -78,7 +78,7 @@ class Streams(RuleBasedStateMachine):
         items = items[order % len(items) :] + items[: order % len(items)]
         sent = {name for name, _ in items}
         items = self.with_fault(items, fault, place)
-        config = {"keep": ("*norm*",) if keeps else (), "bucket_bytes": BUCKET_BYTES, "timeout_s": 20.0}
+        config = {"keep": ("*norm*",) if keeps else (), "bucket_bytes": BUCKET_BYTES, "timeout_s": 300.0}
         outcomes = self.run(kind, items, sizes, config)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         is_refused = keeps and (self.lost or bool(self.frozen & self.written))
@@ -94,6 +94,8 @@ class Streams(RuleBasedStateMachine):
         assert all(isinstance(error, RefitError | Broken) for error in errors), errors
         if is_refused or (kind in ("mapping", "function") and fault != "nan"):
             return  # which is known before anything is written
+        if kind == "generator" and items[0] is None:
+            return  # an iterator is looked at whether it has anything
         self.is_dirty = True
         self.written |= sent
 
