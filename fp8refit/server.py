@@ -145,8 +145,10 @@ class RankServer:
     def _follow(self, order: messages.Stream, rank: Rank, importer: Importer) -> None:
         """Write what comes through a ring, and say that a bucket was read when the device has read it.
 
+        If the trainer gives up nothing more is taken, and no `Finish` comes.
+
         Raises:
-            RefitError: What this rank failed with, or that the trainer died or gave up.
+            RefitError: What this rank failed with, or that the trainer died.
         """
         ring, place = Ring.find(order.ring), rank.group.rank
         reading: deque[tuple[int, torch.cuda.Event | None]] = deque()

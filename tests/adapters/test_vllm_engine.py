@@ -40,7 +40,7 @@ def test_data_parallel_replicas_are_refused_with_what_to_do(make):
 
 
 def test_an_engine_without_its_client_is_refused():
-    with pytest.raises(UnsupportedEngineError, match=r"neither a vllm\.LLM nor an AsyncLLM; pass the LLM itself"):
+    with pytest.raises(UnsupportedEngineError, match=r"neither a vllm\.LLM nor an AsyncLLM, nor a worker of one"):
         VllmEngine(SimpleNamespace(vllm_config=make_config()))
 
 
