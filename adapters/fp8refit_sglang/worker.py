@@ -24,8 +24,8 @@ from fp8refit.transport.loopback import Line
 from fp8refit_sglang.compat import Scheduler, address_in, loses_weights, receipt
 from fp8refit_sglang.kv_cache import HeldScales, read_kv_cache
 from fp8refit_sglang.layout import read_inventory
-from fp8refit_sglang.twin import twin_of
 from fp8refit_sglang.scheduler_driver import admit_again
+from fp8refit_sglang.twin import twin_of
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from fp8refit.engine import hold
-from fp8refit.layers.twin import Twin
 from fp8refit.errors import UnsupportedEngineError
+from fp8refit.layers.twin import Twin
 from fp8refit.rank import Rank
 from fp8refit.server import RankServer
 from fp8refit.slots import Inventory, KvCache, Refresh, Refusal

@@ -16,8 +16,8 @@ from fresh import run_fresh
 from latent import run_latent
 from refits import run_refits
 from served import run_served
-from zoo import run_zoo
 from updates import run_updates
+from zoo import run_zoo
 
 SCENARIOS = {
     "fresh": run_fresh,
