@@ -193,8 +193,8 @@ def render_rollouts(engine: str, results: Sequence[RolloutBenchResult]) -> str:
     """Tokens a second of one engine."""
     tables = "\n".join(map(_render_rollout, results))
     return (
-        f"### {_title(engine)}\n\n{_versions(results)}. New tokens a second of all sequences together, prefill counted in, "
-        "and how many times BF16's. Every engine has the same share of the GPU for weights and KV cache.\n\n"
+        f"### {_title(engine)}\n\n{_versions(results)}. New tokens per second over all sequences, prefill included; in "
+        "brackets the ratio to BF16. Every engine gets the same share of the GPU for weights and KV cache.\n\n"
         f"{tables}"
     )
 
@@ -214,7 +214,7 @@ def _runs(result: RolloutBenchResult) -> str:
     """How often cases were timed."""
     counts = sorted({timing.tokens_per_s.count for timing in result.timings})
     if counts == [1]:
-        return "One timed run a case."
+        return "One timed run per case."
     return f"Medians of {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} runs."
 
 
