@@ -86,6 +86,20 @@ class CheckpointError(RefitError, ValueError):
         super().__init__("\n".join([summary, *(f"  - {problem}" for problem in self.problems)]))
 
 
+class PrecisionError(RefitError, ValueError):
+    """A trainer cannot compute with what the engine holds: other weights, layers or formats. Nothing was changed.
+
+    Attributes:
+        problems: One line a problem, each naming its tensor.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(
+            "\n".join(["trainer and engine cannot share a precision:", *(f"  - {line}" for line in problems)])
+        )
+
+
 class EngineBusyError(RefitError):
     """The engine has unfinished requests, or another refit of it is under way."""
 

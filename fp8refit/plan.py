@@ -48,6 +48,8 @@ class RefitPlan:
     """Names of slots that nothing was sent for, and that need nothing."""
     num_sources: int
     """Source tensors that some step reads."""
+    num_quantized: int
+    """Those of them that are quantized on the way."""
     num_bytes_read: int
     num_bytes_written: int
     digest: str
@@ -246,6 +248,7 @@ class PlanBuilder:
             ignored=tuple(self._ignored),
             kept=tuple(self._kept),
             num_sources=len({step.source for step in steps}),
+            num_quantized=len({step.source for step in steps if step.op is Op.QUANTIZE}),
             num_bytes_read=sum(prod(step.shape) * self.seen[step.source].dtype.itemsize for step in steps),
             num_bytes_written=sum(_bytes_written(step, self._slots[step.slot]) for step in steps),
             digest=digest.hexdigest(),

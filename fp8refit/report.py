@@ -48,6 +48,8 @@ class RankReport(BaseModel):
     device: str = ""
     num_tensors: int
     """Source tensors of which this rank holds a part."""
+    num_quantized: int = 0
+    """Those of them that this rank quantized; the others came as the engine holds them, FP8 codes and scales bit for bit."""
     ignored: tuple[str, ...] = ()
     """Source tensors of which it holds none."""
     kept: tuple[str, ...] = ()
@@ -84,6 +86,9 @@ class RefitReport(BaseModel):
     engine: str
     num_tensors: int
     """Source tensors that were written."""
+    num_quantized: int = 0
+    """Those of them that a rank of the engine quantized, the most of any rank. 0 if they came as block FP8: nothing was rounded
+    a second time. (What a broadcast sends as FP8 its sender has quantized.)"""
     ignored: tuple[str, ...] = ()
     """Source tensors that this engine has no slot for and does not need, such as the LM head of a tied model."""
     kept: tuple[str, ...] = ()
@@ -119,6 +124,7 @@ class RefitReport(BaseModel):
         ignored = _ignored_by_all(ranks)
         return cls(
             num_tensors=_num_taken(ranks) - len(ignored),
+            num_quantized=max(rank.num_quantized for rank in ranks),
             ignored=tuple(name for name in ranks[0].ignored if name in ignored),
             kept=tuple(dict.fromkeys(name for rank in ranks for name in rank.kept)),
             bytes_read=sum(rank.bytes_read for rank in ranks),
@@ -158,6 +164,7 @@ class RefitReport(BaseModel):
             ("engine", self.engine),
             ("version", str(self.version)),
             ("tensors", str(self.num_tensors)),
+            ("quantized", str(self.num_quantized)),
             ("read", f"{self.bytes_read / 1e9:.3f} GB"),
             ("written", f"{self.bytes_written / 1e9:.3f} GB"),
             ("rate", f"{self.gb_per_s:.1f} GB/s"),
@@ -167,7 +174,7 @@ class RefitReport(BaseModel):
             *((name, f"{seconds * 1e3:.3f} ms") for name, seconds in self.phases_s.items()),
             ("total", f"{self.total_s * 1e3:.3f} ms"),
         ]
-        return "\n".join(f"{name:<8} {value:>14}" for name, value in rows)
+        return "\n".join(f"{name:<9} {value:>13}" for name, value in rows)
 
 
 class VerifyReport(BaseModel):

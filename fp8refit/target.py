@@ -608,6 +608,7 @@ class Target:
         return RankReport(
             device=str(self._device),
             num_tensors=plan.num_sources,
+            num_quantized=plan.num_quantized,
             ignored=plan.ignored,
             kept=plan.kept,
             bytes_read=plan.num_bytes_read,

@@ -43,6 +43,7 @@ LAYERS = [
     "plan",
     "kernels",
     "layers",
+    "precision",
     "kv_scales",
     "rows",
     "compare",

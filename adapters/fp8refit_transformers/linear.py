@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8refit import dequantize_blockwise, quantize_blockwise
-from fp8refit.kernels.reference import quantize_reference
+from fp8refit.kernels import quantize_activations
 from fp8refit.slots import ScaleFormat
 
 DEVICE_BLOCK = 128
@@ -70,7 +70,7 @@ class BlockFp8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply `x` (..., K) and give (..., N) in its dtype."""
         x_MK = x.reshape(-1, self.in_features)
-        codes_MK, scale_MG, _ = quantize_reference(x_MK, (1, self.block_size[1]), self.scale_format)
+        codes_MK, scale_MG = quantize_activations(x_MK, self.scale_format, group_size=self.block_size[1])
         y_MN = self._multiply(codes_MK, scale_MG, x.dtype)
         if self.bias is not None:
             y_MN = y_MN + self.bias
@@ -154,7 +154,7 @@ def has_block_scaled_product(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     generator = torch.Generator(device).manual_seed(0)
     x, w = (torch.randn(rows, 640, generator=generator, device=device) for rows in (3, 256))
-    codes, scale, _ = quantize_reference(x, (1, DEVICE_BLOCK), ScaleFormat.FP32)
+    codes, scale = quantize_activations(x, ScaleFormat.FP32)
     weight, weight_scale = quantize_blockwise(w)
     try:
         product = block_scaled_product(codes, scale, weight, weight_scale, dtype)

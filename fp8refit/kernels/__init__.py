@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fp8refit.errors import NonFiniteError
+from fp8refit.kernels.activations import quantize_activations
 from fp8refit.kernels.amax import Maxima
 from fp8refit.kernels.reference import dequantize_reference
 from fp8refit.kernels.table import Task, WorkTable, compile_table, fits_scale_format
@@ -17,6 +18,7 @@ __all__ = [
     "compile_table",
     "dequantize_blockwise",
     "fits_scale_format",
+    "quantize_activations",
     "quantize_blockwise",
 ]
 

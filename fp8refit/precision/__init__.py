@@ -1,0 +1,216 @@
+"""One precision flow: the trainer computes with the very codes and scales that the engine serves.
+
+`unify` makes block-FP8 layers of a trainer's linears and experts, with the master weights that they had: the forward uses codes
+and scales in the format of each of the engine's slots, made by the quantizer of `refit`, and inputs that are quantized as the
+engine's kernel does it; the gradient is the straight-through one. A refit then ships those bytes and quantizes nothing.
+
+    unified = precision.unify(model, like=refitter.layout())
+    for batch in batches:
+        loss(model, batch).backward()
+        optimizer.step()
+        report = refitter.refit(unified.served())
+
+Attention, norms and activation functions stay the trainer's own, and so does what their kernels round.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8refit.errors import PrecisionError
+from fp8refit.layout import EngineLayout
+from fp8refit.names import is_adapter_weight, is_not_a_weight, strip_wrappers
+from fp8refit.precision.formats import Held, held_by
+from fp8refit.precision.layers import make_experts, make_linear, make_rounded
+from fp8refit.precision.native import block_scaled
+from fp8refit.precision.weights import TrainedWeights, shard_axis
+
+__all__ = ["Unified", "block_scaled", "unify"]
+
+_EXPERTS = {"gate_up_proj", "down_proj"}
+
+
+def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
+    """Let `model` compute with the codes and scales that an engine of the layout `like` serves. In place, all or nothing.
+
+    Modules, parameters and state dict stay what they are: optimizers, checkpoints and FSDP see the master weights, BF16 or
+    fp32. Weights that the engine does not quantize (embeddings, norms, LM head, routers) are seen in the engine's dtype where
+    the master's is wider. Codes are made at the first forward after the weights were written, and by `Unified.served`; never
+    for each micro-batch. Inputs may be of any dtype, and BF16 is what the engine computes in: on a GPU products are FP8 ones
+    for BF16 inputs (also by autocast) if torchao is installed (`pip install fp8refit[precision]`), else operands are
+    dequantized and multiplied in float32.
+
+    With FSDP2, call `fully_shard` first: what is gathered then are codes, at a byte a weight. With `torch.compile`, compile
+    after this call; weights that were written are noticed when `model` itself is called, which breaks its graph once at the
+    start. Who calls only parts of a compiled model calls `refresh` after each optimizer step.
+
+    Args:
+        model: A causal LM whose parameters have checkpoint names, such as one of transformers; linears are `nn.Linear`,
+            experts stacks as in Qwen3-MoE or linears of their own.
+        like: `refitter.layout()` of the engine.
+
+    Returns:
+        What keeps the codes up to date, and gives them to `refit`.
+
+    Raises:
+        PrecisionError: The model and the engine do not have the same weights, or one that cannot be unified; names each, and
+            nothing is changed.
+    """
+    held = held_by(like)
+    problems: list[str] = []
+    linears: list[tuple[str, nn.Linear, Held]] = []
+    experts: dict[nn.Module, dict[str, tuple[str, Held]]] = {}
+    rounded: dict[nn.Module, dict[str, torch.dtype]] = {}
+    filled: set[str] = set()
+    for module, key, name, parameter in _parameters(model):
+        wanted = held.get(like.aliases.get(name, name))
+        problem = _problem(model, module, key, name, parameter, wanted)
+        if problem is not None:
+            problems.append(f"{name}: {problem}")
+        if wanted is None or problem is not None:
+            continue
+        filled |= {*wanted.slots}
+        if wanted.block_format is None:
+            dtype = getattr(torch, wanted.dtype)
+            if torch.promote_types(parameter.dtype, dtype) != dtype:
+                rounded.setdefault(module, {})[key] = dtype
+        elif isinstance(module, nn.Linear):
+            linears.append((name, module, wanted))
+        else:
+            experts.setdefault(module, {})[key] = (name, wanted)
+    if not problems:
+        problems += [
+            f"{slot.name}: this engine has it, the model does not" for slot in like.slots if slot.name not in filled
+        ]
+        problems += [
+            f"{_first_name(parts)}: only part of its experts is block FP8"
+            for parts in experts.values()
+            if len(parts) < 2
+        ]
+    if problems:
+        raise PrecisionError(list(dict.fromkeys(problems)))
+    weights = TrainedWeights()
+    for name, linear, wanted in linears:
+        make_linear(linear, weights.add(name, linear, "weight", _format(wanted)))
+        rounded.pop(linear, None)  # its bias follows its product
+    for module, parts in experts.items():
+        make_experts(module, {key: weights.add(name, module, key, _format(w)) for key, (name, w) in parts.items()})
+    for module, dtypes in rounded.items():
+        make_rounded(module, dtypes)
+    return Unified(model, weights)
+
+
+class Unified:
+    """A model that computes with an engine's codes and scales. See `unify`.
+
+    Attributes:
+        model: The same object that was given.
+    """
+
+    def __init__(self, model: nn.Module, weights: TrainedWeights) -> None:
+        self.model = model
+        self._weights = weights
+        weights.attach()
+        model.register_forward_pre_hook(_Refresh(weights), prepend=True)
+
+    def refresh(self) -> int:
+        """Compute codes and scales of weights that were written since the last time. Under FSDP on every rank.
+
+        Returns:
+            How many weights were quantized: 0 between two steps of the optimizer.
+
+        Raises:
+            NonFiniteError: NaN or Inf; names the weights.
+        """
+        return self._weights.refresh()
+
+    def served(self) -> dict[str, Tensor]:
+        """What `refit` takes: codes and scales as the forward uses them, and everything else as the model holds it.
+
+        Quantizes once more what may have been written in ways that leave no trace (`parameter.data`). Under FSDP on every
+        rank, and of DTensors, which `refit` gathers.
+
+        Returns:
+            Checkpoint names to tensors, valid until the next step: the codes are not copied.
+
+        Raises:
+            NonFiniteError: NaN or Inf; names the weights.
+        """
+        tensors = {strip_wrappers(name): tensor for name, tensor in self.model.state_dict().items()}
+        self._weights.refresh(force=True)
+        for weight in self._weights.weights:
+            tensors |= weight.served()
+        return tensors
+
+
+class _Refresh:
+    """A hook that brings codes up to date before the model computes; not a method, so that copies of a model have their own."""
+
+    def __init__(self, weights: TrainedWeights) -> None:
+        self._weights = weights
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        self._weights.refresh()
+
+
+def _parameters(model: nn.Module) -> Iterable[tuple[nn.Module, str, str, Tensor]]:
+    """Module, name in it, checkpoint name, and parameter."""
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, key, strip_wrappers(f"{prefix}.{key}" if prefix else key), parameter
+
+
+def _problem(
+    model: nn.Module, module: nn.Module, key: str, name: str, parameter: Tensor, held: Held | None
+) -> str | None:
+    """Why a parameter cannot be unified."""
+    if held is None:
+        if is_adapter_weight(name):
+            return "belongs to a LoRA adapter; merge it into the model (merge_and_unload)"
+        return None if is_not_a_weight(name) else "this engine has no such weight"
+    if tuple(parameter.shape) != held.shape:
+        return f"has shape {list(parameter.shape)}, this engine's is {list(held.shape)}"
+    if held.block_format is None:
+        return None
+    if not (_is_linear(module, key) or _is_experts(module, key)):
+        return f"this engine holds it as block FP8, and {type(module).__name__} is neither nn.Linear nor a stack of experts"
+    if parameter.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"is {parameter.dtype}; master weights are bfloat16, float16 or float32"
+    return _sharding_problem(model, parameter)
+
+
+def _sharding_problem(model: nn.Module, parameter: Any) -> str | None:
+    if not hasattr(parameter, "placements"):
+        return None
+    from torch.distributed.fsdp import FSDPModule
+
+    try:
+        shard_axis(parameter)
+    except ValueError as error:
+        return str(error)
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return "is a DTensor that FSDP2 did not make; shard with fully_shard alone"
+    if parameter.device_mesh.device_type != parameter.device.type:
+        return "is offloaded to the CPU, where FSDP cannot gather its codes"
+    return None
+
+
+def _is_linear(module: nn.Module, key: str) -> bool:
+    return isinstance(module, nn.Linear) and key == "weight" and type(module).forward is nn.Linear.forward
+
+
+def _is_experts(module: nn.Module, key: str) -> bool:
+    return key in _EXPERTS and set(module._parameters) == _EXPERTS and hasattr(module, "_apply_gate")
+
+
+def _format(held: Held) -> Any:
+    assert held.block_format is not None, f"{held=}"
+    return held.block_format
+
+
+def _first_name(parts: Mapping[str, tuple[str, Held]]) -> str:
+    return next(iter(parts.values()))[0]

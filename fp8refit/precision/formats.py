@@ -1,0 +1,92 @@
+"""How the slots of an engine hold each tensor of a trainer."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fp8refit.errors import PrecisionError
+from fp8refit.layout import EngineLayout, SlotLayout
+from fp8refit.precision.weights import BlockFormat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """One tensor of a checkpoint, or a stack of them, in an engine."""
+
+    shape: tuple[int, ...]
+    block_format: BlockFormat | None
+    """None if it is not quantized."""
+    dtype: str
+    slots: tuple[str, ...]
+    """Names of the slots that it fills."""
+
+
+def held_by(layout: EngineLayout) -> dict[str, Held]:
+    """What the engine holds of every tensor that a trainer may have, by its checkpoint name.
+
+    Raises:
+        PrecisionError: The engine cannot be refitted, or holds one tensor in several ways; names each.
+    """
+    problems = [f"the engine cannot be refitted: {refusal}" for refusal in layout.refusals]
+    by_name: dict[str, list[SlotLayout]] = {}
+    for slot in layout.slots:
+        by_name.setdefault(slot.name, []).append(slot)
+        problems += _problems(slot)
+    held: dict[str, Held] = {}
+    for name, slots in by_name.items():
+        try:
+            held[name] = _held(slots, slots[0].full_shape)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+    for stack in layout.stacked:
+        slots = [slot for part in stack.parts for slot in by_name.get(part, ())]
+        try:
+            found = _held(slots, stack.shape)
+        except ValueError as error:
+            problems.append(f"{stack.name}: {error}")
+            continue
+        block = found.block_format.block_size[0] if found.block_format is not None else 1
+        if stack.is_transposed or any(first % block for _, first in stack.parts.values()):
+            problems.append(f"{stack.name}: its matrices are transposed, or begin inside a block of {block} rows")
+        held[stack.name] = found
+    if problems:
+        raise PrecisionError(problems)
+    return held
+
+
+def formats_of(layout: EngineLayout) -> dict[str, BlockFormat]:
+    """Blocks and scales of every tensor that the engine holds as block FP8."""
+    return {name: held.block_format for name, held in held_by(layout).items() if held.block_format is not None}
+
+
+def _held(slots: list[SlotLayout], shape: tuple[int, ...]) -> Held:
+    """What several slots have in common.
+
+    Raises:
+        ValueError: Not enough.
+    """
+    ways = {(slot.scale_format, slot.block_size, slot.dtype) for slot in slots}
+    if len(ways) != 1:
+        said = _listed(f"{scale or dtype} {list(block or ())}" for scale, block, dtype in ways)
+        raise ValueError(f"slots of this engine hold it in different formats ({said}), and a forward has only one")
+    ((scale_format, block_size, dtype),) = ways
+    is_quantized = scale_format is not None and block_size is not None
+    return Held(
+        shape=shape,
+        block_format=BlockFormat(scale_format=scale_format, block_size=block_size) if is_quantized else None,  # type: ignore[arg-type]
+        dtype=dtype,
+        slots=tuple(dict.fromkeys(slot.name for slot in slots)),
+    )
+
+
+def _problems(slot: SlotLayout) -> Iterable[str]:
+    if slot.block_size is not None and any(
+        start % size for start, size in zip(slot.offset, slot.block_size, strict=True)
+    ):
+        yield (
+            f"{slot.name}: a rank of this engine begins at {list(slot.offset)}, off the blocks of the whole tensor, and so has "
+            "other codes than a trainer would"
+        )
+
+
+def _listed(values: Iterable[str]) -> str:
+    return ", ".join(sorted(values))
