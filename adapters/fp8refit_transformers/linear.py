@@ -71,10 +71,10 @@ class BlockFp8Linear(nn.Module):
         """Multiply `x` (..., K) and give (..., N) in its dtype."""
         x_MK = x.reshape(-1, self.in_features)
         codes_MK, scale_MG = quantize_activations(x_MK, self.scale_format, group_size=self.block_size[1])
-        y_MN = self._multiply(codes_MK, scale_MG, x.dtype)
+        y_MN = self._multiply(codes_MK, scale_MG, x.dtype).to(x.dtype)
         if self.bias is not None:
-            y_MN = y_MN + self.bias
-        return y_MN.to(x.dtype).view(*x.shape[:-1], self.out_features)
+            y_MN = y_MN + self.bias.to(x.dtype)  # after rounding, as in vLLM and SGLang
+        return y_MN.view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Follow the model to its device; codes and scales keep their dtypes, whatever the model is converted to."""

@@ -1,0 +1,166 @@
+"""What ranks of a trainer do in the tests of FSDP2. Each function runs on every rank at once."""
+
+import torch
+import torch.distributed
+from fp8refit_transformers import to_block_fp8
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fp8refit import Refitter, RefitError, precision, quantize_blockwise
+from fp8refit.slots import SCALE_SUFFIX
+from tests.precision.models import IDS, loss_of, make_trainer, moe_layout
+from tests.tiny_models import make_model
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def shard(model, mesh, policy=POLICY):
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def mesh_of(*shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def differing(served, masters, scale_format):
+    """Names of what is not, bit for bit, what the quantizer makes of the whole master weights."""
+    wrong = []
+    for name, master in masters.items():
+        if name + SCALE_SUFFIX not in served:
+            continue
+        pairs = [quantize_blockwise(m.bfloat16(), scale_format=scale_format) for m in master.view(-1, *master.shape[-2:])]
+        codes = torch.stack([codes for codes, _ in pairs]).view(torch.uint8).view_as(master)
+        scale = torch.stack([scale for _, scale in pairs]).view_as(served[name + SCALE_SUFFIX])
+        local = served[name].to_local().view(torch.uint8)
+        rows = torch.arange(len(master)).chunk(served[name].device_mesh.size(-1))
+        mine = rows[torch.distributed.get_rank() % served[name].device_mesh.size(-1)]
+        if not (torch.equal(local, codes[mine]) and torch.equal(served[name + SCALE_SUFFIX], scale)):
+            wrong.append(name)
+    return wrong
+
+
+def train_sharded(rank, shape, dtype, scale_format, compiles):
+    """What is wrong after each of three steps of two micro-batches: bytes, and logits of trainer and engine."""
+    mesh = mesh_of(*shape)
+    model, engine = make_trainer("qwen3", dtype), to_block_fp8(make_model("qwen3", 1), scale_format=scale_format)
+    refitter = Refitter(engine)
+    shard(model, mesh)
+    unified = precision.unify(model, like=refitter.layout())
+    if compiles:
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for _ in range(3):
+        for _ in range(2):
+            loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        served = unified.served()
+        report = refitter.refit(served)
+        found += differing(served, {n: whole(t) for n, t in model.state_dict().items()}, scale_format)
+        found += [f"{report.num_quantized} were quantized"] * bool(report.num_quantized)
+        live = engine.state_dict()
+        found += [n for n in served if n in live and not _equal(live[n], whole_bytes(served[n]).to(live[n].device), served[n])]
+        with torch.no_grad():
+            is_same = torch.equal(model(input_ids=IDS).logits, engine(input_ids=IDS).logits)
+        found += ["they say different things"] * (not is_same)
+    held = [weight.codes.untyped_storage().nbytes() for weight in unified._weights.weights if "layers" in weight.name]
+    found += ["codes of layers are kept whole"] * (sum(held) > 0)
+    return found
+
+
+def whole_bytes(tensor):
+    """All of a tensor, of which gloo sends no FP8."""
+    if isinstance(tensor, DTensor) and tensor.dtype.itemsize == 1:
+        raw = DTensor.from_local(
+            tensor.to_local().view(torch.uint8),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+        return raw.full_tensor()
+    return whole(tensor)
+
+
+def _equal(live, sent, tensor):
+    return torch.equal(live.view(torch.uint8), sent if tensor.dtype.itemsize == 1 else sent.to(live.dtype).view(torch.uint8))
+
+
+def quantize_unaligned(rank, scale_format):
+    """Names whose bytes are wrong where ranks share blocks, or hold nothing."""
+    torch.manual_seed(3)
+    found = []
+    for rows, cols in ((272, 160), (3, 130), (129, 128), (640, 256)):
+        model = torch.nn.Sequential(torch.nn.Linear(cols, rows, bias=False))
+        with torch.no_grad():
+            model[0].weight *= torch.exp2(torch.randint(-9, 9, (rows, 1)))
+        master = {"0.weight": model[0].weight.detach().clone()}
+        from tests.precision.models import layout_of, slot
+
+        fully_shard(model, mesh=mesh_of(torch.distributed.get_world_size()))
+        unified = precision.unify(model, like=layout_of([slot("0.weight", (rows, cols), scale_format)]))
+        found += [f"{rows}x{cols}" for _ in differing(unified.served(), master, scale_format)]
+        x = torch.randn(4, cols)
+        expected = torch.nn.Sequential(torch.nn.Linear(cols, rows, bias=False))
+        expected.load_state_dict(master)
+        precision.unify(expected, like=layout_of([slot("0.weight", (rows, cols), scale_format)]))
+        y, expected_y = model(x), expected(x)
+        y.sum().backward()
+        expected_y.sum().backward()
+        found += [f"{rows}x{cols} forward"] * (not torch.equal(y, expected_y))
+        gradient = model[0].weight.grad.full_tensor()
+        found += [f"{rows}x{cols} gradient"] * (not torch.allclose(gradient, expected[0].weight.grad, rtol=1e-4))
+    return found
+
+
+def train_experts(rank, scale_format):
+    """Names whose bytes are wrong after two steps."""
+    model = make_trainer("qwen3_moe")
+    like = moe_layout(model, scale_format)
+    shard(model, mesh_of(torch.distributed.get_world_size()))
+    unified = precision.unify(model, like=like)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return differing(unified.served(), {n: whole(t) for n, t in model.state_dict().items()}, scale_format)
+
+
+def shard_after(rank):
+    """What comes of calling `fully_shard` after `unify`."""
+    model, refitter = make_trainer(), Refitter(to_block_fp8(make_model("qwen3", 1)))
+    unified = precision.unify(model, like=refitter.layout())
+    plain = make_trainer()
+    unified_plain = precision.unify(plain, like=refitter.layout())
+    shard(model, mesh_of(torch.distributed.get_world_size()))
+    with torch.no_grad():
+        is_same = torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    del unified, unified_plain
+    return is_same
+
+
+def meet_nan(rank):
+    """What every rank raises for NaN in the rows of one."""
+    model, refitter = make_trainer(), Refitter(to_block_fp8(make_model("qwen3", 1)))
+    shard(model, mesh_of(torch.distributed.get_world_size()))
+    unified = precision.unify(model, like=refitter.layout())
+    unified.refresh()
+    if rank == 0:
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.to_local()[0, 0] = torch.nan
+    try:
+        unified.served()
+    except RefitError as error:
+        return type(error).__name__, error.names
+    return None
