@@ -38,7 +38,12 @@ def slot(name, full_shape, scale_format=None, **fields):
 
 def layout_of(slots, stacked=(), **fields):
     return EngineLayout(
-        engine="test", versions={}, device="cpu", slots=tuple(slots), stacked=tuple(stacked), **{"aliases": {}, "refusals": ()} | fields
+        engine="test",
+        versions={},
+        device="cpu",
+        slots=tuple(slots),
+        stacked=tuple(stacked),
+        **{"aliases": {}, "refusals": ()} | fields,
     )
 
 
@@ -64,4 +69,3 @@ def moe_layout(model, scale_format=ScaleFormat.FP32):
 
 def make_trainer(family="qwen3", dtype=torch.float32, seed=0):
     return make_model(family, seed).to(dtype)
-

@@ -37,7 +37,9 @@ def assert_is_quantized(tensors, masters, scale_format):
         expected = [quantize_blockwise(matrix, scale_format=scale_format) for matrix in matrices]
         codes = torch.stack([codes for codes, _ in expected]).view_as(master)
         assert torch.equal(tensors[name].view(torch.uint8), codes.view(torch.uint8)), name
-        assert torch.equal(tensors[f"{name}_scale_inv"].flatten(), torch.cat([scale.flatten() for _, scale in expected])), name
+        assert torch.equal(
+            tensors[f"{name}_scale_inv"].flatten(), torch.cat([scale.flatten() for _, scale in expected])
+        ), name
 
 
 def quantized(model):
@@ -84,7 +86,9 @@ def test_the_mismatch_of_a_bf16_trainer_is_gone():
     tokens = said(engine).argmax(-1, keepdim=True)
     k3 = [
         correction.mismatch(
-            said(trainer).gather(-1, tokens)[..., 0], said(engine).gather(-1, tokens)[..., 0], torch.ones_like(IDS).bool()
+            said(trainer).gather(-1, tokens)[..., 0],
+            said(engine).gather(-1, tokens)[..., 0],
+            torch.ones_like(IDS).bool(),
         ).k3
         for trainer in (plain, model)
     ]
@@ -233,17 +237,42 @@ def pair(linear=nn.Linear):
 A, B = slot("a.weight", (128, 256), "fp32"), slot("b.weight", (128, 128), "fp32")
 REFUSED = {
     "absent from the engine": (pair, [A], {}, "b.weight: this engine has no such weight"),
-    "absent from the model": (pair, [A, B, slot("c.weight", (1, 1))], {}, "c.weight: this engine has it, the model does not"),
-    "another shape": (pair, [A, slot("b.weight", (128, 256), "fp32")], {}, "b.weight: has shape [128, 128], this engine's is [128, 256]"),
-    "two formats": (pair, [A, slot("a.weight", (128, 256), "ue8m0"), B], {}, "a.weight: slots of this engine hold it in different formats"),
+    "absent from the model": (
+        pair,
+        [A, B, slot("c.weight", (1, 1))],
+        {},
+        "c.weight: this engine has it, the model does not",
+    ),
+    "another shape": (
+        pair,
+        [A, slot("b.weight", (128, 256), "fp32")],
+        {},
+        "b.weight: has shape [128, 128], this engine's is [128, 256]",
+    ),
+    "two formats": (
+        pair,
+        [A, slot("a.weight", (128, 256), "ue8m0"), B],
+        {},
+        "a.weight: slots of this engine hold it in different formats",
+    ),
     "off the grid": (
         pair,
         [slot("a.weight", (128, 256), "fp32", shape=(64, 256), offset=(64, 0)), B],
         {},
         "a.weight: a rank of this engine begins at [64, 0]",
     ),
-    "another forward": (lambda: pair(Own), [A, B], {}, "a.weight: this engine holds it as block FP8, and Own is neither"),
-    "refusals": (pair, [A, B], {"refusals": ("a: its kernel repacks",)}, "the engine cannot be refitted: a: its kernel repacks"),
+    "another forward": (
+        lambda: pair(Own),
+        [A, B],
+        {},
+        "a.weight: this engine holds it as block FP8, and Own is neither",
+    ),
+    "refusals": (
+        pair,
+        [A, B],
+        {"refusals": ("a: its kernel repacks",)},
+        "the engine cannot be refitted: a: its kernel repacks",
+    ),
     "no master": (lambda: pair().to(torch.float64), [A, B], {}, "a.weight: is torch.float64; master weights are"),
 }
 
@@ -269,7 +298,9 @@ def test_weights_that_engines_do_not_quantize_are_seen_in_the_engines_dtype():
     model = nn.Sequential(nn.Embedding(8, 16), nn.LayerNorm(16), nn.Linear(16, 4, bias=False)).float()
     names = dict.fromkeys(("0.weight", "1.weight", "1.bias"), "bfloat16") | {"2.weight": "float32"}
     masters = dict(model.named_parameters())
-    precision.unify(model, like=layout_of([slot(name, masters[name].shape, dtype=dtype) for name, dtype in names.items()]))
+    precision.unify(
+        model, like=layout_of([slot(name, masters[name].shape, dtype=dtype) for name, dtype in names.items()])
+    )
     assert torch.equal(model[0].weight, masters["0.weight"].bfloat16())
     assert model[1].bias.dtype is torch.bfloat16 and model[2].weight is masters["2.weight"]
     model[0](torch.tensor([3])).float().sum().backward()

@@ -35,6 +35,7 @@ from latent import run_fresh_latent, run_latent
 from layouts import run_fresh_layout, run_layout
 from live_engine import run_live
 from lora import run_fresh_lora, run_lora
+from precision_runs import run_precision
 from ray_actors import run_ray, run_ray_executor
 from replicas import run_replicas
 from served import run_served
@@ -169,6 +170,7 @@ SCENARIOS = {
     "lora": run_lora,
     "fresh lora": run_fresh_lora,
     "online": run_online,
+    "precision": run_precision,
     "live": run_live,
     "served": run_served,
     "oracle": run_oracle,
