@@ -8,6 +8,7 @@ alone. A variant says how the engine that samples holds the policy, and how the 
 PRECISION[-stale][+CORRECTION].
 
   bf16  fp8  fp8kv                    weights in BF16; in block FP8; an FP8 KV cache too, calibrated at every refit
+  unified                             block FP8, and the trainer computes with the engine's codes and scales
   -stale                              the engine is never refitted: what rollouts are worth then
   +token +sequence +icepop +adaptive  importance weights (`fp8refit.correction`); none without it
 
@@ -40,6 +41,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from fp8refit import __version__, correction, quantize_blockwise
+from fp8refit.precision import unify
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COMMAND = "FP8REFIT_GRPO_COMMAND"
@@ -48,7 +50,7 @@ UNFINISHED = 75
 """Exit code if the time was over: run the same command again."""
 VOCABULARY = 128
 SEPARATOR, END, PADDING = 125, 126, 127
-PRECISIONS = ("bf16", "fp8", "fp8kv")
+PRECISIONS = ("bf16", "fp8", "fp8kv", "unified")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +273,8 @@ class Run:
         self.generator = torch.Generator().manual_seed(1000 + seed)
         self.optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.warm_up_reward = expected_reward(policy, self.held_out)
+        is_unified = variant.precision == "unified"
+        self.served = unify(policy, like=engine.refitter.layout()) if is_unified else policy
         self.records: list[dict] = []
         self.state_file = options.out / f"{variant}-{seed}-{lr}.pt"
 
@@ -323,7 +327,7 @@ class Run:
         return {"reward": rewards.mean().item(), **mismatch, **clock.laps}
 
     def update_engine(self, calibration: list[list[int]]) -> None:
-        self.engine.update(self.policy, calibration if self.variant.precision == "fp8kv" else None)
+        self.engine.update(self.served, calibration if self.variant.precision == "fp8kv" else None)
 
     def save(self) -> None:
         """All that a run goes on from, whole or not at all."""

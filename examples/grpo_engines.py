@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fp8refit import Refitter
 from fp8refit.bench.shapes import block_fp8
+from fp8refit.precision import Unified
 
 MAX_CALIBRATION = 64
 """Sequences of a batch that an FP8 KV cache is calibrated with."""
@@ -65,10 +66,13 @@ class Engine:
         """Bring an engine in BF16 to `policy`."""
         raise NotImplementedError
 
-    def update(self, policy: nn.Module, calibration: list[list[int]] | None) -> None:
+    def update(self, policy: nn.Module | Unified, calibration: list[list[int]] | None) -> None:
         """Bring the engine to `policy`, and KV scales to what `calibration` shows."""
         if self.refitter is None:
             self.load_bf16(policy)
+        elif isinstance(policy, Unified):
+            report = self.refitter.refit(policy.served(), calibration=calibration)
+            assert report.num_quantized == 0, "the engine takes the bytes that the trainer computes with"
         else:
             self.refitter.refit(policy.state_dict(), calibration=calibration)
 

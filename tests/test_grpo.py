@@ -109,6 +109,18 @@ def test_every_step_learns_measures_and_refits(grpo, options):
     assert all(calibrations)
 
 
+def test_a_trainer_in_the_engines_precision_says_what_the_engine_says(grpo, options):
+    size, k3 = grpo.SIZES["tiny"], {}
+    for variant in ("fp8", "unified"):
+        torch.manual_seed(0)
+        policy, folder = grpo.make_policy(size), options.out / "model"
+        policy.save_pretrained(folder)
+        engine = grpo.ENGINES["transformers"](folder, variant, {})
+        records = list(grpo.Run(grpo.Variant.of(variant), 0, policy, engine, options).steps())
+        k3[variant] = max(record["k3"] for record in records)
+    assert len(records) == 3 and k3["unified"] < k3["fp8"] / 10
+
+
 def test_a_stale_engine_is_given_the_first_policy_alone(grpo, options):
     run = make_run(grpo, options, "fp8-stale")
     first = run.policy.lm_head.weight.detach().clone()

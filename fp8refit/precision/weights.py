@@ -59,6 +59,7 @@ class TrainedWeight:
         self.name, self.format = name, block_format
         self._module, self._key, self.owner = module, key, owner
         self._sharded: DTensor | None = None
+        self._begins_sharded = self.sharded is not None
         self._seen: tuple[int, int] | None = None
         self.codes: Tensor | None = None
         self.scale: Tensor | None = None
@@ -119,9 +120,17 @@ class TrainedWeight:
         yield self.name + SCALE_SUFFIX, self.scale
 
     def attach(self) -> None:
-        """Let FSDP gather codes instead of the weight: what it calls an extension, of the tensor that it shards."""
+        """Let FSDP gather codes instead of the weight: what it calls an extension, of the tensor that it shards.
+
+        Raises:
+            PrecisionError: FSDP came later than this, and may have looked for extensions already.
+        """
         if self.sharded is None:
             return
+        if not self._begins_sharded:
+            raise PrecisionError(
+                [f"{self.name}: fully_shard was called after unify; call it before, on the plain model"]
+            )
         local: Any = self.sharded._local_tensor
         if not hasattr(local, "fsdp_pre_all_gather"):
             local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._before_gather, self._after_gather

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fp8refit import RefitError, Refitter, precision, quantize_blockwise
+from fp8refit import PrecisionError, RefitError, Refitter, precision, quantize_blockwise
 from fp8refit.slots import SCALE_SUFFIX
 from tests.precision.models import IDS, layout_of, loss_of, make_trainer, moe_layout, slot
 from tests.tiny_models import make_model
@@ -50,16 +50,12 @@ def differing(served, masters, scale_format):
     return wrong
 
 
-def train_sharded(rank, shape, dtype, scale_format, compiles):
+def train_sharded(rank, dtype, scale_format):
     """What is wrong after each of two steps of two micro-batches: bytes, and logits of trainer and engine."""
-    mesh = mesh_of(*shape)
     model, engine = make_trainer("qwen3", dtype), to_block_fp8(make_model("qwen3", 1), scale_format=scale_format)
     refitter = Refitter(engine)
-    shard(model, mesh)
+    shard(model, mesh_of(2))
     unified = precision.unify(model, like=refitter.layout())
-    if compiles:
-        for layer in model.model.layers:
-            layer.compile(backend="aot_eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     for _ in range(2):
@@ -104,7 +100,7 @@ def _equal(live, sent, tensor):
     )
 
 
-def quantize_unaligned(rank, scale_format):
+def quantize_unaligned(rank, shape, scale_format):
     """Names whose bytes are wrong where ranks share blocks, or hold nothing."""
     torch.manual_seed(3)
     found = []
@@ -113,7 +109,7 @@ def quantize_unaligned(rank, scale_format):
         with torch.no_grad():
             model[0].weight *= torch.exp2(torch.randint(-9, 9, (rows, 1)))
         master = {"0.weight": model[0].weight.detach().clone()}
-        fully_shard(model, mesh=mesh_of(torch.distributed.get_world_size()))
+        fully_shard(model, mesh=mesh_of(*shape))
         unified = precision.unify(model, like=layout_of([slot("0.weight", (rows, cols), scale_format)]))
         found += [f"{rows}x{cols}" for _ in differing(unified.served(), master, scale_format)]
         x = torch.randn(4, cols)
@@ -126,6 +122,37 @@ def quantize_unaligned(rank, scale_format):
         found += [f"{rows}x{cols} forward"] * (not torch.equal(y, expected_y))
         gradient = model[0].weight.grad.full_tensor()
         found += [f"{rows}x{cols} gradient"] * (not torch.allclose(gradient, expected[0].weight.grad, rtol=1e-4))
+    return found
+
+
+def compile_sharded(rank):
+    """What compiled layers say otherwise than plain ones on one rank, over two micro-batches and a step."""
+    torch.manual_seed(4)
+    shapes = {"0.weight": (384, 256), "1.weight": (128, 384)}
+    like = layout_of([slot(name, shape, "fp32") for name, shape in shapes.items()])
+    model, plain = (
+        torch.nn.Sequential(torch.nn.Linear(256, 384, bias=False), torch.nn.Linear(384, 128, bias=False)) for _ in "12"
+    )
+    plain.load_state_dict(model.state_dict())
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh_of(2))
+    unified = [precision.unify(one, like=like) for one in (model, plain)]
+    for layer in model:
+        layer.compile(backend="aot_eager")
+    found, x = [], torch.randn(16, 256)
+    for step in range(2):
+        for _ in range(2):
+            y, expected = model(x), plain(x)
+            found += [f"step {step}"] * (not torch.allclose(y, expected, rtol=1e-3, atol=1e-3))
+            y.square().sum().backward()
+            expected.square().sum().backward()
+        for one in (model, plain):
+            optimizer = torch.optim.SGD(one.parameters(), lr=1e-4)
+            optimizer.step()
+            optimizer.zero_grad()
+        masters = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+        far = {n: t for n, t in plain.state_dict().items() if not torch.allclose(masters[n], t, rtol=1e-4, atol=1e-6)}
+        found += [*far, *differing(unified[0].served(), masters, "fp32")]
     return found
 
 
@@ -145,26 +172,25 @@ def train_experts(rank, scale_format):
 
 def shard_after(rank):
     """What comes of calling `fully_shard` after `unify`."""
-    model, refitter = make_trainer(), Refitter(to_block_fp8(make_model("qwen3", 1)))
-    unified = precision.unify(model, like=refitter.layout())
-    plain = make_trainer()
-    unified_plain = precision.unify(plain, like=refitter.layout())
-    shard(model, mesh_of(torch.distributed.get_world_size()))
-    with torch.no_grad():
-        is_same = torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
-    del unified, unified_plain
-    return is_same
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256, bias=False))
+    precision.unify(model, like=layout_of([slot("0.weight", (256, 128), "fp32")]))
+    fully_shard(model, mesh=mesh_of(2))
+    try:
+        model(torch.randn(4, 128))
+    except PrecisionError as error:
+        return error.problems
+    return None
 
 
 def meet_nan(rank):
     """What every rank raises for NaN in the rows of one."""
-    model, refitter = make_trainer(), Refitter(to_block_fp8(make_model("qwen3", 1)))
-    shard(model, mesh_of(torch.distributed.get_world_size()))
-    unified = precision.unify(model, like=refitter.layout())
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256, bias=False))
+    fully_shard(model, mesh=mesh_of(2))
+    unified = precision.unify(model, like=layout_of([slot("0.weight", (256, 128), "fp32")]))
     unified.refresh()
     if rank == 0:
         with torch.no_grad():
-            model.model.layers[1].mlp.up_proj.weight.to_local()[0, 0] = torch.nan
+            model[0].weight.to_local()[0, 0] = torch.nan
     try:
         unified.served()
     except RefitError as error:
