@@ -1,0 +1,215 @@
+"""One trainer on the GPU in the precision of an engine, measured as `test_precision.py` asks. The result is a JSON file.
+
+python run_precision.py mismatch --shape S --weights W --out FILE    k3 of a BF16 and of a unified trainer with one vLLM engine
+python run_precision.py step --layers N --out FILE                   forward and backward of layers of the 8B shape, compiled
+"""
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+import policies
+import torch
+from measuring import log
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fp8refit import Refitter, correction, precision
+from fp8refit.layout import EngineLayout, SlotLayout
+
+TOKENS = 8192
+ROUNDS, WARM_UP = 12, 4
+NUM_PROMPTS, PROMPT, ANSWER = 16, 64, 64
+
+
+def fill(model: torch.nn.Module, seed: int, weights: str) -> None:
+    """Random weights, with the outlier channels of real ones if `weights` is "outliers"."""
+    named = dict(model.named_parameters())
+    policies.fill_policy(named, seed)
+    if weights == "ordinary":
+        generator = torch.Generator("cuda").manual_seed(seed)
+        for tensor in named.values():
+            if tensor.ndim > 1:
+                tensor.normal_(0.0, 0.02, generator=generator)
+
+
+def make_model(folder: Path, **changes) -> torch.nn.Module:
+    config = AutoConfig.from_pretrained(folder)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+@torch.no_grad()
+def logprobs_of(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of the answers, (B, ANSWER)."""
+    found = []
+    for row in rows.split(4):
+        logits = model(input_ids=row[:, :-1], use_cache=False).logits[:, PROMPT - 1 :].float()
+        found.append(logits.log_softmax(-1).gather(-1, row[:, PROMPT:, None])[..., 0])
+    return torch.cat(found)
+
+
+def run_mismatch(options: argparse.Namespace) -> dict:
+    """k3 of both trainers with what the engine sampled and said of it."""
+    import vllm
+
+    folder = options.work / options.shape
+    policies.write_config(options.shape, folder)
+    model = make_model(folder)
+    with torch.no_grad():
+        fill(model, 1, options.weights)
+    llm = vllm.LLM(
+        model=str(folder),
+        load_format="dummy",
+        quantization="fp8_per_block",
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.85 if options.shape == "qwen3-8b" else 0.5,
+        kv_cache_memory_bytes=2 << 30,
+        compilation_config={"cudagraph_capture_sizes": [1, 16]},
+    )
+    refitter = Refitter(llm)
+    layout = refitter.layout()
+    log("engine is up")
+    refitter.refit(model.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1000, 100_000, (NUM_PROMPTS, PROMPT), generator=generator)
+    sampling = vllm.SamplingParams(
+        temperature=1.0, seed=0, max_tokens=ANSWER, logprobs=0, detokenize=False, ignore_eos=True
+    )
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts.tolist()]
+    answers = [output.outputs[0] for output in llm.generate(asked, sampling, use_tqdm=False)]
+    tokens = torch.tensor([answer.token_ids for answer in answers])
+    steps = [zip(answer.token_ids, answer.logprobs, strict=True) for answer in answers]
+    said = torch.tensor([[entry[token].logprob for token, entry in pairs] for pairs in steps]).cuda()
+    rows, mask = torch.cat([prompts, tokens], 1).cuda(), torch.ones_like(said, dtype=torch.bool)
+    found = {"plain": vars_of(correction.mismatch(logprobs_of(model, rows), said, mask))}
+    unified = precision.unify(model, like=layout)
+    report = refitter.refit(unified.served())
+    found["unified"] = vars_of(correction.mismatch(logprobs_of(model, rows), said, mask))
+    formats = sorted({f"{slot.kernel} {slot.scale_format}" for slot in layout.slots if slot.scale_format})
+    return found | {
+        "num_quantized": report.num_quantized,
+        "formats": formats,
+        "vllm": vllm.__version__,
+    }
+
+
+def vars_of(metrics: object) -> dict:
+    return {name: float(getattr(metrics, name)) for name in ("k3", "token_mult_prob_error", "ess")}
+
+
+def run_step(options: argparse.Namespace) -> dict:
+    """Interleaved medians of a BF16 stack and of the same in the precision of an engine, each layer compiled."""
+    folder = options.work / "qwen3-8b"
+    policies.write_config("qwen3-8b", folder)
+    plain = make_model(folder, num_hidden_layers=options.layers, vocab_size=1024, use_cache=False).train()
+    with torch.no_grad():
+        fill(plain, 1, "outliers")
+    models = {"bf16": plain} | {scale_format: copy.deepcopy(plain) for scale_format in ("fp32", "ue8m0")}
+    unified = {name: precision.unify(m, like=layout_of(m, name)) for name, m in models.items() if name != "bf16"}
+    for one in unified.values():
+        one.refresh()  # only a part of the model is called below
+    ids = torch.randint(0, 1024, (options.batch, TOKENS // options.batch), device="cuda")
+    for model in models.values():
+        for layer in model.model.layers:
+            layer.compile()
+    times: dict[str, list[float]] = {name: [] for name in models}
+    quantize_s = []
+    for number in range(WARM_UP + ROUNDS):
+        for name, model in models.items():
+            seconds = timed(
+                lambda model=model: model.model(input_ids=ids).last_hidden_state.float().square().mean().backward()
+            )
+            model.zero_grad(set_to_none=True)
+            if number >= WARM_UP:
+                times[name].append(seconds)
+        quantize_s.append(timed(lambda: unified["fp32"]._weights.refresh(force=True)))
+        log(f"round {number}")
+    profiles = {name: profile(model, ids) for name, model in models.items()}
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "layers": options.layers,
+        "tokens": TOKENS,
+        "batch": options.batch,
+        "seconds": times,
+        "median_s": medians,
+        "speedup": {name: medians["bf16"] / medians[name] for name in unified},
+        "quantize_s": statistics.median(quantize_s),
+        "profiles": profiles,
+    }
+
+
+def layout_of(model: torch.nn.Module, scale_format: str) -> EngineLayout:
+    """Of an engine that holds every linear of the layers in one format."""
+    slots = []
+    for name, tensor in model.state_dict().items():
+        is_quantized = "_proj" in name
+        slots.append(
+            SlotLayout(
+                name=name,
+                module=name,
+                full_shape=tuple(tensor.shape),
+                shape=tuple(tensor.shape),
+                offset=(0,) * tensor.ndim,
+                dtype="float8_e4m3fn" if is_quantized else "bfloat16",
+                scale_format=scale_format if is_quantized else None,
+                block_size=(128, 128) if is_quantized else None,
+                kernel="none",
+            )
+        )
+    return EngineLayout(engine="none", versions={}, device="cuda", slots=tuple(slots), aliases={}, refusals=())
+
+
+def timed(run) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
+    torch.cuda.synchronize()
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def profile(model: torch.nn.Module, ids: torch.Tensor) -> list[list]:
+    """The kernels that take most of a step: name, calls and milliseconds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        model.model(input_ids=ids).last_hidden_state.float().square().mean().backward()
+        torch.cuda.synchronize()
+    model.zero_grad(set_to_none=True)
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    return [[event.key[:120], event.count, event.self_device_time_total / 1e3] for event in events[:25]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mode", choices=["mismatch", "step"])
+    parser.add_argument("--shape", default="qwen3-0.6b-untied")
+    parser.add_argument("--weights", choices=["ordinary", "outliers"], default="outliers")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=4, help="sequences that the tokens are cut into")
+    parser.add_argument("--work", type=Path, default=Path("/dev/shm/fp8refit/precision"))
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    result = {"mismatch": run_mismatch, "step": run_step}[options.mode](options)
+    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "argv": sys.argv[1:]}
+    options.out.write_text(json.dumps(result | about, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""A trainer in its engine's precision on a real GPU: products, gradients, mismatch with vLLM, and what a step takes.
+
+    pip install torchao && python -m pytest tests/gpu/test_precision.py
+
+`FP8REFIT_LAYERS` (8) says how many layers of the 8B shape are stepped through. The curve of learning beside the others:
+
+    python examples/grpo.py --engine vllm --size small --variants bf16,fp8,fp8+token,unified --seeds 0,1,2 --out FOLDER
+"""
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fp8refit import dequantize_blockwise, precision, quantize_blockwise
+from fp8refit.kernels import quantize_activations
+from fp8refit.precision.products import has_fp8_products
+from fp8refit.slots import ScaleFormat
+from tests.gpu.scripts import run_script
+from tests.precision.models import layout_of, slot
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(1200),
+]
+RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
+LAYERS = os.environ.get("FP8REFIT_LAYERS", "8")
+SHAPES = ("qwen3-0.6b-untied", "qwen3-8b")
+WEIGHTS = ("ordinary", "outliers")
+
+
+def measured(name, *arguments):
+    out, log = RESULTS / f"precision_{name}.json", RESULTS / f"precision_{name}.log"
+    run_script("run_precision.py", arguments, out=out, log=log, timeout_s=600)
+    return json.loads(out.read_text())
+
+
+def relative(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.fixture
+def needs_products():
+    if find_spec("torchao") is None or not has_fp8_products(torch.device("cuda", 0)):
+        pytest.skip("needs torchao and a GPU that multiplies block FP8")
+
+
+@pytest.mark.parametrize("scale_format", list(ScaleFormat))
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("tokens", [1, 100, 512])
+def test_products_and_gradients_are_those_of_the_definition(needs_products, scale_format, compiles, tokens):
+    torch.manual_seed(0)
+    rows, cols = 768, 640  # five blocks of columns: scales that are padded
+    model = nn.Sequential(nn.Linear(cols, rows, bias=False)).cuda().bfloat16()
+    precision.unify(model, like=layout_of([slot("0.weight", (rows, cols), scale_format)]))
+    x = torch.randn(tokens, cols, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    gradient = torch.randn(tokens, rows, device="cuda", dtype=torch.bfloat16)
+    codes, scale = quantize_blockwise(model[0].weight, scale_format=scale_format)
+    served = dequantize_blockwise(codes, scale).double()
+    taken = dequantize_blockwise(*quantize_activations(x.detach(), scale_format), block_size=(1, 128)).double()
+    model(x)  # the codes are there
+    y = (torch.compile(model[0], fullgraph=True) if compiles else model[0])(x)
+    y.backward(gradient)
+    # The products are exact but for the rounding of the result; gradients are FP8 in one more operand.
+    assert relative(y, taken @ served.t()) < 5e-3
+    assert relative(x.grad, gradient.double() @ served) < 0.05
+    assert relative(model[0].weight.grad, gradient.double().t() @ taken) < 0.06
+
+
+def test_codes_on_the_gpu_are_those_of_the_cpu():
+    torch.manual_seed(1)
+    for scale_format in ScaleFormat:
+        like = layout_of([slot("0.weight", (768, 640), scale_format)])
+        model = nn.Sequential(nn.Linear(640, 768, bias=False))
+        expected = quantize_blockwise(model[0].weight.bfloat16(), scale_format=scale_format)
+        served = precision.unify(model.cuda(), like=like).served()
+        assert torch.equal(served["0.weight"].view(torch.uint8).cpu(), expected[0].view(torch.uint8))
+        assert torch.equal(served["0.weight_scale_inv"].cpu(), expected[1])
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_mismatch_with_vllm_halves(needs_products, shape, weights):
+    found = measured(f"mismatch_{shape}_{weights}", "mismatch", "--shape", shape, "--weights", weights)
+    assert found["num_quantized"] == 0
+    assert found["unified"]["k3"] <= found["plain"]["k3"] / 2, found
+
+
+def test_a_step_is_faster_than_in_bf16(needs_products):
+    found = measured("step", "step", "--layers", LAYERS)
+    assert found["speedup"]["fp32"] >= 1.15, found["median_s"]
