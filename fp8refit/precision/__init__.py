@@ -105,6 +105,8 @@ def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
 class Unified:
     """A model that computes with an engine's codes and scales. See `unify`.
 
+    A copy of the model has codes of its own; `copy.deepcopy((model, unified))` copies both together.
+
     Attributes:
         model: The same object that was given.
     """

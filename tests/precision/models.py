@@ -4,7 +4,6 @@ import torch
 
 from fp8refit.layout import EngineLayout, SlotLayout
 from fp8refit.slots import ScaleFormat, Stacked
-from tests.tiny_models import make_model
 
 IDS = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(0))
 
@@ -68,4 +67,6 @@ def moe_layout(model, scale_format=ScaleFormat.FP32):
 
 
 def make_trainer(family="qwen3", dtype=torch.float32, seed=0):
+    from tests.tiny_models import make_model  # imports transformers, which ranks that need none of it would wait for
+
     return make_model(family, seed).to(dtype)

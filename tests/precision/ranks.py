@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed
-from fp8refit_transformers import to_block_fp8
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -10,7 +9,6 @@ from torch.distributed.tensor import DTensor
 from fp8refit import PrecisionError, RefitError, Refitter, precision, quantize_blockwise
 from fp8refit.slots import SCALE_SUFFIX
 from tests.precision.models import IDS, layout_of, loss_of, make_trainer, moe_layout, slot
-from tests.tiny_models import make_model
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -59,8 +57,10 @@ def differing(served, masters, scale_format):
 
 def train_sharded(rank, dtype, scale_format):
     """What is wrong after each of two steps of two micro-batches: bytes, and logits of trainer and engine."""
+    from fp8refit_transformers import to_block_fp8
+
     model = short(make_trainer("qwen3", dtype))
-    engine = to_block_fp8(short(make_model("qwen3", 1)), scale_format=scale_format)
+    engine = to_block_fp8(short(make_trainer("qwen3", torch.bfloat16, 1)), scale_format=scale_format)
     refitter = Refitter(engine)
     shard(model, mesh_of(2))
     unified = precision.unify(model, like=refitter.layout())
