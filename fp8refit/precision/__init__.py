@@ -25,7 +25,7 @@ from fp8refit.names import is_adapter_weight, is_not_a_weight, strip_wrappers
 from fp8refit.precision.formats import Held, held_by
 from fp8refit.precision.layers import make_experts, make_linear, make_rounded
 from fp8refit.precision.native import block_scaled
-from fp8refit.precision.weights import TrainedWeights, shard_axis
+from fp8refit.precision.weights import TrainedWeights, has_fsdp, shard_axis
 
 __all__ = ["Unified", "block_scaled", "unify"]
 
@@ -91,7 +91,7 @@ def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
         ]
     if problems:
         raise PrecisionError(list(dict.fromkeys(problems)))
-    weights = TrainedWeights()
+    weights = TrainedWeights(model)
     for name, linear, wanted in linears:
         make_linear(linear, weights.add(name, linear, "weight", _format(wanted)))
         rounded.pop(linear, None)  # its bias follows its product
@@ -188,13 +188,11 @@ def _problem(
 def _sharding_problem(model: nn.Module, parameter: Any) -> str | None:
     if not hasattr(parameter, "placements"):
         return None
-    from torch.distributed.fsdp import FSDPModule
-
     try:
         shard_axis(parameter)
     except ValueError as error:
         return str(error)
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not has_fsdp(model):
         return "is a DTensor that FSDP2 did not make; shard with fully_shard alone"
     if parameter.device_mesh.device_type != parameter.device.type:
         return "is offloaded to the CPU, where FSDP cannot gather its codes"

@@ -59,7 +59,6 @@ class TrainedWeight:
         self.name, self.format = name, block_format
         self._module, self._key, self.owner = module, key, owner
         self._sharded: DTensor | None = None
-        self._begins_sharded = self.sharded is not None
         self._seen: tuple[int, int] | None = None
         self.codes: Tensor | None = None
         self.scale: Tensor | None = None
@@ -120,17 +119,9 @@ class TrainedWeight:
         yield self.name + SCALE_SUFFIX, self.scale
 
     def attach(self) -> None:
-        """Let FSDP gather codes instead of the weight: what it calls an extension, of the tensor that it shards.
-
-        Raises:
-            PrecisionError: FSDP came later than this, and may have looked for extensions already.
-        """
+        """Let FSDP gather codes instead of the weight: what it calls an extension, of the tensor that it shards."""
         if self.sharded is None:
             return
-        if not self._begins_sharded:
-            raise PrecisionError(
-                [f"{self.name}: fully_shard was called after unify; call it before, on the plain model"]
-            )
         local: Any = self.sharded._local_tensor
         if not hasattr(local, "fsdp_pre_all_gather"):
             local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._before_gather, self._after_gather
@@ -160,7 +151,8 @@ class TrainedWeight:
 class TrainedWeights:
     """All weights of one model that its engine holds as block FP8."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._begins_sharded = model, has_fsdp(model)
         self.weights: list[TrainedWeight] = []
         self._table: WorkTable | None = None
         self._table_key: object = None
@@ -177,7 +169,13 @@ class TrainedWeights:
         return self.weights[-1]
 
     def attach(self) -> None:
-        """Let FSDP gather codes, where it shards."""
+        """Let FSDP gather codes, where it shards.
+
+        Raises:
+            PrecisionError: FSDP came later than this, and has looked for extensions already.
+        """
+        if has_fsdp(self._model) and not self._begins_sharded:
+            raise PrecisionError(["fully_shard was called after unify; call it before, on the plain model"])
         for weight in self.weights:
             weight.attach()
 
@@ -226,6 +224,11 @@ class TrainedWeights:
             self._task_names = [weight.name for weight, m in zip(weights, masters, strict=True) for _ in _matrices(m)]
         self._table.launch(check=True)
         return list(dict.fromkeys(self._task_names[index] for index in self._table.bad_tasks()))
+
+
+def has_fsdp(model: nn.Module) -> bool:
+    """Whether FSDP2 shards any part of a model."""
+    return any(hasattr(module, "unshard") and hasattr(module, "reshard") for module in model.modules())
 
 
 def _matrices(weight: Tensor) -> list[tuple[int, ...]]:
