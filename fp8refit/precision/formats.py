@@ -79,6 +79,8 @@ def _held(slots: list[SlotLayout], shape: tuple[int, ...]) -> Held:
 
 
 def _problems(slot: SlotLayout) -> Iterable[str]:
+    if slot.is_rearranged:
+        yield f"{slot.name}: this engine holds it quantized in an order of its own, in which a trainer cannot multiply"
     if slot.block_size is not None and any(
         start % size for start, size in zip(slot.offset, slot.block_size, strict=True)
     ):

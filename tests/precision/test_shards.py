@@ -18,6 +18,7 @@ def two(tmp_path_factory):
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     group = TrainerRanks(4, str(tmp_path_factory.mktemp("four") / "store"))
+    group.run(ranks.start)
     yield group
     group.close()
 

@@ -261,6 +261,12 @@ REFUSED = {
         {},
         "a.weight: a rank of this engine begins at [64, 0]",
     ),
+    "an order of its own": (
+        pair,
+        [slot("a.weight", (128, 256), is_rearranged=True), B],
+        {},
+        "a.weight: this engine holds it",
+    ),
     "another forward": (
         lambda: pair(Own),
         [A, B],
