@@ -29,7 +29,7 @@ def has_fp8_products(device: torch.device) -> bool:
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) >= (9, 0)
-        and find_spec("torchao.prototype.blockwise_fp8_training") is not None
+        and find_spec("torchao") is not None
     )
 
 

@@ -86,3 +86,55 @@ def test_autocast_rounds_inputs_and_not_products():
         y = model(x)
     assert y.dtype is torch.bfloat16
     assert torch.equal(y, model(x.bfloat16()))
+
+
+def torchao_without_a_gpu(monkeypatch):
+    """torchao's quantizers by its own references in torch, and its product by what its operands mean."""
+    kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")
+    grid = kernels._scaling_type_value(kernels.BLOCKWISE_128X128_SCALING_TYPE)
+
+    def multiply(a, b, a_scale, of_a, b_scale, of_b, dtype):
+        assert a.stride(1) == 1 and b.stride(0) == 1 and a_scale.stride(0) == 1
+        assert a_scale.shape == (a.shape[0], a.shape[1] // 128)
+        rows, cols = b.shape
+        assert b_scale.shape == ((rows // 128, cols // 128) if of_b == grid else (cols, rows // 128))
+        each = b_scale if of_b == grid else b_scale.t()
+        wide = each.repeat_interleave(128, 0)
+        wide = wide.repeat_interleave(128, 1) if of_b == grid else wide
+        return ((a.float() * a_scale.repeat_interleave(128, 1)) @ (b.float() * wide)).to(dtype)
+
+    def column_major(pair):
+        return pair[0], pair[1].t().contiguous().t()
+
+    by_rows = kernels.torch_blockwise_scale_act_quant_lhs
+    monkeypatch.setattr(kernels, "blockwise_scaled_mm", multiply)
+    monkeypatch.setattr(kernels, "triton_fp8_blockwise_act_quant_lhs", lambda x: column_major(by_rows(x)))
+    monkeypatch.setattr(
+        kernels, "triton_fp8_blockwise_act_quant_transposed_lhs", lambda x: column_major(by_rows(x.t().contiguous()))
+    )
+    monkeypatch.setattr(kernels, "triton_fp8_blockwise_act_quant_rhs", kernels.torch_blockwise_scale_act_quant_rhs)
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 200, 256])
+def test_products_of_torchao_get_operands_as_they_want_them(monkeypatch, scale_format, tokens):
+    torchao_without_a_gpu(monkeypatch)
+    monkeypatch.setattr("fp8refit.precision.weights.has_fp8_products", lambda device: True)
+    torch.manual_seed(3)
+    rows, cols = 768, 640
+    model = nn.Sequential(nn.Linear(cols, rows, bias=False)).bfloat16()
+    with torch.no_grad():
+        model[0].weight *= torch.exp2(torch.randint(-6, 6, (rows, 1)))
+    precision.unify(model, like=layout_of([slot("0.weight", (rows, cols), scale_format)]))
+    x = torch.randn(tokens, cols).bfloat16().requires_grad_()
+    gradient = torch.randn(tokens, rows).bfloat16()
+    weight, inputs = served_value(model[0].weight, scale_format), input_value(x, scale_format)
+    y = model(x)
+    y.backward(gradient)
+    expected = {
+        "y": (y, inputs @ weight.t(), 5e-3),
+        "dx": (x.grad, gradient.double() @ weight, 0.05),
+        "dw": (model[0].weight.grad, gradient.double().t() @ inputs, 0.06),
+    }
+    far = {name: ((got.double() - want).norm() / want.norm()).item() for name, (got, want, _) in expected.items()}
+    assert all(far[name] < most for name, (_, _, most) in expected.items()), far
