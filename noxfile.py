@@ -46,7 +46,7 @@ def tests(session: nox.Session) -> None:
 
 
 def install_core(session: nox.Session) -> None:
-    session.install(TORCH, "-e", ".[demo,precision]", *group("test"))
+    session.install(TORCH, "-e", ".[demo,precision]", *group("test"), *group("test-core"))
 
 
 def install_vllm(session: nox.Session) -> None:
