@@ -225,7 +225,7 @@ class LocalRanks:
                     pass
                 continue
             with Caught() as failed:
-                rank.push(bucket, drain=rank.group.size > 1, settle=False)
+                rank.push(bucket, drain=rank.group.size > 1)
             del bucket
         error = failed.error if failed.error is not None else error
         return rank.finish(self._config, objection=error)

@@ -146,9 +146,9 @@ class Rank:
         """See `Target.begin`."""
         self.target.begin()
 
-    def push(self, tensors: Iterable[tuple[str, Tensor] | Piece], *, drain: bool = False, settle: bool = True) -> None:
+    def push(self, tensors: Iterable[tuple[str, Tensor] | Piece], *, drain: bool = False) -> None:
         """See `Target.push`."""
-        self.target.push(tensors, drain=drain, settle=settle)
+        self.target.push(tensors, drain=drain)
 
     def write(self, config: RefitConfig) -> list[RankReport]:
         """Write what was prepared, agree that it is whole on every rank, and commit it.

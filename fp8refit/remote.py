@@ -8,13 +8,13 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Protocol, TypeVar
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from fp8refit._version import __version__
 from fp8refit.announcement import announce
@@ -29,22 +29,21 @@ from fp8refit.errors import (
     UnsupportedEngineError,
 )
 from fp8refit.layout import EngineLayout
-from fp8refit.packing import Packer, Packing
+from fp8refit.pieces import in_pieces
 from fp8refit.report import KvReport, RankReport
 from fp8refit.slots import dtype_name
 from fp8refit.sources import MappingSource, SafetensorsSource, Source
 from fp8refit.transport import messages
-from fp8refit.transport.memory import Bucket, Export, Exporter
+from fp8refit.transport.memory import Bucket, Export, Exporter, TensorRef
 from fp8refit.transport.messages import PROTOCOL, Reply, Request
 from fp8refit.transport.pairs import Pairs
+from fp8refit.transport.segment import DTYPES
 from fp8refit.vote import merge_errors
 
 T = TypeVar("T")
 
 NUM_VOTES = 3
 """Of a prepare, of a calibration, and of a write that sets KV scales."""
-MOST_BUCKETS = 1000
-"""Of a stream, for each of which ranks may wait: when none comes, or one dies, both sides know sooner."""
 GRACE_S = 30.0
 """How much longer a driver waits than the ranks wait for each other, so that theirs is the error that is told."""
 
@@ -91,7 +90,7 @@ class RemoteRanks:
         """See `fp8refit.broadcast.Audience`."""
         self._config = RefitConfig()
         self._exporter = Exporter()
-        self._packer: Packer | None = None
+        self._buckets: dict[torch.device, Bucket] = {}
         self._source: Source | None = None
         self._is_pushed = False
         self._mapped_digest = ""
@@ -245,7 +244,7 @@ class RemoteRanks:
         else:
             await self._ask(messages.Begin(refit=self._refit))
             try:
-                await self._stream(self._source)
+                await self._push(self._source)
             except InvalidSourceError as error:
                 raise InvalidSourceError(error.problems, written=True) from error
             replies = await self._ask(messages.Finish(refit=self._refit))
@@ -309,9 +308,9 @@ class RemoteRanks:
             self._broadcast.close()
             self._source, self._mapped_digest = None, ""
             self._exporter.close()
-            packer, self._packer = self._packer, None
-            if packer is not None:
-                packer.close()
+            for bucket in self._buckets.values():
+                bucket.close()
+            self._buckets.clear()
 
     async def _meet(self) -> None:
         """Learn, once, who is at the other end.
@@ -381,33 +380,56 @@ class RemoteRanks:
             manifest=manifest, problems=tuple(said.problems), odd_scales=said.odd_scales, unfit=said.unfit
         )
 
-    async def _stream(self, source: Source | None) -> None:
-        """Have the source read, and handed over bucket by bucket: what no bucket takes whole, in runs of rows.
-
-        Raises:
-            RefitError: What the ranks could not do, or what the source raised.
-        """
+    async def _push(self, source: Source | None) -> None:
+        """Read the source, and hand it over bucket by bucket: what no bucket takes whole, in runs of rows."""
         assert source is not None, "prepared"
-        if self._packer is None:
-            self._packer = Packer(self._make_bucket)
-        packer, config = self._packer, self._config
-        packer.ring.begin()
-        pack = partial(
-            packer.pack,
-            source,
-            self._refit,
-            num_ranks=self.num_ranks,
-            bucket_bytes=config.bucket_bytes,
-            timeout_s=config.timeout_s,
-        )
-        packing = Packing(pack, packer.ring)
-        with Caught() as failed:
-            await self._ask(messages.Stream(refit=self._refit, ring=packer.ring.segment))
-        error = packing.end(failed.error, timeout_s=config.timeout_s)
-        if packing.is_under_way:
-            self._packer = None  # whose buckets are still in use
-        if error is not None:
-            raise error
+        refs: dict[str, TensorRef] = {}
+        runs: dict[str, messages.Run] = {}
+        for piece in in_pieces(source, self._config.bucket_bytes):
+            name, tensor = piece.name, piece.tensor
+            if dtype_name(tensor.dtype) not in DTYPES:
+                raise InvalidSourceError([f"{name}: has dtype {dtype_name(tensor.dtype)}, which no weight has"])
+            bucket = self._bucket_for(tensor)
+            if name in refs or not bucket.has_room(tensor):
+                await self._flush(refs, runs)
+                if not bucket.has_room(tensor):
+                    bucket = await self._grow(bucket, tensor)
+            refs[name] = bucket.put(name, tensor.detach())
+            if not piece.is_whole:
+                runs[name] = messages.Run(first_row=piece.first_row, full_shape=piece.full_shape)
+        await self._flush(refs, runs)
+
+    async def _flush(self, refs: dict[str, TensorRef], runs: dict[str, messages.Run]) -> None:
+        """Let the ranks take what is in the buckets, and empty them."""
+        if not refs:
+            return
+        for device in self._buckets:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # and not what the trainer gathers meanwhile
+        segments = tuple(bucket.segment for bucket in self._buckets.values())
+        await self._ask(messages.Push(refit=self._refit, segments=segments, refs=tuple(refs.values()), runs=dict(runs)))
+        refs.clear()
+        runs.clear()
+        for bucket in self._buckets.values():
+            bucket.clear()
+
+    def _bucket_for(self, tensor: Tensor) -> Bucket:
+        device = tensor.device
+        if device not in self._buckets:
+            self._buckets[device] = self._make_bucket(device, max(self._config.bucket_bytes, tensor.nbytes))
+        return self._buckets[device]
+
+    async def _grow(self, bucket: Bucket, tensor: Tensor) -> Bucket:
+        """A larger bucket in the place of one that cannot take `tensor`, and of which every rank has let go.
+
+        There is need of one where a single row of blocks is larger than a bucket.
+        """
+        del self._buckets[tensor.device]
+        kept = tuple(other.segment for other in self._buckets.values())
+        await self._ask(messages.Push(refit=self._refit, segments=kept, refs=()))
+        bucket.close()
+        self._buckets[tensor.device] = self._make_bucket(tensor.device, tensor.nbytes)
+        return self._buckets[tensor.device]
 
     def _make_bucket(self, device: torch.device, num_bytes: int) -> Bucket:
         return Bucket(num_bytes, device if device.type == "cuda" else None)
@@ -474,8 +496,6 @@ class RemoteRanks:
         sets_scales = isinstance(order, messages.Write | messages.Finish) and self._sets_kv_scales
         if isinstance(order, messages.Prepare | messages.Calibrate) or sets_scales:
             return NUM_VOTES
-        if isinstance(order, messages.Stream):
-            return MOST_BUCKETS
         if isinstance(order, messages.Take):  # each bucket, the votes of these ranks, and those of the other engines
             return self._num_buckets + 2 * NUM_VOTES
         return 1

@@ -166,8 +166,8 @@ class ServedRanks(RemoteRanks):
         config = self._config
         self._broadcast.close()
         self._exporter.close()
-        if self._packer is not None:
-            self._packer.close()
+        for bucket in self._buckets.values():
+            bucket.close()
         super().__init__(self._driver, self._driver)
         self._config = config
 

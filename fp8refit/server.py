@@ -1,7 +1,6 @@
 """The rank side of an engine in other processes: takes one request after another and answers with values, never errors."""
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from fp8refit.sources import MappingSource, PushedSource, SafetensorsSource, Sou
 from fp8refit.transport import messages
 from fp8refit.transport.memory import Importer
 from fp8refit.transport.messages import Reply, Request
-from fp8refit.transport.ring import Ring
 from fp8refit.vote import ErrorRecord
 
 logger = logging.getLogger(__name__)
@@ -121,9 +119,8 @@ class RankServer:
         if isinstance(order, messages.Begin):
             rank.begin()
         elif isinstance(order, messages.Push):
-            self._push(order, rank, importer)
-        elif isinstance(order, messages.Stream):
-            self._follow(order, rank, importer)
+            importer.keep_only(segment.id for segment in order.segments)
+            rank.push(_pieces(importer.open(order.segments, order.refs), order.runs))
         elif isinstance(order, messages.Write):
             reports = rank.write(self._config)
             if not order.keeps_mapped:
@@ -134,53 +131,6 @@ class RankServer:
         elif isinstance(order, messages.Take):
             return {"reports": tuple(self._open_receiver(rank).take(order, self._token, self._config))}
         return {}
-
-    def _push(self, order: messages.Push, rank: Rank, importer: Importer, *, settle: bool = True) -> None:
-        kept = {segment.id for segment in order.segments}
-        if not importer.mapped <= kept:
-            self._wait_for_device()
-            importer.keep_only(kept)
-        rank.push(list(_pieces(importer.open(order.segments, order.refs), order.runs)), settle=settle)
-
-    def _follow(self, order: messages.Stream, rank: Rank, importer: Importer) -> None:
-        """Write what comes through a ring, and say that a bucket was read when the device has read it.
-
-        If the trainer gives up nothing more is taken, and no `Finish` comes.
-
-        Raises:
-            RefitError: What this rank failed with, or that the trainer died.
-        """
-        ring, place = Ring.find(order.ring), rank.group.rank
-        reading: deque[tuple[int, torch.cuda.Event | None]] = deque()
-
-        def note_read() -> None:
-            while reading and (reading[0][1] is None or reading[0][1].query()):  # type: ignore[no-untyped-call]
-                ring.take(place, reading.popleft()[0])
-
-        num_received = 0
-        try:
-            while True:
-                said = ring.receive(place, num_received, timeout_s=self._config.timeout_s, meanwhile=note_read)
-                if said is None:
-                    return
-                push = messages.Push.model_validate_json(said)
-                self._push(push, rank, importer, settle=False)
-                num_received += 1
-                event = None
-                if rank.target.device.type == "cuda":
-                    with torch.cuda.device(rank.target.device):
-                        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                        event.record()
-                reading.append((num_received, event))
-        except BaseException:
-            ring.fail(place)
-            raise
-
-    def _wait_for_device(self) -> None:
-        """What was launched may still be reading what is mapped."""
-        target = self._rank.target if self._rank is not None else None
-        if target is not None and target.device.type == "cuda" and target.lost_because is None:
-            torch.cuda.synchronize(target.device)
 
     def _open_receiver(self, rank: Rank) -> Receiver:
         if self._receiver is None:
@@ -233,7 +183,8 @@ class RankServer:
     def _unmap(self) -> None:
         self._mapped = None
         if self._importer is not None and self._rank is not None:
-            self._wait_for_device()
+            if self._rank.target.device.type == "cuda" and self._rank.target.lost_because is None:
+                torch.cuda.synchronize(self._rank.target.device)  # a fill that failed half way may still be reading
             self._importer.close()
 
 

@@ -212,13 +212,13 @@ class Target:
         kept = job.plan.kept if job.plan is not None else filter(is_kept, _names(job.inventory))
         self._torn |= _names(job.inventory) - set(kept)
 
-    def push(self, tensors: Iterable[tuple[str, Tensor] | Piece], *, drain: bool = False, settle: bool = True) -> None:
-        """Write a part of a `PushedSource`: tensors, and runs of rows.
+    def push(self, tensors: Iterable[tuple[str, Tensor] | Piece], *, drain: bool = False) -> None:
+        """Write a part of a `PushedSource`: tensors, and runs of rows. They may be overwritten as soon as this returns; those
+        of a `HandedSource` by what the current stream does from then on.
 
         Args:
             tensors: The part.
             drain: See `write`.
-            settle: Whether they may be overwritten as soon as this returns; else by what the current stream does from then on.
 
         Raises:
             InvalidSourceError: A tensor came twice, in part, or otherwise than announced.
@@ -227,7 +227,7 @@ class Target:
         assert write is not None and write.arrivals is not None, "push() follows begin()"
         with self._writing():
             _take_all(write.arrivals, tensors, drain=drain)
-            if settle and self._device.type == "cuda":
+            if self._device.type == "cuda" and not isinstance(write.job.source, HandedSource):
                 torch.cuda.current_stream().synchronize()
 
     def fill(self) -> None:

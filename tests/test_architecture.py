@@ -59,7 +59,6 @@ LAYERS = [
     "reader",
     "sender",
     "broadcast",
-    "packing",
     "remote",
     "served",
     "engine",

@@ -126,7 +126,7 @@ def test_files_that_the_server_cannot_see_are_read_by_the_driver(running, tmp_pa
     policy = running.cluster.make_policy(1)
     Refitter(URL).refit(**as_files(policy, tmp_path))
     running.cluster.assert_holds(policy, version=1)
-    assert "stream" in running.controls.channel.steps
+    assert "push" in running.controls.channel.steps
 
 
 # Servers that start again.

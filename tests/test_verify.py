@@ -1,4 +1,4 @@
-"""What an engine holds against a policy: every kind of source, bits that differ on one rank, and nothing changed by looking."""
+"""What an engine holds against a policy: every kind of source, bytes that differ on one rank, and nothing changed."""
 
 from functools import partial
 

@@ -296,11 +296,6 @@ class Importer:
             tensors[ref.name] = elements.as_strided(ref.shape, ref.stride, ref.offset_bytes // elements.itemsize)
         return tensors
 
-    @property
-    def mapped(self) -> frozenset[str]:
-        """The ids of the segments that are mapped."""
-        return frozenset(self._mappings)
-
     def keep_only(self, ids: Iterable[str]) -> None:
         """Unmap every segment but these. Whatever read the others is done."""
         kept = set(ids)

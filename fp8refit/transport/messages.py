@@ -170,14 +170,6 @@ class Push(_Message):
     """Which of them are not the whole tensor of their name, but rows of it. The runs of one tensor come in order."""
 
 
-class Stream(_Message):
-    """Take the `Push`es that come through a ring, until there are no more; see `fp8refit.transport.ring`."""
-
-    step: Literal["stream"] = "stream"
-    refit: str
-    ring: Segment
-
-
 class Finish(_Message):
     """All parts were sent; see `Rank.finish`."""
 
@@ -251,7 +243,6 @@ Order: TypeAlias = (
     | Write
     | Begin
     | Push
-    | Stream
     | Finish
     | Join
     | Take

@@ -62,7 +62,6 @@ ORDERS = [
     messages.Push(
         refit="r", segments=(SEGMENT,), refs=(REF,), runs={"w": messages.Run(first_row=128, full_shape=(300, 3))}
     ),
-    messages.Stream(refit="r", ring=SEGMENT),
     messages.Write(refit="r", keeps_mapped=True),
     messages.Finish(refit="r"),
     messages.Join(meeting=MEETING, first_rank=1, timeout_s=2.5),

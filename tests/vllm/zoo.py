@@ -65,6 +65,8 @@ def said_by(llm) -> list | None:
     try:
         return generate(llm)["outputs"]
     except (NotImplementedError, RuntimeError, AttributeError, AssertionError, ImportError, ValueError, TypeError):
+        unanswered = list(llm.llm_engine.output_processor.request_states)
+        llm.llm_engine.abort_request(unanswered, internal=True)
         return None
 
 
