@@ -15,6 +15,7 @@ from fp8refit.errors import (
     EngineLostError,
     InvalidSourceError,
     NonFiniteError,
+    PrecisionError,
     RankFailedError,
     RefitError,
     StagingMemoryError,
@@ -29,7 +30,7 @@ PLAIN = [
     for kind in vars(fp8refit.errors).values()
     if isinstance(kind, type)
     and issubclass(kind, RefitError)
-    and kind not in (InvalidSourceError, NonFiniteError, UnsupportedEngineError, CheckpointError)
+    and kind not in (InvalidSourceError, NonFiniteError, UnsupportedEngineError, CheckpointError, PrecisionError)
 ]
 WITH_ITEMS = [
     InvalidSourceError(["a: missing", "b: sent twice"]),

@@ -4,6 +4,7 @@ The real one: `tests/vllm/test_weight_transfer.py`.
 """
 
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -430,6 +431,7 @@ def test_a_mailbox_that_does_not_answer_is_given_up_and_its_late_answer_too(monk
         end.start()
         mailbox = Mailbox.find(Address.model_validate_json(process.stdout.readline()), timeout_s=1.0)
         process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # or it answers before it stops
         start_s = time.monotonic()
         with pytest.raises(TransportError, match="does not answer"):
             mailbox.leave("letter", 0, "x" * size)
