@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -151,6 +152,15 @@ def make(architecture: str, seed: int) -> PreTrainedModel:
 def save(architecture: str, seed: int, folder: Path) -> None:
     """`make`, saved as a BF16 checkpoint."""
     make(architecture, seed).save_pretrained(folder)
+
+
+def names_in(folder: Path) -> set[str]:
+    """Of the tensors of a checkpoint."""
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names |= set(opened.keys())
+    return names
 
 
 def save_block_fp8(source: Path, folder: Path, quantized: Iterable[str]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from engines import NOISE, boot, generate, look
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -50,7 +49,7 @@ def run_zoo(architecture: str, work: Path, *, speaks: bool) -> dict:
     found["from_files"] = look(engine, "live_bytes")
     engine.shutdown()
     names = {slot.name for slot in layout.slots if slot.scale_format}
-    if any(slot.is_rearranged for slot in layout.slots) or not names <= names_in(folder / "bf16"):
+    if any(slot.is_rearranged for slot in layout.slots) or not names <= zoo_models.names_in(folder / "bf16"):
         found["fresh"] = loaded_and_quantized(folder, found["refitted"][0])
         return found | {"is_loaded_in_bf16": True}
     zoo_models.save_block_fp8(folder / "bf16", folder / "fp8", names)
@@ -63,15 +62,6 @@ def run_zoo(architecture: str, work: Path, *, speaks: bool) -> dict:
         found["is_loaded_in_bf16"] = True
         del found["fresh_generated"]
     return found
-
-
-def names_in(folder: Path) -> set[str]:
-    """Of the tensors of a checkpoint."""
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            names |= set(opened.keys())
-    return names
 
 
 def loaded_and_quantized(folder: Path, live: dict[str, str]) -> list[dict[str, str]]:

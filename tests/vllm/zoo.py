@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from engines import booted, generate, live_bytes, model_of, scribble
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from vllm.model_executor.model_loader import base_loader
@@ -49,7 +48,7 @@ def run_zoo(architecture: str, work: str) -> dict:
         found["from_files"] = [live_bytes(llm)]
     found["is_silent"] = found["generated"] is None
     names = {slot.name for slot in layout.slots if slot.scale_format}
-    if any(slot.is_rearranged for slot in layout.slots) or not names <= names_in(folder / "bf16"):
+    if any(slot.is_rearranged for slot in layout.slots) or not names <= zoo_models.names_in(folder / "bf16"):
         live = found["refitted"][0]
         return found | {"fresh": [loaded_and_quantized(folder / "bf16", live)], "is_loaded_in_bf16": True}
     zoo_models.save_block_fp8(folder / "bf16", folder / "fp8", names)
@@ -68,15 +67,6 @@ def said_by(llm) -> list | None:
         unanswered = list(llm.llm_engine.output_processor.request_states)
         llm.llm_engine.abort_request(unanswered, internal=True)
         return None
-
-
-def names_in(folder: Path) -> set[str]:
-    """Of the tensors of a checkpoint."""
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            names |= set(opened.keys())
-    return names
 
 
 def hashes_in(folder: Path) -> dict[str, str]:
