@@ -99,7 +99,7 @@ from the JSON files in `benchmarks/results`.
 
 LEGEND = """The BF16 weights are on the engine's GPU, as a trainer leaves them. Each round changes them, then times one refit
 and one run of each of the engine's own ways, interleaved. After each run the live weights are compared by fingerprint. Times
-are medians in ms.
+are medians in ms. These figures are older than the code: see [what changed since](measured.md).
 
 - *call to return*: all that a training loop waits for, until the engine can serve again. *flush*: the engine drops its prefix
   cache.

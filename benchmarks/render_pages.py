@@ -94,7 +94,8 @@ def render_highlights(
     table = "".join(f"| {what} | **{ms:.1f} ms** | {beside} |\n" for what, ms, beside in rows)
     return (
         f"Qwen3-8B shape, {single['gpu']}, medians. After the refits of the first four rows the engine {equals} a freshly "
-        f"booted one: live bytes, greedy tokens, log-probabilities.\n\n| | refit | compared with |\n| --- | ---: | --- |\n"
+        f"booted one: live bytes, greedy tokens, log-probabilities. Older than the code: slots are traced now.\n\n"
+        f"| | refit | compared with |\n| --- | ---: | --- |\n"
         f"{table}"
     )
 
