@@ -290,7 +290,7 @@ def bench_rollout(
     new_tokens: Annotated[str, typer.Option(help="Tokens that each sequence is continued by, with commas.")] = "256",
     cases: Annotated[
         str | None,
-        typer.Option(help="Sequences x prompt + new tokens in the place of all combinations: 16x512+512,64x4096+256."),
+        typer.Option(help="Sequences x prompt + new tokens, instead of all combinations: 16x512+512,64x4096+256."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each case.")] = 3,
     case_seconds: Annotated[

@@ -45,7 +45,7 @@ class DirectFill:
         slots: Of the inventory that was planned for.
         device: On which they are.
         config: How to refit.
-        comparison: Compares with what slots hold, in the place of writing to them.
+        comparison: Compares with what slots hold instead of writing to them.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class InvalidSourceError(RefitError, ValueError):
     Raised once with every problem, before anything is written; for what shows only while a stream is written, after.
 
     Attributes:
-        problems: One line a problem, each naming its tensor.
+        problems: One line per problem, each naming its tensor.
         written: Whether the engine was written in part.
     """
 
@@ -90,7 +90,7 @@ class PrecisionError(RefitError, ValueError):
     """A trainer cannot compute with what the engine holds: other weights, layers or formats. Nothing was changed.
 
     Attributes:
-        problems: One line a problem, each naming its tensor.
+        problems: One line per problem, each naming its tensor.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:

@@ -112,7 +112,7 @@ class RefitReport(BaseModel):
     """Requests that the refit came across: aborted, or kept and continued under the new policy. With `in_flight="wait"` those
     that had not begun when it was waited for the others."""
     ranks: tuple[RankReport, ...] = ()
-    """One entry a rank, in order of rank."""
+    """One entry per rank, in order of rank."""
     kv: KvReport | None = None
     """KV-cache scales that were written, of all ranks; None if they are those of before."""
 
@@ -189,7 +189,7 @@ class VerifyReport(BaseModel):
     differing: dict[str, tuple[int, ...]] = {}
     """Source tensors of which some ranks hold something else than a refit would write, and which ranks."""
     ranks: tuple[RankReport, ...] = ()
-    """One entry a rank, in order of rank."""
+    """One entry per rank, in order of rank."""
 
     @property
     def is_equal(self) -> bool:

@@ -411,7 +411,7 @@ class Target:
         return job
 
     def _check_kept(self, job: Job) -> None:
-        """Hold that this rank has what it is to keep.
+        """Check that this rank has what it is to keep.
 
         Raises:
             InvalidSourceError: Names what it does not.

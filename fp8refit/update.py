@@ -31,7 +31,7 @@ def update(
     kv_scales: KvScaleValues | None = None,
     **options: Any,
 ) -> "Update":
-    """Update one engine from within, where its live model is: in the place of `model.load_weights`.
+    """Update one engine from within, where its live model is, instead of calling `model.load_weights`.
 
     Every rank of the engine enters and leaves the block, each with the whole policy. Entering it agrees that all of them can be
     written, and keeps requests away; leaving it holds that everything came and is finite, sets KV scales, and commits, on every

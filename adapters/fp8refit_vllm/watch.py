@@ -49,7 +49,7 @@ class Watch:
         self._num_drops = [board.num_drops for board in boards]
 
     def step(self) -> StepOutputs:
-        """In the place of the core's own."""
+        """Instead of the core's own."""
         reason = self._why_not()
         return self._step() if reason is None else refuse_in_core(self._core, self._step, reason)
 

@@ -105,7 +105,7 @@ class RolloutBenchConfig(BaseModel):
     num_new_tokens: tuple[Count, ...] = Field(default=(256,), min_length=1)
     """Tokens that each prompt is continued by: every one of these is a case of its own."""
     cases: tuple[tuple[Count, Count, Count], ...] = ()
-    """Sequences, tokens of each prompt and new tokens of each, in the place of all combinations of those above."""
+    """Sequences, tokens of each prompt and new tokens of each, instead of all combinations of those above."""
     repeats: Count = 3
     case_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """A case whose timed runs took longer is not timed once more."""

@@ -297,7 +297,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _UNLIKELY + self._num_numbers
 
     def check_numbers(self) -> None:
-        """Hold that every number that a loader read was written.
+        """Check that every number that a loader read was written.
 
         Raises:
             ValueError: One was not: nobody knows what was computed with it.
@@ -410,7 +410,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _viewed(self, tensor: Tensor) -> View | Tensor:
-        """What to read in the place of a tensor when an operation is done again.
+        """What to read instead of a tensor when an operation is done again.
 
         Raises:
             KeyError: It is made of what is not known.
