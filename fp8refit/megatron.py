@@ -64,7 +64,7 @@ def global_names(
         first_layer: Number, in the whole model, of this rank's first layer.
         first_expert: Of its first expert in every layer.
 
-    Example:
+    Examples:
         >>> [name for name, _ in global_names({"decoder.layers.1.mlp.linear_fc2.weight": torch.empty(2)}, first_layer=8)]
         ['decoder.layers.9.mlp.linear_fc2.weight']
     """

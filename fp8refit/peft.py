@@ -26,7 +26,7 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Raises:
         InvalidSourceError: At once: names every layer whose adapter is more than `s B A`, such as DoRA.
 
-    Example:
+    Examples:
         >>> refitter.refit(lambda: fp8refit.peft.merged(model))      # doctest: +SKIP
     """
     layers = dict(_layers(model))

@@ -56,7 +56,7 @@ def update(
             read the flag.
         RefitError: See `Refitter.refit`; on entering the block nothing is written yet.
 
-    Example:
+    Examples:
         >>> class Extension:                                                     # doctest: +SKIP
         ...     def update_weights(self, receive):
         ...         with fp8refit.update(self) as update:

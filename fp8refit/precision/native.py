@@ -37,7 +37,7 @@ def block_scaled(
     Raises:
         PrecisionError: FP8 parameters do not fit the engine's blocks or scales, and have no master; names each.
 
-    Example:
+    Examples:
         >>> refitter.refit(block_scaled(model.state_dict(), like=refitter.layout()))     # doctest: +SKIP
     """
     formats, masters = formats_of(like), {strip_wrappers(name): tensor for name, tensor in (masters or {}).items()}
