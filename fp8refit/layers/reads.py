@@ -5,12 +5,18 @@ An engine that reads a part of a tensor, or none of it, holds another model than
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import accumulate, groupby
 from math import prod
 
+import torch
+
 from fp8refit.layers.boxes import count_cover, written_by
-from fp8refit.layers.trace import Base, Copy, Run, Traced
+from fp8refit.layers.trace import MOVES, Base, Computed, Copy, Run, Traced
 from fp8refit.names import is_not_a_weight
 from fp8refit.slots import PartlyRead, Refusal, TensorMeta
+
+_MOST_MOVED = 1 << 16
+"""Elements that a computation is done with again, to see which of them it keeps."""
 
 
 def partly_read(traced: Traced, sources: Mapping[str, TensorMeta]) -> dict[str, PartlyRead]:
@@ -25,7 +31,8 @@ def partly_read(traced: Traced, sources: Mapping[str, TensorMeta]) -> dict[str, 
         if copy.source:
             reads.setdefault(copy.source, []).append(copy)
     for computed in traced.computed:
-        for read in _read_by(computed.recipe.reads()):
+        moved = _moved_by(computed, sources)
+        for read in _read_by(computed.recipe.reads()) if moved is None else moved:
             reads.setdefault(read.source, []).append(read)
     reasons = {objection.source: objection.reason for objection in traced.objections}
     known: dict[object, tuple[tuple[tuple[int, int], ...], ...] | None] = {}
@@ -75,6 +82,33 @@ def _read_by(views: Iterable[tuple[Base, tuple[int, ...], tuple[int, ...], int]]
                 Run(size=n, into=stride, stride=stride) for n, stride in zip(sizes, strides, strict=True) if n > 1
             )
             yield Copy(parameter="", into=offset, source=base.name, start=offset, runs=runs)
+
+
+def _moved_by(computed: Computed, sources: Mapping[str, TensorMeta]) -> list[Copy] | None:
+    """What is read by a computation that only moves elements, stretch by stretch of a row, without those it then drops.
+
+    None if it does more, or is too large to be done with the places of elements instead of their values: all that it is given
+    counts as read then.
+    """
+    bases = sorted(computed.recipe.bases(), key=lambda base: base.name)
+    moves = all(step.func in MOVES and not step.constants() for step in computed.recipe.steps())
+    if not moves or any(base.is_parameter or base.name not in sources for base in bases):
+        return None
+    sizes = [prod(sources[base.name].shape) for base in bases]
+    if sum(sizes) > _MOST_MOVED:
+        return None
+    firsts = [0, *accumulate(sizes)]
+    numbers = {base: torch.arange(first, first + size) for base, first, size in zip(bases, firsts, sizes, strict=False)}
+    places = torch.unique(computed.value.moved(numbers)).tolist()
+    found = []
+    for base, first, size in zip(bases, firsts, sizes, strict=False):
+        row = (sources[base.name].shape or (1,))[-1]
+        mine = [place - first for place in places if first <= place < first + size]
+        for _, group in groupby(enumerate(mine), key=lambda pair: (pair[1] - pair[0], pair[1] // row)):
+            stretch = [place for _, place in group]
+            runs = (Run(size=len(stretch), into=1, stride=1),) if len(stretch) > 1 else ()
+            found.append(Copy(parameter="", into=stretch[0], source=base.name, start=stretch[0], runs=runs))
+    return found
 
 
 def _is_whole(read: Copy, shape: tuple[int, ...]) -> bool:

@@ -24,6 +24,8 @@ aten = torch.ops.aten
 Load: TypeAlias = Callable[[Iterator[tuple[str, Tensor]]], object]
 """A model's `load_weights`."""
 _CLONES = frozenset({aten.clone.default, aten._to_copy.default})
+MOVES = _CLONES | {aten.cat.default}
+"""Operations that compute nothing: every element they give is one that they were given, a cast apart."""
 _UNLIKELY = 73856093.1416
 """As a number that a loader fills a parameter with."""
 _SHAPED_LIKE = frozenset(
@@ -79,6 +81,11 @@ class View:
         base = self.base.made_of(values) if isinstance(self.base, Recipe) else values[self.base]
         return base.as_strided(self.size, self.stride, self.offset)
 
+    def moved(self, places: "Mapping[Base, Tensor]") -> Tensor:
+        """The tensor, of the numbers that `places` has for elements of its bases, by operations that are all of `MOVES`."""
+        base = self.base.moved(places) if isinstance(self.base, Recipe) else places[self.base]
+        return base.as_strided(self.size, self.stride, self.offset)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
@@ -108,6 +115,16 @@ class Recipe:
         if made.stride() == self.stride:
             return made
         return torch.empty_strided(self.size, self.stride, dtype=made.dtype, device=device).copy_(made)
+
+    def moved(self, places: Mapping[Base, Tensor]) -> Tensor:
+        """See `View.moved`; dtypes stay what they are, since a cast would round numbers."""
+        args = tree_map_only(View, lambda view: view.moved(places), self.args)
+        made: Tensor = args[0].clone() if self.func in _CLONES else self.func(*args, **self.kwargs)
+        return torch.empty_strided(self.size, self.stride, dtype=made.dtype).copy_(made)
+
+    def constants(self) -> list[Tensor]:
+        """Tensors in it that no loader was given."""
+        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
 
     def steps(self) -> "Iterator[Recipe]":
         """This operation and those before it."""
