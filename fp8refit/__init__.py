@@ -1,8 +1,13 @@
 """Move a live block-FP8 inference engine to a new policy in place, at memory speed, all or nothing."""
 
-from fp8refit._version import __version__
-from fp8refit.broadcaster import Broadcaster
+__version__ = "0.1.0"
+
 from fp8refit.config import CollectiveConfig, KvConfig, RefitConfig
+from fp8refit.driver.broadcaster import Broadcaster
+from fp8refit.driver.drop_in import last_report
+from fp8refit.driver.hosted_engine import EngineHost, HostedEngine
+from fp8refit.driver.refitter import Refitter, refit
+from fp8refit.driver.update import Update, update
 from fp8refit.errors import (
     CacheFlushError,
     CalibrationError,
@@ -24,12 +29,9 @@ from fp8refit.errors import (
     TransportError,
     UnsupportedEngineError,
 )
-from fp8refit.gather import gathered
-from fp8refit.hosted import EngineHost, HostedEngine
-from fp8refit.kernels import dequantize_blockwise, quantize_blockwise
-from fp8refit.refitter import Refitter, refit
+from fp8refit.fill.kernels import dequantize_blockwise, quantize_blockwise
 from fp8refit.report import KvReport, RefitReport, VerifyReport
-from fp8refit.update import Update, update
+from fp8refit.sources.sharded.gather import gathered
 
 __all__ = [
     "Broadcaster",
@@ -65,6 +67,7 @@ __all__ = [
     "__version__",
     "dequantize_blockwise",
     "gathered",
+    "last_report",
     "quantize_blockwise",
     "refit",
     "update",

@@ -1,25 +1,25 @@
 """Correction of the mismatch between a trainer and the engine that sampled for it: weights, rejection, metrics.
 
-An FP8 engine samples from a policy q that is not quite the trainer's p, so a gradient over its samples is off-policy. With
-`r = p / q` a token, the functions here turn log-probabilities of sampled tokens into weights for the loss, into masks of the
-tokens to keep, and into metrics. They compute on tensors only: no engine, no state, no collective call.
+An FP8 engine samples from a policy q that is not quite the trainer's p, so a gradient over its samples is off-policy.
+With `r = p / q` per token, these functions turn the log-probabilities of sampled tokens into loss weights, masks of
+tokens to keep, and metrics. They only compute on tensors: no engine, no state, no collective calls.
 
-Every function takes these, of one shape:
+Every function takes these, all of the same shape:
 
 - `trainer_logprobs`: (B, L), any floating dtype: log p of each sampled token, before the optimizer's step.
 - `rollout_logprobs`: (B, L), any floating dtype: log q, as the engine reported it.
-- `mask`: (B, L), bool or numbers: which tokens count. What the others hold is never read, NaN included.
+- `mask`: (B, L), bool or numbers: which tokens count. Values of other tokens are never read, not even NaN.
 
-Log-ratios are computed in float64 and clamped to +-20 a token, and their sums once more. So ratios stay finite and above zero
-whatever the engine reported, -inf included; two -inf are a ratio of 1. A NaN in a token that counts is a fault upstream: it
-stays NaN in weights and metrics, where the loss shows it, and no mask keeps it. No gradient flows through a result: a weight
-is a change of measure, not part of the objective.
+Log-ratios are computed in float64 and clamped to +-20 per token, as are their sums. So ratios stay finite and positive
+whatever the engine reported, including -inf; two -inf give a ratio of 1. A NaN in a token that counts is a fault
+upstream: it stays NaN in weights and metrics, where the loss shows it, and every mask drops it. No gradient flows through
+a result: a weight is a change of measure, not part of the objective.
 
-verl's `rollout_corr_helper.py` (0.9.1, Apache-2.0) is the reference that the tests compare with. Where definitions differ:
-verl bounds k1 by `[log lower, log upper]` of a ratio, this module by nats. It clamps only the sum of a sequence's log-ratios,
-and none in its k1, k3 and perplexities, which differs once a single token is beyond 20 nats. Its means over sequences count
-sequences without tokens, as ratios of 1 or weights of 0. Its ESS is that of weights cut at the upper bound once more, and it
-averages weights for normalization over all ranks. It has no clipping from below, geometric mean, veto, OPSM or adaptive share.
+The tests compare with verl's `rollout_corr_helper.py` (0.9.1, Apache-2.0). The differences:
+verl bounds k1 by `[log lower, log upper]` of a ratio; this module by nats. verl clamps only the sum of a sequence's
+log-ratios, and nothing in k1, k3 and perplexities, which matters once a token is beyond 20 nats. Its means over sequences
+count empty sequences, as ratios of 1 or weights of 0. Its ESS is computed from weights cut at the upper bound a second
+time, and it normalizes weights over all ranks. It has no lower clipping, geometric mean, veto, OPSM or adaptive share.
 """
 
 import math
@@ -32,10 +32,10 @@ from torch import Tensor
 from fp8refit.errors import InvalidCorrectionError
 
 LOG_BOUND = 20.0
-"""Log-ratios beyond it are cut: exp(20) is 4.9e8. verl and TRL have the same bound."""
+"""Log-ratios are clamped to this bound: exp(20) is 4.9e8. verl and TRL use the same one."""
 
 _LEAST_MEAN = 1e-8
-"""Weights of a smaller mean are not scaled up to 1."""
+"""Weights with a smaller mean are not scaled up to 1."""
 
 Level = Literal["token", "sequence", "geometric"]
 Outside = Literal["clip", "zero"]
@@ -45,22 +45,22 @@ Per = Literal["token", "sum", "mean", "max"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """How far the engine is from the trainer, over the tokens that count. NaN where no token does."""
+    """How far the engine is from the trainer, over the tokens that count. NaN if none counts."""
 
     k1: float
     """`mean(-log r)`: KL(q || p), estimated without bias."""
     k3: float
-    """`mean(r - 1 - log r)`: the same, never negative and with less variance (Schulman, kl-approx)."""
+    """`mean(r - 1 - log r)`: the same, but never negative and with less variance (Schulman, kl-approx)."""
     token_mult_prob_error: float
-    """`mean(exp |log r|)`: NeMo RL's token multiplicative probability error; 1 is equality, 1.05 much."""
+    """`mean(exp |log r|)`: NeMo RL's token multiplicative probability error. 1 means equal; 1.05 is a lot."""
     ppl_ratio: float
-    """Mean over sequences of `exp(mean(-log r))`: the trainer's perplexity of the samples over the engine's."""
+    """Mean over sequences of `exp(mean(-log r))`: the trainer's perplexity of the samples divided by the engine's."""
     chi2_token: float
-    """`mean(r^2) - 1`: the chi-square divergence of p from q, for tokens."""
+    """`mean(r^2) - 1`: the chi-square divergence of p from q, per token."""
     chi2_sequence: float
-    """`mean((prod r)^2) - 1`, over sequences."""
+    """`mean((prod r)^2) - 1`, per sequence."""
     ess: float
-    """Effective sample size of the weights, as a share of the tokens: see `effective_sample_size`."""
+    """Effective sample size of the weights, as a share of the tokens. See `effective_sample_size`."""
     masked_fraction: float
     """Share of the tokens whose weight is zero."""
 
@@ -76,7 +76,7 @@ def importance_weights(
     outside: Outside = "clip",
     normalize: bool = False,
 ) -> Tensor:
-    """Weights for the loss of each token.
+    """Compute a loss weight for each token.
 
     The ratio R of a token is `r` (`level="token"`), `prod r` over its sequence (`"sequence"`), or `exp(mean log r)`
     (`"geometric"`). The weight is `clamp(R, lower, upper)` (`outside="clip"`; with `lower=0` this is truncated importance
@@ -87,18 +87,18 @@ def importance_weights(
         trainer_logprobs: See the module.
         rollout_logprobs: See the module.
         mask: See the module.
-        level: What the ratio is taken over.
+        level: What the ratio covers.
         upper: Largest weight.
         lower: Smallest weight.
-        outside: What becomes of a ratio beyond the bounds.
-        normalize: Divide the weights by their mean: over tokens, or over sequences for the other levels. Weights that
-            are all zero stay so. The mean is that of these tensors: give whole batches, not micro-batches.
+        outside: What happens to a ratio outside the bounds.
+        normalize: Divide the weights by their mean: over tokens, or over sequences for the other levels. All-zero weights
+            stay zero. The mean covers only these tensors: pass whole batches, not micro-batches.
 
     Returns:
-        (B, L), fp32 or fp64 if a log-probability was: 0 where the mask is.
+        (B, L), fp64 if any log-probability was, else fp32. 0 where the mask is 0.
 
     Raises:
-        InvalidCorrectionError: Shapes differ, or bounds are none.
+        InvalidCorrectionError: Shapes differ, or the bounds are empty.
 
     Examples:
         >>> weights = importance_weights(trainer_logprobs, rollout_logprobs, mask)     # doctest: +SKIP
@@ -106,7 +106,7 @@ def importance_weights(
     """
     _check_choice(level, Level)
     _check_choice(outside, Outside)
-    _check(0 <= lower < upper, f"{lower=} and {upper=} are no bounds of a ratio: 0 <= lower < upper is needed")
+    _check(0 <= lower < upper, f"{lower=} and {upper=} do not bound a ratio; use 0 <= lower < upper")
     counts, logs = _log_ratio(trainer_logprobs, rollout_logprobs, mask)
     if level != "token":
         logs = _over_sequence(logs, counts, mean=level == "geometric").clamp(-LOG_BOUND, LOG_BOUND).expand_as(logs)
@@ -129,31 +129,31 @@ def keep_mask(
     upper: float,
     lower: float | None = None,
 ) -> Tensor:
-    """Reject what diverged: the tokens of `mask` that are left.
+    """Drop tokens where trainer and engine diverge too much.
 
     A token's divergence is `k1 = -log r`, `k2 = (log r)^2 / 2` or `k3 = r - 1 - log r` (Schulman, kl-approx). A token is
     kept if its own (`per="token"`), or the sum, mean or maximum over its sequence, is within `[lower, upper]`.
-    `per="max"` asks that of every token of the sequence, so it bounds k1 on both sides.
+    `per="max"` applies the bounds to every token of the sequence, so it bounds k1 on both sides.
 
     Args:
         trainer_logprobs: See the module.
         rollout_logprobs: See the module.
         mask: See the module.
-        divergence: Which estimate.
-        per: What it is taken over. All but `"token"` keep or reject whole sequences.
+        divergence: Which estimate to use.
+        per: What it covers. All but `"token"` keep or drop whole sequences.
         upper: Largest divergence, in nats.
-        lower: Smallest one; by default `-upper`, which only k1 can fall below.
+        lower: Smallest divergence, `-upper` by default. Only k1 can be negative.
 
     Returns:
-        (B, L) bool.
+        (B, L) bool: the tokens of `mask` that are kept.
 
     Raises:
-        InvalidCorrectionError: Shapes differ, or bounds are none.
+        InvalidCorrectionError: Shapes differ, or the bounds are empty.
     """
     _check_choice(divergence, Divergence)
     _check_choice(per, Per)
     lower = -upper if lower is None else lower
-    _check(lower < upper, f"{lower=} and {upper=} are no bounds of a divergence: lower < upper is needed")
+    _check(lower < upper, f"{lower=} and {upper=} do not bound a divergence; use lower < upper")
     counts, logs = _log_ratio(trainer_logprobs, rollout_logprobs, mask)
     values = _divergence(logs, divergence)
     if per in ("sum", "mean"):
@@ -165,14 +165,14 @@ def keep_mask(
 
 
 def veto_mask(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, least_ratio: float = 1e-4) -> Tensor:
-    """Drop whole sequences that hold a token with `r < least_ratio`: one that the trainer would hardly sample.
+    """Drop every sequence that holds a token with `r < least_ratio`, which the trainer would hardly sample.
 
-    The veto of verl 0.6 and slime's `mis.py`. Arguments and errors are those of `keep_mask`.
+    The veto of verl 0.6 and slime's `mis.py`. Arguments and errors as in `keep_mask`.
 
     Returns:
-        (B, L) bool: the tokens of `mask` that are left.
+        (B, L) bool: the tokens of `mask` that are kept.
     """
-    _check(0 < least_ratio < math.exp(LOG_BOUND), f"{least_ratio=} is no ratio")
+    _check(0 < least_ratio < math.exp(LOG_BOUND), f"{least_ratio=} is not a ratio; use a small positive number")
     counts, logs = _log_ratio(trainer_logprobs, rollout_logprobs, mask)
     return counts & ((logs >= math.log(least_ratio)) | ~counts).all(-1, keepdim=True)
 
@@ -180,47 +180,48 @@ def veto_mask(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
 def opsm_mask(
     trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, advantages: Tensor, delta: float
 ) -> Tensor:
-    """Off-policy sequence masking: drop where `A < 0` and the sequence's mean k1 exceeds `delta`.
+    """Off-policy sequence masking: drop tokens where `A < 0` and the sequence's mean k1 exceeds `delta`.
 
-    DeepSeek-V3.2 (2025), section 3.1; slime's `--use-opsm --opsm-delta`. Other arguments and errors are those of `keep_mask`.
+    DeepSeek-V3.2 (2025), section 3.1; slime's `--use-opsm --opsm-delta`. Other arguments and errors as in `keep_mask`.
 
     Args:
         trainer_logprobs: See the module.
         rollout_logprobs: See the module.
         mask: See the module.
-        advantages: (B,) one a sequence, or (B, L).
+        advantages: (B,), one per sequence, or (B, L).
         delta: Largest mean divergence, in nats.
 
     Returns:
-        (B, L) bool: the tokens of `mask` that are left.
+        (B, L) bool: the tokens of `mask` that are kept.
     """
     counts, logs = _log_ratio(trainer_logprobs, rollout_logprobs, mask)
-    _check(advantages.shape in (counts.shape, counts.shape[:1]), f"advantages are {tuple(advantages.shape)}")
+    _check(advantages.shape in (counts.shape, counts.shape[:1]), f"advantages have shape {tuple(advantages.shape)}")
     negative = (advantages if advantages.ndim == counts.ndim else advantages[:, None]) < 0
     return counts & ~(negative & ~(_over_sequence(-logs, counts, mean=True) <= delta))
 
 
 def adaptive_weights(weights: Tensor, mask: Tensor, *, least_ess: float = 0.9) -> tuple[Tensor, Tensor]:
-    """As much correction as leaves `least_ess` of the samples effective.
+    """Apply as much correction as keeps `least_ess` of the samples effective.
 
-    Full correction is unbiased but noisy, none is biased but calm. This takes `1 + share * (weights - 1)` with the largest
-    share in [0, 1] at which `effective_sample_size` is at least `least_ess`: with the weights' mean m, standard deviation s
-    and `c = sqrt(1 / least_ess - 1)` that is `min(1, c / (s - c * (m - 1)))`, or 1 if the denominator is not positive.
-    The rule is ours. It is inspired by AIS (arXiv 2605.13907), which mixes by a coefficient of its own, and is not AIS.
+    Full correction is unbiased but noisy; none is biased but calm. This computes `1 + share * (weights - 1)` with the
+    largest share in [0, 1] that keeps `effective_sample_size` at `least_ess` or above. With the weights' mean m, standard
+    deviation s and `c = sqrt(1 / least_ess - 1)`, that is `min(1, c / (s - c * (m - 1)))`, or 1 if the denominator is not
+    positive. The rule is ours. AIS (arXiv 2605.13907) inspired it but mixes with a different coefficient.
 
     Args:
-        weights: (B, L), as `importance_weights(..., outside="clip")` gives them. Zeros that reject tokens would come back as
-            `1 - share`: apply masks afterwards.
+        weights: (B, L), from `importance_weights(..., outside="clip")`. Apply masks afterwards: a zero weight would
+            become `1 - share`.
         mask: (B, L), bool or numbers: which tokens count.
-        least_ess: Share of the tokens, in (0, 1]. 1 is no correction.
+        least_ess: Share of the tokens, in (0, 1]. 1 means no correction.
 
     Returns:
-        The weights, (B, L) in the dtype of `weights`, 0 where the mask is; and the share, a scalar tensor of that dtype.
+        The weights, (B, L) in the dtype of `weights`, 0 where the mask is 0; and the share, a scalar tensor of that
+        dtype.
 
     Raises:
-        InvalidCorrectionError: Shapes differ, or `least_ess` is no share.
+        InvalidCorrectionError: Shapes differ, or `least_ess` is not a share.
     """
-    _check(0 < least_ess <= 1, f"{least_ess=} is no share of the samples: it is in (0, 1]")
+    _check(0 < least_ess <= 1, f"{least_ess=} is not a share of the samples; use a number in (0, 1]")
     counts, full = _counted(weights, mask)
     mean = _mean(full, counts)
     deviation = _mean((full - mean).square(), counts).sqrt()
@@ -231,15 +232,15 @@ def adaptive_weights(weights: Tensor, mask: Tensor, *, least_ess: float = 0.9) -
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """`mean(w)^2 / mean(w^2)` over the tokens that count: Kish's effective sample size (1965), as a share of their number.
+    """Kish's effective sample size (1965) as a share of the tokens that count: `mean(w)^2 / mean(w^2)`.
 
     Args:
-        weights: (B, L), not negative.
+        weights: (B, L), non-negative.
         mask: (B, L), bool or numbers: which tokens count.
 
     Returns:
-        A scalar in (0, 1], float64: 1 for equal weights, `1 / n` if one of n tokens has all. 0 if all weights are zero, NaN if
-        no token counts.
+        A float64 scalar in (0, 1]: 1 for equal weights, `1 / n` if one of n tokens has all the weight. 0 if all weights
+        are zero, NaN if no token counts.
 
     Raises:
         InvalidCorrectionError: Shapes differ.
@@ -254,13 +255,13 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
 def mismatch(
     trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, weights: Tensor | None = None
 ) -> Mismatch:
-    """Measure how far the engine is from the trainer; the fields of `Mismatch` say how. Waits for the device once.
+    """Measure how far the engine is from the trainer; see the fields of `Mismatch`. Synchronizes with the device once.
 
     Args:
         trainer_logprobs: See the module.
         rollout_logprobs: See the module.
         mask: See the module.
-        weights: (B, L), what the loss uses, for `ess` and `masked_fraction`; by default the token ratios themselves.
+        weights: (B, L), the loss weights, for `ess` and `masked_fraction`; by default the token ratios.
 
     Raises:
         InvalidCorrectionError: Shapes differ.
@@ -286,9 +287,11 @@ def mismatch(
 
 
 def _log_ratio(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens count, (B, L) bool, and their log r, (B, L) float64: bounded, and 0 where the mask is."""
+    """Return which tokens count, (B, L) bool, and log r, (B, L) float64: clamped, and 0 where the mask is 0."""
     shapes = [tuple(tensor.shape) for tensor in (trainer_logprobs, rollout_logprobs, mask)]
-    _check(len(set(shapes)) == 1 and len(shapes[0]) == 2, f"log-probabilities and mask are {shapes}, not (B, L) all")
+    _check(
+        len(set(shapes)) == 1 and len(shapes[0]) == 2, f"log-probabilities and mask are {shapes}; all must be (B, L)"
+    )
     counts = mask.bool()
     ours, theirs = trainer_logprobs.detach().double(), rollout_logprobs.detach().double()
     apart = counts & (ours != theirs)
@@ -296,9 +299,9 @@ def _log_ratio(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor)
 
 
 def _counted(weights: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens count, and their weights in float64, 0 for the others."""
+    """Return which tokens count, and the weights in float64, 0 for the others."""
     shapes = [tuple(tensor.shape) for tensor in (weights, mask)]
-    _check(shapes[0] == shapes[1], f"weights and mask are {shapes}, not alike")
+    _check(shapes[0] == shapes[1], f"weights and mask are {shapes}; both need the same shape")
     counts = mask.bool()
     return counts, torch.where(counts, weights.detach().double(), 0.0)
 
@@ -310,18 +313,18 @@ def _divergence(logs: Tensor, kind: Divergence) -> Tensor:
 
 
 def _over_sequence(values: Tensor, counts: Tensor, *, mean: bool) -> Tensor:
-    """Sum or mean over the tokens that count, (B, 1); 0 for a sequence without any."""
+    """Sum or mean over the tokens that count, (B, 1); 0 for an empty sequence."""
     total = torch.where(counts, values, 0.0).sum(-1, keepdim=True)
     return total / counts.sum(-1, keepdim=True).clamp(min=1) if mean else total
 
 
 def _mean(values: Tensor, counts: Tensor) -> Tensor:
-    """Scalar; NaN if nothing counts."""
+    """Mean over what counts, a scalar; NaN if nothing counts."""
     return torch.where(counts, values, 0.0).sum() / counts.sum()
 
 
 def _mean_weight(weights: Tensor, counts: Tensor, level: Level) -> Tensor:
-    """What weights are divided by; 1 if hardly any is left."""
+    """The number that weights are divided by; 1 if almost no weight is left."""
     if level != "token":
         weights, counts = _over_sequence(weights, counts, mean=True), counts.any(-1, keepdim=True)
     mean = _mean(weights, counts)
@@ -333,7 +336,7 @@ def _result_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def _check_choice(value: str, choices: object) -> None:
-    _check(value in get_args(choices), f"{value!r} is none of {', '.join(get_args(choices))}")
+    _check(value in get_args(choices), f"{value!r} is not one of {', '.join(get_args(choices))}")
 
 
 def _check(is_right: bool, problem: str) -> None:

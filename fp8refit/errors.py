@@ -1,7 +1,7 @@
 """Every error this library raises on purpose.
 
-What a caller's input causes is a `ValueError` too, so that a trainer may catch either. Each message says what is wrong,
-why it is refused and what to do.
+An error caused by a caller's input is also a `ValueError`. Each message says what is wrong, why it is refused and what to
+do.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,10 @@ class RefitError(Exception):
 
 
 class InvalidSourceError(RefitError, ValueError):
-    """The source cannot become this engine's weights: names, shapes, dtypes, devices or scales do not fit.
+    """The source does not fit this engine: names, shapes, dtypes, devices or scales.
 
-    Raised once with every problem, before anything is written; for what shows only while a stream is written, after.
+    Lists every problem at once. Raised before anything is written, except for problems that appear only while a stream is
+    read.
 
     Attributes:
         problems: One line per problem, each naming its tensor.
@@ -33,10 +34,10 @@ class InvalidSourceError(RefitError, ValueError):
 
 
 class NonFiniteError(RefitError, ValueError):
-    """A source tensor holds NaN or Inf (after the cast to BF16 where it was fp32).
+    """A source tensor holds NaN or Inf (for fp32, after the cast to BF16).
 
     Attributes:
-        names: The checkpoint names of every tensor in which one was seen.
+        names: Checkpoint names of the bad tensors.
         written: Whether the engine was written in part.
     """
 
@@ -48,25 +49,25 @@ class NonFiniteError(RefitError, ValueError):
 
 
 class InvalidCalibrationError(RefitError, ValueError):
-    """A calibration batch, or KV scales, that this engine cannot use: no tokens, ids of no vocabulary, a scale of zero."""
+    """This engine cannot use the calibration batch or the KV scales: no tokens, unknown token ids, a scale of zero."""
 
 
 class CalibrationError(RefitError):
-    """The calibration pass gave no scales: NaN or Inf in an attention layer, or no memory for it.
+    """The calibration pass produced no scales: NaN or Inf in an attention layer, or not enough memory.
 
-    As part of a `refit` the weights are written by then: the engine refuses requests, and the next complete refit heals it.
+    During a `refit` the weights are already written. The engine refuses requests until the next complete refit.
     """
 
 
 class InvalidCorrectionError(RefitError, ValueError):
-    """What the functions of `fp8refit.correction` cannot use: tensors whose shapes differ, bounds that hold nothing."""
+    """The functions of `fp8refit.correction` cannot use these arguments: shapes differ, or bounds are empty."""
 
 
 class UnsupportedEngineError(RefitError, ValueError):
-    """The object is no engine that fp8refit can refit: unknown, not block FP8, or with layers whose kernel repacks.
+    """fp8refit cannot refit this engine: it is unknown, not block FP8, or has layers whose kernel repacks weights.
 
     Attributes:
-        reasons: One line a reason, naming the module and what to set instead.
+        reasons: One line per reason, naming the module and what to set instead.
     """
 
     def __init__(self, summary: str, reasons: Sequence[str] = ()) -> None:
@@ -75,10 +76,10 @@ class UnsupportedEngineError(RefitError, ValueError):
 
 
 class CheckpointError(RefitError, ValueError):
-    """A checkpoint cannot be quantized: what is there does not fit, or the result cannot be written.
+    """A checkpoint cannot be quantized, or the result cannot be written.
 
     Attributes:
-        problems: One line a problem.
+        problems: One line per problem.
     """
 
     def __init__(self, summary: str, problems: Sequence[str] = ()) -> None:
@@ -87,7 +88,7 @@ class CheckpointError(RefitError, ValueError):
 
 
 class PrecisionError(RefitError, ValueError):
-    """A trainer cannot compute with what the engine holds: other weights, layers or formats. Nothing was changed.
+    """A trainer cannot compute in the engine's precision: weights, layers or formats differ. Nothing was changed.
 
     Attributes:
         problems: One line per problem, each naming its tensor.
@@ -101,11 +102,11 @@ class PrecisionError(RefitError, ValueError):
 
 
 class EngineBusyError(RefitError):
-    """The engine has unfinished requests, or another refit of it is under way."""
+    """The engine has unfinished requests, or another refit of it is running."""
 
 
 class EngineAsleepError(RefitError):
-    """The engine's weights are not mapped (sleep mode): writing them would be a fatal CUDA fault."""
+    """The engine sleeps, so its weights are not mapped: writing them would be a fatal CUDA fault."""
 
 
 class EngineDirtyError(RefitError):
@@ -121,23 +122,24 @@ class CacheFlushError(RefitError):
 
 
 class StaleCacheError(RefitError, ValueError):
-    """A KV cache that a request brings holds tokens of another policy than the one that is served."""
+    """A request brings a KV cache computed under another policy."""
 
 
 class StagingMemoryError(RefitError):
-    """There is no room on the engine's device for the buckets through which tensors from elsewhere go."""
+    """The engine's device has no room for the staging buckets."""
 
 
 class RankFailedError(RefitError):
-    """A rank of the engine, or the trainer beside it, failed in a way that has no error of its own; it says what was raised.
+    """A rank of the engine, or the trainer beside it, failed with an error that is not one of ours. The message quotes
+    it.
 
-    Raised on every rank. If a byte was written the engine is dirty, and the next complete refit heals it.
+    Raised on every rank. If anything was written, the engine is dirty until the next complete refit.
     """
 
 
 class TransportError(RefitError):
-    """Tensors of the trainer cannot be reached from an engine rank."""
+    """An engine rank cannot reach the trainer's tensors."""
 
 
 class EngineLostError(RefitError):
-    """The engine cannot be healed: a CUDA fault, or a rank that died or does not answer. Start it again."""
+    """The engine cannot be repaired: a CUDA fault, or a rank that died or does not answer. Restart it."""

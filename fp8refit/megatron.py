@@ -1,7 +1,7 @@
-"""Checkpoint tensors made of Megatron-core's: the classic layout of a GPT model, for `fp8refit.gathered(..., rename=...)`.
+"""Checkpoint tensors from Megatron-core's classic GPT layout, for `fp8refit.gathered(..., rename=...)`.
 
-Megatron's tensor-parallel parameters are plain tensors, of which each rank holds a part along `partition_dim`. Say so to
-PyTorch, without communication, on the mesh of the tensor-parallel ranks:
+Megatron's tensor-parallel parameters are plain tensors; each rank holds a part along `partition_dim`. Describe them to
+PyTorch on the mesh of the tensor-parallel ranks, which needs no communication:
 
     mesh = DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), "cuda")
     state_dict = {
@@ -13,14 +13,14 @@ PyTorch, without communication, on the mesh of the tensor-parallel ranks:
     with fp8refit.gathered(state_dict, rename=MegatronNames(...)) as weights:
         ...
 
-Pipeline stages, and ranks that hold experts of their own, count layers and experts from zero each. Give them the numbers that
-they have in the whole model, and gather what is apart:
+Pipeline stages, and ranks with their own experts, each count layers and experts from zero. Give them their numbers in the
+whole model, and gather what only some ranks hold:
 
     state_dict = dict(global_names(state_dict, first_layer=..., first_expert=...))
     with fp8refit.gathered(state_dict, WORLD, rename=MegatronNames(...), is_apart=True) as weights:
         ...
 
-A layout that differs needs a function of its own; see `fp8refit.renaming.Renamer`.
+For a different layout, write your own function; see `fp8refit.sources.sharded.renaming.Renamer`.
 """
 
 import re
@@ -57,12 +57,12 @@ _IN_LAYER = {
 def global_names(
     state_dict: Mapping[str, Tensor], *, first_layer: int = 0, first_expert: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one rank under the names that they have in the whole model.
+    """Yield the tensors of one rank under their names in the whole model.
 
     Args:
-        state_dict: By Megatron's names, in which a rank counts its own layers and experts.
-        first_layer: Number, in the whole model, of this rank's first layer.
-        first_expert: Of its first expert in every layer.
+        state_dict: Megatron's names, where a rank counts its own layers and experts.
+        first_layer: Number of this rank's first layer in the whole model.
+        first_expert: Number of its first expert in the whole model.
 
     Examples:
         >>> [name for name, _ in global_names({"decoder.layers.1.mlp.linear_fc2.weight": torch.empty(2)}, first_layer=8)]
@@ -76,10 +76,10 @@ def global_names(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronNames:
-    """Gives Hugging Face names to a Megatron-core GPT model, and takes its fused matrices apart. Implements `Renamer`.
+    """Gives a Megatron-core GPT model Hugging Face names and splits its fused matrices. Implements `Renamer`.
 
-    `linear_qkv` holds, for each group of queries, the heads of its queries, then its key, then its value. `linear_fc1` holds,
-    for each tensor-parallel rank, its rows of the gate, then its rows of `up`.
+    `linear_qkv` holds, for each query group, the rows of its query heads, then its key, then its value. `linear_fc1`
+    holds, for each tensor-parallel rank, its rows of `gate`, then its rows of `up`.
 
     Examples:
         >>> names = MegatronNames(num_query_groups=2, head_dim=4, tensor_parallel=1)
@@ -89,15 +89,17 @@ class MegatronNames:
     """
 
     num_query_groups: int
-    """Of the whole model: `num_key_value_heads` of the checkpoint."""
+    """Of the whole model: `num_key_value_heads` in the checkpoint's config."""
     head_dim: int
     tensor_parallel: int = 1
-    """Ranks over which matrices are cut."""
+    """Ranks that matrices are split over."""
     expert_tensor_parallel: int = 1
-    """Ranks over which the matrices of one expert are cut."""
+    """Ranks that the matrices of one expert are split over."""
 
     def __call__(self, name: str, tensor: Tensor, /) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names and tensors of one tensor of the trainer. A name that is not known is given as it is."""
+        """Yield the checkpoint names and tensors that one of the trainer's tensors holds. Unknown names pass
+        unchanged.
+        """
         if name in _TOP:
             yield _TOP[name], tensor
             return
@@ -127,7 +129,7 @@ class MegatronNames:
             yield name, tensor
 
     def _split_qkv(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows (groups * (heads of a group + 2) * head_dim, ...) as those of q, k and v."""
+        """Split rows (groups * (heads per group + 2) * head_dim, ...) into q, k and v."""
         groups = fused.view(self.num_query_groups, -1, *fused.shape[1:])
         num_query_rows = groups.shape[1] - 2 * self.head_dim
         query, key, value = groups.split_with_sizes([num_query_rows, self.head_dim, self.head_dim], dim=1)

@@ -15,21 +15,21 @@ class KvReport(BaseModel):
 
     origin: Literal["calibration", "kv_scales", "state_dict"]
     scales: dict[str, float]
-    """Checkpoint names to what was written: multipliers that dequantize. The largest of all ranks, if they differ."""
+    """Checkpoint names and the dequantizing multipliers written. If ranks differ, the largest."""
     kept: tuple[str, ...] = ()
-    """Scales that were left as they were, because their layer saw nothing but zeros, or no token."""
+    """Scales left unchanged, because their layer saw only zeros or no token."""
     ignored: tuple[str, ...] = ()
-    """Scales that were given, and that this engine has no use for."""
+    """Scales that were given but that this engine does not use."""
     num_sequences: int = 0
     num_tokens: int = 0
     num_passes: int = 0
-    """Prefills that it took."""
+    """Prefills it took."""
     seconds: float = 0.0
     """Host time of the slowest rank, until the last scale was written."""
 
     @classmethod
     def merge(cls, ranks: Sequence["KvReport"]) -> "KvReport":
-        """What all ranks wrote, as one."""
+        """Combine what all ranks wrote."""
         scales: dict[str, float] = {}
         for rank in ranks:
             for name, scale in rank.scales.items():
@@ -40,85 +40,86 @@ class KvReport(BaseModel):
 
 
 class RankReport(BaseModel):
-    """What one rank wrote, and how long it took there."""
+    """What one rank wrote, and how long it took."""
 
     model_config = ConfigDict(frozen=True)
 
     rank: int = 0
     device: str = ""
     num_tensors: int
-    """Source tensors of which this rank holds a part."""
+    """Source tensors that this rank holds a part of."""
     num_quantized: int = 0
-    """Those of them that this rank quantized; the others came as the engine holds them, FP8 codes and scales bit for bit."""
+    """How many of them this rank quantized. The others arrived as FP8 codes and scales and were copied bit for bit."""
     ignored: tuple[str, ...] = ()
-    """Source tensors of which it holds none."""
+    """Source tensors that this rank holds no part of."""
     kept: tuple[str, ...] = ()
-    """Tensors that did not come and were kept."""
+    """Tensors that were missing from the source and kept."""
     differing: tuple[str, ...] = ()
-    """Source tensors of which this rank holds something else, if it was asked for that."""
+    """Source tensors that differ from what this rank holds, if it was asked to compare."""
     bytes_read: int
     bytes_written: int
     fill_s: float
-    """Seconds of host time until everything was launched."""
+    """Host seconds until everything was launched."""
     verify_s: float
-    """Seconds of host time after that, until the device had finished and its status word was read."""
+    """Host seconds from then until the device had finished and its status word was read."""
     fill_device_s: float | None = None
     """Seconds between the first and the last byte written, on the device's own clock; None on a CPU."""
     extra_bytes: int = 0
-    """Device memory that the refit held of its own."""
+    """Device memory that the refit allocated."""
     is_first: bool = False
     """Whether this refit compiled the plan."""
     source_digest: str = ""
-    """sha256 over names, shapes and dtypes of all that came."""
+    """SHA-256 of the names, shapes and dtypes of the source."""
     kv: KvReport | None = None
     flush_s: float = 0.0
-    """Seconds in which the engine dropped its caches, if it was asked for that and for the write at once; 0 if it did both at
-    the same time."""
+    """Seconds spent dropping caches, if the engine was told to do that and write in one order; 0 if it did both at
+    once."""
 
 
 class RefitReport(BaseModel):
-    """The result of one refit. `str(report)` is one table, `report.model_dump_json()` is JSON."""
+    """The result of one refit. `str(report)` is a table, `report.model_dump_json()` is JSON."""
 
     model_config = ConfigDict(frozen=True)
 
     version: int
-    """The policy version that the engine serves now; the first refit makes it 1."""
+    """The policy version that the engine now serves. The first refit makes it 1."""
     engine: str
     num_tensors: int
     """Source tensors that were written."""
     num_quantized: int = 0
-    """Those of them that a rank of the engine quantized, the most of any rank. 0 if they came as block FP8: nothing was rounded
-    a second time. (What a broadcast sends as FP8 its sender has quantized.)"""
+    """How many of them a rank of the engine quantized; the largest number of any rank. 0 if the source was block FP8
+    already, or if a broadcast's sender quantized."""
     ignored: tuple[str, ...] = ()
-    """Source tensors that this engine has no slot for and does not need, such as the LM head of a tied model."""
+    """Source tensors that this engine does not need, such as the LM head of a tied model."""
     kept: tuple[str, ...] = ()
-    """Tensors that did not come and were kept, by `RefitConfig.keep`."""
+    """Tensors that were missing from the source and kept, because `RefitConfig.keep` names them."""
     bytes_read: int
     bytes_written: int
     phases_s: dict[str, float]
-    """Seconds of host time in each phase, in order. `plan` judges the source, `pause` stops running requests, `flush`
-    drops the caches of the policy that is replaced (unless that passes while ranks write), `transfer` is what it took to reach
-    ranks in other processes, and for them to judge what is laid out as the last time if they are asked for that and for the
-    write at once, `fill` ends when everything is launched, `verify` when the device has finished and its status word is read,
-    `kv` when KV-cache scales are measured and written; `resume` admits requests again."""
+    """Host seconds in each phase, in order. `plan` checks the source. `pause` stops running requests. `flush` drops the
+    caches of the old policy, unless that overlaps the write. `transfer` reaches ranks in other processes, and includes
+    their check of a source with the same layout as last time if it is sent together with the write. `fill` ends when
+    everything is launched, `verify` when the device has finished and its status word is read. `kv` measures and writes
+    KV-cache scales. `resume` admits requests again."""
     fill_device_s: float | None = None
     """Seconds between the first and the last byte written, on the device's own clock; None on a CPU."""
     extra_bytes: int = 0
-    """Device memory that the refit held of its own on one rank: the work table, and staging buffers for tensors from
-    elsewhere."""
+    """Device memory that the refit allocated on one rank: the work table and the staging buffers."""
     is_first: bool = False
     """Whether this refit compiled the plan."""
     num_interrupted: int = 0
-    """Requests that the refit came across: aborted, or kept and continued under the new policy. With `in_flight="wait"` those
-    that had not begun when it was waited for the others."""
+    """Requests that the refit interrupted: aborted, or kept and continued under the new policy. With `in_flight="wait"`,
+    requests that had not started when the wait began."""
     ranks: tuple[RankReport, ...] = ()
-    """One entry per rank, in order of rank."""
+    """One entry per rank, in rank order."""
     kv: KvReport | None = None
-    """KV-cache scales that were written, of all ranks; None if they are those of before."""
+    """KV-cache scales that were written, combined over all ranks; None if they did not change."""
+    num_old_scales: int = 0
+    """How many scales of an FP8 KV cache still belong to an older policy, after a drop-in refit."""
 
     @classmethod
     def of(cls, ranks: Sequence[RankReport], **fields: Any) -> Self:
-        """Put together what every rank wrote: bytes are summed, times are the slowest rank's."""
+        """Combine what every rank wrote: bytes are summed, times are the slowest rank's."""
         device_s = [rank.fill_device_s for rank in ranks if rank.fill_device_s is not None]
         kv = [rank.kv for rank in ranks if rank.kv is not None]
         ignored = _ignored_by_all(ranks)
@@ -146,12 +147,12 @@ class RefitReport(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def gb_per_s(self) -> float:
-        """Bytes read and written over fill time, in units of 1e9 bytes a second."""
+        """Bytes read and written per second of fill time, in units of 1e9 bytes."""
         seconds = self.fill_device_s if self.fill_device_s is not None else self.phases_s.get("fill", 0.0)
         return (self.bytes_read + self.bytes_written) / seconds / 1e9 if seconds > 0 else 0.0
 
     def summary(self) -> str:
-        """One line."""
+        """Describe the refit in one line."""
         phases = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in self.phases_s.items())
         return (
             f"refit {self.engine} to version {self.version}: {self.num_tensors} tensors, "
@@ -171,6 +172,7 @@ class RefitReport(BaseModel):
             *([("kept", str(len(self.kept)))] if self.kept else []),
             *([("ranks", str(len(self.ranks)))] if len(self.ranks) > 1 else []),
             *([("scales", f"{len(self.kv.scales)} KV")] if self.kv is not None else []),
+            *([("scales", f"{self.num_old_scales} old")] if self.num_old_scales else []),
             *((name, f"{seconds * 1e3:.3f} ms") for name, seconds in self.phases_s.items()),
             ("total", f"{self.total_s * 1e3:.3f} ms"),
         ]
@@ -178,18 +180,18 @@ class RefitReport(BaseModel):
 
 
 class VerifyReport(BaseModel):
-    """How what an engine holds compares with a policy."""
+    """How the weights in an engine compare with a policy."""
 
     model_config = ConfigDict(frozen=True)
 
     version: int
-    """Which the engine says that it serves."""
+    """The version that the engine says it serves."""
     num_tensors: int
-    """Source tensors that some rank holds a part of."""
+    """Source tensors that at least one rank holds a part of."""
     differing: dict[str, tuple[int, ...]] = {}
-    """Source tensors of which some ranks hold something else than a refit would write, and which ranks."""
+    """Source tensors that differ from what a refit would write, and the ranks where they differ."""
     ranks: tuple[RankReport, ...] = ()
-    """One entry per rank, in order of rank."""
+    """One entry per rank, in rank order."""
 
     @property
     def is_equal(self) -> bool:
@@ -198,7 +200,7 @@ class VerifyReport(BaseModel):
 
     @classmethod
     def of(cls, ranks: Sequence[RankReport], *, version: int) -> Self:
-        """Put together what every rank found."""
+        """Combine what every rank found."""
         names = sorted({name for rank in ranks for name in rank.differing})
         differing = {name: tuple(rank.rank for rank in ranks if name in rank.differing) for name in names}
         return cls(
@@ -218,7 +220,7 @@ def _ignored_by_all(ranks: Sequence[RankReport]) -> set[str]:
 
 
 class PhaseClock:
-    """Collects the seconds spent in named phases."""
+    """Adds up the seconds spent in named phases."""
 
     def __init__(self) -> None:
         self.phases_s: dict[str, float] = {}
@@ -233,7 +235,7 @@ class PhaseClock:
             self.phases_s[name] = self.phases_s.get(name, 0.0) + time.perf_counter() - start
 
     def move(self, source: str, **phases_s: float) -> None:
-        """Account seconds that were spent inside the phase `source` to other phases."""
+        """Move seconds measured inside the phase `source` to other phases."""
         for name, seconds in phases_s.items():
             self.phases_s[name] = self.phases_s.get(name, 0.0) + seconds
             self.phases_s[source] = max(self.phases_s[source] - seconds, 0.0)

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fp8refit.transport import orders
-from fp8refit.transport.orders import Answer
+from fp8refit.remote.servers import orders
+from fp8refit.remote.servers.orders import Answer
 
 LOCAL = ("127.0.0.1", 40000)
 ELSEWHERE = ("10.0.0.7", 40000)

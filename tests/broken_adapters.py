@@ -23,9 +23,9 @@ from fp8refit import (
     dequantize_blockwise,
     quantize_blockwise,
 )
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, KvScale
 from fp8refit.report import KvReport, RankReport
-from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, KvScale
-from fp8refit.sources import MappingSource, Source
+from fp8refit.sources.source import MappingSource, Source
 from fp8refit.testing import AsyncSubject, Subject
 from tests.fake_kv import FakeKvCache
 from tests.fakes import PADDED_VOCAB, VOCAB, FakeEngine, FakeModel, bytes_of, live_bytes, make_policy
@@ -701,48 +701,48 @@ BROKEN = (
     ),
     Broken(
         check="misfits_are_told_all_at_once",
-        message=r"should name .*model\.layers\.9999.*; this one names (?!.*9999)",
+        message=r"should name .*model\.layers\.9999.*, but this one names (?!.*9999)",
         model=LetsUnexpectedNamesPass,
     ),
     Broken(
         check="misfits_are_told_all_at_once",
-        message=r"refused left other bytes than it should in layers\.0\.bias",
+        message=r"a refused refit from .* left wrong bytes in layers\.0\.bias",
         ranks=WritesBeforeItJudges,
     ),
     Broken(
         check="bad_values_are_named_and_never_served",
-        message=r"NaN and Inf should raise NonFiniteError, and raised nothing",
+        message=r"NaN and Inf should raise NonFiniteError, but raised nothing",
         ranks=LetsBadValuesPass,
     ),
     Broken(
         check="bad_values_are_named_and_never_served",
-        message=r"a request after a refit with NaN and Inf should raise EngineDirtyError, and raised nothing",
+        message=r"a request after a refit with NaN and Inf should raise EngineDirtyError, but raised nothing",
         model=AnswersWhileDirty,
     ),
     Broken(
         check="bad_values_are_named_and_never_served",
-        message=r"1 refused requests are left unfinished",
+        message=r"1 refused requests remain unfinished",
         model=KeepsARefusedRequest,
     ),
     Broken(
         check="bad_values_are_named_and_never_served",
-        message=r"a refit with NaN and Inf left other bytes than it should",
+        message=r"a refit with NaN and Inf left wrong bytes",
         ranks=SaysItIsClean,
     ),
     Broken(check="strict_writes_nothing_bad", message=r"left the engine dirty", ranks=FindsBadValuesTooLate),
     Broken(
         check="a_source_that_fails_is_all_or_nothing",
-        message=r"raises half way raised SystemError .*neither the source's error nor",
+        message=r"raises halfway raised SystemError .*neither the source's error nor",
         ranks=HidesWhatTheSourceRaised,
     ),
     Broken(
         check="an_interrupt_is_all_or_nothing",
-        message=r"should raise KeyboardInterrupt, and raised RuntimeError: interrupted",
+        message=r"should raise KeyboardInterrupt, but raised RuntimeError: interrupted",
         ranks=SwallowsInterrupts,
     ),
     Broken(
         check="a_stream_that_ends_early_is_all_or_nothing",
-        message=r"ends after half the tensors should raise InvalidSourceError, and raised nothing",
+        message=r"ends after half the tensors should raise InvalidSourceError, but raised nothing",
         ranks=MakesUpWhatDidNotCome,
     ),
     Broken(
@@ -752,7 +752,7 @@ BROKEN = (
     ),
     Broken(
         check="one_refit_at_a_time",
-        message=r"a second refit while the first was under way should raise EngineBusyError, and raised nothing",
+        message=r"a second refit during the first should raise EngineBusyError, but raised nothing",
         engine=AttachesToAHandle,
         subject=HandleSubject,
     ),
@@ -763,25 +763,25 @@ BROKEN = (
     ),
     Broken(
         check="a_busy_engine_is_left_alone",
-        message=r"unfinished requests should raise EngineBusyError, and raised nothing",
+        message=r"unfinished requests should raise EngineBusyError, but raised nothing",
         engine=RefitsWhileBusy,
     ),
     Broken(
-        check="a_busy_engine_is_left_alone", message=r"of 1 requests the refused refit left 0", engine=AbortsRequests
+        check="a_busy_engine_is_left_alone", message=r"the refused refit left 0 of 1 requests", engine=AbortsRequests
     ),
     Broken(
         check="sleeping_weights_are_not_written",
-        message=r"weights sleep should raise EngineAsleepError, and raised nothing",
+        message=r"weights sleep should raise EngineAsleepError, but raised nothing",
         engine=RefitsWhileAsleep,
     ),
     Broken(
         check="caches_that_stay_keep_the_old_policy",
-        message=r"keeps its caches should raise CacheFlushError, and raised nothing",
+        message=r"keeps its caches should raise CacheFlushError, but raised nothing",
         engine=CallsAKeptCacheFlushed,
     ),
     Broken(
         check="caches_that_stay_keep_the_old_policy",
-        message=r"keeps its caches left other bytes than it should in embed",
+        message=r"keeps its caches left wrong bytes in embed",
         ranks=WritesAlthoughCachesStay,
     ),
     Broken(
@@ -791,7 +791,7 @@ BROKEN = (
     ),
     Broken(
         check="no_answer_from_the_old_policys_cache",
-        message=r"something computed under the old policy was used again",
+        message=r"something computed under the old policy was reused",
         engine=FlushesNothing,
     ),
     Broken(
@@ -799,9 +799,7 @@ BROKEN = (
         message=r"fp32 masters: other bytes in",
         ranks=KeepsMastersUnrounded,
     ),
-    Broken(
-        check="prequantized_tensors_are_copied", message=r"FP8 left other bytes than it should in", ranks=MixesUpScales
-    ),
+    Broken(check="prequantized_tensors_are_copied", message=r"FP8 left wrong bytes in", ranks=MixesUpScales),
     Broken(
         check="prequantized_tensors_are_copied",
         message=r"quantized again in layers\.0\.down, layers\.0\.o, layers\.0\.qkv$",
@@ -814,7 +812,7 @@ BROKEN = (
     ),
     Broken(
         check="closing_keeps_version_and_state",
-        message=r"close\(\) made version \d+ 0",
+        message=r"close\(\) changed version \d+ to 0",
         ranks=ForgetsItsVersionWhenClosed,
     ),
     Broken(
@@ -828,7 +826,7 @@ BROKEN = (
     Broken(check="the_source_is_let_go", message=r"a refit from a mapping: model\.", ranks=KeepsTheSource),
     Broken(
         check="memory_does_not_grow",
-        message=r"\d+ bytes were held before 5 more refits, and \d+ after",
+        message=r"\d+ bytes were allocated before 5 more refits, and \d+ after",
         ranks=KeepsSomethingOfEveryRefit,
     ),
     Broken(
@@ -836,32 +834,32 @@ BROKEN = (
     ),
     Broken(
         check="scales_fit_the_policy_that_is_served",
-        message=r"a policy gave other scales the second time, in model\.layers\.0\.self_attn\.[kv]_scale",
+        message=r"the second calibration of a policy gave other scales, in model\.layers\.0\.self_attn\.[kv]_scale",
         model=KeepsTheLargestEver,
     ),
     Broken(
         check="scales_fit_the_policy_that_is_served",
-        message=r"a policy gave other scales the second time",
+        message=r"the second calibration of a policy gave other scales",
         ranks=MeasuresTheOldWeights,
     ),
     Broken(
         check="scales_fit_the_policy_that_is_served",
-        message=r"in its places the engine holds different values of .*k_scale \(1\.0, \d",
+        message=r"copies of a scale differ in .*k_scale \(1\.0, \d",
         model=WritesOnlyTheNumber,
     ),
     Broken(
         check="scales_fit_the_policy_that_is_served",
-        message=r"instead of one, left other bytes than it should in layers\.0\.bias",
+        message=r"instead of one, left wrong bytes in layers\.0\.bias",
         model=ChangesWeightsWhileItMeasures,
     ),
     Broken(
         check="calibrating_alone_gives_the_scales_of_a_refit",
-        message=r"asked before a calibration got another answer after it",
+        message=r"after a calibration, a prompt asked before got another answer",
         engine=FlushesNothing,
     ),
     Broken(
         check="calibrating_alone_gives_the_scales_of_a_refit",
-        message=r"a calibration alone made version \d+ \d+",
+        message=r"a calibration alone changed version \d+ to \d+",
         ranks=CountsACalibration,
     ),
     Broken(
@@ -876,22 +874,22 @@ BROKEN = (
     ),
     Broken(
         check="scales_stay_without_calibration",
-        message=r"from a mapping that says nothing of scales left other scales than it should: .*, is 1\.0\)",
+        message=r"from a mapping without scales left wrong scales: .*, is 1\.0\)",
         model=ForgetsScales,
     ),
     Broken(
         check="given_scales_are_written_exactly",
-        message=r"in its places the engine holds different values of",
+        message=r"copies of a scale differ in",
         model=WritesOnlyTheTensor,
     ),
     Broken(
         check="given_scales_are_written_exactly",
-        message=r"a refit with scales by kv_scales= left other scales than it should",
+        message=r"a refit with scales by kv_scales= left wrong scales",
         model=MixesUpKeysAndValues,
     ),
     Broken(
         check="given_scales_are_written_exactly",
-        message=r"left other scales than it should: .*k_scale \(should be 64\.14\d*, is 64\.0\)",
+        message=r"left wrong scales: .*k_scale \(should be 64\.14\d*, is 64\.0\)",
         model=RoundsScales,
     ),
     Broken(
@@ -899,22 +897,20 @@ BROKEN = (
         message=r"writing scales moved model\.layers\.0\.self_attn\.k_scale",
         model=ReplacesAScale,
     ),
-    Broken(
-        check="scales_are_read", message=r"left the answers as they were: who reads them", model=ReadsScalesOfTheBoot
-    ),
+    Broken(check="scales_are_read", message=r"did not change the answers: are they used", model=ReadsScalesOfTheBoot),
     Broken(
         check="bad_scales_and_batches_write_nothing",
-        message=r"a refit with .* left other scales than it should: .*, is 3\.0\)",
+        message=r"a refit with .* left wrong scales: .*, is 3\.0\)",
         ranks=WritesScalesBeforeItJudges,
     ),
     Broken(
         check="bad_scales_and_batches_write_nothing",
-        message=r"a token id of no vocabulary should raise InvalidCalibrationError, and raised nothing",
+        message=r"a token id outside the vocabulary should raise InvalidCalibrationError, but raised nothing",
         model=LetsAnyTokenPass,
     ),
     Broken(
         check="a_dirty_engine_is_not_calibrated",
-        message=r"a calibration of a dirty engine should raise EngineDirtyError, and raised nothing",
+        message=r"a calibration of a dirty engine should raise EngineDirtyError, but raised nothing",
         engine=AttachesToAHandle,
         subject=HandleSubject,
     ),

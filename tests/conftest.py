@@ -15,7 +15,8 @@ from tests.fakes import FakeEntryPoint, FakeModel
 if not torch.cuda.is_available():
     with pytest.MonkeyPatch.context() as patch, suppress(ImportError):
         patch.setenv("TRITON_INTERPRET", "1")
-        import fp8refit.kernels.triton_table  # noqa: F401
+        import fp8refit.fill.kernels.triton_groups
+        import fp8refit.fill.kernels.triton_table  # noqa: F401
 
 
 def pytest_collection_finish():
@@ -40,5 +41,5 @@ def one_thread():
 @pytest.fixture
 def model(monkeypatch):
     """A fake engine of one layer; its adapter is the only one installed."""
-    monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [FakeEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [FakeEntryPoint()])
     return FakeModel()

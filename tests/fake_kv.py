@@ -6,14 +6,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fp8refit.slots import KvCache, KvLayer, KvScale, Observe, Refusal
+from fp8refit.live.slots import KvCache, KvLayer, KvScale, Observe, Refusal
 
 ATTENTION = "model.layers.0.self_attn"
 K_SCALE, V_SCALE = f"{ATTENTION}.k_scale", f"{ATTENTION}.v_scale"
 
 
 class FakeKvCache:
-    """The cache of one rank, and its `fp8refit.slots.Prefill`."""
+    """The cache of one rank, and its `fp8refit.live.slots.Prefill`."""
 
     vocab_size, max_length, max_tokens = 100, 16, 24
 

@@ -6,7 +6,7 @@ reaches every rank's `RankServer` over a channel.
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,14 +17,25 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fp8refit import EngineLostError, Refitter
-from fp8refit.engine import LocalRanks
-from fp8refit.live import live_tensors
-from fp8refit.rank import Rank
-from fp8refit.remote import RemoteRanks
-from fp8refit.server import RankServer
-from fp8refit.slots import FP8_DTYPE, Inventory, PartlyRead, Refresh, Refusal, ScaleFormat, Slot, Stacked, TensorMeta
-from fp8refit.target import Target
-from fp8refit.transport.messages import Request
+from fp8refit.driver.engine import LocalRanks
+from fp8refit.live.parameters import live_tensors
+from fp8refit.live.slots import (
+    FP8_DTYPE,
+    Inventory,
+    PartlyRead,
+    Refresh,
+    Refusal,
+    ScaleFormat,
+    Slot,
+    Stacked,
+    TensorMeta,
+)
+from fp8refit.ranks.rank import Rank
+from fp8refit.ranks.target import Target
+from fp8refit.remote.messages import Request
+from fp8refit.remote.rank_server import RankServer
+from fp8refit.remote.ranks import RemoteRanks
+from fp8refit.transport.in_thread import InThread
 from tests.fake_kv import FakeKvCache
 from tests.fakes import FakeEngine, assert_slots_hold, live_bytes
 
@@ -187,7 +198,7 @@ class Meeting:
 
 
 class ThreadGroup:
-    """See `fp8refit.vote.Group`."""
+    """See `fp8refit.transport.vote.Group`."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank = rank
@@ -280,7 +291,7 @@ class Client:
 
 
 class ClientEngine(FakeEngine):
-    """See `fp8refit.engine.Engine`."""
+    """See `fp8refit.driver.engine.Engine`."""
 
     def __init__(self, candidate: Client) -> None:
         self._model = candidate
@@ -325,11 +336,11 @@ class Drivers:
 
 
 class ThreadChannel:
-    """See `fp8refit.remote.Channel`: every server in a thread."""
+    """See `fp8refit.remote.channel.Channel`: every server in a thread."""
 
     def __init__(self, servers: Sequence[RankServer], *, suspends: bool = False) -> None:
         self.servers = list(servers)
-        self.suspends = suspends
+        self.is_asynchronous = suspends
         self.requests: list[Request] = []
         self.timeouts_s: list[float] = []
         self.on_request: Callable[[Request], object] = lambda request: None
@@ -345,11 +356,15 @@ class ThreadChannel:
         self.requests.append(request)
         self.timeouts_s.append(timeout_s)
         self.on_request(request)
-        if not self.suspends:
+        if not self.is_asynchronous:
             return self.on_answers(self._handle(message))
         # What was sent arrives, and in order, whatever becomes of the sender.
         handled = asyncio.get_running_loop().run_in_executor(self._line, self._handle, message)
         return self.on_answers(await asyncio.shield(handled))
+
+    async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]]:
+        call = self.call(message, timeout_s=timeout_s)
+        return asyncio.ensure_future(call) if self.is_asynchronous else InThread(call)
 
     def _handle(self, message: str) -> list[str]:
         return together([partial(server.handle, message) for server in self.servers])
@@ -411,10 +426,10 @@ def fail_once(owner: object, method: str, error: BaseException, *, after: bool =
 
 FAULTS = {
     "ready": ("check_ready", False),
-    "judged": ("_prepare", False),
+    "judged": ("_check", False),
     "prepared": ("prepare", True),
-    "begun": ("_begin", False),
-    "filled": ("_begin", True),
+    "begun": ("_launch", False),
+    "filled": ("_launch", True),
     "finished": ("_finish", False),
     "written": ("finish", True),
 }

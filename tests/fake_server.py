@@ -8,14 +8,14 @@ from typing import Any
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import RankFailedError
-from fp8refit.remote import RemoteRanks
-from fp8refit.served import ServedRanks, ServerDriver
-from fp8refit.server import RankServer
-from fp8refit.transport.clerk import Clerk
-from fp8refit.transport.door import Door
-from fp8refit.transport.http import Server
-from fp8refit.transport.orders import OrderRequest
-from fp8refit.transport.pairs import PairAnswers, call_in_turn
+from fp8refit.remote.message_pairs import PairAnswers, call_in_turn
+from fp8refit.remote.rank_server import RankServer
+from fp8refit.remote.ranks import RemoteRanks
+from fp8refit.remote.servers.http_client import Server
+from fp8refit.remote.servers.http_endpoint import Door
+from fp8refit.remote.servers.order_handler import Clerk
+from fp8refit.remote.servers.orders import OrderRequest
+from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
 from tests.asgi import ELSEWHERE, LOCAL, order_headers, scope_of
 from tests.fake_ranks import Cluster, ThreadChannel
 
@@ -23,7 +23,7 @@ URL = "http://fake:1"
 
 
 class FakeControls:
-    """See `fp8refit.transport.clerk.Controls`."""
+    """See `fp8refit.remote.servers.order_handler.Controls`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.channel = ThreadChannel([RankServer(lambda rank=rank: rank) for rank in cluster.ranks], suspends=True)
@@ -73,7 +73,7 @@ class Running:
         self.start()
 
     def start(self) -> None:
-        """Another engine, in the place of the one before."""
+        """Another engine, instead of the one before."""
         self.cluster = Cluster()
         self.controls = FakeControls(self.cluster)
         self.clerk, self.door = Clerk(self.controls), Door(token=self.token)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.config import RefitConfig
-from fp8refit.engine import AttachedEngine, LocalRanks
+from fp8refit.driver.engine import AttachedEngine, LocalRanks
 from fp8refit.errors import CacheFlushError, EngineBusyError
-from fp8refit.kernels.reference import quantize_reference
-from fp8refit.live import live_tensors
-from fp8refit.rank import Rank
+from fp8refit.fill.kernels.reference import quantize_reference
+from fp8refit.live.parameters import live_tensors
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, Refresh, Refusal, ScaleFormat, Slot
+from fp8refit.ranks.rank import Rank
+from fp8refit.ranks.target import Target
 from fp8refit.report import KvReport, RankReport
-from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, Refresh, Refusal, ScaleFormat, Slot
-from fp8refit.sources import Source
-from fp8refit.target import Target
+from fp8refit.sources.source import Source
 from tests.fake_kv import FakeKvCache
 
 HIDDEN = 192  # no multiple of 128: every matrix has ragged blocks
@@ -148,7 +148,7 @@ class RecordingRanks(LocalRanks):
 
 
 class FakeEngine:
-    """See `fp8refit.engine.Engine`."""
+    """See `fp8refit.driver.engine.Engine`."""
 
     name = "fake"
     is_asynchronous = False
@@ -212,8 +212,8 @@ def make_target(model: FakeModel) -> Target:
 
 def refit_target(target: Target, source: Source, **options: object) -> RankReport:
     """Prepare, write and commit."""
-    target.prepare(source, RefitConfig(**options))
-    result = target.write()
+    prepared = target.prepare(source, RefitConfig(**options))
+    result = target.write(prepared)
     target.commit()
     return result
 
@@ -268,7 +268,7 @@ def live_bytes(model: nn.Module) -> dict[str, bytes]:
 
 @contextmanager
 def unchanged(model: FakeModel):
-    """Hold that the block leaves every live byte, the version and admission as they were."""
+    """Check that the block leaves every live byte, the version and admission as they were."""
     before, version, blocked = live_bytes(model), _version(model), model.blocked
     yield
     assert live_bytes(model) == before

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from fp8refit.transport import orders
+from fp8refit.remote.servers import orders
 from tests.asgi import order_headers
 
 RAW = {

@@ -1,7 +1,8 @@
-"""What ranks of a trainer do in the tests of `fp8refit.gather`. Each function runs on every rank at once."""
+"""What ranks of a trainer do in the tests of `fp8refit.sources.sharded.gather`. Each function runs on every rank at once."""
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -16,11 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
-import fp8refit.engine
-import fp8refit.gather
-from fp8refit import RefitError, Refitter, batches, gathered
-from fp8refit.gather import Gathered, Piece
+import fp8refit.driver.engine
+import fp8refit.sources.sharded.gather
+from fp8refit import RefitError, Refitter, gathered
 from fp8refit.megatron import MegatronNames, global_names
+from fp8refit.sources.sharded import batches
+from fp8refit.sources.sharded.gather import Gathered, Piece
 from tests.fakes import FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy
 from tests.test_megatron import GROUPS, HEAD, checkpoint, megatron
 
@@ -153,7 +155,7 @@ def gather_oddly(rank: int) -> list[str]:
 
 def engine() -> FakeModel:
     """A fake engine, the only one whose adapter is installed."""
-    fp8refit.engine.entry_points = lambda group: [FakeEntryPoint()]
+    fp8refit.driver.engine.entry_points = lambda group: [FakeEntryPoint()]
     return FakeModel()
 
 
@@ -334,9 +336,11 @@ def read_slowly(rank: int, placements: tuple[Placement, ...], path: str) -> list
     whole["embed_tokens.weight"] = torch.randn(1024, 64, generator=torch.Generator().manual_seed(3))
     state_dict = {name: shard(tensor, mesh, placements) for name, tensor in whole.items()}
     source = Observed(state_dict, store, bucket_bytes=1 << 18)
-    make = fp8refit.gather.batches
+    make = fp8refit.sources.sharded.gather.batches
     made = list(make(source._parts, 1 << 17))
-    fp8refit.gather.batches = lambda *_: (source.observe(number, batch) for number, batch in enumerate(made))
+    fp8refit.sources.sharded.gather.batches = lambda *_: (
+        source.observe(number, batch) for number, batch in enumerate(made)
+    )
     wrong: list[str] = []
     try:
         with source:
@@ -347,12 +351,12 @@ def read_slowly(rank: int, placements: tuple[Placement, ...], path: str) -> list
                 if following < len(made):
                     store.wait([f"{other} finished {following}" for other in range(1, size)], timedelta(seconds=20))
     finally:
-        fp8refit.gather.batches = make
+        fp8refit.sources.sharded.gather.batches = make
     return wrong + source.events
 
 
 def assert_overlap(reader: list[str], *others: list[str]) -> None:
-    """Hold that each batch was voted on and begun before the last was read, and finished after it."""
+    """Check that each batch was voted on and begun before the last was read, and finished after it."""
     last = int(reader[-1].split()[1])
     expected = ["vote 0", "begin 0", "finish 0"]
     for number in range(1, last + 1):
@@ -465,8 +469,16 @@ def gather_stages_in_vain(rank: int, fault: str) -> str:
     return "nothing"
 
 
+STREAM_TIMEOUT_S = 4.0
+SLACK_S = 8.0
+"""What a busy machine may add to a time limit."""
+
+
 def refit_from_a_stream(rank: int, fault: str | None) -> tuple[str, int, bool]:
-    """The last rank refits its engine from a stream, to read which takes all ranks; what it is told, and how far each read."""
+    """The last rank refits its engine from a stream that all ranks must read together.
+
+    Gives what each rank is told, how many tensors it read, and whether its engine is dirty. A rank that is told late says so.
+    """
     model, num_read = engine(), 0
     policy = make_policy(model, 1)
     other = {f"model.other.{index}": torch.zeros(2) for index in range(40)} if fault == "unexpected" else {}
@@ -476,16 +488,22 @@ def refit_from_a_stream(rank: int, fault: str | None) -> tuple[str, int, bool]:
         for name, tensor in {**other, **policy}.items():
             torch.distributed.all_reduce(torch.ones(1))
             num_read += 1
-            if fault == "raise" and rank == 3 and num_read == 5:
-                raise RuntimeError("no room")
+            if rank == 2 and num_read == 5 and fault == "raise":
+                raise MemoryError("no room")
+            if rank == 2 and num_read == 5 and fault == "end":
+                return
+            if rank == 2 and num_read == 5 and fault == "die":
+                os._exit(1)
             yield name, tensor
 
-    told = "nothing"
+    told, start_s = "nothing", time.monotonic()
     try:
-        with gathered(stream, timeout_s=20.0) as weights:
+        with gathered(stream, timeout_s=STREAM_TIMEOUT_S) as weights:
             if rank == 3:
                 model.is_busy = fault == "busy"
                 Refitter(model).refit(weights)
     except Exception as error:  # noqa: BLE001
         told = error_of(error)
+    if fault in ("raise", "end", "die") and (late_s := time.monotonic() - start_s - STREAM_TIMEOUT_S) > SLACK_S:
+        told = f"nothing for {late_s:.1f} s beyond its time limit, then {told}"
     return told, num_read, rank == 3 and Refitter(model).is_dirty

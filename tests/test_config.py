@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from fp8refit import RefitConfig, cli, gathered
+from fp8refit import RefitConfig, gathered
+from fp8refit.cli import commands as cli
 
 
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, 1e12, 86_401, 0, -1])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8refit.gather import gathered
 from fp8refit.megatron import MegatronNames
+from fp8refit.sources.sharded.gather import gathered
 
 HIDDEN, HEAD, HEADS, GROUPS, INTERMEDIATE = 16, 4, 6, 2, 24
 

@@ -20,7 +20,7 @@ def make_policy(policy):
 
 
 def model_of(*tensors):
-    """A model of these tensors, the later ones in the place of the earlier ones."""
+    """A model of these tensors, the later ones instead of the earlier ones."""
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPES[SHAPE])).to(torch.bfloat16)
     for some in tensors:
         model.load_state_dict(some, strict=False)

@@ -6,9 +6,12 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8refit import RefitReport
 from fp8refit.errors import InvalidSourceError
 from fp8refit.peft import merged
+from tests.fake_ranks import ClientEntryPoint, Cluster, Drivers, Remote
 
 peft = pytest.importorskip("peft")
 
@@ -116,7 +119,7 @@ def test_a_model_without_adapters_is_what_it_is():
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.items())
 
 
-def test_one_merged_tensor_is_held_at_a_time():
+def test_a_tensor_that_is_given_whole_is_the_readers_own():
     alive = []
     for name, tensor in merged(adapted()):
         if name.endswith("proj.weight"):
@@ -124,3 +127,90 @@ def test_one_merged_tensor_is_held_at_a_time():
             alive.append(weakref.ref(tensor))
         del tensor
     assert len(alive) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_bytes", [1, 3000, 1 << 20])
+def test_pieces_are_rows_of_the_same_weights(max_bytes, dtype):
+    model = adapted(dtype, modules_to_save=["lm_head"])
+    source, found = merged(model), {}
+    for piece in source.pieces(max_bytes):
+        rows = found.setdefault(piece.name, torch.full(piece.full_shape, torch.nan, dtype=piece.tensor.dtype))
+        if piece.full_shape:
+            rows = rows[piece.first_row : piece.end_row]
+        rows.copy_(piece.tensor)
+    assert_close(found, dict(source))
+    metadata, problems = source.scan()
+    assert {name: (meta.shape, meta.dtype) for name, meta in metadata.items()} == {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()
+    }
+    assert problems == ()
+
+
+class Taken(TorchDispatchMode):
+    """How much memory is taken while it is entered."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {id(each) for each in args if isinstance(each, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        is_new = isinstance(result, torch.Tensor) and id(result) not in before and not func.is_view
+        if is_new and result is not (kwargs or {}).get("out"):
+            self.num_bytes += result.nbytes
+        return result
+
+
+def test_a_pass_takes_one_buffer_and_no_copy_of_a_weight():
+    source = merged(adapted())
+    largest = max(tensor.nbytes for _, tensor in source)
+    with Taken() as taken:
+        assert sum(piece.tensor.nbytes for piece in source.pieces(1 << 20)) > 4 * largest
+    assert largest <= taken.num_bytes < 1.5 * largest
+    with Taken() as taken:
+        for _ in source:
+            pass
+    assert taken.num_bytes > 2 * largest, "to iterate takes memory for every tensor"
+
+
+def network_of(policy):
+    """Modules by the names of a policy's weights."""
+    root = nn.Module()
+    for name, tensor in policy.items():
+        *path, leaf, key = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module._modules[part]
+        is_matrix = leaf.endswith("_proj")
+        child = nn.Linear(*reversed(tensor.shape), bias=False) if is_matrix else module._modules.get(leaf, nn.Module())
+        child.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+        module.add_module(leaf, child)
+    root.forward = lambda x: x
+    return root
+
+
+@pytest.mark.parametrize("place", ["in this process", "elsewhere"])
+def test_an_engine_holds_the_merged_policy(place, monkeypatch):
+    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
+    cluster = Cluster("replicated")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "up_proj"])
+    for version in (1, 2):
+        model = peft.get_peft_model(network_of(cluster.make_policy(version)), config, autocast_adapter_dtype=False)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(parameter, std=0.5)
+        if place == "elsewhere":
+            Remote(cluster, bucket_bytes=1 << 20).refitter.refit(merged(model))
+        else:
+            assert {type(each) for each in Drivers(cluster).refit({"state_dict": merged(model)})} == {RefitReport}
+        cluster.assert_holds(dict(merged(model)), version=version)
+
+
+def test_a_weight_without_bytes_is_named():
+    model = adapted()
+    model.base_model.model.lm_head.to("meta")
+    metadata, problems = merged(model).scan()
+    assert "lm_head.weight" not in metadata
+    assert [problem.split(":")[0] for problem in problems] == ["lm_head.weight"]

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from fp8refit import RefitConfig
-from fp8refit.transport import clerk, door, orders
+from fp8refit.remote.servers import http_endpoint as door
+from fp8refit.remote.servers import order_handler as clerk
+from fp8refit.remote.servers import orders
 
 ROOT = Path(__file__).parents[1]
 SAID, ON_SERVERS = (" ".join((ROOT / page).read_text().split()) for page in ("SECURITY.md", "docs/servers.md"))

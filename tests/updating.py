@@ -1,5 +1,7 @@
 """What a trainer does in a worker, or in a scheduler: an update by buckets of some kind, with a fault in one of them."""
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,18 +20,18 @@ def update(owner: Any, rank: int, family: str, seed: int, kind: str, fault: str 
         family: Of models.
         seed: Of the policy.
         kind: One of `KINDS`.
-        fault: One of `FAULTS`, and the bucket that has it, as `nan 1`.
+        fault: One of `FAULTS` or `KILL`, and the bucket that has it, as `nan 1`.
         **options: Of the update.
     """
     from tests.tiny_models import make_model
 
     buckets = KINDS[kind](make_model(family, seed).state_dict())
-    name, _, place = (fault or "").partition(" ")
+    name, _, place = (fault or "").rpartition(" ")
     try:
         with fp8refit.update(owner, timeout_s=20.0, **options) as update:
             for index, bucket in enumerate(buckets):
                 if name and index == int(place):
-                    bucket = FAULTS[name](bucket, rank)
+                    bucket = (FAULTS | KILL)[name](bucket, rank)
                 update.load(bucket)
     except Exception as error:  # noqa: BLE001 - an engine's RPC does not bear it
         return {"error": type(error).__name__, "message": str(error)}
@@ -81,4 +83,12 @@ def broken_generator(bucket: list, rank: int) -> Iterator:
     yield from broken(bucket[1:], rank)
 
 
+def killed(bucket: list, rank: int) -> list:
+    """The last rank of two dies as by the kernel's out-of-memory killer."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return bucket
+
+
+KILL = {"kill": killed}
 FAULTS = {"nan": with_nan, "missing": without_one, "raise": broken, "raise inside": broken_generator}

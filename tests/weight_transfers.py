@@ -1,10 +1,23 @@
 """What a trainer has by vLLM's weight-transfer API, whichever version of vLLM it runs beside."""
 
 from collections.abc import Callable, Iterator
+from inspect import signature
+from typing import Any
 
+from fp8refit_vllm.trainer import RefitTrainer, RefitTrainerInitInfo
 from torch import Tensor
 from vllm import LLM
+from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+
+def open_trainer(init_info: RefitTrainerInitInfo, *, client: Any, source: WeightSource) -> RefitTrainer:
+    """A trainer by vLLM's API, which until 0.26 asks for the backend twice more."""
+    init, more = WeightTransferTrainerFactory.trainer_init, {}
+    if "config" in signature(init).parameters:
+        more = {"backend": init_info.backend, "config": WeightTransferConfig(backend=init_info.backend)}
+    return init(init_info=init_info, client=client, source=source, **more)
 
 
 class LlmClient:

@@ -11,9 +11,10 @@ from typing import Any
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = DOCS / "zoo.md"
 EQUAL, SILENT, REFUSED, NOT_BOOTED = "equal", "equal, without a forward", "refused", "not booted"
+WRONG = "refitted wrongly"
 NOT_WALKED = "not walked yet"
 IN_BF16 = "to a boot from the BF16 checkpoint, quantized afterwards"
-OUTCOMES = (EQUAL, SILENT, REFUSED, NOT_BOOTED, NOT_WALKED)
+OUTCOMES = (EQUAL, SILENT, WRONG, REFUSED, NOT_BOOTED, NOT_WALKED)
 _HEAD = """# Which models refit
 
 Every causal language model that an engine's registry names and that transformers can make small, in block FP8 on the CPU:
@@ -37,19 +38,18 @@ _LONGEST = 160
 
 
 def outcome_of(found: dict[str, Any], *, speaks: bool) -> dict[str, Any]:
-    """One line of the table, of what a walk found.
-
-    Raises:
-        AssertionError: It refits wrongly.
-    """
+    """One line of the table, of what a walk found."""
     if "error" in found:
         kind = REFUSED if "cannot be refitted" in found["error"] else NOT_BOOTED
         return {"outcome": kind, "why": shortened(found["error"])}
-    assert found["refitted"] == found["from_files"] == found["fresh"]
+    (refitted, *_), (fresh, *_) = found["refitted"], found["fresh"]
+    unlike = [name for name in fresh if refitted.get(name) != fresh[name]]
+    if unlike or not found["refitted"] == found["from_files"] == found["fresh"]:
+        return {"outcome": WRONG, "why": f"{len(unlike)} of {len(fresh)} tensors, {', '.join(unlike[:2])}"}
+    if speaks and not found["generated"] == found.get("fresh_generated", found["generated"]) != found["before"]:
+        return {"outcome": WRONG, "why": "its log-probabilities"}
     num_quantized = sum(name.endswith("_scale_inv") for live in found["fresh"] for name in live)
     assert num_quantized
-    if speaks:
-        assert found["generated"] == found.get("fresh_generated", found["generated"]) != found["before"]
     line = {"outcome": EQUAL if speaks else SILENT, "num_quantized": num_quantized}
     return line | ({"why": IN_BF16} if found.get("is_loaded_in_bf16") else {})
 
@@ -61,22 +61,40 @@ def shortened(text: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
 
-def write(engine: str, version: str, models: dict[str, dict[str, Any]], *, keep: bool = False) -> None:
-    """Note what a walk found of every model of an engine, and render the table.
+def asked_of(engine: str, named: set[str], asked: str) -> list[str]:
+    """Which architectures to walk to.
 
     Args:
         engine: Its name.
-        version: Of the engine.
-        models: Lines of the table, by architecture.
-        keep: Whether the lines of other models stay as they are.
+        named: By the engine, and by transformers.
+        asked: `all`; `rest`, those that nobody has walked to yet; or names with commas between.
     """
-    file = DOCS / f"zoo_{engine.lower()}.json"
-    if keep and file.exists():
-        models = json.loads(file.read_text())["models"] | models
-    file.write_text(
-        json.dumps({"engine": engine, "version": version, "models": dict(sorted(models.items()))}, indent=1) + "\n"
-    )
+    if asked not in ("all", "rest"):
+        return asked.split(",")
+    noted = _walk_of(engine)["models"] if asked == "rest" else {}
+    return sorted(name for name in named if noted.get(name, {}).get("outcome", NOT_WALKED) == NOT_WALKED)
+
+
+def write(engine: str, version: str, architecture: str, line: dict[str, Any]) -> None:
+    """Note what a walk found of a model, and render the table."""
+    models = _walk_of(engine)["models"] | {architecture: line}
+    noted = {"engine": engine, "version": version, "models": dict(sorted(models.items()))}
+    _file_of(engine).write_text(json.dumps(noted, indent=1) + "\n")
     TABLE.write_text(render())
+
+
+def outcomes_of(engine: str) -> list[str]:
+    """What is noted of all models of an engine."""
+    return [model["outcome"] for model in _walk_of(engine)["models"].values()]
+
+
+def _file_of(engine: str) -> Path:
+    return DOCS / f"zoo_{engine.lower()}.json"
+
+
+def _walk_of(engine: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(_file_of(engine).read_text())
+    return found
 
 
 def walks() -> list[dict[str, Any]]:

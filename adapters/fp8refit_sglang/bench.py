@@ -12,9 +12,9 @@ from torch import Tensor
 from fp8refit.bench.eager import eager_checkpoint
 from fp8refit.bench.engine import Strategy
 from fp8refit.bench.shapes import block_fp8
+from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.layout import EngineLayout
-from fp8refit.refitter import Refitter
+from fp8refit.live.layout import EngineLayout
 
 _BUCKETS_BYTES = {"512 MiB": 512 << 20, "2 GiB": 2 << 30}
 """What RL frameworks take, and more."""

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fp8refit.admission import refusal
+from fp8refit.driver.admission import refusal
 from fp8refit.errors import EngineAsleepError
-from fp8refit.slots import FP8_DTYPE, dtype_name
+from fp8refit.live.slots import FP8_DTYPE, dtype_name
+from fp8refit.live.versions import Versions
+
+VERSIONS = Versions(engine="SGLang", oldest="0.5.15", newest="0.5.23")
 
 IN_SCHEDULER = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_ipc"
@@ -48,14 +51,14 @@ _ORDER = "fp8refit.order"
 
 
 def register_hook(target: str, hook: Callable[..., Any]) -> None:
-    """Have SGLang call `hook(original, ...)` in the place of `target`."""
+    """Have SGLang call `hook(original, ...)` instead of `target`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def is_hooked(target: str, hook: Callable[..., Any]) -> bool:
-    """Whether SGLang has put `hook` in the place of `target`, in this process and so in those it starts."""
+    """Whether SGLang has replaced `target` by `hook`, in this process and so in those it starts."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     is_registered = any(entry[1] is hook for entry in HookRegistry._hooks.get(target, ()))
@@ -151,6 +154,34 @@ def receipt(*, success: bool, message: str) -> Any:
     from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqOutput
 
     return UpdateWeightsFromIPCReqOutput(success=success, message=message)
+
+
+def weights_receipt(method: str, message: str) -> Any:
+    """What a scheduler returns for a request for weights that failed, by the method that took it."""
+    from sglang.srt.managers import io_struct
+
+    answers = {
+        "begin_weight_update": "BeginWeightUpdateReqOutput",
+        "end_weight_update": "EndWeightUpdateReqOutput",
+        "update_weights_from_disk": "UpdateWeightFromDiskReqOutput",
+        "update_weights_from_distributed": "UpdateWeightsFromDistributedReqOutput",
+        "update_weights_from_tensor": "UpdateWeightsFromTensorReqOutput",
+    }
+    more = {"num_paused_requests": 0} if method == "update_weights_from_disk" else {}
+    return getattr(io_struct, answers[method])(success=False, message=message, **more)
+
+
+def has_sessions() -> bool:
+    """Whether updates of weights have a begin and an end (0.5.23; 0.5.15 has none)."""
+    from sglang.srt.managers import io_struct
+
+    return hasattr(io_struct, "BeginWeightUpdateReqOutput")
+
+
+def close_session(manager: Any) -> None:
+    """Let the next update of weights begin, whatever became of the last one."""
+    if hasattr(manager, "_session"):
+        manager._session = None
 
 
 class Tokenizer:
@@ -381,7 +412,7 @@ class Scheduler:
         return bool(check_cuda_graph_backend("prefill", "full"))
 
     def check_can_recapture(self) -> None:
-        """Hold that graphs can be captured now.
+        """Check that graphs can be captured now.
 
         Raises:
             EngineAsleepError: A part of the engine sleeps.

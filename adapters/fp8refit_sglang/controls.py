@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fp8refit.admission import refusal, still_running
 from fp8refit.config import RefitConfig
+from fp8refit.driver.admission import refusal, still_running
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_sglang.compat import Tokenizer
 from fp8refit_sglang.gate import TokenizerGate
@@ -55,7 +55,7 @@ class TokenizerControls:
         return self._tokenizer.num_unfinished
 
     async def pause(self, config: RefitConfig, *, may_wait: bool) -> int:
-        """See `fp8refit.engine.Engine`. New requests wait at a gate of ours, and so are refused if the refit fails.
+        """See `fp8refit.driver.engine.Engine`. New requests wait at a gate of ours, and so are refused if the refit fails.
 
         Args:
             config: How to refit.
@@ -98,7 +98,7 @@ class TokenizerControls:
             await self._tokenizer.go_on()
 
     async def resume(self) -> None:
-        """See `fp8refit.engine.Engine`. Generation that was paused before the refit stays paused."""
+        """See `fp8refit.driver.engine.Engine`. Generation that was paused before the refit stays paused."""
         if self._gate is None:
             return
         if not self._was_paused:
@@ -106,22 +106,22 @@ class TokenizerControls:
         self._open_gate()
 
     async def refuse(self, reason: str) -> None:
-        """See `fp8refit.engine.Engine`. The schedulers stay paused: what they might still hold may not run."""
+        """See `fp8refit.driver.engine.Engine`. The schedulers stay paused: what they might still hold may not run."""
         self._close_gate().refuse(reason)
         self._tokenizer.abort_all()
         await self._tokenizer.wake_those_that_wait()
 
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit.engine.Engine`."""
+        """See `fp8refit.driver.engine.Engine`."""
         token_ids = self._tokenizer.tokenize(prompts)
         if token_ids is None:
             raise UnsupportedEngineError(
-                "this engine was booted with skip_tokenizer_init; calibrate with token ids in the place of prompts"
+                "this engine was booted with skip_tokenizer_init; calibrate with token ids instead of prompts"
             )
         return token_ids
 
     async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`."""
+        """See `fp8refit.driver.engine.Engine`."""
         await self._tokenizer.set_version(str(version))
 
     async def ring(self, address: str) -> tuple[bool, str]:

@@ -1,14 +1,18 @@
 """The driver's side of an SGLang engine, in the process that takes its requests: the user's, or a server's."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from fp8refit.admission import cache_kept, unfinished
+from typing_extensions import override
+
 from fp8refit.config import RefitConfig
+from fp8refit.driver import driven
+from fp8refit.driver.admission import cache_kept, unfinished
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
+from fp8refit.remote.channel import Channel
+from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
 from fp8refit.transport.loopback import Switchboard
-from fp8refit.transport.pairs import PairAnswers, call_in_turn
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.worker import FLUSH, KEPT
 
@@ -23,8 +27,8 @@ _SETTLING_S = 1.0
 """How long a scheduler may take to notice that its last request has finished."""
 
 
-class Driver:
-    """The control plane of `fp8refit.engine.Engine`, and `fp8refit.remote.Channel`, over an engine's controls.
+class Driver(driven.Driver, Channel, Pairs):
+    """The control plane of `fp8refit.driver.engine.Engine`, and `fp8refit.remote.channel.Channel`, over an engine's controls.
 
     Args:
         controls: The engine's.
@@ -41,46 +45,70 @@ class Driver:
         loop = self._controls.loop
         return _is_in_loop() or (loop is not None and loop.is_running())
 
+    @override
     async def check_ready(self) -> None:
-        """See `fp8refit.engine.Engine`. The ranks know whether their weights sleep."""
+        """The ranks know whether their weights sleep."""
         if not self.is_asynchronous and self._controls.num_unfinished:
             raise unfinished("SGLang engine")
 
+    @override
     async def pause(self, config: RefitConfig) -> int:
-        """See `fp8refit.engine.Engine`."""
         self._timeout_s = config.timeout_s
         return await self._drive(self._controls.pause(config, may_wait=self.is_asynchronous))
 
+    @override
     async def resume(self) -> None:
-        """See `fp8refit.engine.Engine`."""
         await self._drive(self._controls.resume())
 
+    @override
     async def refuse(self, reason: str) -> None:
-        """See `fp8refit.engine.Engine`."""
         await self._drive(self._controls.refuse(reason))
 
+    @override
     async def flush_caches(self) -> None:
-        """See `fp8refit.engine.Engine`. The KV of requests that are kept is computed anew."""
+        """The KV of requests that are kept is computed anew."""
         for _ in range(round(_SETTLING_S / POLL_S)):
             if KEPT not in await self.call(FLUSH, timeout_s=self._timeout_s):
                 return
             await self._drive(asyncio.sleep(POLL_S))
         raise cache_kept("SGLang kept its radix cache", "requests that still run, transfers of KV")
 
+    @override
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit.engine.Engine`."""
         return await self._drive(self._controls.tokenize(prompts))
 
+    @override
     async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`."""
         await self._drive(self._controls.publish_version(version))
 
+    @override
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        """See `fp8refit.remote.Channel`."""
         return await self._drive(self._switchboard.ask(message, self._ring, timeout_s=timeout_s))
 
+    @override
+    async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
+        """The engine's event loop stands still until the answers are awaited."""
+        return self._drive_to_end(await self._drive(self._tell(message, timeout_s)))
+
+    async def _drive_to_end(self, answers: asyncio.Future[Sequence[str]]) -> Sequence[str]:
+        async def wait() -> Sequence[str]:
+            return await answers
+
+        return await self._drive(wait())
+
+    async def _tell(self, message: str, timeout_s: float) -> asyncio.Future[Sequence[str]]:
+        """Give every rank a message; what comes of it is still awaited."""
+        told = asyncio.Event()
+        asking = self._switchboard.ask(message, self._ring, timeout_s=timeout_s, on_told=told.set)
+        answers, waiting = asyncio.ensure_future(asking), asyncio.ensure_future(told.wait())
+        try:
+            await asyncio.wait((answers, waiting), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        return answers
+
+    @override
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        """See `fp8refit.transport.pairs.Pairs`."""
         return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
 
     async def _ring(self, address: str) -> None:

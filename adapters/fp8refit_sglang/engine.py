@@ -1,14 +1,15 @@
 """SGLang as an engine: `sglang.Engine`, with its schedulers in other processes."""
 
 import json
+import sys
 from typing import Any
 
-from fp8refit.driven import DrivenEngine
-from fp8refit.engine import LocalRanks, booting
+from fp8refit.driver.driven import DrivenEngine
+from fp8refit.driver.engine import LocalRanks, booting
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.remote import RemoteRanks
-from fp8refit.served import ServedRanks, ServerDriver
-from fp8refit_sglang.compat import Scheduler, loop_of, why_not_refitted
+from fp8refit.remote.ranks import RemoteRanks
+from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
+from fp8refit_sglang.compat import VERSIONS, Scheduler, loop_of, why_not_refitted
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.driver import NOT_LOADED, Driver
 from fp8refit_sglang.plugin import is_loaded
@@ -27,7 +28,7 @@ BLOCK_FP8 = {
 
 
 class SglangEngine(DrivenEngine):
-    """Implements `fp8refit.engine.Engine` for `sglang.Engine`, `SglangServer`, and a scheduler from within.
+    """Implements `fp8refit.driver.engine.Engine` for `sglang.Engine`, `SglangServer`, and a scheduler from within.
 
     Args:
         candidate: The engine, the server, or the scheduler.
@@ -55,13 +56,13 @@ class SglangEngine(DrivenEngine):
 
     @classmethod
     def accepts(cls, candidate: object) -> bool:
-        """See `fp8refit.engine.Engine`."""
+        """See `fp8refit.driver.engine.Engine`."""
         packages = {base.__module__.split(".")[0] for base in type(candidate).__mro__}
         return "sglang" in packages or isinstance(candidate, SglangServer)
 
     @classmethod
     def boot(cls, model: str) -> Any:
-        """See `fp8refit.engine.Engine`. A checkpoint that is not FP8 is taken as one that was quantized."""
+        """See `fp8refit.driver.engine.Engine`. A checkpoint that is not FP8 is taken as one that was quantized."""
         try:
             import sglang
             from transformers import AutoConfig
@@ -96,6 +97,7 @@ def _controls_of(candidate: Any) -> TokenizerControls:
 
 
 def _check_arguments(arguments: Any) -> None:
+    VERSIONS.check(getattr(arguments, "version", None) or getattr(sys.modules.get("sglang"), "__version__", ""))
     reason = why_not_refitted(arguments)
     if reason is not None:
         raise UnsupportedEngineError(f"this engine cannot be refitted: {reason}")

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from fp8refit.layers.rules import Kernel, Why
-from fp8refit.slots import Refresh, ScaleFormat
+from fp8refit.live.slots import Refresh, ScaleFormat
+from fp8refit.live.tracing.rules import Kernel, Why
 
 ROW_MAJOR_RUNNERS = frozenset({"cutlass", "deep_gemm", "triton"})
 """SGLang's products that read block-FP8 experts as a checkpoint stores them, on the GPUs where scales stay float32."""

@@ -3,11 +3,13 @@
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from fp8refit.admission import Gate
+from typing_extensions import override
+
+from fp8refit.driver.admission import Gate
 
 
 class TokenizerGate(Gate):
-    """Stands in the place of a tokenizer manager's entries, until it is opened.
+    """Replaces a tokenizer manager's entries, until it is opened.
 
     Whoever pauses generation meanwhile, or lets it go on, is told that it will be so, once the refit is over.
 
@@ -31,13 +33,14 @@ class TokenizerGate(Gate):
         for name in self._ENTRIES:
             manager.__dict__[name] = getattr(self, name)
 
+    @override
     def close(self) -> None:
-        """See `Gate`."""
         super().close()
         self._manager.__dict__.pop(self._LAST_STEP, None)
 
+    @override
     def refuse(self, reason: str) -> None:
-        """See `Gate`. Those that were being taken in when the gate was closed are refused too."""
+        """Those that were being taken in when the gate was closed are refused too."""
         super().refuse(reason)
 
         async def refuse_late(request: Any) -> None:
@@ -45,14 +48,15 @@ class TokenizerGate(Gate):
 
         self._manager.__dict__[self._LAST_STEP] = refuse_late
 
+    @override
     def open(self) -> None:
-        """See `Gate`. The manager gets its own entries back."""
+        """The manager gets its own entries back."""
         super().open()
         for name in (*self._ENTRIES, self._LAST_STEP):
             self._manager.__dict__.pop(name, None)
 
     async def generate_request(self, obj: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """In the place of the manager's own."""
+        """Replaces the manager's own."""
         await self.until_decided()
         if self.reason is not None:
             raise self._refuse_with(self.reason, obj)
@@ -60,9 +64,9 @@ class TokenizerGate(Gate):
             yield output
 
     async def pause_generation(self, *_: Any, **__: Any) -> None:
-        """In the place of the manager's own: takes effect when a refit is over."""
+        """Replaces the manager's own: takes effect when a refit is over."""
         self._on_decision(True)
 
     async def continue_generation(self, *_: Any, **__: Any) -> None:
-        """In the place of the manager's own: takes effect when a refit has succeeded."""
+        """Replaces the manager's own: takes effect when a refit has succeeded."""
         self._on_decision(False)

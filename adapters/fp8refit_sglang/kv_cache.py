@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8refit.layers.attention import PackedSequences
-from fp8refit.layers.measuring import Heads, measured
-from fp8refit.names import attention_name
-from fp8refit.slots import KvCache, KvLayer, KvScale, Observe, Refusal
+from fp8refit.live.names import attention_name
+from fp8refit.live.slots import KvCache, KvLayer, KvScale, Observe, Refusal
+from fp8refit.ranks.kv.attention import PackedSequences
+from fp8refit.ranks.kv.measuring import Heads, measured
 from fp8refit_sglang.compat import Scheduler, decoder_of, is_cache_fp8, make_kv_scales, prefill_batch
 
 _FP8 = "fp8_e4m3"
@@ -196,7 +196,7 @@ class _Layer:
 
 
 class LivePrefill:
-    """Implements `fp8refit.slots.Prefill` on a scheduler's live model: eager, without requests, without the KV cache.
+    """Implements `fp8refit.live.slots.Prefill` on a scheduler's live model: eager, without requests, without the KV cache.
 
     With tensor parallelism every rank runs it at the same time.
 
@@ -213,7 +213,7 @@ class LivePrefill:
         self.max_tokens = scheduler.max_tokens
 
     def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
-        """See `fp8refit.slots.Prefill`."""
+        """See `fp8refit.live.slots.Prefill`."""
         decoder = decoder_of(self._scheduler.model)
         assert decoder is not None, "checked"
         token_ids, lengths = torch.cat(list(sequences)), [len(sequence) for sequence in sequences]

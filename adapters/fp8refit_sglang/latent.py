@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8refit.kernels import dequantize_blockwise
-from fp8refit.layers.latent import Absorbed
-from fp8refit.layers.rules import Why
+from fp8refit.fill.kernels import dequantize_blockwise
+from fp8refit.live.latent import Absorbed
+from fp8refit.live.tracing.rules import Why
 
 _KEYS, _VALUES = "w_kc", "w_vc"
 _KNOWN_RULE = "DeepseekV2WeightLoaderMixin.post_load_weights"

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8refit.layers import twin
-from fp8refit.layers.latent import with_absorbed
-from fp8refit.layers.rules import Kernel, Remedies, Why
-from fp8refit.layers.twin import Twin
-from fp8refit.live import live_tensors
-from fp8refit.slots import Inventory, Refusal, ScaleFormat
+from fp8refit.live.latent import with_absorbed
+from fp8refit.live.parameters import live_tensors
+from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
+from fp8refit.live.tracing import twin
+from fp8refit.live.tracing.rules import Kernel, Remedies, Why
+from fp8refit.live.tracing.twin import Twin
 from fp8refit_sglang.experts import is_experts, kernel_of_experts, refreshes_of_routers, why_not_read
 from fp8refit_sglang.latent import absorbed_copies, has_known_rule, is_latent, why_not_absorbed
 
@@ -57,7 +57,7 @@ def read_inventory(model: nn.Module, traced: Twin | Refusal) -> Inventory:
 
 
 class SglangRules:
-    """A `fp8refit.layers.rules.KernelRules` (seen with 0.5.15, 0.5.17 and 0.5.23).
+    """A `fp8refit.live.tracing.rules.KernelRules` (seen with 0.5.15, 0.5.17 and 0.5.23).
 
     Args:
         model: The live model.

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from fp8refit_sglang import drop_in
 from fp8refit_sglang.compat import (
     IN_ADMISSION,
     IN_ATTENTION,
@@ -14,13 +15,21 @@ from fp8refit_sglang.compat import (
     register_hook,
 )
 from fp8refit_sglang.kv_cache import give_scales
-from fp8refit_sglang.scheduler_driver import admit
+from fp8refit_sglang.scheduler_driver import admit, is_known
 from fp8refit_sglang.server import open_door, refuse_older
 from fp8refit_sglang.worker import note_sleep, serve
 
+
+def take_in(original: Callable[..., Any], scheduler: Any, requests: list[Any]) -> Any:
+    """Around the method by which a scheduler takes requests in."""
+    if not is_known(scheduler):
+        drop_in.install(scheduler)
+    return admit(original, scheduler, requests)
+
+
 _DOORS: dict[str, Callable[..., Any]] = {
     IN_SCHEDULER: serve,
-    IN_ADMISSION: admit,
+    IN_ADMISSION: take_in,
     IN_SERVER: refuse_older,
     IN_START: open_door,
 }
@@ -32,6 +41,7 @@ def register() -> None:
         register_hook(target, hook)
     register_hook(IN_ATTENTION, give_scales)
     register_hook(IN_SLEEP, note_sleep)
+    drop_in.register()
 
 
 def is_loaded() -> bool:

@@ -1,20 +1,28 @@
-"""The control plane of `fp8refit.engine.Engine` for a scheduler of SGLang, driven from within: it is where requests come in."""
+"""The control plane of `Engine` for a scheduler of SGLang, driven from within: it is where requests come in."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fp8refit.admission import cache_kept
+from typing_extensions import override
+
 from fp8refit.config import RefitConfig
-from fp8refit.engine import hold
+from fp8refit.driver.admission import cache_kept
+from fp8refit.driver.driven import Driver
+from fp8refit.driver.engine import hold
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_sglang.compat import Scheduler, refuse_requests
 
 _REASON, _IS_HELD = "_fp8refit_refuses", "_fp8refit_is_held"
 
 
+def is_known(scheduler: Any) -> bool:
+    """Whether a scheduler has taken requests in before."""
+    return hasattr(scheduler, _IS_HELD)
+
+
 def admit(original: Callable[..., Any], scheduler: Any, requests: list[Any]) -> Any:
     """Around the method by which a scheduler takes requests in: refuses them while no whole policy is there."""
-    if not hasattr(scheduler, _IS_HELD):
+    if not is_known(scheduler):
         setattr(scheduler, _IS_HELD, True)
         hold(Scheduler(scheduler).model, scheduler)
     reason = getattr(scheduler, _REASON, None)
@@ -26,7 +34,7 @@ def admit_again(scheduler: Any) -> None:
     scheduler.__dict__.pop(_REASON, None)
 
 
-class SchedulerDriver:
+class SchedulerDriver(Driver):
     """One scheduler. It does nothing else while it is driven.
 
     Args:
@@ -38,32 +46,33 @@ class SchedulerDriver:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
 
+    @override
     async def check_ready(self) -> None:
-        """See `fp8refit.engine.Engine`: its rank knows."""
+        """Its rank knows."""
 
+    @override
     async def pause(self, config: RefitConfig) -> int:
-        """See `fp8refit.engine.Engine`. Requests that wait have computed nothing yet; those that run keep their cache."""
+        """Requests that wait have computed nothing yet; those that run keep their cache."""
         await self.refuse("an update is under way")
         return 0
 
+    @override
     async def resume(self) -> None:
-        """See `fp8refit.engine.Engine`."""
         admit_again(self._scheduler)
 
+    @override
     async def refuse(self, reason: str) -> None:
-        """See `fp8refit.engine.Engine`."""
         setattr(self._scheduler, _REASON, reason)
 
+    @override
     async def flush_caches(self) -> None:
-        """See `fp8refit.engine.Engine`."""
         if not Scheduler(self._scheduler).flush():
             raise cache_kept("SGLang kept its radix cache", "requests that still run: pause generation first")
 
+    @override
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit.engine.Engine`."""
-        raise UnsupportedEngineError(
-            "calibration: a scheduler has no tokenizer; pass token ids in the place of prompts"
-        )
+        raise UnsupportedEngineError("calibration: a scheduler has no tokenizer; pass token ids instead of prompts")
 
+    @override
     async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`: what shows one is in another process."""
+        """What shows one is in another process."""

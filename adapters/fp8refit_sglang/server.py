@@ -12,12 +12,14 @@ from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
+from typing_extensions import override
+
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.transport.clerk import Clerk
-from fp8refit.transport.door import HEADERS, Door, other_version
-from fp8refit.transport.http import Server, read_object
-from fp8refit.transport.orders import PROTOCOL_HEADER, Answer, read_token
-from fp8refit.vote import ErrorRecord
+from fp8refit.remote.servers.http_client import Server, read_object
+from fp8refit.remote.servers.http_endpoint import HEADERS, Door, other_version
+from fp8refit.remote.servers.order_handler import Clerk
+from fp8refit.remote.servers.orders import PROTOCOL_HEADER, Answer, read_token
+from fp8refit.transport.vote import ErrorRecord
 from fp8refit_sglang.compat import api_keys, app_to_start, handles_for, has_order, http_refusal
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.driver import NOT_LOADED, Driver
@@ -48,7 +50,7 @@ async def refuse_older(original: Callable[..., Any], manager: Any, obj: Any, req
 
 
 class OrderMiddleware:
-    """Answers orders in the place of SGLang's routes; every other request goes on to those.
+    """Answers orders instead of SGLang's routes; every other request goes on to those.
 
     Args:
         app: What comes after it.
@@ -100,8 +102,8 @@ class SglangServer(Server):
 
     engine = "sglang"
 
+    @override
     def recognise(self) -> bool:
-        """See `Server`."""
         return self._arguments() is not None
 
     def arguments(self) -> SimpleNamespace:
@@ -126,8 +128,8 @@ class SglangServer(Server):
                 return found
         return None
 
+    @override
     def deliver(self, message: str, *, timeout_s: float) -> str:
-        """See `Server`."""
         answer, said = self.order(_ROUTE, message, timeout_s=timeout_s)
         if answer is None:
             answer = self._ask_older(timeout_s)

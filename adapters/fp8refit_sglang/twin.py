@@ -1,6 +1,7 @@
 """An SGLang model built once more on the meta device, as the engine itself builds it, and nothing left behind."""
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,8 +10,11 @@ import torch
 from fp8refit_transformers.naming import naming_of, plain_config
 from torch import nn
 
-from fp8refit.layers.twin import EmptyOnMeta, Twin, trace_twin
-from fp8refit.slots import Refusal
+from fp8refit.live.slots import Refusal
+from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_twin
+
+_MAY_DOWNCAST = "SGLANG_QUANT_ALLOW_DOWNCASTING"
+"""Without it, some loaders take no BF16 for an FP8 weight, although they would put it into the same place."""
 
 
 def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
@@ -44,8 +48,10 @@ def _built(config: Any, load_config: Any) -> Iterator[nn.Module]:
 
     config = copy.deepcopy(config)
     known, dtype = dict(factory._ROPE_DICT), torch.get_default_dtype()
+    may_downcast = os.environ.get(_MAY_DOWNCAST)
     factory._ROPE_DICT.clear()
     try:
+        os.environ[_MAY_DOWNCAST] = "true"
         torch.set_default_dtype(config.dtype)
         quantization = loader._get_quantization_config(config, load_config)
         with EmptyOnMeta():
@@ -55,6 +61,9 @@ def _built(config: Any, load_config: Any) -> Iterator[nn.Module]:
                 module.post_load_weights = lambda *_, **__: None
         yield model
     finally:
+        os.environ.pop(_MAY_DOWNCAST, None)
+        if may_downcast is not None:
+            os.environ[_MAY_DOWNCAST] = may_downcast
         torch.set_default_dtype(dtype)
         factory._ROPE_DICT.clear()
         factory._ROPE_DICT.update(known)

@@ -14,14 +14,14 @@ from torch import nn
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineAsleepError, EngineBusyError, RefitError
-from fp8refit.layers.twin import Twin, refreshes_of_constants
-from fp8refit.rank import Rank
-from fp8refit.server import RankServer
-from fp8refit.slots import Inventory, Refresh, Refusal
-from fp8refit.target import Target
-from fp8refit.transport.group import ProcessGroupExchange
+from fp8refit.live.slots import Inventory, Refresh, Refusal
+from fp8refit.live.tracing.twin import Twin, refreshes_of_constants
+from fp8refit.ranks.rank import Rank
+from fp8refit.ranks.target import Target
+from fp8refit.remote.rank_server import RankServer
 from fp8refit.transport.loopback import Line
-from fp8refit_sglang.compat import Scheduler, address_in, loses_weights, receipt
+from fp8refit.transport.process_group import ProcessGroupExchange
+from fp8refit_sglang.compat import VERSIONS, Scheduler, address_in, loses_weights, receipt
 from fp8refit_sglang.kv_cache import HeldScales, read_kv_cache
 from fp8refit_sglang.layout import read_inventory
 from fp8refit_sglang.scheduler_driver import admit_again
@@ -103,6 +103,7 @@ def rank_of(scheduler: Scheduler) -> Rank:
 def _make_rank(scheduler: Scheduler) -> Rank:
     import sglang
 
+    VERSIONS.check(sglang.__version__)
     model = LiveModel(scheduler)
     target = Target(
         model.read_inventory,

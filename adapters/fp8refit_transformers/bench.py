@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fp8refit.bench.eager import eager_quantize
 from fp8refit.bench.engine import Strategy
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.slots import ScaleFormat
+from fp8refit.live.slots import ScaleFormat
 from fp8refit_transformers.engine import TransformersEngine
 from fp8refit_transformers.linear import BlockFp8Linear
 

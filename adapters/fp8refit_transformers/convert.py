@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.slots import ScaleFormat
+from fp8refit.live.slots import ScaleFormat
 from fp8refit_transformers.caches import watch_caches
 from fp8refit_transformers.kv_cache import find_attentions, use_fp8_cache
 from fp8refit_transformers.linear import BlockFp8Linear

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from fp8refit.config import RefitConfig
-from fp8refit.engine import LocalRanks, booting
+from fp8refit.driver.engine import Adapter, LocalRanks, booting
+from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import EngineBusyError, UnsupportedEngineError
-from fp8refit.rank import Rank
-from fp8refit.refitter import Refitter
-from fp8refit.sources import SafetensorsSource
-from fp8refit.target import Target
+from fp8refit.ranks.rank import Rank
+from fp8refit.ranks.target import Target
+from fp8refit.sources.source import SafetensorsSource
 from fp8refit_transformers.admission import admit, find_call, refusal_of, refuse
 from fp8refit_transformers.caches import Policy, watch_caches
 from fp8refit_transformers.convert import to_block_fp8
@@ -21,8 +22,8 @@ from fp8refit_transformers.layout import read_inventory
 from fp8refit_transformers.linear import BlockFp8Linear
 
 
-class TransformersEngine:
-    """See `fp8refit.engine.Engine`.
+class TransformersEngine(Adapter):
+    """See `fp8refit.driver.engine.Engine`.
 
     Args:
         candidate: A model that `to_block_fp8` converted.
@@ -92,8 +93,9 @@ class TransformersEngine:
                 refitter.refit(folder)
         return engine
 
+    @override
     async def check_ready(self) -> None:
-        """See `fp8refit.engine.Engine`: requests are calls of the model.
+        """Requests are calls of the model.
 
         Raises:
             EngineBusyError: One is under way: in another thread, or this is called in the middle of it.
@@ -104,8 +106,9 @@ class TransformersEngine:
                 f"the model is at work ({call}), and would go on with another policy; let it finish, then refit"
             )
 
+    @override
     async def pause(self, config: RefitConfig) -> int:
-        """See `fp8refit.engine.Engine`.
+        """See `fp8refit.driver.engine.Engine`.
 
         Raises:
             EngineBusyError: A call came just before requests were refused.
@@ -114,23 +117,25 @@ class TransformersEngine:
         await self.check_ready()
         return 0
 
+    @override
     async def resume(self) -> None:
-        """See `fp8refit.engine.Engine`."""
         admit(self._model)
 
+    @override
     async def refuse(self, reason: str) -> None:
-        """See `fp8refit.engine.Engine`."""
         refuse(self._model, reason)
 
+    @override
     async def flush_caches(self) -> None:
-        """See `fp8refit.engine.Engine`: every `generate` call begins with a cache of its own."""
+        """Every `generate` call begins with a cache of its own."""
 
+    @override
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit.engine.Engine`."""
         raise UnsupportedEngineError("a model has no tokenizer: pass token ids")
 
+    @override
     async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`: outputs of a model carry no version, but caches do, and older ones are refused."""
+        """Outputs of a model carry no version, but caches do, and older ones are refused."""
         self._served.policy, self._served.was_refitted = Policy(version), True
 
 

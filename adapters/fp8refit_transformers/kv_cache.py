@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.slots import FP8_DTYPE
+from fp8refit.live.slots import FP8_DTYPE
 from fp8refit_transformers.caches import find_cache
 
 KINDS = ("k", "v")
@@ -194,7 +194,7 @@ def _put_fp8_layer(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _begin_layer(layer: DynamicLayer, kv: Fp8Kv) -> DynamicLayer:
-    """An empty layer of FP8 in the place of an empty one."""
+    """An empty layer of FP8 instead of an empty one."""
     if not isinstance(layer, DynamicSlidingWindowLayer):
         return Fp8Layer(kv=kv)
     sliding = Fp8SlidingWindowLayer(layer.sliding_window, kv=kv)

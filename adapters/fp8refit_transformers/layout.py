@@ -5,17 +5,9 @@ from collections.abc import Hashable, Iterator
 
 from torch import Tensor, nn
 
-from fp8refit.live import LiveTensor, live_tensors
-from fp8refit.names import attention_name, strip_wrappers
-from fp8refit.slots import (
-    SCALE_SUFFIX,
-    Inventory,
-    KvCache,
-    KvLayer,
-    KvScale,
-    Refusal,
-    Slot,
-)
+from fp8refit.live.names import attention_name, strip_wrappers
+from fp8refit.live.parameters import LiveTensor, live_tensors
+from fp8refit.live.slots import SCALE_SUFFIX, Inventory, KvCache, KvLayer, KvScale, Refusal, Slot
 from fp8refit_transformers.admission import own_class
 from fp8refit_transformers.kv_cache import DTYPE, KINDS, Fp8Kv, fp8_kvs
 from fp8refit_transformers.linear import BlockFp8Linear

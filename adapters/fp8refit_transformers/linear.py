@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8refit import dequantize_blockwise, quantize_blockwise
-from fp8refit.kernels import quantize_activations
-from fp8refit.slots import ScaleFormat
+from fp8refit.fill.kernels import quantize_activations
+from fp8refit.live.slots import ScaleFormat
 
 DEVICE_BLOCK = 128
 """The one block length that devices multiply natively."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8refit.layers.trace import Copy, Trace
-from fp8refit.layers.twin import Naming
-from fp8refit.slots import Stacked, TensorMeta
+from fp8refit.live.slots import Stacked, TensorMeta
+from fp8refit.live.tracing.trace import Copy, Trace
+from fp8refit.live.tracing.twin import Naming
 
 
 def plain_config(model: str, config: Any, overrides: Any, **options: Any) -> Any:

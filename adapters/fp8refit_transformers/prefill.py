@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8refit.slots import Observe
+from fp8refit.live.slots import Observe
 from fp8refit_transformers.admission import exempt
 from fp8refit_transformers.kv_cache import UnquantizedCache, find_decoder
 
@@ -16,7 +16,7 @@ MAX_TOKENS = 8192
 
 
 class DecoderPrefill:
-    """See `fp8refit.slots.Prefill`: runs the decoder without its LM head, unquantized, also while the model refuses requests.
+    """See `Prefill`: runs the decoder without its LM head, unquantized, also while the model refuses requests.
 
     Nothing is cached and no hook is set: attention shows its keys and values to the cache that it is given.
 
@@ -33,7 +33,7 @@ class DecoderPrefill:
         self.max_length: int = self._decoder.config.max_position_embeddings  # type: ignore[union-attr, assignment]
 
     def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
-        """See `fp8refit.slots.Prefill`. Sequences of one length are one batch, so that there is no padding."""
+        """See `fp8refit.live.slots.Prefill`. Sequences of one length are one batch, so that there is no padding."""
         # Not compiled: compiled code is made for a model that serves.
         with _evaluating(self._decoder), exempt(self._decoder), torch.compiler.set_stance("force_eager"):
             for _, batch in groupby(sorted(sequences, key=len), key=len):

@@ -1,4 +1,4 @@
-"""The driver's side of vLLM's `AsyncLLM`: the control plane of `fp8refit.engine.Engine`, and the channel to its workers."""
+"""The driver's side of vLLM's `AsyncLLM`: the control plane of `Engine`, and the channel to its workers."""
 
 import asyncio
 import contextlib
@@ -6,10 +6,14 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from fp8refit.admission import refusal, still_running
+from typing_extensions import override
+
 from fp8refit.config import RefitConfig
+from fp8refit.driver.admission import refusal, still_running
+from fp8refit.driver.driven import Driver
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
-from fp8refit.transport.pairs import PairAnswers, call_in_turn
+from fp8refit.remote.channel import Channel
+from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
 from fp8refit_vllm.compat import pause_generation, token_ids
 from fp8refit_vllm.core import Outcome
 from fp8refit_vllm.driver import channel_lost, error_of, kept, pair_answers, pair_caller, tokenized
@@ -17,8 +21,11 @@ from fp8refit_vllm.gate import LlmGate
 
 T = TypeVar("T")
 
+_STEPS_TO_SEND = 3
+"""Of an event loop, until what is asked of an engine core is on its way."""
 
-class AsyncDriver:
+
+class AsyncDriver(Driver, Channel, Pairs):
     """A `vllm.v1.engine.async_llm.AsyncLLM`, which it does not keep alive.
 
     Args:
@@ -47,11 +54,13 @@ class AsyncDriver:
             raise EngineLostError("the AsyncLLM is gone; make another one, and a Refitter of it")
         return llm
 
+    @override
     async def check_ready(self) -> None:
-        """See `fp8refit.engine.Engine`: `pause` is for running requests, and the ranks know whether their weights sleep."""
+        """`pause` is for running requests, and the ranks know whether their weights sleep."""
 
+    @override
     async def pause(self, config: RefitConfig) -> int:
-        """See `fp8refit.engine.Engine`. New requests wait at a gate of ours, and so are refused if the refit fails."""
+        """New requests wait at a gate of ours, and so are refused if the refit fails."""
         self._timeout_s = config.timeout_s
         is_paused = await self._ask(self._llm.is_paused())
         # If an earlier refit failed, the scheduler is still paused by it; only what was asked for since then counts.
@@ -74,8 +83,9 @@ class AsyncDriver:
             raise
         return self._num_unfinished if config.in_flight == "wait" else num_unfinished
 
+    @override
     async def resume(self) -> None:
-        """See `fp8refit.engine.Engine`. A scheduler that was paused before the refit stays paused."""
+        """A scheduler that was paused before the refit stays paused."""
         if self._gate is None:
             return
         if not self._was_paused:
@@ -83,15 +93,17 @@ class AsyncDriver:
         self._gate.open()
         self._gate = None  # not before it is open: an interrupt in between would leave requests at it for ever
 
+    @override
     async def refuse(self, reason: str) -> None:
-        """See `fp8refit.engine.Engine`. The scheduler stays paused: what it might still hold may not run."""
+        """The scheduler stays paused: what it might still hold may not run."""
         self._close_gate().refuse(reason)
         if not self._llm.errored:
             with contextlib.suppress(RefitError):
                 await self._ask(self._llm.abort(list(self._llm.output_processor.request_states), internal=True))
 
+    @override
     async def flush_caches(self) -> None:
-        """See `fp8refit.engine.Engine`. The KV of requests that are kept is computed anew."""
+        """The KV of requests that are kept is computed anew."""
         try:
             is_empty = await self._ask(self._llm.reset_prefix_cache(True, self.config.kv_transfer_config is not None))
         except RankFailedError as error:
@@ -102,18 +114,18 @@ class AsyncDriver:
             await self._ask(self._llm.reset_mm_cache())
             await self._ask(self._llm.reset_encoder_cache())
 
+    @override
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit.engine.Engine`."""
         return tokenized(await token_ids(self._llm, prompts))
 
+    @override
     async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`."""
         published, self._published = self._published, None
         if published != version and hasattr(self._llm, "update_weight_version"):
             await self._ask(self._llm.update_weight_version(str(version)))
 
+    @override
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        """See `fp8refit.remote.Channel`."""
         self._published = None
         try:
             answers: Sequence[str] = await self._ask(
@@ -123,8 +135,16 @@ class AsyncDriver:
             raise channel_lost(error) from error
         return answers
 
+    @override
+    async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
+        answers = asyncio.ensure_future(self.call(message, timeout_s=timeout_s))
+        for _ in range(_STEPS_TO_SEND):
+            await asyncio.sleep(0)
+        return answers
+
+    @override
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        """See `fp8refit.transport.pairs.Pairs`. The core names the policy in its outputs too, once every rank has it."""
+        """The core names the policy in its outputs too, once every rank has it."""
         call_core = pair_caller(self._llm, self._method, keeps_requests=True)
         if call_core is None:
             return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)

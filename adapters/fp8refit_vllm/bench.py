@@ -13,8 +13,8 @@ from fp8refit.bench.eager import eager_checkpoint, eager_quantize
 from fp8refit.bench.engine import Strategy
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.layout import EngineLayout
-from fp8refit.slots import Inventory
+from fp8refit.live.layout import EngineLayout
+from fp8refit.live.slots import Inventory
 from fp8refit_vllm.compat import in_process_executor
 from fp8refit_vllm.layout import read_inventory
 from fp8refit_vllm.twin import twin_of

@@ -1,7 +1,8 @@
-"""The only file that reaches into a live vLLM engine. It probes attributes, not versions (seen with 0.26 and 0.32)."""
+"""The only file that reaches into a live vLLM engine. It probes attributes, not versions (seen with 0.26, 0.32, 0.33)."""
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fp8refit.admission import refusal
-from fp8refit.layers.rules import Why
-from fp8refit.slots import ScaleFormat
+from fp8refit.driver.admission import refusal
+from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.tracing.rules import Why
+from fp8refit.live.versions import Versions
 
 _LEAST_FLASHINFER_SCALE = 1e-10
 _LAST_OUTPUTS_S = 0.02
@@ -27,6 +29,8 @@ _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 T = TypeVar("T")
+
+VERSIONS = Versions(engine="vLLM", oldest="0.26", newest="0.33")
 
 StepOutputs: TypeAlias = tuple[dict[int, Any] | None, bool]
 """Of one step of an engine core: what it has for each of its clients, and whether the model ran."""
@@ -111,6 +115,28 @@ def begin_call(core: Any, method: str, timeout_s: float, message: str) -> Callab
         return None
     wait: Callable[[], list[Any]] = executor.collective_rpc(method, timeout_s, (message,), non_block=True).result
     return wait
+
+
+def begin_in_workers(engine: Any, method: str, timeout_s: float, message: str) -> Callable[[float], list[Any]] | None:
+    """Give every worker of an LLM's engine a message, and what waits for their answers for so long; None if that cannot be.
+
+    Its own calls wait where they are made. What is sent to a core in another process is answered by a future, in any order.
+    """
+    client = getattr(engine, "engine_core", None)
+    core, futures = getattr(client, "engine_core", None), getattr(client, "utility_results", None)
+    if core is not None and hasattr(core, "model_executor"):
+        wait = begin_call(core, method, timeout_s, message)
+        return (lambda _: wait()) if wait is not None else None
+    if futures is None or not hasattr(client, "_send_input"):
+        return None
+    from vllm.v1.engine import EngineCoreRequestType
+
+    future: Future[list[Any]] = Future()
+    call_id = uuid.uuid1().int >> 64  # as vLLM makes them
+    futures[call_id] = future
+    arguments = (method, timeout_s, (message,), None)
+    client._send_input(EngineCoreRequestType.UTILITY, (0, call_id, "collective_rpc", arguments))
+    return future.result
 
 
 def is_cache_idle(core: Any) -> bool:
@@ -286,6 +312,31 @@ def module_of(source: Any) -> nn.Module | None:
     from vllm.distributed.weight_transfer.base import ModuleSource
 
     return source._module if type(source) is ModuleSource else None
+
+
+def announced(source: Any) -> list[Any]:
+    """What vLLM's `WeightSource` says of every tensor: name, dtype and shape. A method until 0.32, an attribute since."""
+    metadata = source.metadata
+    metas: list[Any] = metadata() if callable(metadata) else metadata
+    return metas
+
+
+def full_pass(source: Any) -> Iterator[tuple[str, Tensor]]:
+    """One pass over whole tensors: the source's own iteration until 0.32, `iter_full` since."""
+    iter_full = getattr(source, "iter_full", None)
+    tensors: Iterator[tuple[str, Tensor]] = iter(source) if iter_full is None else iter_full()
+    return tensors
+
+
+def why_not_whole(source: Any) -> str:
+    """Why rank 0 of a trainer is not given every tensor whole by a source; empty if it is."""
+    if not hasattr(source, "iter_full"):
+        held_names = getattr(source, "held_names", lambda: None)
+        return "" if held_names() is None else "this rank holds a part of the model"
+    if not source.implements_iter_full():
+        return "it gives pieces of tensors alone, as it does not implement iter_full"
+    absent = len(source.metadata) - len(source.owned_names(0))
+    return f"rank 0 does not own {absent} of its tensors" if absent else ""
 
 
 def call_in_time(call: Callable[[], T], timeout_s: float) -> T:

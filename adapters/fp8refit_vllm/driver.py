@@ -1,10 +1,14 @@
-"""The driver's side of `vllm.LLM`: the control plane of `fp8refit.engine.Engine`, and the channel to its workers."""
+"""The driver's side of `vllm.LLM`: the control plane of `fp8refit.driver.engine.Engine`, and the channel to its workers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from fp8refit.admission import cache_kept, refusal, unfinished
+from typing_extensions import override
+
 from fp8refit.config import RefitConfig
+from fp8refit.driver.admission import cache_kept, refusal, unfinished
+from fp8refit.driver.driven import Driver
 from fp8refit.errors import (
     CacheFlushError,
     EngineAsleepError,
@@ -13,8 +17,16 @@ from fp8refit.errors import (
     RefitError,
     UnsupportedEngineError,
 )
-from fp8refit.transport.pairs import PairAnswers, call_in_turn
-from fp8refit_vllm.compat import call_in_time, core_caller, in_process_executor, says_dead, token_ids
+from fp8refit.remote.channel import Channel
+from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
+from fp8refit_vllm.compat import (
+    begin_in_workers,
+    call_in_time,
+    core_caller,
+    in_process_executor,
+    says_dead,
+    token_ids,
+)
 from fp8refit_vllm.core import CORE_METHOD, Outcome
 from fp8refit_vllm.worker import PLUGIN_METHOD
 
@@ -49,7 +61,7 @@ def tokenized(found: list[list[int]] | None) -> list[list[int]]:
     """
     if found is None:
         raise UnsupportedEngineError(
-            "calibration: this engine was booted with skip_tokenizer_init; pass token ids in the place of prompts"
+            "calibration: this engine was booted with skip_tokenizer_init; pass token ids instead of prompts"
         )
     return found
 
@@ -88,7 +100,7 @@ def pair_answers(outcome: Outcome) -> PairAnswers:
     return PairAnswers(answers=outcome.answers, is_refused=outcome.ended == "refused", flush_s=outcome.flush_s)
 
 
-class SyncDriver:
+class SyncDriver(Driver, Channel, Pairs):
     """A `vllm.LLM`, wherever its engine core and its workers run.
 
     Args:
@@ -107,21 +119,21 @@ class SyncDriver:
         self.worker = getattr(getattr(self._executor, "driver_worker", None), "worker", None)
         self._published: int | None = None
 
+    @override
     async def check_ready(self) -> None:
-        """See `fp8refit.engine.Engine`."""
         if self._engine.has_unfinished_requests():
             raise unfinished("LLM")
         if "weights" in getattr(self._executor, "sleeping_tags", ()):
             raise EngineAsleepError('the weights sleep; call llm.wake_up(tags=["weights"]) before refit')
 
+    @override
     async def pause(self, config: RefitConfig) -> int:
-        """See `fp8refit.engine.Engine`."""
         self._timeout_s = config.timeout_s
         await self.refuse("a refit is under way")
         return 0
 
+    @override
     async def resume(self) -> None:
-        """See `fp8refit.engine.Engine`."""
         self._engine.__dict__.pop("add_request", None)
 
     async def refuse(self, reason: str) -> None:
@@ -132,8 +144,8 @@ class SyncDriver:
 
         self._engine.__dict__["add_request"] = refuse
 
+    @override
     async def flush_caches(self) -> None:
-        """See `fp8refit.engine.Engine`."""
         has_connector = self.config.kv_transfer_config is not None
         if not self._ask(lambda: self._engine.reset_prefix_cache(False, has_connector)):
             raise kept()
@@ -141,18 +153,18 @@ class SyncDriver:
             self._ask(self._engine.reset_mm_cache)
             self._ask(self._engine.reset_encoder_cache)
 
+    @override
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit.engine.Engine`."""
         return tokenized(await token_ids(self._engine, prompts))
 
+    @override
     async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`."""
         published, self._published = self._published, None
         if published != version and hasattr(self._engine, "set_weight_version"):
             self._ask(lambda: self._engine.set_weight_version(str(version)))
 
+    @override
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        """See `fp8refit.remote.Channel`."""
         self._published = None
         try:
             return self._ask(
@@ -161,8 +173,19 @@ class SyncDriver:
         except RankFailedError as error:
             raise channel_lost(error) from error
 
+    @override
+    async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
+        with _errors_of_channel():
+            wait = begin_in_workers(self._engine, self._method, timeout_s, message)
+        return self._wait(wait, timeout_s) if wait is not None else None
+
+    async def _wait(self, wait: Callable[[float], Sequence[str]], timeout_s: float) -> Sequence[str]:
+        with _errors_of_channel():
+            return wait(timeout_s)
+
+    @override
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        """See `fp8refit.transport.pairs.Pairs`. The core names the policy in its outputs too, once every rank has it."""
+        """The core names the policy in its outputs too, once every rank has it."""
         call_core = pair_caller(self._engine, self._method, keeps_requests=False)
         if call_core is None:
             return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
@@ -188,3 +211,17 @@ class SyncDriver:
             return call_in_time(call, self._timeout_s if timeout_s is None else timeout_s)
         except Exception as error:  # see `error_of`
             raise error_of(error) from error
+
+
+@contextmanager
+def _errors_of_channel() -> Iterator[None]:
+    """Around a call to the workers.
+
+    Raises:
+        EngineLostError: The core is dead or stuck, or the channel broke.
+    """
+    try:
+        yield
+    except Exception as error:  # see `error_of`
+        lost = error_of(error)
+        raise (channel_lost(lost) if isinstance(lost, RankFailedError) else lost) from error

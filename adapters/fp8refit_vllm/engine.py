@@ -1,16 +1,17 @@
 """vLLM as an engine: `LLM` and `AsyncLLM`, with workers in this process or in others, and servers."""
 
 import os
+import sys
 from typing import Any
 
-from fp8refit.driven import DrivenEngine
-from fp8refit.engine import LocalRanks, booting
+from fp8refit.driver.driven import DrivenEngine
+from fp8refit.driver.engine import LocalRanks, booting
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.remote import RemoteRanks
-from fp8refit.served import ServedRanks, ServerDriver
+from fp8refit.remote.ranks import RemoteRanks
+from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
 from fp8refit_vllm.async_driver import AsyncDriver
 from fp8refit_vllm.clients import check_layout, check_workers, method_of
-from fp8refit_vllm.compat import is_async_client
+from fp8refit_vllm.compat import VERSIONS, is_async_client
 from fp8refit_vllm.driver import SyncDriver
 from fp8refit_vllm.server import VllmServer
 from fp8refit_vllm.worker import rank_of
@@ -18,14 +19,14 @@ from fp8refit_vllm.worker_driver import WorkerDriver
 
 
 class VllmEngine(DrivenEngine):
-    """Implements `fp8refit.engine.Engine` for `vllm.LLM`, `AsyncLLM` and `VllmServer`.
+    """Implements `fp8refit.driver.engine.Engine` for `vllm.LLM`, `AsyncLLM` and `VllmServer`.
 
     Args:
         candidate: The LLM, AsyncLLM or server.
 
     Raises:
         UnsupportedEngineError: It is something else of vLLM's, runs data-parallel replicas, or its workers do not have our
-            method.
+            method; or the version is too old.
         EngineLostError: The server cannot be reached.
     """
 
@@ -45,13 +46,13 @@ class VllmEngine(DrivenEngine):
 
     @classmethod
     def accepts(cls, candidate: object) -> bool:
-        """See `fp8refit.engine.Engine`."""
+        """See `fp8refit.driver.engine.Engine`."""
         packages = {base.__module__.split(".")[0] for base in type(candidate).__mro__}
         return "vllm" in packages or isinstance(candidate, VllmServer)
 
     @classmethod
     def boot(cls, model: str) -> Any:
-        """See `fp8refit.engine.Engine`. A checkpoint that is not FP8 is quantized by vLLM itself."""
+        """See `fp8refit.driver.engine.Engine`. A checkpoint that is not FP8 is quantized by vLLM itself."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         try:
             from transformers import AutoConfig
@@ -72,6 +73,7 @@ class VllmEngine(DrivenEngine):
 
 def _drive(candidate: Any) -> SyncDriver | AsyncDriver | WorkerDriver:
     """The driver for a client of vLLM's, or for a worker."""
+    VERSIONS.check(getattr(sys.modules.get("vllm"), "__version__", ""))
     if hasattr(candidate, "model_runner"):
         check_layout(candidate.vllm_config)
         return WorkerDriver(candidate)

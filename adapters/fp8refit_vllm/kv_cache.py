@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8refit.layers.attention import PackedSequences
-from fp8refit.layers.measuring import Heads, measured
-from fp8refit.names import attention_name
-from fp8refit.slots import KvCache, KvLayer, KvScale, Observe, Refusal
+from fp8refit.live.names import attention_name
+from fp8refit.live.slots import KvCache, KvLayer, KvScale, Observe, Refusal
+from fp8refit.ranks.kv.attention import PackedSequences
+from fp8refit.ranks.kv.measuring import Heads, measured
 from fp8refit_vllm.compat import (
     eager_forward,
     has_full_graphs,
@@ -140,7 +140,7 @@ class _Layer:
 
 
 class LivePrefill:
-    """Implements `fp8refit.slots.Prefill` on a worker's live model: eager, without requests, without the KV cache.
+    """Implements `fp8refit.live.slots.Prefill` on a worker's live model: eager, without requests, without the KV cache.
 
     With tensor parallelism every rank runs it at the same time.
     """
@@ -155,7 +155,7 @@ class LivePrefill:
         self.max_tokens = int(config.scheduler_config.max_num_batched_tokens)
 
     def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
-        """See `fp8refit.slots.Prefill`."""
+        """See `fp8refit.live.slots.Prefill`."""
         packed = PackedSequences([len(sequence) for sequence in sequences], self._device)
         token_ids = torch.cat(list(sequences))
         layers = [(layer.module, layer.heads()) for layer in self._layers]

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from fp8refit.layers import twin
-from fp8refit.layers.latent import Absorbed, with_absorbed
-from fp8refit.layers.rules import Kernel, Remedies, Why
-from fp8refit.layers.twin import Twin
-from fp8refit.live import live_tensors
-from fp8refit.slots import Inventory, Refusal, ScaleFormat
+from fp8refit.live.latent import Absorbed, with_absorbed
+from fp8refit.live.parameters import live_tensors
+from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
+from fp8refit.live.tracing import twin
+from fp8refit.live.tracing.rules import Kernel, Remedies, Why
+from fp8refit.live.tracing.twin import Twin
 from fp8refit_vllm.compat import (
     deep_gemm_scale_format,
     dequantized,
@@ -81,7 +81,7 @@ def _absorbed_copies(model: nn.Module) -> Iterator[Absorbed]:
 
 
 class VllmRules:
-    """A `fp8refit.layers.rules.KernelRules`."""
+    """A `fp8refit.live.tracing.rules.KernelRules`."""
 
     remedies = Remedies(
         no_block_fp8='Boot from a block-FP8 checkpoint (fp8refit quantize), or with quantization="fp8_per_block"',

@@ -1,15 +1,15 @@
 """What a trainer and the ranks of an engine say to each other through vLLM's weight-transfer methods: validated JSON.
 
-What is asked of the ranks (`fp8refit.transport.messages`) goes through as text.
+What is asked of the ranks (`fp8refit.remote.messages`) goes through as text.
 """
 
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from fp8refit._version import __version__
-from fp8refit.transport.orders import Place
-from fp8refit.vote import ErrorRecord
+from fp8refit import __version__
+from fp8refit.remote.servers.orders import Place
+from fp8refit.transport.vote import ErrorRecord
 from fp8refit_vllm.mailbox import Address
 
 BACKEND = "fp8refit"

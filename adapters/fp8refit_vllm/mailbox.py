@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch.distributed import Store
 
 from fp8refit.errors import TransportError
-from fp8refit.transport.store import find_store, open_store
+from fp8refit.transport.collective.store import find_store, open_store
 
 _PART_BYTES = 4 << 20
 """The store takes no value of more than 8 MiB; a large engine's layout is more."""
@@ -85,7 +85,7 @@ class Mailbox:
                 return None
             num_parts = self._store.get(key)
             if len(num_parts) > 2 or not num_parts.isdigit() or int(num_parts) > _MAX_PARTS:
-                raise TransportError(f"rank {rank} left {num_parts[:9]!r} parts of an answer, which is none of ours")
+                raise TransportError(f"rank {rank} left {num_parts[:9]!r} parts of an answer, which is not one of ours")
             keys = [f"{key}/{place}" for place in range(int(num_parts))]
             content = b"".join(self._store.get(part) for part in keys)
             for part in (key, *keys):

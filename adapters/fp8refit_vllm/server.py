@@ -8,15 +8,17 @@ from argparse import Namespace
 from http import HTTPStatus
 from typing import Any
 
+from typing_extensions import override
+
 from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
-from fp8refit.transport.clerk import Clerk
-from fp8refit.transport.door import HEADERS, Door
-from fp8refit.transport.http import Server, read_object
-from fp8refit.transport.orders import Answer, read_token
-from fp8refit.vote import ErrorRecord
+from fp8refit.remote.servers.http_client import Server, read_object
+from fp8refit.remote.servers.http_endpoint import HEADERS, Door
+from fp8refit.remote.servers.order_handler import Clerk
+from fp8refit.remote.servers.orders import Answer, read_token
+from fp8refit.transport.vote import ErrorRecord
 from fp8refit_vllm.async_driver import AsyncDriver
 from fp8refit_vllm.clients import PLUGIN, check_server, method_of
-from fp8refit_vllm.compat import api_keys, http_refusal
+from fp8refit_vllm.compat import VERSIONS, api_keys, http_refusal
 
 _ROUTE = "/v1/fp8refit"
 _NOT_LOADED = (
@@ -88,13 +90,17 @@ class VllmServer(Server):
 
     engine = "vllm"
 
+    @override
     def recognise(self) -> bool:
-        """See `Server`."""
         status, text = self.send("/version", None, timeout_s=self.asking_s)
-        return status == HTTPStatus.OK and isinstance(read_object(text).get("version"), str)
+        version = read_object(text).get("version")
+        if status != HTTPStatus.OK or not isinstance(version, str):
+            return False
+        VERSIONS.check(version)
+        return True
 
+    @override
     def deliver(self, message: str, *, timeout_s: float) -> str:
-        """See `Server`."""
         answer, said = self.order(_ROUTE, message, timeout_s=timeout_s)
         if answer is None:
             raise UnsupportedEngineError(f"{_NOT_LOADED} ({said})")

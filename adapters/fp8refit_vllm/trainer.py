@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
-from fp8refit.calibration import Calibration, KvScaleValues
 from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError
+from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import RefitReport
 from fp8refit_vllm.compat import register_transfer
 from fp8refit_vllm.letters import BACKEND, TRAINER_TRANSFER, WORKER_TRANSFER
@@ -46,7 +46,7 @@ class RefitTrainer(TrainerWeightTransferEngine):  # of two parameters in 0.26, o
     init_info_cls = RefitTrainerInitInfo
 
     def __init__(self, init_info: RefitTrainerInitInfo, *, client: Client, source: Any) -> None:
-        self.is_sender = init_info.is_sender
+        self.is_sender, self.rank = init_info.is_sender, getattr(init_info, "rank", 0)
         self.client = client
         self.source = source
         self._config, self._group = init_info.config, init_info.group

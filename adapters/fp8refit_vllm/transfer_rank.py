@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from fp8refit._version import __version__
-from fp8refit.caught import Caught
+from fp8refit import __version__
 from fp8refit.errors import EngineBusyError, EngineDirtyError, RankFailedError, TransportError
-from fp8refit.transport import messages
-from fp8refit.transport.messages import Reply, Request
-from fp8refit.transport.orders import Place
-from fp8refit.vote import ErrorRecord
+from fp8refit.remote import messages
+from fp8refit.remote.messages import Reply, Request
+from fp8refit.remote.servers.orders import Place
+from fp8refit.transport.caught import Caught
+from fp8refit.transport.vote import ErrorRecord
 from fp8refit_vllm.compat import end_weight_update
 from fp8refit_vllm.letters import PROTOCOL, Invitation, Letter, Presence
 from fp8refit_vllm.mailbox import Address, Mailbox
@@ -174,7 +174,7 @@ def _read_address(asked: Mapping[str, Any]) -> Address:
 
 
 def _check_invitation(asked: Mapping[str, Any]) -> None:
-    """Hold that the trainer is one of this version.
+    """Check that the trainer is one of this version.
 
     Raises:
         RankFailedError: It is not.

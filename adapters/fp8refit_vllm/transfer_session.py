@@ -8,20 +8,22 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
+from typing_extensions import override
 
-from fp8refit.calibration import Calibration, KvScaleValues
 from fp8refit.config import RefitConfig
-from fp8refit.engine import AttachedEngine, Engine
+from fp8refit.driver.engine import AttachedEngine, Engine
+from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError, TransportError, UnsupportedEngineError
-from fp8refit.refitter import Refitter
-from fp8refit.remote import GRACE_S, RemoteRanks
+from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
+from fp8refit.remote.channel import GRACE_S, Channel
+from fp8refit.remote.ranks import RemoteRanks
+from fp8refit.remote.servers.orders import Place
 from fp8refit.report import RefitReport
-from fp8refit.sources import Manifest, StateDict
-from fp8refit.transport.orders import Place
-from fp8refit.vote import merge_errors
+from fp8refit.sources.source import Manifest, StateDict
+from fp8refit.transport.vote import merge_errors
 from fp8refit_vllm.compat import call_in_time, takes_version
 from fp8refit_vllm.letters import Invitation, Letter, Presence
 from fp8refit_vllm.mailbox import Mailbox
@@ -135,8 +137,8 @@ class TransferSession:
             ) from error
 
 
-class ClientChannel:
-    """Implements `fp8refit.remote.Channel` over a client. One call at a time.
+class ClientChannel(Channel):
+    """Implements `fp8refit.remote.channel.Channel` over a client. One call at a time.
 
     Args:
         client: Reaches the engine.
@@ -215,8 +217,8 @@ class ClientChannel:
         else:
             self._ask(self._client.finish_weight_update, timeout_s)
 
+    @override
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        """See `fp8refit.remote.Channel`."""
         mailbox = self._require_mailbox()
         letter = Letter(token=mailbox.address.token, id=uuid.uuid4().hex, message=message)
         try:
@@ -235,6 +237,10 @@ class ClientChannel:
             raise EngineLostError(f"rank(s) {ranks} did not answer; their log says why. Make a new trainer")
         return [answer for answer in answers if answer is not None]
 
+    @override
+    async def begin(self, message: str, *, timeout_s: float) -> None:
+        """Cannot: vLLM's clients wait for the end of what they were asked."""
+
     def close(self) -> None:
         """Let go of the engine, which another trainer may then be given, in the middle of an update or not."""
         mailbox, self._mailbox = self._mailbox, None
@@ -247,7 +253,7 @@ class ClientChannel:
         return self._mailbox
 
     def _check_is_ours(self) -> None:
-        """Hold that the ranks still answer this trainer.
+        """Check that the ranks still answer this trainer.
 
         Raises:
             EngineLostError: They do not.
@@ -281,8 +287,8 @@ class ClientChannel:
             raise RankFailedError(f"vLLM raised {type(error).__name__}: {error}") from error
 
 
-class _Controls:
-    """Implements `fp8refit.engine.Engine` where requests are somebody else's: who drives the update pauses them.
+class _Controls(Engine):
+    """Implements `fp8refit.driver.engine.Engine` where requests are somebody else's: who drives the update pauses them.
 
     Args:
         channel: Reaches the ranks.
@@ -293,35 +299,40 @@ class _Controls:
 
     def __init__(self, channel: ClientChannel) -> None:
         self.ranks = RemoteRanks(channel)
-        self._fp8refit_engine = AttachedEngine(cast(Engine, self))
+        self._fp8refit_engine = AttachedEngine(self)
 
+    @override
     async def check_ready(self) -> None:
-        """See `fp8refit.engine.Engine`."""
+        return
 
+    @override
     async def pause(self, config: RefitConfig) -> int:
-        """See `fp8refit.engine.Engine`."""
         return 0
 
+    @override
     async def resume(self) -> None:
-        """See `fp8refit.engine.Engine`."""
+        return
 
+    @override
     async def refuse(self, reason: str) -> None:
-        """See `fp8refit.engine.Engine`."""
         logger.error("keep the engine paused: %s", reason)
 
+    @override
     async def flush_caches(self) -> None:
-        """See `fp8refit.engine.Engine`."""
+        return
 
+    @override
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit.engine.Engine`.
+        """See `fp8refit.driver.engine.Engine`.
 
         Raises:
             UnsupportedEngineError: The tokenizer is the engine's.
         """
         raise UnsupportedEngineError("calibration: pass token ids; prompts would need the engine's tokenizer")
 
+    @override
     async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`: the end of the update names it."""
+        """The end of the update names it."""
 
 
 def _read_presence(said: str) -> Presence:
@@ -334,7 +345,7 @@ def _read_presence(said: str) -> Presence:
 
 
 def _check_presence(present: Sequence[Presence], config: RefitConfig) -> None:
-    """Hold that every rank can be refitted from here.
+    """Check that every rank can be refitted from here.
 
     Raises:
         RefitError: One cannot.

@@ -11,8 +11,8 @@ import torch
 from fp8refit_transformers.naming import naming_of, plain_config
 from torch import nn
 
-from fp8refit.layers.twin import EmptyOnMeta, Twin, trace_twin
-from fp8refit.slots import Refusal
+from fp8refit.live.slots import Refusal
+from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_twin
 
 
 def twin_of(config: Any) -> Twin | Refusal:

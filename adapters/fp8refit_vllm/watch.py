@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8refit.errors import TransportError
 from fp8refit.transport.board import Board
-from fp8refit.transport.segment import Segment
+from fp8refit.transport.memory.segment import Segment
 from fp8refit_vllm.compat import StepOutputs, drop_core_caches, publish_in_core, refuse_in_core
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """vLLM's `WeightSource` as what fp8refit refits from, on every rank of a trainer."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fp8refit.caught import Caught
 from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError
-from fp8refit.gather import Gathered
-from fp8refit.shards import has_shards
-from fp8refit.sources import Manifest, NamedTensors, StateDict
-from fp8refit.trainers import Statement, Trainers, trainer_group
-from fp8refit_vllm.compat import module_of
+from fp8refit.sources.sharded.gather import Gathered
+from fp8refit.sources.sharded.shards import has_shards
+from fp8refit.sources.sharded.trainer_group import Statement, Trainers, trainer_group
+from fp8refit.sources.source import Manifest, NamedTensors, StateDict
+from fp8refit.transport.caught import Caught
+from fp8refit_vllm.compat import announced, full_pass, module_of, why_not_whole
 
 Weights: TypeAlias = tuple[StateDict, Manifest | None]
 """Arguments of `Refitter.refit`."""
@@ -63,16 +63,11 @@ class SharedPasses(AbstractContextManager[Weights]):
     """
 
     def __init__(self, source: Any, trainers: Trainers) -> None:
-        held_names: Callable[[], object] = getattr(source, "held_names", lambda: None)
-        if held_names() is not None:
-            raise InvalidSourceError(
-                [
-                    "source: this rank holds a part of the model; give one whose rank 0 is given whole tensors, all of them"
-                ]
-            )
+        if why := why_not_whole(source):
+            raise InvalidSourceError([f"source: {why}; give one whose rank 0 is given whole tensors, all of them"])
         self._source = source
         self._trainers = trainers
-        self._manifest = {meta.name: (meta.shape, meta.dtype) for meta in source.metadata()}
+        self._manifest = {meta.name: (meta.shape, meta.dtype) for meta in announced(source)}
         self._rest: Iterator[tuple[str, Tensor]] = iter(())
         self._has_read = False
 
@@ -96,7 +91,7 @@ class SharedPasses(AbstractContextManager[Weights]):
         """One pass, on every rank."""
         self._has_read = True
         self._trainers.hear(Statement(step="read"))
-        self._rest = iter(self._source)
+        self._rest = full_pass(self._source)
         yield from self._rest
         self._trainers.hear(Statement(step="end"))
 
@@ -108,6 +103,6 @@ class SharedPasses(AbstractContextManager[Weights]):
         """
         while any(said.step == "read" for said in self._trainers.hear(Statement(step="follow"))):
             with Caught() as failed:
-                for _ in self._source:
+                for _ in full_pass(self._source):
                     pass
             self._trainers.hear(Statement(step="end"), failed.error)

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8refit.engine import hold
+from fp8refit.driver.engine import hold
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.layers.twin import Twin
-from fp8refit.rank import Rank
-from fp8refit.server import RankServer
-from fp8refit.slots import Inventory, KvCache, Refresh, Refusal
-from fp8refit.target import Target
+from fp8refit.live.slots import Inventory, KvCache, Refresh, Refusal
+from fp8refit.live.tracing.twin import Twin
+from fp8refit.ranks.rank import Rank
+from fp8refit.ranks.target import Target
+from fp8refit.remote.rank_server import RankServer
 from fp8refit.transport.board import Board
-from fp8refit.transport.group import ProcessGroupExchange
-from fp8refit.vote import Group
+from fp8refit.transport.process_group import ProcessGroupExchange
+from fp8refit.transport.vote import Group
 from fp8refit_vllm.compat import (
+    VERSIONS,
     add_to_core,
     draft_method,
     engine_process_group,
@@ -36,6 +37,7 @@ from fp8refit_vllm.compat import (
     sync_experts,
 )
 from fp8refit_vllm.core import CORE_METHOD, carry_out
+from fp8refit_vllm.drop_in import install, quantize_at_boot
 from fp8refit_vllm.kv_cache import read_kv_cache
 from fp8refit_vllm.layout import is_experts, read_inventory
 from fp8refit_vllm.letters import BACKEND, TRAINER_TRANSFER, WORKER_TRANSFER
@@ -57,6 +59,7 @@ def register() -> None:
     on_core_start(watch)
     raise_refusals()
     register_transfer(BACKEND, WORKER_TRANSFER, TRAINER_TRANSFER)
+    quantize_at_boot()
 
 
 class WorkerExtension:
@@ -68,7 +71,7 @@ class WorkerExtension:
 
 
 def serve(worker: Any, message: str) -> str:
-    """Answer one request of a driver, as `fp8refit.server.RankServer` does. Never raises."""
+    """Answer one request of a driver, as `fp8refit.remote.rank_server.RankServer` does. Never raises."""
     server: RankServer | None = getattr(worker, _SERVER, None)
     if server is None:
         server = RankServer(lambda: rank_of(worker))
@@ -80,6 +83,7 @@ def show_board(worker: Any) -> str:
     """Where an engine core finds the board of `worker`, whose network, and what its sleep costs, are known from then on."""
     hold(LiveModel(worker).network, worker)
     on_deep_sleep(worker, lambda: rank_of(worker).target.forget_values())
+    install(worker, lambda: rank_of(worker))
     return board_of(worker).segment.model_dump_json()
 
 
@@ -108,6 +112,7 @@ def rank_of(worker: Any) -> Rank:
 def _make_rank(worker: Any) -> Rank:
     import vllm
 
+    VERSIONS.check(vllm.__version__)
     model = LiveModel(worker)
     target = Target(
         model.read_inventory,

@@ -1,14 +1,17 @@
-"""The control plane of `fp8refit.engine.Engine` for a worker of vLLM, which reaches no scheduler: it writes on its board."""
+"""The control plane of `Engine` for a worker of vLLM, which reaches no scheduler: it writes on its board."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from fp8refit.config import RefitConfig
+from fp8refit.driver.driven import Driver
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_vllm.worker import board_of
 
 
-class WorkerDriver:
+class WorkerDriver(Driver):
     """One worker, driven from within.
 
     Args:
@@ -21,8 +24,9 @@ class WorkerDriver:
         self.worker = worker
         self._board = board_of(worker)
 
+    @override
     async def check_ready(self) -> None:
-        """See `fp8refit.engine.Engine`.
+        """See `fp8refit.driver.engine.Engine`.
 
         Raises:
             UnsupportedEngineError: The engine core does not look at the board.
@@ -34,27 +38,30 @@ class WorkerDriver:
                 "VLLM_PLUGINS; an engine that is still being made is not updated"
             )
 
+    @override
     async def pause(self, config: RefitConfig) -> int:
-        """See `fp8refit.engine.Engine`. What a running request has is computed anew."""
+        """What a running request has is computed anew."""
         self._board.is_raised = True
         return 0
 
+    @override
     async def resume(self) -> None:
-        """See `fp8refit.engine.Engine`."""
         self._board.is_raised = False
 
+    @override
     async def refuse(self, reason: str) -> None:
-        """See `fp8refit.engine.Engine`."""
         self._board.is_raised = True
 
+    @override
     async def flush_caches(self) -> None:
-        """See `fp8refit.engine.Engine`. The core does it before anything is computed."""
+        """The core does it before anything is computed."""
         self._board.num_drops += 1
 
+    @override
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit.engine.Engine`."""
-        raise UnsupportedEngineError("calibration: a worker has no tokenizer; pass token ids in the place of prompts")
+        raise UnsupportedEngineError("calibration: a worker has no tokenizer; pass token ids instead of prompts")
 
+    @override
     async def publish_version(self, version: int) -> None:
-        """See `fp8refit.engine.Engine`. The core shows it once caches are dropped."""
+        """The core shows it once caches are dropped."""
         self._board.version = version

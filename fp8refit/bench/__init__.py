@@ -1,7 +1,7 @@
-"""The refit latency benchmark: where the time of a refit goes, beside what an engine's own means take, in one run.
+"""The refit benchmark: where the time of a refit goes, compared in one run with an engine's own methods.
 
-`fp8refit bench` runs it; `run_refit_bench`, `run_kernel_bench` and `run_rollout_bench` are the same for scripts. Models are
-built from configs, and weights from a seed: nothing is downloaded.
+`fp8refit bench` runs it; scripts call `run_refit_bench`, `run_kernel_bench` and `run_rollout_bench`. Models are built
+from configs, and weights from a seed: nothing is downloaded.
 """
 
 from fp8refit.bench.kernel import KernelBenchConfig, KernelBenchResult, KernelTiming, run_kernel_bench

@@ -1,4 +1,4 @@
-"""Timing: percentiles of interleaved repeats, and the copy rate that fills are held against."""
+"""Timing: percentiles of interleaved repeats, and the copy rate to compare fills with."""
 
 import math
 import statistics
@@ -10,13 +10,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
-"""Of what is measured: more would never end, or fit nowhere."""
+"""A number of measurements, limited so that they end and fit into memory."""
 _COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
-"""Far more than caches hold."""
+"""Far more than any cache holds."""
 
 
 class Percentiles(BaseModel):
-    """Of repeated measurements, in their unit."""
+    """Percentiles of repeated measurements, in their unit."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -28,20 +28,20 @@ class Percentiles(BaseModel):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Percentiles":
-        """Sum up `values`; p90 is the smallest that nine of ten do not exceed."""
+        """Summarize `values`. p90 is the smallest value that nine of ten do not exceed."""
         ordered = sorted(values)
         p90 = ordered[math.ceil(0.9 * len(ordered)) - 1]
         return cls(median=statistics.median(ordered), p90=p90, min=ordered[0], max=ordered[-1], count=len(ordered))
 
 
 def wait(device: torch.device) -> None:
-    """Until everything that was launched on `device` is done."""
+    """Wait until everything launched on `device` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Host seconds from a quiet device to a quiet device."""
+    """Host seconds of a run, from an idle device to an idle device."""
     wait(device)
     start_s = time.perf_counter()
     run()
@@ -50,7 +50,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def device_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds on the device's own clock; of the host where it has none."""
+    """Seconds on the device's clock, or on the host's if the device has none."""
     if device.type != "cuda":
         return seconds(run, device)
     with torch.cuda.device(device):
@@ -63,7 +63,7 @@ def device_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_gb_per_s(device: torch.device, repeats: int = 5) -> float:
-    """The copy roofline of a device: bytes read and written by one large copy there, median, in units of 1e9 bytes a second."""
+    """The copy roofline of a device: the median rate of one large copy, in 1e9 bytes read and written per second."""
     source = torch.empty(_COPY_BYTES[device.type], dtype=torch.uint8, device=device).random_(0, 255)
     target = torch.empty_like(source)
     times_s = [device_seconds(lambda: target.copy_(source), device) for _ in range(repeats + 1)][1:]
@@ -71,7 +71,7 @@ def copy_gb_per_s(device: torch.device, repeats: int = 5) -> float:
 
 
 class PeakMemory:
-    """How much more memory than before was held at once on a GPU, as torch in this process counts; 0 on a CPU."""
+    """The peak of additional GPU memory in a block, as torch counts it in this process; 0 on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

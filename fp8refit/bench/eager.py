@@ -1,4 +1,4 @@
-"""The recipe of RL frameworks, to be measured against: block quantization in eager PyTorch, one tensor after another."""
+"""The RL frameworks' recipe, as a baseline: block quantization in eager PyTorch, tensor by tensor."""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8refit.layout import EngineLayout, SlotLayout
-from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat
+from fp8refit.live.layout import EngineLayout, SlotLayout
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat
 
 
 def eager_quantize(weight: Tensor, block_size: tuple[int, int], scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix as frameworks do it: a dozen operations over all of it, through float32.
+    """Quantize a matrix as frameworks do: a dozen operations over all of it, in float32.
 
     Scales and codes are those of `fp8refit.quantize_blockwise`.
 
     Args:
         weight: (N, K), BF16.
         block_size: Rows and columns of one block.
-        scale_format: Of the scales.
+        scale_format: Format of the scales.
 
     Returns:
         Codes (N, K) float8_e4m3fn and scales (ceil(N / block_n), ceil(K / block_k)) float32.
@@ -30,14 +30,14 @@ def eager_quantize(weight: Tensor, block_size: tuple[int, int], scale_format: Sc
     if scale_format is ScaleFormat.UE8M0:
         scale = torch.exp2(torch.ceil(torch.log2(amax.clamp(min=1e-4) / 464)))
     else:
-        # By a tensor: torch on CUDA turns division by a Python number into a multiplication by its reciprocal.
+        # Divide by a tensor: on CUDA, torch turns division by a Python number into multiplication by its reciprocal.
         scale = amax.clamp(min=1e-10) / torch.full_like(amax, 448.0)
     codes = (blocks * (torch.ones_like(scale) / scale)[:, None, :, None]).clamp(-448, 448).to(FP8_DTYPE)
     return codes.view(padded.shape)[:rows, :cols].contiguous(), scale
 
 
 def eager_checkpoint(layout: EngineLayout, policy: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a block-FP8 checkpoint, each made when it is asked for."""
+    """Yield the tensors of a block-FP8 checkpoint, each computed on request."""
     slots: dict[str, SlotLayout] = {slot.name: slot for slot in layout.slots}
     for name, weight in policy.items():
         slot = slots[name]

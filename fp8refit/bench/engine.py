@@ -1,4 +1,4 @@
-"""What an adapter brings to the benchmark: an engine to boot, and the other ways to give it new weights."""
+"""What an adapter contributes to the benchmark: an engine to boot, and other ways to give it new weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,42 +9,42 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fp8refit.engine import booting, find_adapter
+from fp8refit.driver.engine import booting, find_adapter
 from fp8refit.errors import UnsupportedEngineError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """A way to move an engine to new BF16 weights that is not fp8refit's."""
+    """A way other than fp8refit's to give an engine new BF16 weights."""
 
     name: str
     summary: str
-    """What it does, with which settings, in one line."""
+    """One line: what it does and with which settings."""
     update: Callable[[Mapping[str, Tensor]], None]
-    """Takes BF16 weights by checkpoint names, and returns when the engine serves them, its caches flushed."""
+    """Takes BF16 weights by checkpoint name; returns when the engine serves them, with its caches flushed."""
     prepare: Callable[[Mapping[str, Tensor]], None] = lambda _: None
-    """What a trainer would have done before, not timed."""
+    """The trainer's work beforehand, which is not timed."""
 
 
 class BenchEngine(Protocol):
     """A live engine with random weights."""
 
     candidate: object
-    """For `Refitter`."""
+    """The object to pass to `Refitter`."""
     settings: dict[str, object]
-    """What it was booted with."""
+    """The arguments it was booted with."""
     strategies: Sequence[Strategy]
 
     def close(self) -> None:
-        """End it, and everything that it started."""
+        """Stop the engine and everything it started."""
         ...
 
 
 def adapter_module(name: str, part: str) -> ModuleType:
-    """The module `part` of the package of an adapter, imported now: who only refits does without it.
+    """Import the module `part` of an adapter's package. Refits alone do not need it.
 
     Raises:
-        UnsupportedEngineError: No adapter of that name is installed, or its package has no such module.
+        UnsupportedEngineError: No adapter of that name is installed, or its package lacks the module.
     """
     module = f"{find_adapter(name).__module__.partition('.')[0]}.{part}"
     try:
@@ -53,21 +53,21 @@ def adapter_module(name: str, part: str) -> ModuleType:
         if error.name != module:
             raise
         raise UnsupportedEngineError(
-            f"the adapter {name} takes no part in this benchmark: it has no {module}"
+            f"the adapter {name} does not support this benchmark: it has no {module}"
         ) from error
 
 
 def open_bench_engine(name: str, model: Path, *, tp: int, online: bool = False) -> BenchEngine:
-    """Boot the engine of an adapter, by `boot` of its module `bench`, from a folder with a `config.json`.
+    """Boot an adapter's engine from a folder with a `config.json`, using `boot` in its module `bench`.
 
     Args:
-        name: Of the adapter.
+        name: Name of the adapter.
         model: The folder.
         tp: Tensor-parallel ranks.
-        online: Whether by `boot_online` instead: as an engine that quantizes BF16 checkpoints to block FP8 itself.
+        online: Use `boot_online` instead: an engine that quantizes BF16 checkpoints to block FP8 itself.
 
     Raises:
-        UnsupportedEngineError: See `adapter_module` and `booting`; or the engine does not quantize by itself.
+        UnsupportedEngineError: As in `adapter_module` and `booting`; or the engine cannot quantize by itself.
     """
     module = adapter_module(name, "bench")
     if online and not hasattr(module, "boot_online"):

@@ -1,4 +1,4 @@
-"""The quantizer alone: one matrix, by shape, dtype and format of the scales."""
+"""Times the quantizer alone: one matrix, by shape, dtype and scale format."""
 
 import platform
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from fp8refit._version import __version__
+from fp8refit import __version__
 from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, device_seconds
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.kernels import Task, compile_table
-from fp8refit.slots import FP8_DTYPE, Op, ScaleFormat, dtype_name
+from fp8refit.fill.kernels import Task, compile_table
+from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat, dtype_name
 
 DEFAULT_SHAPES = ((4096, 4096), (12288, 4096), (4096, 12288), (1536, 2048), (28672, 8192))
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
@@ -20,7 +20,7 @@ _MOST_MATRICES = 1024
 
 
 class KernelBenchConfig(BaseModel):
-    """What is measured."""
+    """What to measure."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,12 +29,12 @@ class KernelBenchConfig(BaseModel):
     scale_formats: tuple[ScaleFormat, ...] = Field(default=tuple(ScaleFormat), min_length=1)
     repeats: Count = Field(default=21, ge=3)
     min_bytes: int = Field(default=1 << 30, ge=1)
-    """Matrices of one shape are repeated, up to 1024 times, until a launch moves that much: a single small one would lie in a
-    cache."""
+    """Matrices of one shape are repeated, up to 1024 times, until a launch moves this much. A single small one would stay
+    in a cache."""
 
 
 class KernelTiming(BaseModel):
-    """One shape, dtype and format."""
+    """The timing of one shape, dtype and scale format."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -42,16 +42,16 @@ class KernelTiming(BaseModel):
     dtype: str
     scale_format: ScaleFormat
     num_matrices: int
-    """That one launch quantized."""
+    """Matrices quantized by one launch."""
     num_bytes: int
-    """Read and written by it."""
+    """Bytes that it reads and writes."""
     device_us: Percentiles
     gb_per_s: float
     fraction_of_copy: float
 
 
 class KernelBenchResult(BaseModel):
-    """The quantizer beside the copy roofline."""
+    """The quantizer, compared with the copy roofline."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -69,7 +69,7 @@ def run_kernel_bench(
     """Time launches of the quantizer on `device`.
 
     Raises:
-        UnsupportedEngineError: There is no memory there for a shape.
+        UnsupportedEngineError: A shape does not fit into the device's memory.
     """
     cases = [
         (shape, dtype, form) for shape in config.shapes for dtype in config.dtypes for form in config.scale_formats
@@ -118,7 +118,7 @@ def _time(
         ]
     except (RuntimeError, OverflowError) as error:  # torch.OutOfMemoryError is one
         raise UnsupportedEngineError(
-            f"{rows}x{cols}: there is no memory for {num_matrices} matrices of {dtype} on {device} ({error})"
+            f"{rows}x{cols}: {num_matrices} x {dtype} does not fit into the memory of {device} ({error})"
         ) from error
     table = compile_table(tasks, device)
     for _ in range(3):
@@ -140,7 +140,7 @@ def _time(
 
 
 def _command_of(config: KernelBenchConfig, device: torch.device) -> str:
-    """What measures it again."""
+    """The command that repeats the measurement."""
     parts = ["fp8refit bench kernel"]
     if config.shapes != DEFAULT_SHAPES:
         parts.append(f"--shapes {','.join(f'{rows}x{cols}' for rows, cols in config.shapes)}")

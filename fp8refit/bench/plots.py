@@ -17,7 +17,7 @@ def plot_refits(results: Sequence[RefitBenchResult], folder: Path) -> list[Path]
     """Draw phases, comparison, and time against bytes with the copy roofline, one picture each.
 
     Args:
-        results: Of one GPU.
+        results: Results from one GPU.
         folder: Where the PNG files are written.
 
     Raises:
@@ -54,7 +54,7 @@ def plot_phases(results: Sequence[RefitBenchResult], file: Path) -> Path:
 
 
 def plot_comparison(results: Sequence[RefitBenchResult], file: Path) -> Path:
-    """Draw how long each way takes to bring the same weights to the engine.
+    """Draw how long each method takes to give the engine the same weights.
 
     Raises:
         UnsupportedEngineError: matplotlib is not installed.
@@ -77,9 +77,9 @@ def plot_comparison(results: Sequence[RefitBenchResult], file: Path) -> Path:
     _make_logarithmic(axes.xaxis)
     times_ms = [timing.median for result in results for timing in (result.wall_ms, *(o.wall_ms for o in result.others))]
     least_ms = 10 ** math.floor(math.log10(min(times_ms)))
-    axes.set_xlim(least_ms, least_ms * (max(times_ms) / least_ms) ** 1.25)  # room for what stands behind the bars
+    axes.set_xlim(least_ms, least_ms * (max(times_ms) / least_ms) ** 1.25)  # room for labels behind the bars
     axes.set_xlabel("ms from BF16 weights to an engine that serves them, medians")
-    axes.set_title(f"The same weights by other ways{_of_one_boot(results)}")
+    axes.set_title(f"The same weights by other methods{_of_one_boot(results)}")
     return _save(figure, file, results)
 
 
@@ -110,19 +110,19 @@ def plot_roofline(results: Sequence[RefitBenchResult], file: Path) -> Path:
 
 
 def digest_of(results: Sequence[RefitBenchResult]) -> str:
-    """What a picture holds, among its metadata, of the results that it was drawn from."""
+    """A digest of the results, kept in the picture's metadata."""
     return hashlib.sha256("\n".join(result.model_dump_json() for result in results).encode()).hexdigest()
 
 
 def _labels(results: Sequence[RefitBenchResult]) -> list[str]:
-    """The models, with what they differ in beside."""
+    """The models, with their differences in other settings."""
     engines = ("" if _of_one_boot(results) else f", {result.config.boot}" for result in results)
     ranks = (f", {result.config.tp} ranks" if result.config.tp > 1 else "" for result in results)
     return [f"{result.config.model}{parts}{of}" for result, parts, of in zip(results, engines, ranks, strict=True)]
 
 
 def _of_one_boot(results: Sequence[RefitBenchResult]) -> str:
-    """For a title, what all of them have in common."""
+    """For a title: what all of them have in common."""
     boots = {result.config.boot for result in results}
     return f": {boots.pop()}" if len(boots) == 1 else ""
 
@@ -138,7 +138,7 @@ def _make_logarithmic(axis: Any) -> None:
 
 
 def _pyplot() -> Any:
-    """Matplotlib's, drawing into files.
+    """Import matplotlib with a backend that draws into files.
 
     Raises:
         UnsupportedEngineError: It is not installed.

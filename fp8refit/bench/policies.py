@@ -1,18 +1,18 @@
-"""Weights for any engine: random, from a seed, with the outlier channels that real ones have."""
+"""Weights for any engine: random, from a seed, with outlier channels like real ones."""
 
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from fp8refit.layout import EngineLayout
-from fp8refit.slots import TensorMeta
+from fp8refit.live.layout import EngineLayout
+from fp8refit.live.slots import TensorMeta
 
 NUM_OUTLIERS = 6
 
 
 def manifest(layout: EngineLayout) -> dict[str, TensorMeta]:
-    """A policy of an engine, by checkpoint names: float32 where the engine keeps float32, else BF16."""
+    """Return shapes and dtypes of a policy for an engine: float32 where the engine keeps float32, else BF16."""
     return {
         slot.name: TensorMeta(
             shape=tuple(slot.full_shape), dtype=torch.float32 if slot.dtype == "float32" else torch.bfloat16
@@ -22,19 +22,21 @@ def manifest(layout: EngineLayout) -> dict[str, TensorMeta]:
 
 
 def allocate(layout: EngineLayout, device: torch.device) -> dict[str, Tensor]:
-    """Room for one policy."""
+    """Allocate one policy."""
     return {name: _empty(meta, device) for name, meta in manifest(layout).items()}
 
 
 def fill(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Write policy number `seed`, as an optimizer writes its weights: in place."""
+    """Write policy number `seed` in place, as an optimizer does."""
     for index, tensor in enumerate(tensors.values()):
         _fill_one(tensor, seed, index)
     return tensors
 
 
 def stream(metadata: Mapping[str, TensorMeta], seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of policy number `seed`, each made when it is asked for: for engines that leave no room for all of them."""
+    """Yield the tensors of policy number `seed`, each created on request, in case they do not all fit beside the
+    engine.
+    """
     for index, (name, meta) in enumerate(metadata.items()):
         tensor = _empty(meta, device)
         _fill_one(tensor, seed, index)

@@ -1,4 +1,4 @@
-"""Refits of one live engine, timed beside the other ways to give it new weights, round by round on the same tensors."""
+"""Times refits of one live engine, and its other ways to load weights, round by round on the same tensors."""
 
 import platform
 import statistics
@@ -11,20 +11,20 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from fp8refit._version import __version__
+from fp8refit import __version__
 from fp8refit.bench import policies
 from fp8refit.bench.clock import Count, PeakMemory, Percentiles, copy_gb_per_s, wait
 from fp8refit.bench.engine import BenchEngine, Strategy, open_bench_engine
 from fp8refit.bench.shapes import folder_of
+from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.refitter import Refitter
 from fp8refit.report import RefitReport
 
 OURS = "fp8refit"
 
 
 class RefitBenchConfig(BaseModel):
-    """What is measured."""
+    """What to measure."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,13 +35,13 @@ class RefitBenchConfig(BaseModel):
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks."""
     online: bool = False
-    """Whether the engine is booted to quantize BF16 weights itself, which its own ways then take as they are."""
+    """Boot an engine that quantizes BF16 weights itself; its own methods then take BF16."""
     rounds: Count = 7
-    """Of the timed refits, and of each other strategy."""
+    """Number of timed refits, and of timed runs of every other strategy."""
     warm_up: int = Field(default=2, ge=0, le=1 << 24)
-    """Refits after the first that are not timed."""
+    """Untimed refits after the first."""
     strategies: tuple[str, ...] | None = None
-    """Which of the engine's own to time too; None for all, empty for none."""
+    """Which of the engine's own strategies to time; None for all, empty for none."""
     seed: int = Field(default=0, ge=0, lt=1 << 32)
 
     @property
@@ -51,31 +51,31 @@ class RefitBenchConfig(BaseModel):
 
 
 class StrategyResult(BaseModel):
-    """One way to give the engine new weights."""
+    """The result of one way to give the engine new weights."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
     summary: str
     wall_ms: Percentiles
-    """From call to return, flush of caches included, the engine ready to serve."""
+    """Time from call to return, including the cache flush; the engine is then ready to serve."""
     peak_extra_bytes: int
-    """GPU memory beyond what was held before, in the process of the trainer; ranks in it are counted too."""
+    """Additional GPU memory in the trainer's process, which may include ranks."""
     is_repeatable: bool
-    """Whether every run to the same policy ended with the same bytes on every rank."""
+    """Whether every run with the same policy left the same bytes on every rank."""
     equals_ours: bool
-    """Whether those bytes are the ones that fp8refit writes."""
+    """Whether those are the bytes that fp8refit writes."""
 
     @property
     def whose_bytes(self) -> str:
-        """What is to be said of the bytes that it ended with."""
+        """Whose bytes the engine ended with, for tables."""
         if self.equals_ours:
             return "fp8refit's"
         return "its own" if self.is_repeatable else "NOT the same every time"
 
 
 class RefitBenchResult(BaseModel):
-    """Where the time of a refit goes, and what else there is."""
+    """Where the time of a refit goes, and what the alternatives take."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -84,57 +84,57 @@ class RefitBenchResult(BaseModel):
     gpu: str
     versions: dict[str, str]
     settings: dict[str, str]
-    """What the engine was booted with."""
+    """The arguments the engine was booted with."""
     kernels: dict[str, int]
-    """Slots by the engine's kernel and the format of their scales."""
+    """Number of slots by engine kernel and scale format."""
     num_tensors: int
     bytes_read: int
     bytes_written: int
     first_ms: float
-    """The first refit, plan and kernels compiled."""
+    """The first refit, including compilation of plan and kernels."""
     wall_ms: Percentiles
     phases_ms: dict[str, Percentiles]
     plan_fill_verify_ms: Percentiles
     fill_device_ms: Percentiles | None
-    """On the device's own clock, of the slowest rank; None on a CPU."""
+    """On the device's clock, for the slowest rank; None on a CPU."""
     host_ms: Percentiles
-    """What is not the fill on the device."""
+    """The call minus the fill on the device."""
     peak_extra_bytes: int
     copy_gb_per_s: float
-    """The copy roofline, measured in this process between the rounds."""
+    """The copy roofline, measured in this process between rounds."""
     fill_over_copy: float
-    """Time of the fill over that of copying as many bytes: of the rank that takes longest."""
+    """The fill's time divided by that of copying as many bytes, for the slowest rank."""
     is_repeatable: bool
     others: tuple[StrategyResult, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Read and written by all ranks."""
+        """Bytes read and written by all ranks."""
         return self.bytes_read + self.bytes_written
 
     @property
     def fill_ms(self) -> Percentiles:
-        """The fill, on the device's own clock where there is one."""
+        """The fill's time, on the device's clock if it has one."""
         return self.fill_device_ms or self.phases_ms["fill"]
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes over the time of the fill, of all ranks."""
+        """The bytes of all ranks divided by the fill's time."""
         return self.num_bytes / self.fill_ms.median / 1e6
 
 
 Progress = Callable[[str, int, int], None]
-"""Takes what is being done, and the steps done and in all."""
+"""Takes the current step, steps done, and steps in total."""
 
 
 def run_refit_bench(config: RefitBenchConfig, *, on_progress: Progress = lambda *_: None) -> RefitBenchResult:
     """Boot an engine with random weights and time refits of it.
 
-    Every round times each strategy once, in the same order, on the same tensors, which are another policy than in the round
-    before; after each run the bytes of every rank are held against those of other runs to the same policy.
+    Every round times each strategy once, in the same order and on the same tensors, with a new policy per round. After
+    each run, the bytes of every rank are compared with those of other runs with the same policy.
 
     Raises:
-        UnsupportedEngineError: No such engine, shape, folder or strategy, or the engine cannot be refitted.
+        UnsupportedEngineError: The engine, shape, folder or strategy is unknown, or the engine cannot be refitted.
     """
     with tempfile.TemporaryDirectory(prefix="fp8refit-bench-") as scratch:
         on_progress("boot", 0, 1)
@@ -158,7 +158,7 @@ class _Bench:
         has_gpu = torch.cuda.is_available() and self._layout.device.startswith("cuda")
         self._device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
         self._expected: dict[int, list[str]] = {}
-        """Fingerprints of policies that fp8refit wrote."""
+        """Fingerprints of policies written by fp8refit."""
 
     def run(self) -> RefitBenchResult:
         config = self._config
@@ -180,7 +180,7 @@ class _Bench:
                 self._on_progress(strategy.name, done, num_steps)
                 others[strategy.name].append(self._time_other(strategy, policy, seed))
                 done += 1
-            # What the others replaced is read again here; and the engine holds another policy than the one that is timed.
+            # Tensors replaced by other strategies are read again here, with a policy that is not timed.
             self._refitter.refit(policies.fill(policy, seed + 2))
             policies.fill(policy, seed)
             self._on_progress(OURS, done, num_steps)
@@ -192,7 +192,7 @@ class _Bench:
         return self._result(first_ms, ours, others, copy_rates, is_repeatable=is_repeatable)
 
     def _time_ours(self, policy: Mapping[str, Tensor]) -> tuple[float, RefitReport, int]:
-        """Milliseconds from call to return, the report, and the memory that it took."""
+        """Return milliseconds from call to return, the report, and the peak of additional memory."""
         wait(self._device)
         with PeakMemory(self._device) as memory:
             start_s = time.perf_counter()
@@ -260,7 +260,7 @@ class _Bench:
 
     @property
     def command(self) -> str:
-        """What measures it again."""
+        """The command that repeats the measurement."""
         config = self._config
         parts = ["fp8refit bench refit", f"--engine {config.engine}", f"--model {config.model}", f"--tp {config.tp}"]
         parts += ["--online"] if config.online else []
@@ -298,10 +298,10 @@ class _Run(BaseModel):
 
 
 def _chosen(strategies: Sequence[Strategy], names: Sequence[str] | None) -> list[Strategy]:
-    """Those that were asked for.
+    """Return the strategies that were asked for.
 
     Raises:
-        UnsupportedEngineError: One is not there.
+        UnsupportedEngineError: One does not exist.
     """
     known = {strategy.name: strategy for strategy in strategies}
     absent = [name for name in names or () if name not in known]

@@ -1,4 +1,4 @@
-"""What FP8 buys: tokens a second of rollouts with BF16 weights, FP8 weights, and FP8 weights over an FP8 KV cache."""
+"""Measures what FP8 gains: rollout tokens per second with BF16 weights, FP8 weights, and an FP8 KV cache."""
 
 import json
 import math
@@ -18,26 +18,26 @@ from typing import Any, Protocol
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from fp8refit._version import __version__
+from fp8refit import __version__
 from fp8refit.bench import policies
 from fp8refit.bench.clock import Count, Percentiles
 from fp8refit.bench.engine import adapter_module
 from fp8refit.bench.shapes import folder_of
-from fp8refit.engine import booting
+from fp8refit.driver.engine import booting
+from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.layout import EngineLayout
-from fp8refit.refitter import Refitter
+from fp8refit.live.layout import EngineLayout
 
 _FIRST_TOKEN, _NUM_TOKENS = 100, 500
-"""Ids of prompts: any vocabulary of a language has them."""
+"""Prompt token ids; every language model's vocabulary has them."""
 _WARM_UP_TOKENS = 32
-"""New tokens of the run before each case is timed: kernels are compiled by then."""
+"""New tokens in the warm-up run of each case, which compiles kernels."""
 _CALIBRATION = (8, 128)
-"""Sequences, and tokens of each."""
+"""Number of sequences, and tokens in each."""
 _SECRETS = frozenset({"KEY", "KEYS", "TOKEN", "SECRET", "PASSWORD"})
-"""Words in names of variables that no result shows."""
+"""Variables with these words in their names are left out of results."""
 MEMORY_SHARE = 0.85
-"""Of a GPU, that every engine may take for weights and KV cache, whatever its precision: less weights, more cache."""
+"""Share of a GPU for weights and KV cache, whatever the precision: smaller weights leave more cache."""
 
 
 class Precision(StrEnum):
@@ -45,28 +45,28 @@ class Precision(StrEnum):
 
     BF16 = "bf16"
     FP8 = "fp8"
-    """Block-FP8 weights, KV cache in BF16."""
+    """Block-FP8 weights, BF16 KV cache."""
     FP8_KV = "fp8+kv"
-    """Block-FP8 weights, KV cache in FP8 under calibrated scales."""
+    """Block-FP8 weights, FP8 KV cache with calibrated scales."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutBoot:
-    """What an adapter's `rollout.boot` is asked to boot."""
+    """What an adapter's `rollout.boot` has to boot."""
 
     model: Path
     tp: int
     precision: Precision
     max_length: int
-    """Tokens of the longest sequence."""
+    """Longest sequence, in tokens."""
     max_batch: int
-    """Sequences at a time."""
+    """Most sequences at a time."""
     arguments: Mapping[str, object]
-    """See `RolloutBenchConfig.engine_arguments`."""
+    """As in `RolloutBenchConfig.engine_arguments`."""
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the weights are."""
+        """Whether weights are FP8."""
         return self.precision is not Precision.BF16
 
 
@@ -74,23 +74,23 @@ class RolloutEngine(Protocol):
     """A live engine that generates."""
 
     candidate: object
-    """For `Refitter`."""
+    """The object to pass to `Refitter`."""
     settings: dict[str, object]
-    """What it was booted with."""
+    """The arguments it was booted with."""
     num_kv_tokens: int | None
-    """For how many tokens its KV cache has room; None if it grows."""
+    """Tokens that fit into its KV cache; None if it grows."""
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Continue every prompt by `num_tokens` sampled tokens, whatever they are."""
+        """Continue every prompt by `num_tokens` sampled tokens, ignoring end of text."""
         ...
 
     def close(self) -> None:
-        """End it, and everything that it started."""
+        """Stop the engine and everything it started."""
         ...
 
 
 class RolloutBenchConfig(BaseModel):
-    """What is measured."""
+    """What to measure."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -101,36 +101,36 @@ class RolloutBenchConfig(BaseModel):
     precisions: tuple[Precision, ...] = Field(default=tuple(Precision), min_length=1)
     batch_sizes: tuple[Count, ...] = Field(default=(8, 64, 256), min_length=1)
     context_lengths: tuple[Count, ...] = Field(default=(512, 4096), min_length=1)
-    """Tokens of each prompt."""
+    """Tokens per prompt."""
     num_new_tokens: tuple[Count, ...] = Field(default=(256,), min_length=1)
-    """Tokens that each prompt is continued by: every one of these is a case of its own."""
+    """New tokens per prompt; each value is a case of its own."""
     cases: tuple[tuple[Count, Count, Count], ...] = ()
-    """Sequences, tokens of each prompt and new tokens of each, instead of all combinations of those above."""
+    """Sequences, prompt tokens and new tokens, instead of all combinations of the above."""
     repeats: Count = 3
     case_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """A case whose timed runs took longer is not timed once more."""
+    """Stop repeating a case once its timed runs have taken this long."""
     seed: int = Field(default=0, ge=0, lt=1 << 32)
     engine_arguments: dict[str, Any] = {}
-    """What every engine is booted with besides, or in the place of what it is booted with here, by the engine's names."""
+    """Additional boot arguments for every engine, in the engine's own names. They override the benchmark's."""
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Longest sequence, in tokens."""
         return max(length + num_new for _, length, num_new in self.every_case)
 
     @property
     def max_batch(self) -> int:
-        """Sequences at a time, at most."""
+        """Most sequences at a time."""
         return max(batch for batch, _, _ in self.every_case)
 
     @property
     def every_case(self) -> list[tuple[int, int, int]]:
-        """Sequences, tokens of each prompt, and new tokens of each, as they are timed."""
+        """Sequences, prompt tokens and new tokens of each case."""
         return list(self.cases or product(self.batch_sizes, self.context_lengths, self.num_new_tokens))
 
 
 class RolloutTiming(BaseModel):
-    """Rollouts of one precision, batch size, context length and number of new tokens."""
+    """The timing of one precision and case."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -139,20 +139,20 @@ class RolloutTiming(BaseModel):
     context_length: int
     num_new_tokens: int
     tokens_per_s: Percentiles
-    """New tokens of all sequences over the time from the first prompt's prefill to the last token."""
+    """New tokens of all sequences per second, from the start of the first prefill to the last token."""
     prefill_s: Percentiles | None = None
-    """Seconds of the same with one new token: what prompts cost. The rest is decoding."""
+    """Seconds of the same run with one new token: the cost of prompts. The rest is decoding."""
     against_bf16: float | None
-    """Median over the median of BF16; None if that was not measured."""
+    """Median relative to BF16's; None if BF16 was not measured."""
 
     @property
     def case(self) -> tuple[int, int, int]:
-        """See `RolloutBenchConfig.every_case`."""
+        """Sequences, prompt tokens and new tokens."""
         return self.batch_size, self.context_length, self.num_new_tokens
 
 
 class RolloutBenchResult(BaseModel):
-    """Throughput, case by case."""
+    """Throughput by case."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -161,11 +161,11 @@ class RolloutBenchResult(BaseModel):
     gpu: str
     versions: dict[str, str]
     settings: dict[Precision, dict[str, str]]
-    """What the engines were booted with."""
+    """The arguments engines were booted with."""
     kv_tokens: dict[Precision, int]
-    """For how many tokens the KV caches have room, where they do not grow."""
+    """Tokens that fit into KV caches that do not grow."""
     kernels: dict[Precision, tuple[str, ...]] = {}
-    """Kernels and scale formats of what FP8 engines multiply."""
+    """Kernels and scale formats of FP8 engines."""
     timings: tuple[RolloutTiming, ...]
 
 
@@ -176,21 +176,21 @@ def run_rollout_bench(
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
     on_result: Callable[[RolloutBenchResult], None] = lambda _: None,
 ) -> RolloutBenchResult:
-    """Boot one engine after another, one a precision, and time generation.
+    """Boot one engine per precision, one after another, and time generation.
 
-    Every engine has the same share of its GPUs for weights and KV cache. FP8 engines are refitted to a policy of random weights
-    first, made tensor by tensor, with calibrated KV scales where the cache is FP8. Prompts are random, and others in every run:
-    no prefix is cached.
+    Every engine gets the same share of its GPUs for weights and KV cache. FP8 engines are first refitted to a policy of
+    random weights, created tensor by tensor, with calibrated KV scales if the cache is FP8. Prompts are random and differ
+    in every run, so no prefix is cached.
 
     Args:
-        config: What is measured.
-        earlier: A result of the same command on the same machine that lacks cases: only these are measured.
-        on_progress: Called with what is done next, and how many cases of how many are done.
+        config: What to measure.
+        earlier: A result of the same command on the same machine. Only the cases it lacks are measured.
+        on_progress: Called with the next step, cases done, and cases in total.
         on_result: Called after each case with the result so far.
 
     Raises:
-        UnsupportedEngineError: No such engine, shape or folder, a vocabulary without the prompts' ids, or the engine cannot be
-            refitted; or `earlier` is of something else.
+        UnsupportedEngineError: The engine, shape or folder is unknown, the vocabulary lacks the prompts' ids, or the
+            engine cannot be refitted; or `earlier` is a result of something else.
     """
     result = _empty_result(config)
     if earlier is not None:
@@ -233,7 +233,7 @@ def _empty_result(config: RolloutBenchConfig) -> RolloutBenchResult:
 
 
 def _check_same(earlier: RolloutBenchResult, result: RolloutBenchResult) -> None:
-    """See that both come from one command and one kind of machine.
+    """Check that both results come from one command and one kind of machine.
 
     Raises:
         UnsupportedEngineError: They do not.
@@ -242,12 +242,12 @@ def _check_same(earlier: RolloutBenchResult, result: RolloutBenchResult) -> None
         before, now = getattr(earlier, field), getattr(result, field)
         if before != now:
             raise UnsupportedEngineError(
-                f"the earlier result is of another {field}: {before!r}, not {now!r}; name another file"
+                f"the earlier result has another {field}: {before!r}, not {now!r}; choose another file"
             )
 
 
 def _with_engine(result: RolloutBenchResult, engine: RolloutEngine, precision: Precision) -> RolloutBenchResult:
-    """What is known of a live engine, which is refitted for that where it is FP8."""
+    """Add what is known about a live engine. An FP8 engine is refitted to learn its kernels."""
     settings = {name: str(value) for name, value in engine.settings.items()}
     update: dict[str, Any] = {"settings": result.settings | {precision: settings}}
     if engine.num_kv_tokens is not None:
@@ -261,15 +261,15 @@ def _with_engine(result: RolloutBenchResult, engine: RolloutEngine, precision: P
 
 
 def _check_vocabulary(model: Path) -> None:
-    """Refuse a model whose config says that it does not have the ids of prompts.
+    """Check that the model's vocabulary contains the prompts' ids, if its config gives its size.
 
     Raises:
-        UnsupportedEngineError: It says so.
+        UnsupportedEngineError: It does not.
     """
     size = json.loads((model / "config.json").read_bytes()).get("vocab_size")
     if isinstance(size, int) and size < _FIRST_TOKEN + _NUM_TOKENS:
         raise UnsupportedEngineError(
-            f"{model} has a vocabulary of {size}; prompts have ids up to {_FIRST_TOKEN + _NUM_TOKENS - 1}"
+            f"{model} has a vocabulary of {size}, but prompts have ids up to {_FIRST_TOKEN + _NUM_TOKENS - 1}"
         )
 
 
@@ -289,7 +289,7 @@ def _open(config: RolloutBenchConfig, model: Path, precision: Precision) -> Roll
 
 
 def _refit(engine: RolloutEngine, config: RolloutBenchConfig, precision: Precision) -> EngineLayout:
-    """Random weights in the place of noise, and scales that fit them. Gives what the engine holds."""
+    """Replace the engine's dummy weights with random ones, calibrate scales, and return the engine's layout."""
     with Refitter(engine.candidate) as refitter:
         layout = refitter.layout()
         device = torch.device("cuda" if torch.cuda.is_available() and layout.device.startswith("cuda") else "cpu")
@@ -340,7 +340,7 @@ def _time(
 
 
 def _against_bf16(timings: Sequence[RolloutTiming]) -> tuple[RolloutTiming, ...]:
-    """Each held against BF16's of the same case, if there is one."""
+    """Compare each timing with BF16's in the same case, if there is one."""
     base = {timing.case: timing.tokens_per_s.median for timing in timings if timing.precision is Precision.BF16}
     ratios = (timing.tokens_per_s.median / base[timing.case] if timing.case in base else None for timing in timings)
     return tuple(
@@ -349,19 +349,19 @@ def _against_bf16(timings: Sequence[RolloutTiming]) -> tuple[RolloutTiming, ...]
 
 
 def _prompts(num_prompts: int, length: int, about: str) -> list[list[int]]:
-    """Random ids, others for everything that they are said to be about."""
+    """Return random ids, seeded by what `about` says they are for."""
     generator = torch.Generator().manual_seed(zlib.crc32(about.encode()))
     return torch.randint(_FIRST_TOKEN, _FIRST_TOKEN + _NUM_TOKENS, (num_prompts, length), generator=generator).tolist()
 
 
 def _environment_of(engine: str) -> dict[str, str]:
-    """The engine's own variables that are set, which choose its kernels too; none that is a secret."""
+    """Return the engine's own environment variables, which may choose its kernels, without secrets."""
     own = (name for name in sorted(os.environ) if name.startswith(f"{engine.upper()}_"))
     return {name: os.environ[name] for name in own if _SECRETS.isdisjoint(name.split("_"))}
 
 
 def _command_of(config: RolloutBenchConfig, environment: Mapping[str, str]) -> str:
-    """What measures it again, in a shell."""
+    """The shell command that repeats the measurement."""
     parts = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     parts += ["fp8refit bench rollout", f"--engine {config.engine}", f"--model {config.model}", f"--tp {config.tp}"]
     lists: dict[str, Sequence[object]] = {"precisions": config.precisions}

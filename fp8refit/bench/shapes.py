@@ -1,4 +1,4 @@
-"""Models by name: the configs that engines build them from."""
+"""Named models: the configs that engines build them from."""
 
 import json
 import os
@@ -119,14 +119,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "deepseek-v3-4layers": _DEEPSEEK_V3
     | _size(7168, 18432, 4, 128, 128, first_k_dense_replace=3)
     | _routed(256, 2048, 8, 8, 4),
-    # For tests of engines: an LM head of its own, experts that four ranks cut at whole blocks, latent attention.
+    # For engine tests: separate LM head, experts that four ranks cut at block borders, latent attention.
     "qwen3-0.6b-untied": _QWEN3 | _size(1024, 3072, 28, 16, 8),
     "qwen3-moe-small": _QWEN3_MOE | _size(2048, 6144, 4, 32, 4) | _experts(32, 1024),
     "deepseek-small": _DEEPSEEK_V3 | _size(2048, 6144, 4, 16, 16, first_k_dense_replace=1) | _routed(32, 1024, 4, 4, 2),
-    # SGLang routes to numbers of experts that are no power of two, such as GLM's, by a kernel of its own.
+    # If the number of experts is not a power of two, as in GLM, SGLang routes with a different kernel.
     "glm4-moe-small": _GLM4_MOE | _size(2048, 6144, 4, 32, 4, first_k_dense_replace=1) | _routed(40, 1024, 8, 1, 1),
 }
-"""Published configs of whole models, and of a few layers of those that fit no single GPU."""
+"""Published configs of whole models, and of a few layers of models that do not fit on one GPU."""
 
 
 def write_config(shape: str, folder: Path) -> None:
@@ -136,7 +136,7 @@ def write_config(shape: str, folder: Path) -> None:
 
 
 def block_fp8(model: Path) -> dict[str, Any]:
-    """What `config.json` says of quantization where a block-FP8 checkpoint of `model` is published: routers stay in BF16."""
+    """The quantization entry of `config.json` in block-FP8 checkpoints of `model`: routers stay in BF16."""
     config = json.loads((model / "config.json").read_text())
     return {
         "quant_method": "fp8",
@@ -157,16 +157,16 @@ def _routed_layers(config: dict[str, Any]) -> list[int]:
 
 
 def folder_of(model: str, scratch: Path) -> Path:
-    """The folder of a model: one under `scratch` for a named shape.
+    """Return the folder of a model; a named shape gets one under `scratch`.
 
     Raises:
-        UnsupportedEngineError: It is neither a named shape nor a folder with a `config.json` that can be read.
+        UnsupportedEngineError: It is neither a named shape nor a folder with a readable `config.json`.
     """
     if model in SHAPES:
         write_config(model, scratch / "model")
         return scratch / "model"
     file = Path(model) / "config.json"
-    if not os.path.isfile(file):  # unlike Path.is_file, also of a name that is too long
+    if not os.path.isfile(file):  # unlike Path.is_file, does not raise if the name is too long
         raise UnsupportedEngineError(
             f"{model} is neither a folder with a config.json nor one of the shapes {', '.join(SHAPES)}"
         )
@@ -175,5 +175,5 @@ def folder_of(model: str, scratch: Path) -> Path:
     except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedEngineError(f"{file}: cannot be read ({error})") from error
     if not isinstance(config, dict):
-        raise UnsupportedEngineError(f"{file}: is no JSON object")
+        raise UnsupportedEngineError(f"{file}: is not a JSON object")
     return Path(model)

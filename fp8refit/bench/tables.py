@@ -13,7 +13,7 @@ from fp8refit.bench.rollout import RolloutBenchResult
 
 
 def refit_tables(result: RefitBenchResult) -> Group:
-    """Phases of a refit, and the ways to give an engine new weights beside each other."""
+    """Show the phases of a refit, and the ways to give an engine new weights side by side."""
     return Group(
         Text(_title(result)), _phases_table(result), _comparison_table(result), Text(f"again: {result.command}")
     )
@@ -64,7 +64,7 @@ def _comparison_table(result: RefitBenchResult) -> Table:
 
 
 def kernel_table(result: KernelBenchResult) -> Table:
-    """GB/s and the fraction of copy, case by case."""
+    """Show GB/s and the share of the copy rate, case by case."""
     title = f"quantizer on {result.gpu}, copy {result.copy_gb_per_s:.0f} GB/s"
     table = Table("matrix", "dtype", "scales", title=title)
     for column in ("us", "GB/s", "of copy"):
@@ -77,7 +77,7 @@ def kernel_table(result: KernelBenchResult) -> Table:
 
 
 def rollout_table(result: RolloutBenchResult) -> Group:
-    """Tokens a second, case by case."""
+    """Show tokens per second, case by case."""
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     title = f"{result.config.model}, {result.config.tp} rank(s) on {result.gpu} ({versions})"
     table = Table("precision", title=title)

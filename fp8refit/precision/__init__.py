@@ -1,8 +1,8 @@
-"""One precision flow: the trainer computes with the very codes and scales that the engine serves.
+"""Unified precision: the trainer computes with the codes and scales that the engine serves.
 
-`unify` makes block-FP8 layers of a trainer's linears and experts, with the master weights that they had: the forward uses codes
-and scales in the format of each of the engine's slots, made by the quantizer of `refit`, and inputs that are quantized as the
-engine's kernel does it; the gradient is the straight-through one. A refit then ships those bytes and quantizes nothing.
+`unify` turns a trainer's linears and experts into block-FP8 layers and keeps their master weights. The forward pass uses
+codes and scales in the format of each engine slot, computed by the quantizer of `refit`, and quantizes inputs as the
+engine's kernel does. The gradient is straight-through. A refit then ships those bytes and quantizes nothing.
 
     unified = precision.unify(model, like=refitter.layout())
     for batch in batches:
@@ -10,7 +10,7 @@ engine's kernel does it; the gradient is the straight-through one. A refit then 
         optimizer.step()
         report = refitter.refit(unified.served())
 
-Attention, norms and activation functions stay the trainer's own, and so does what their kernels round.
+Attention, norms and activation functions remain the trainer's, with their own rounding.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.errors import PrecisionError
-from fp8refit.layout import EngineLayout
-from fp8refit.names import is_adapter_weight, is_not_a_weight, strip_wrappers
+from fp8refit.live.layout import EngineLayout
+from fp8refit.live.names import is_adapter_weight, is_not_a_weight, strip_wrappers
 from fp8refit.precision.formats import Held, held_by
 from fp8refit.precision.layers import make_experts, make_linear, make_rounded
 from fp8refit.precision.native import block_scaled
@@ -33,30 +33,31 @@ _EXPERTS = {"gate_up_proj", "down_proj"}
 
 
 def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
-    """Let `model` compute with the codes and scales that an engine of the layout `like` serves. In place, all or nothing.
+    """Make `model` compute with the codes and scales that an engine with the layout `like` serves. In place, all or
+    nothing.
 
-    Modules, parameters and state dict stay what they are: optimizers, checkpoints and FSDP see the master weights, BF16 or
-    fp32. Weights that the engine does not quantize (embeddings, norms, LM head, routers) are seen in the engine's dtype where
-    the master's is wider. Codes are made at the first forward after the weights were written, and by `Unified.served`; never
-    for each micro-batch. Inputs may be of any dtype, and BF16 is what the engine computes in: on a GPU products are FP8 ones
-    for BF16 inputs (also by autocast) if torchao is installed (`pip install fp8refit[precision]`), else operands are
-    dequantized and multiplied in float32.
+    Modules, parameters and state dict stay the same: optimizers, checkpoints and FSDP see the BF16 or fp32 master
+    weights. Weights that the engine does not quantize (embeddings, norms, LM head, routers) are cast to the engine's
+    dtype if the master is wider. Codes are computed in the first forward pass after a weight update and by
+    `Unified.served`, not for each micro-batch. Inputs may have any dtype; the engine computes in BF16. On a GPU, BF16
+    inputs (also from autocast) are multiplied in FP8 if torchao is installed (`pip install fp8refit[precision]`).
+    Otherwise operands are dequantized and multiplied in float32.
 
-    With FSDP2, call `fully_shard` first: what is gathered then are codes, at a byte a weight. With `torch.compile`, compile
-    after this call; weights that were written are noticed when `model` itself is called, which breaks its graph once at the
-    start. Who calls only parts of a compiled model calls `refresh` after each optimizer step.
+    With FSDP2, call `fully_shard` first; it then gathers codes, one byte per weight. With `torch.compile`, compile after
+    this call. Calling `model` detects changed weights, which costs one graph break at the start. If you call only parts
+    of a compiled model, call `refresh` after each optimizer step.
 
     Args:
-        model: A causal LM whose parameters have checkpoint names, such as one of transformers; linears are `nn.Linear`,
-            experts stacks as in Qwen3-MoE or linears of their own.
+        model: A causal LM whose parameters have checkpoint names, such as one from transformers. Linears must be
+            `nn.Linear`; experts may be stacks as in Qwen3-MoE, or separate linears.
         like: `refitter.layout()` of the engine.
 
     Returns:
-        What keeps the codes up to date, and gives them to `refit`.
+        A handle that keeps the codes up to date and gives them to `refit`.
 
     Raises:
-        PrecisionError: The model and the engine do not have the same weights, or one that cannot be unified; names each, and
-            nothing is changed.
+        PrecisionError: The model and the engine have different weights, or one cannot be unified; names each. Nothing was
+            changed.
     """
     held = held_by(like)
     problems: list[str] = []
@@ -82,7 +83,7 @@ def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
             experts.setdefault(module, {})[key] = (name, wanted)
     if not problems:
         problems += [
-            f"{slot.name}: this engine has it, the model does not" for slot in like.slots if slot.name not in filled
+            f"{slot.name}: is in this engine but not in the model" for slot in like.slots if slot.name not in filled
         ]
         problems += [
             f"{_first_name(parts)}: only part of its experts is block FP8"
@@ -103,12 +104,12 @@ def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
 
 
 class Unified:
-    """A model that computes with an engine's codes and scales. See `unify`.
+    """A model that computes with an engine's codes and scales, from `unify`.
 
-    A copy of the model has codes of its own; `copy.deepcopy((model, unified))` copies both together.
+    A copy of the model has its own codes. `copy.deepcopy((model, unified))` copies both together.
 
     Attributes:
-        model: The same object that was given.
+        model: The model that was passed to `unify`.
     """
 
     def __init__(self, model: nn.Module, weights: TrainedWeights) -> None:
@@ -118,27 +119,28 @@ class Unified:
         model.register_forward_pre_hook(_Refresh(weights), prepend=True)
 
     def refresh(self) -> int:
-        """Compute codes and scales of weights that were written since the last time. Under FSDP on every rank.
+        """Compute codes and scales of weights that changed since the last time. With FSDP, call it on every rank.
 
         Returns:
-            How many weights were quantized: 0 between two steps of the optimizer.
+            How many weights were quantized. 0 between two optimizer steps.
 
         Raises:
-            NonFiniteError: NaN or Inf; names the weights.
+            NonFiniteError: Weights hold NaN or Inf; names them.
         """
         return self._weights.refresh()
 
     def served(self) -> dict[str, Tensor]:
-        """What `refit` takes: codes and scales as the forward uses them, and everything else as the model holds it.
+        """Return what `refit` takes: codes and scales as the forward pass uses them, and all other tensors as the model
+        holds them.
 
-        Quantizes once more what may have been written in ways that leave no trace (`parameter.data`). Under FSDP on every
-        rank, and of DTensors, which `refit` gathers.
+        Also quantizes weights that may have changed unnoticed (through `parameter.data`). With FSDP, call it on every
+        rank; it then returns DTensors, which `refit` gathers.
 
         Returns:
-            Checkpoint names to tensors, valid until the next step: the codes are not copied.
+            Checkpoint names and tensors, valid until the next step: the codes are not copied.
 
         Raises:
-            NonFiniteError: NaN or Inf; names the weights.
+            NonFiniteError: Weights hold NaN or Inf; names them.
         """
         tensors = {strip_wrappers(name): tensor for name, tensor in self.model.state_dict().items()}
         self._weights.refresh(force=True)
@@ -148,7 +150,7 @@ class Unified:
 
 
 class _Refresh:
-    """A hook that brings codes up to date before the model computes; not a method, so that copies of a model have their own."""
+    """A hook that updates codes before the model computes. Not a method, so that copies of a model get their own."""
 
     def __init__(self, weights: TrainedWeights) -> None:
         self._weights = weights
@@ -159,7 +161,7 @@ class _Refresh:
 
 
 def _parameters(model: nn.Module) -> Iterable[tuple[nn.Module, str, str, Tensor]]:
-    """Module, name in it, checkpoint name, and parameter."""
+    """Yield module, name within it, checkpoint name, and parameter."""
     for prefix, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
@@ -169,17 +171,17 @@ def _parameters(model: nn.Module) -> Iterable[tuple[nn.Module, str, str, Tensor]
 def _problem(
     model: nn.Module, module: nn.Module, key: str, name: str, parameter: Tensor, held: Held | None
 ) -> str | None:
-    """Why a parameter cannot be unified."""
+    """Say why a parameter cannot be unified."""
     if held is None:
         if is_adapter_weight(name):
             return "belongs to a LoRA adapter; merge it into the model (merge_and_unload)"
         return None if is_not_a_weight(name) else "this engine has no such weight"
     if tuple(parameter.shape) != held.shape:
-        return f"has shape {list(parameter.shape)}, this engine's is {list(held.shape)}"
+        return f"has shape {list(parameter.shape)}, but {list(held.shape)} in this engine"
     if held.block_format is None:
         return None
     if not (_is_linear(module, key) or _is_experts(module, key)):
-        return f"this engine holds it as block FP8, and {type(module).__name__} is neither nn.Linear nor a stack of experts"
+        return f"this engine holds it as block FP8, but {type(module).__name__} is neither nn.Linear nor a stack of experts"
     if parameter.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"is {parameter.dtype}; master weights are bfloat16, float16 or float32"
     return _sharding_problem(model, parameter)
@@ -193,7 +195,7 @@ def _sharding_problem(model: nn.Module, parameter: Any) -> str | None:
     except ValueError as error:
         return str(error)
     if not has_fsdp(model):
-        return "is a DTensor that FSDP2 did not make; shard with fully_shard alone"
+        return "is a DTensor not made by FSDP2; shard with fully_shard alone"
     if parameter.device_mesh.device_type != parameter.device.type:
         return "is offloaded to the CPU, where FSDP cannot gather its codes"
     return None

@@ -1,30 +1,30 @@
-"""How the slots of an engine hold each tensor of a trainer."""
+"""How an engine's slots hold each tensor of a trainer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fp8refit.errors import PrecisionError
-from fp8refit.layout import EngineLayout, SlotLayout
+from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.precision.weights import BlockFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """One tensor of a checkpoint, or a stack of them, in an engine."""
+    """How an engine holds one checkpoint tensor, or a stack of them."""
 
     shape: tuple[int, ...]
     block_format: BlockFormat | None
     """None if it is not quantized."""
     dtype: str
     slots: tuple[str, ...]
-    """Names of the slots that it fills."""
+    """Names of the slots it fills."""
 
 
 def held_by(layout: EngineLayout) -> dict[str, Held]:
-    """What the engine holds of every tensor that a trainer may have, by its checkpoint name.
+    """Return how the engine holds every tensor that a trainer may have, by checkpoint name.
 
     Raises:
-        PrecisionError: The engine cannot be refitted, or holds one tensor in several ways; names each.
+        PrecisionError: The engine cannot be refitted, or holds one tensor in several formats; names each.
     """
     problems = [f"the engine cannot be refitted: {refusal}" for refusal in layout.refusals]
     by_name: dict[str, list[SlotLayout]] = {}
@@ -46,7 +46,7 @@ def held_by(layout: EngineLayout) -> dict[str, Held]:
             continue
         block = found.block_format.block_size[0] if found.block_format is not None else 1
         if stack.is_transposed or any(first % block for _, first in stack.parts.values()):
-            problems.append(f"{stack.name}: its matrices are transposed, or begin inside a block of {block} rows")
+            problems.append(f"{stack.name}: its matrices are transposed, or do not start at a block of {block} rows")
         held[stack.name] = found
     if problems:
         raise PrecisionError(problems)
@@ -54,20 +54,20 @@ def held_by(layout: EngineLayout) -> dict[str, Held]:
 
 
 def formats_of(layout: EngineLayout) -> dict[str, BlockFormat]:
-    """Blocks and scales of every tensor that the engine holds as block FP8."""
+    """Return blocks and scales of every tensor that the engine holds as block FP8."""
     return {name: held.block_format for name, held in held_by(layout).items() if held.block_format is not None}
 
 
 def _held(slots: list[SlotLayout], shape: tuple[int, ...]) -> Held:
-    """What several slots have in common.
+    """Combine slots of the same format.
 
     Raises:
-        ValueError: Not enough.
+        ValueError: Their formats differ.
     """
     ways = {(slot.scale_format, slot.block_size, slot.dtype) for slot in slots}
     if len(ways) != 1:
         said = _listed(f"{scale or dtype} {list(block or ())}" for scale, block, dtype in ways)
-        raise ValueError(f"slots of this engine hold it in different formats ({said}), and a forward has only one")
+        raise ValueError(f"slots of this engine hold it in different formats ({said}), but a forward pass has only one")
     ((scale_format, block_size, dtype),) = ways
     is_quantized = scale_format is not None and block_size is not None
     return Held(
@@ -80,13 +80,13 @@ def _held(slots: list[SlotLayout], shape: tuple[int, ...]) -> Held:
 
 def _problems(slot: SlotLayout) -> Iterable[str]:
     if slot.is_rearranged:
-        yield f"{slot.name}: this engine holds it quantized in an order of its own, in which a trainer cannot multiply"
+        yield f"{slot.name}: this engine holds it quantized in an order that a trainer cannot multiply in"
     if slot.block_size is not None and any(
         start % size for start, size in zip(slot.offset, slot.block_size, strict=True)
     ):
         yield (
-            f"{slot.name}: a rank of this engine begins at {list(slot.offset)}, off the blocks of the whole tensor, and so has "
-            "other codes than a trainer would"
+            f"{slot.name}: a rank of this engine begins at {list(slot.offset)}, inside a block of the whole tensor, so its "
+            "codes differ from a trainer's"
         )
 
 

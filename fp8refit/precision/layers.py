@@ -1,4 +1,4 @@
-"""What modules of a trainer become, in place: the same modules, with the same parameters, that compute as the engine does."""
+"""Changes a trainer's modules in place: same modules, same parameters, but they compute as the engine does."""
 
 import functools
 from typing import TYPE_CHECKING, Any
@@ -16,19 +16,19 @@ else:
 
 
 def make_linear(module: nn.Linear, weight: TrainedWeight) -> None:
-    """Let a linear layer multiply by what the engine holds of its weight."""
+    """Make a linear layer multiply by its weight as the engine holds it."""
     module.__class__ = _subclass(type(module), Fp8Linear)  # type: ignore[arg-type]
     module.trained_weight = weight  # type: ignore[assignment]
 
 
 def make_experts(module: nn.Module, weights: dict[str, TrainedWeight]) -> None:
-    """Let the experts of a layer multiply by what the engine holds of them."""
+    """Make a layer's experts multiply by their weights as the engine holds them."""
     module.__class__ = _subclass(type(module), Fp8Experts)  # type: ignore[arg-type]
     module.trained_weights = weights  # type: ignore[assignment]
 
 
 def make_rounded(module: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Let a module see its parameters in the engine's dtypes; the gradient goes to the masters as if they were not rounded."""
+    """Make a module see its parameters in the engine's dtypes. Gradients reach the masters as if nothing were rounded."""
     module.__class__ = _rounded(type(module), tuple(dtypes.items()))  # type: ignore[arg-type]
 
 
@@ -42,7 +42,7 @@ def _rounded(kind: type, dtypes: tuple[tuple[str, torch.dtype], ...]) -> Any:
     def rounded(name: str, dtype: torch.dtype) -> property:
         def value(module: nn.Module) -> Tensor | None:
             held = module._parameters[name]
-            return held if held is None or hasattr(held, "placements") else held.to(dtype)  # FSDP looks for its shards
+            return held if held is None or hasattr(held, "placements") else held.to(dtype)  # FSDP needs its shards
 
         return property(value)
 
@@ -56,7 +56,7 @@ class Fp8Linear(_Linear):
     trained_weight: TrainedWeight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply `x` (..., K) and give (..., N) in its dtype, or autocast's."""
+        """Multiply `x` (..., K) and return (..., N) in its dtype, or autocast's."""
         weight = self.trained_weight
         codes, scale = _fresh(weight)
         x = _cast(x)
@@ -68,7 +68,7 @@ class Fp8Linear(_Linear):
 
 
 class Fp8Experts(nn.Module):
-    """Experts that are held as stacks, `gate_up_proj` (E, 2 I, H) and `down_proj` (E, H, I), as in Qwen3-MoE."""
+    """Experts held as stacks, `gate_up_proj` (E, 2 I, H) and `down_proj` (E, H, I), as in Qwen3-MoE."""
 
     trained_weights: dict[str, TrainedWeight]
     gate_up_proj: Tensor
@@ -76,7 +76,7 @@ class Fp8Experts(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Send each token (N, H) through its experts (N, k), and add up what they say by its weights (N, k)."""
+        """Send each token (N, H) through its experts (N, k), and sum their outputs by the weights (N, k)."""
         x_NH = _cast(hidden_states)
         chosen = top_k_index.flatten()
         order = chosen.argsort(stable=True)
@@ -96,13 +96,13 @@ class Fp8Experts(nn.Module):
 
 
 def _cast(x: Tensor) -> Tensor:
-    """What autocast makes of an input."""
+    """Cast an input as autocast does."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _fresh(weight: TrainedWeight) -> tuple[Tensor, Tensor]:
-    """Codes and scales, of the weight as it is now. In a compiled model the hook of the whole model saw to that."""
+    """Return up-to-date codes and scales. In a compiled model, the hook of the whole model has updated them."""
     if not torch.compiler.is_compiling() and weight.sharded is None and weight.is_stale:
         weight.owner.refresh()
     assert weight.codes is not None and weight.scale is not None, f"{weight.name=}"
@@ -110,7 +110,9 @@ def _fresh(weight: TrainedWeight) -> tuple[Tensor, Tensor]:
 
 
 def _how(weight: TrainedWeight, x: Tensor, codes: Tensor) -> tuple[tuple[int, int], bool, bool]:
-    """Block size, whether scales are powers of two, and whether the device multiplies such blocks itself."""
+    """Return the block size, whether scales are powers of two, and whether the device has FP8 products for such
+    blocks.
+    """
     is_native = (
         x.dtype is torch.bfloat16
         and weight.format.block_size == (BLOCK, BLOCK)

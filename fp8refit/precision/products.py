@@ -1,8 +1,8 @@
 """A block-FP8 product and its straight-through gradient.
 
-Forward, `y = x^ w^T`: `w^` is what the engine's codes and scales mean, `x^` what its kernel makes of the input. Backward,
-quantization counts as the identity: `dx = dy w^` and `dw = dy^T x^`. Where the GPU multiplies 128x128 blocks, all three are FP8
-products of torchao; elsewhere operands are dequantized and multiplied in float32.
+Forward: `y = x^ w^T`, where `w^` is the dequantized weight and `x^` the input as the engine's kernel quantizes it.
+Backward treats quantization as the identity: `dx = dy w^` and `dw = dy^T x^`. If the GPU multiplies 128x128 blocks, all
+three are torchao's FP8 products; otherwise operands are dequantized and multiplied in float32.
 
 Legend of shape suffixes: M tokens, N outputs, K inputs, E experts.
 """
@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from fp8refit.kernels.activations import quantize_activations
-from fp8refit.kernels.reference import dequantize_reference
-from fp8refit.slots import ScaleFormat
+from fp8refit.fill.kernels.activations import quantize_activations
+from fp8refit.fill.kernels.reference import dequantize_reference
+from fp8refit.live.slots import ScaleFormat
 
 BLOCK = 128
-"""The one block length that devices multiply natively."""
+"""The only block size that devices multiply natively."""
 
 
 @functools.cache
 def has_fp8_products(device: torch.device) -> bool:
-    """Whether the products of torchao run on `device`."""
+    """Whether torchao's products run on `device`."""
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -34,7 +33,7 @@ def has_fp8_products(device: torch.device) -> bool:
 
 
 class Product(torch.autograd.Function):
-    """`x w^T` with the codes and scales of `w`, whose gradient goes to `w` itself."""
+    """`x w^T` with the codes and scales of `w`. The gradient goes to `w` itself."""
 
     @staticmethod
     def forward(
@@ -47,7 +46,7 @@ class Product(torch.autograd.Function):
         is_ue8m0: bool,
         is_native: bool,
     ) -> Tensor:
-        """Multiply; `weight_NK` is not read."""
+        """Multiply. `weight_NK` is not read."""
         ctx.save_for_backward(x_MK, codes_NK, scale)
         ctx.how = block_size, is_ue8m0, is_native
         ctx.weight_dtype = weight_NK.dtype
@@ -55,7 +54,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the input and of the weight."""
+        """Return the gradients of the input and the weight."""
         x_MK, codes_NK, scale = ctx.saved_tensors
         dx = _input_gradient(dy_MN, codes_NK, scale, *ctx.how).to(x_MK.dtype) if ctx.needs_input_grad[0] else None
         dw = _weight_gradient(dy_MN, x_MK, *ctx.how).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
@@ -63,7 +62,7 @@ class Product(torch.autograd.Function):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """`Product` for runs of tokens, each with an expert of its own."""
+    """`Product` for runs of tokens with one expert each."""
 
     @staticmethod
     def forward(
@@ -77,7 +76,7 @@ class GroupedProduct(torch.autograd.Function):
         is_ue8m0: bool,
         is_native: bool,
     ) -> Tensor:
-        """Multiply the first `counts[0]` rows by expert 0, the next by expert 1, and so on."""
+        """Multiply the first `counts[0]` rows by expert 0, the next `counts[1]` by expert 1, and so on."""
         ctx.save_for_backward(x_MK, codes_ENK, scale_E)
         ctx.counts, ctx.how = counts, (block_size, is_ue8m0, is_native)
         ctx.weight_shape, ctx.weight_dtype = weight_ENK.shape, weight_ENK.dtype
@@ -89,7 +88,7 @@ class GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the input and of the experts; those without tokens get zeros."""
+        """Return the gradients of the input and the experts. Experts without tokens get zeros."""
         x_MK, codes_ENK, scale_E = ctx.saved_tensors
         dx = torch.empty_like(x_MK) if ctx.needs_input_grad[0] else None
         dw = dy_MN.new_zeros(ctx.weight_shape, dtype=ctx.weight_dtype) if ctx.needs_input_grad[1] else None
@@ -109,8 +108,7 @@ def _forward(
 ) -> Tensor:
     scale_format = ScaleFormat.UE8M0 if is_ue8m0 else ScaleFormat.FP32
     if is_native:
-        x_codes, x_scale = quantize_activations(_whole_blocks(x_MK), scale_format)
-        x_scale = x_scale.t().contiguous().t()
+        x_codes, x_scale = _quantize_groups(x_MK, scale_format)
         return _multiply(x_codes, codes_NK.t(), x_scale, scale.t(), x_MK.dtype, is_grid=True)[: len(x_MK)]
     x_codes, x_scale = quantize_activations(x_MK, scale_format, group_size=block_size[1])
     with torch.autocast(x_MK.device.type, enabled=False):
@@ -122,13 +120,10 @@ def _input_gradient(
     dy_MN: Tensor, codes_NK: Tensor, scale: Tensor, block_size: tuple[int, int], is_ue8m0: bool, is_native: bool
 ) -> Tensor:
     if is_native:
-        from torchao.prototype.blockwise_fp8_training.kernels import triton_fp8_blockwise_act_quant_lhs
-
-        dy_codes, dy_scale = triton_fp8_blockwise_act_quant_lhs(_whole_blocks(dy_MN))
+        dy_codes, dy_scale = _quantize_groups(dy_MN, ScaleFormat.FP32)
         codes_KN = codes_NK.view(torch.uint8).t().contiguous().view(codes_NK.dtype)
-        return _multiply(dy_codes, codes_KN.t(), dy_scale, scale.t().contiguous().t(), dy_MN.dtype, is_grid=True)[
-            : len(dy_MN)
-        ]
+        scale_KN = scale.t().contiguous().t()
+        return _multiply(dy_codes, codes_KN.t(), dy_scale, scale_KN, dy_MN.dtype, is_grid=True)[: len(dy_MN)]
     with torch.autocast(dy_MN.device.type, enabled=False):
         return dy_MN.float() @ dequantize_reference(codes_NK, scale, block_size)
 
@@ -137,27 +132,23 @@ def _weight_gradient(
     dy_MN: Tensor, x_MK: Tensor, block_size: tuple[int, int], is_ue8m0: bool, is_native: bool
 ) -> Tensor:
     if is_native:
-        from torchao.prototype.blockwise_fp8_training.kernels import (
-            triton_fp8_blockwise_act_quant_rhs,
-            triton_fp8_blockwise_act_quant_transposed_lhs,
-        )
-
-        dy_codes, dy_scale = triton_fp8_blockwise_act_quant_transposed_lhs(_whole_blocks(dy_MN))
-        x_codes, x_scale = triton_fp8_blockwise_act_quant_rhs(_whole_blocks(x_MK))
-        return _multiply(dy_codes, x_codes, dy_scale, x_scale.t(), dy_MN.dtype, is_grid=False)
+        dy_codes, dy_scale = _quantize_groups(dy_MN, ScaleFormat.FP32, is_transposed=True)
+        x_codes, x_scale = _quantize_groups(x_MK, ScaleFormat.FP32, is_transposed=True)
+        return _multiply(dy_codes, x_codes.t(), dy_scale, x_scale, dy_MN.dtype, is_grid=False)
     scale_format = ScaleFormat.UE8M0 if is_ue8m0 else ScaleFormat.FP32
     x_codes, x_scale = quantize_activations(x_MK, scale_format, group_size=block_size[1])
     with torch.autocast(dy_MN.device.type, enabled=False):
         return dy_MN.float().t() @ dequantize_reference(x_codes, x_scale, (1, block_size[1]))
 
 
-def _whole_blocks(x_MK: Tensor) -> Tensor:
-    """With rows of zeros up to a whole block: tokens are what the weight's gradient sums over."""
-    return functional.pad(x_MK, (0, 0, 0, -len(x_MK) % BLOCK)).contiguous()
+def _quantize_groups(x: Tensor, scale_format: ScaleFormat, *, is_transposed: bool = False) -> tuple[Tensor, Tensor]:
+    from fp8refit.fill.kernels.triton_groups import quantize_groups  # Triton does not exist for every device
+
+    return quantize_groups(x, scale_format, is_transposed=is_transposed)
 
 
 def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, *, is_grid: bool) -> Tensor:
-    """Multiply `a` in groups of 1x128 by `b` in blocks of 128x128, if `is_grid`, or in groups of 128x1."""
+    """Multiply `a`, in groups of 1x128, by `b`, in blocks of 128x128 if `is_grid` and else in groups of 128x1."""
     from torchao.prototype.blockwise_fp8_training import kernels
 
     of_a = kernels._scaling_type_value(kernels.BLOCKWISE_1X128_SCALING_TYPE)

@@ -1,8 +1,7 @@
-"""The codes and scales of a trainer's weights, computed when the weights have changed: once a step.
+"""The codes and scales of a trainer's weights, recomputed once per step, after the weights changed.
 
-Weights that lie whole on a device are quantized by one launch for all of them. Of weights that FSDP2 shards, each rank
-quantizes its own rows; blocks that two ranks share get their maxima from both. FSDP then gathers the codes, one byte a
-weight, in the place of the weights.
+One launch quantizes all weights that are whole on a device. With FSDP2, each rank quantizes its own rows; ranks that
+share a block combine their maxima. FSDP then gathers the codes, one byte per weight, instead of the weights.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8refit.errors import NonFiniteError, PrecisionError
-from fp8refit.kernels import Task, WorkTable, compile_table
-from fp8refit.kernels.reference import E4M3_MAX, block_scales
+from fp8refit.fill.kernels import Task, WorkTable, compile_table
+from fp8refit.fill.kernels.reference import E4M3_MAX, block_scales
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat
 from fp8refit.precision.products import has_fp8_products
-from fp8refit.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -37,20 +36,20 @@ class BlockFormat:
         return self.scale_format is ScaleFormat.UE8M0
 
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the scales of a matrix, or of a stack of matrices."""
+        """Return the shape of the scales of a matrix or a stack of matrices."""
         *stack, rows, cols = shape
         return (*stack, -(-rows // self.block_size[0]), -(-cols // self.block_size[1]))
 
 
 class TrainedWeight:
-    """One weight of a trainer, a matrix or a stack of them, and what an engine holds of it.
+    """One weight of a trainer, a matrix or a stack, with its codes and scales.
 
     Attributes:
         name: Checkpoint name.
-        codes: All of them, float8_e4m3fn in the shape of the weight, where a forward reads them; None before the first. Under
-            FSDP those that were gathered last: memory that comes and goes with FSDP's own.
-        scale: float32, for each matrix a grid of blocks; None before the first.
-        has_fp8_products: Whether the device multiplies such blocks itself.
+        codes: All codes, float8_e4m3fn in the weight's shape, for the forward pass; None before the first. With FSDP,
+            those last gathered, in memory that FSDP frees and reuses.
+        scale: float32, one grid of blocks per matrix; None before the first forward pass.
+        has_fp8_products: Whether the device can multiply such blocks.
     """
 
     def __init__(
@@ -64,11 +63,12 @@ class TrainedWeight:
         self.scale: Tensor | None = None
         self.has_fp8_products = False
         self.local_codes: Tensor | None = None
-        """Codes of this rank's rows, and zeros up to what FSDP gathers of every rank; those of `codes` without FSDP."""
+        """Codes of this rank's rows, zero-padded to what FSDP gathers from every rank. Without FSDP, the same as
+        `codes`."""
 
     @property
     def parameter(self) -> Tensor:
-        """The master weight; under FSDP its shards, whether the module holds those at the moment or not."""
+        """The master weight. With FSDP its shard, whether or not the module holds that at the moment."""
         held: Any = self._module._parameters[self._key]
         if hasattr(held, "placements"):
             self._sharded = held
@@ -77,31 +77,31 @@ class TrainedWeight:
 
     @property
     def sharded(self) -> "DTensor | None":
-        """`parameter`, if FSDP shards it."""
+        """`parameter` if FSDP shards it."""
         self.parameter  # noqa: B018 looks it up
         return self._sharded
 
     @property
     def local(self) -> Tensor:
-        """What this rank holds of the master weight."""
+        """This rank's part of the master weight."""
         parameter = self.parameter
         return (parameter if self._sharded is None else self._sharded._local_tensor).detach()
 
     @property
     def is_stale(self) -> bool:
-        """Whether the master weight was written since its codes were computed, or is elsewhere."""
+        """Whether the master weight was written or moved since its codes were computed."""
         local = self.local
         return (local.data_ptr(), local._version) != self._seen
 
     def mark_fresh(self) -> None:
-        """Codes are those of the master weight now."""
+        """Record that the codes match the master weight."""
         local = self.local
         self._seen = local.data_ptr(), local._version
         assert self.scale is not None, f"{self.name=} is quantized"
         self.has_fp8_products = has_fp8_products(self.scale.device)
 
     def served(self) -> Iterable[tuple[str, Tensor]]:
-        """Codes and scales by their checkpoint names; under FSDP the codes as shards."""
+        """Yield codes and scales by checkpoint name. With FSDP, codes are shards."""
         assert self.local_codes is not None and self.scale is not None, f"{self.name=} is quantized"
         codes, sharded = self.local_codes, self.sharded
         if sharded is not None:
@@ -119,7 +119,7 @@ class TrainedWeight:
         yield self.name + SCALE_SUFFIX, self.scale
 
     def attach(self) -> None:
-        """Let FSDP gather codes instead of the weight: what it calls an extension, of the tensor that it shards."""
+        """Make FSDP gather codes instead of the weight, through an extension of the tensor that it shards."""
         if self.sharded is None:
             return
         local: Any = self.sharded._local_tensor
@@ -129,7 +129,7 @@ class TrainedWeight:
     def _before_gather(
         self, mesh: object, outer_size: object, outer_stride: object, module: object, mp_policy: object
     ) -> tuple[tuple[Tensor, ...], None]:
-        """What FSDP gathers: bytes, which every backend sends."""
+        """Return what FSDP gathers: bytes, which every backend can send."""
         self.owner.refresh()
         assert self.local_codes is not None, f"{self.name=} is quantized"
         return (self.local_codes.view(torch.uint8),), None
@@ -137,7 +137,7 @@ class TrainedWeight:
     def _after_gather(
         self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Take the codes, and give FSDP something to hang the gradient on, whose own memory is given back at once."""
+        """Take the codes, and give FSDP a tensor to attach the gradient to. That tensor's memory is freed at once."""
         (came,) = gathered
         if self.codes is None or self.codes.untyped_storage()._cdata != came.untyped_storage()._cdata:
             self.codes = came.view(FP8_DTYPE)[: self.parameter.shape[0]]
@@ -160,19 +160,19 @@ class TrainedWeights:
         self._empty: list[Tensor] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies of the model: all but the table, which holds addresses."""
+        """Return the state for copies of the model, without the table, which holds addresses."""
         return vars(self) | {"_table": None, "_table_key": None, "_empty": []}
 
     def add(self, name: str, module: nn.Module, key: str, block_format: BlockFormat) -> TrainedWeight:
-        """Take in the parameter `key` of `module`."""
+        """Add the parameter `key` of `module`."""
         self.weights.append(TrainedWeight(name, module, key, block_format, self))
         return self.weights[-1]
 
     def attach(self) -> None:
-        """Let FSDP gather codes, where it shards.
+        """Make FSDP gather codes of the weights it shards.
 
         Raises:
-            PrecisionError: FSDP came later than this, and has looked for extensions already.
+            PrecisionError: `fully_shard` ran after `unify` and has already looked for extensions.
         """
         if has_fsdp(self._model) and not self._begins_sharded:
             raise PrecisionError(["fully_shard was called after unify; call it before, on the plain model"])
@@ -180,21 +180,21 @@ class TrainedWeights:
             weight.attach()
 
     def give_back_later(self, empty: Tensor) -> None:
-        """Free the memory of a tensor that FSDP wants only the shape of, once FSDP has made its views of it."""
+        """Free a tensor of which FSDP needs only the shape, once FSDP has made its views of it."""
         for older in self._empty:
             older.untyped_storage().resize_(0)
         self._empty = [empty]
 
     def refresh(self, *, force: bool = False) -> int:
-        """Compute codes and scales of the weights that were written since the last time, or of all of them.
+        """Compute codes and scales of the weights that changed since the last time, or of all.
 
-        With FSDP a collective call.
+        A collective call with FSDP.
 
         Returns:
             How many weights were quantized.
 
         Raises:
-            NonFiniteError: NaN or Inf; names the weights.
+            NonFiniteError: Weights hold NaN or Inf; names them.
         """
         stale = [weight for weight in self.weights if force or weight.is_stale]
         if not stale:
@@ -212,14 +212,14 @@ class TrainedWeights:
         return len(stale)
 
     def _quantize_whole(self, weights: Sequence[TrainedWeight]) -> list[str]:
-        """Quantize weights that are not sharded, all in one launch; names of those with NaN or Inf."""
+        """Quantize unsharded weights in one launch. Return the names of those with NaN or Inf."""
         masters = [weight.local for weight in weights]
         key = [(m.data_ptr(), m.shape, m.stride(), m.dtype, m.device) for m in masters]
         if self._table is None or key != self._table_key:
             tasks = [task for pair in zip(weights, masters, strict=True) for task in _tasks(*pair)]
             devices = {task.source.device for task in tasks}
             if len(devices) != 1 or devices & {torch.device("meta")}:
-                raise PrecisionError([f"{_listed(devices)}: weights have to lie on one device, with values"])
+                raise PrecisionError([f"{_listed(devices)}: all weights must be on one device, with values"])
             self._table, self._table_key = compile_table(tasks, devices.pop()), key
             self._task_names = [weight.name for weight, m in zip(weights, masters, strict=True) for _ in _matrices(m)]
         self._table.launch(check=True)
@@ -232,12 +232,12 @@ def has_fsdp(model: nn.Module) -> bool:
 
 
 def _matrices(weight: Tensor) -> list[tuple[int, ...]]:
-    """Indexes of the matrices of a weight."""
+    """The indices of a weight's matrices."""
     return [()] if weight.ndim == 2 else [(index,) for index in range(weight.shape[0])]
 
 
 def _tasks(weight: TrainedWeight, master: Tensor) -> Iterable[Task]:
-    """What quantizes a weight, into tensors of its own."""
+    """Return the tasks that quantize a weight into its own tensors."""
     if weight.codes is None or weight.codes.device != master.device:
         weight.codes = torch.empty(master.shape, dtype=FP8_DTYPE, device=master.device)
         weight.scale = torch.empty(weight.format.grid(master.shape), device=master.device)
@@ -257,9 +257,9 @@ def _tasks(weight: TrainedWeight, master: Tensor) -> Iterable[Task]:
 
 
 def _quantize_shards(weights: Sequence[TrainedWeight]) -> list[str]:
-    """Quantize this rank's rows of each weight; names of those with NaN or Inf on any rank.
+    """Quantize this rank's rows of each weight. Return the names of those with NaN or Inf on any rank.
 
-    One collective operation, of a number a block: peak memory beside it is a few fp32 copies of one shard.
+    One collective operation with one number per block. Peak memory: a few fp32 copies of one shard.
     """
     grids = [_own_maxima(weight) for weight in weights]
     for group, members in _by_group(weights).items():
@@ -286,10 +286,10 @@ def _by_group(weights: Sequence[TrainedWeight]) -> dict[Any, list[int]]:
 
 
 def shard_axis(weight: "DTensor") -> int:
-    """The axis of the mesh along which FSDP2 shards rows, or experts.
+    """The mesh axis along which FSDP2 shards rows or experts.
 
     Raises:
-        ValueError: It is not what FSDP2 alone does.
+        ValueError: Something other than FSDP2 sharded it.
     """
     axes = [axis for axis, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if (
@@ -304,7 +304,7 @@ def shard_axis(weight: "DTensor") -> int:
 
 
 def _own_rows(weight: TrainedWeight) -> tuple[Tensor, int, int]:
-    """This rank's rows, or experts, as fp32 values that were rounded to BF16; the first of them, and how many ranks hold."""
+    """Return this rank's rows or experts as fp32 values rounded to BF16, the index of the first, and rows per rank."""
     sharded = weight.sharded
     assert sharded is not None, f"{weight.name=}"
     axis = shard_axis(sharded)
@@ -315,7 +315,7 @@ def _own_rows(weight: TrainedWeight) -> tuple[Tensor, int, int]:
 
 
 def _own_maxima(weight: TrainedWeight) -> Tensor:
-    """The largest magnitude of this rank's part of every block: 0 of those that it has nothing of, Inf for NaN."""
+    """Return the largest magnitude of this rank's part of every block: 0 if it has no part, Inf for NaN."""
     rows, first, _ = _own_rows(weight)
     grid = rows.new_zeros(weight.format.grid(weight.parameter.shape))
     if not rows.numel():
@@ -333,7 +333,9 @@ def _own_maxima(weight: TrainedWeight) -> Tensor:
 
 
 def _encode_own_rows(weight: TrainedWeight) -> None:
-    """`fp8refit.kernels.reference.quantize_reference`, with scales of blocks that other ranks hold a part of."""
+    """Quantize like `fp8refit.fill.kernels.reference.quantize_reference`, but use scales of blocks shared with other
+    ranks.
+    """
     rows, first, chunk = _own_rows(weight)
     assert weight.scale is not None, f"{weight.name=}"
     held = weight.local_codes

@@ -1,7 +1,7 @@
-"""The conformance kit: what every adapter promises, as checks that run on one live engine.
+"""The conformance kit: checks of what every adapter promises, run on one live engine.
 
-An adapter's author describes one engine under test as a `Subject`; the kit refits it well and badly, and holds that it
-serves wholly one policy or refuses requests. It needs no test framework. Under pytest:
+An adapter's author describes an engine as a `Subject`. The kit runs good and bad refits, and checks that the engine
+either serves one whole policy or refuses requests. It needs no test framework. Under pytest:
 
     import pytest
     from fp8refit.testing import CHECKS, Subject
@@ -42,10 +42,10 @@ serves wholly one policy or refuses requests. It needs no test framework. Under 
 
 Elsewhere, `print("\\n".join(map(str, run_checks(MySubject()))))`.
 
-Each check begins and ends with a refit to a whole policy, so one engine serves them all, in any order. A check that the
-subject lacks a capability for is skipped (`unittest.SkipTest`, which pytest understands). The engine is used from the
-calling thread, and by `check_one_refit_at_a_time` and `check_requests_meet_no_half_written_policy` from a second one.
-A request that hangs hangs the check: run the kit under a timeout.
+Each check begins and ends with a refit to a whole policy, so one engine serves all checks, in any order. A check is
+skipped (`unittest.SkipTest`, which pytest understands) if the subject lacks a capability for it. The engine is used from
+the calling thread; `check_one_refit_at_a_time` and `check_requests_meet_no_half_written_policy` also use a second one. A
+request that hangs hangs the check, so run the kit with a timeout.
 """
 
 from fp8refit.testing.failing import (

@@ -1,4 +1,4 @@
-"""Checks of refits that fail half way: the engine serves the old policy, or none until the next good refit."""
+"""Checks of refits that fail halfway: the engine serves the old policy, or nothing until the next good refit."""
 
 from collections.abc import Callable, Iterator
 from unittest import SkipTest
@@ -6,7 +6,7 @@ from unittest import SkipTest
 from torch import Tensor
 
 from fp8refit.errors import InvalidSourceError, RefitError
-from fp8refit.sources import Manifest, StateDict
+from fp8refit.sources.source import Manifest, StateDict
 from fp8refit.testing.policies import manifest_of, plain_names, policy_of
 from fp8refit.testing.promises import hold, listed
 from fp8refit.testing.steps import hold_all_or_nothing, hold_fails, restoring, serve, try_bad_values
@@ -15,16 +15,16 @@ from fp8refit.testing.subject import Subject
 
 @restoring
 def check_bad_values_are_named_and_never_served(subject: Subject) -> None:
-    """NaN, Inf and what overflows BF16 are named; the engine refuses requests within a second until a good refit."""
+    """NaN, Inf and BF16 overflow are named. The engine refuses requests within a second, until a good refit."""
     before = serve(subject)
     names, error = try_bad_values(subject)
-    hold(set(error.names) == names, f"NaN or Inf is in {listed(sorted(names))}; the error names {error.names}")
+    hold(set(error.names) == names, f"NaN or Inf is in {listed(sorted(names))}, but the error names {error.names}")
     hold_all_or_nothing(subject, before, "a refit with NaN and Inf")
 
 
 @restoring
 def check_a_source_that_fails_is_all_or_nothing(subject: Subject) -> None:
-    """If the source raises half way, its error comes out, and the engine serves the old policy or none."""
+    """If the source raises halfway, its error is raised, and the engine serves the old policy or nothing."""
     manifest = manifest_of(subject.policy(1))
     sources: dict[str, Callable[[], tuple[StateDict, Manifest | None]]] = {
         "an iterator": lambda: (_failing(subject, _SourceError), None),
@@ -33,7 +33,7 @@ def check_a_source_that_fails_is_all_or_nothing(subject: Subject) -> None:
     }
     for kind, make in sources.items():
         before, (source, announced) = serve(subject), make()
-        situation = f"a refit from {kind} that raises half way"
+        situation = f"a refit from {kind} that raises halfway"
         error = hold_fails(subject, Exception, situation, source, manifest=announced)
         hold(
             isinstance(error, _SourceError | RefitError),
@@ -44,16 +44,16 @@ def check_a_source_that_fails_is_all_or_nothing(subject: Subject) -> None:
 
 @restoring
 def check_an_interrupt_is_all_or_nothing(subject: Subject) -> None:
-    """If a refit is interrupted half way, the interrupt comes out, and the engine serves the old policy or none."""
+    """If a refit is interrupted halfway, the interrupt is raised, and the engine serves the old policy or nothing."""
     before = serve(subject)
-    situation = f"a refit that {subject.interrupt.__name__} ends half way"
+    situation = f"a refit that {subject.interrupt.__name__} ends halfway"
     hold_fails(subject, subject.interrupt, situation, _failing(subject, subject.interrupt))
     hold_all_or_nothing(subject, before, situation)
 
 
 @restoring
 def check_a_stream_that_ends_early_is_all_or_nothing(subject: Subject) -> None:
-    """If a stream ends early, every tensor that did not come is named, and the engine serves the old policy or none."""
+    """If a stream ends early, every missing tensor is named, and the engine serves the old policy or nothing."""
     policy = policy_of(subject, 1)
     came = dict(list(policy.items())[: len(policy) // 2])
     absent = set(plain_names(subject, policy)) - set(came)
@@ -68,22 +68,22 @@ def check_a_stream_that_ends_early_is_all_or_nothing(subject: Subject) -> None:
 
 @restoring
 def check_a_refused_source_does_not_open_a_dirty_engine(subject: Subject) -> None:
-    """A dirty engine stays dirty through a refit that is refused; only a complete one heals it."""
+    """A refused refit leaves a dirty engine dirty. Only a complete one heals it."""
     before = serve(subject)
     try_bad_values(subject)
     if not subject.refitter().is_dirty:
-        raise SkipTest("the engine found NaN before it wrote, and so is not dirty")
+        raise SkipTest("the engine found NaN before writing, so it is not dirty")
     hold_fails(subject, InvalidSourceError, "a refit from an empty mapping", {})
-    hold(subject.refitter().is_dirty, "a refit that was refused made a dirty engine clean")
+    hold(subject.refitter().is_dirty, "a refused refit made a dirty engine clean")
     hold_all_or_nothing(subject, before, "a refit that was refused on a dirty engine")
 
 
 class _SourceError(Exception):
-    """What a failing source raises."""
+    """The error of a failing source."""
 
 
 def _failing(subject: Subject, fault: type[BaseException]) -> Iterator[tuple[str, Tensor]]:
-    """Half of another policy, then `fault`."""
+    """Yield half of another policy, then raise `fault`."""
     policy = policy_of(subject, 1)
     yield from list(policy.items())[: len(policy) // 2]
-    raise fault("the source failed half way")
+    raise fault("the source failed halfway")

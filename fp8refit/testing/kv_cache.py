@@ -1,4 +1,4 @@
-"""Checks of the scales of an FP8 KV cache: measured for the policy that is served, or given, and read by the engine."""
+"""Checks of FP8 KV-cache scales: measured for the policy served, or given, and used by the engine."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,23 +16,25 @@ from fp8refit.errors import (
     RefitError,
 )
 from fp8refit.report import KvReport
-from fp8refit.sources import StateDict
+from fp8refit.sources.source import StateDict
 from fp8refit.testing.policies import poisoned, policy_of
 from fp8refit.testing.promises import differing, expect, hold, listed
 from fp8refit.testing.steps import Served, answers_of, hold_all_or_nothing, refit, restoring
 from fp8refit.testing.subject import Subject
 
 LOST = 2.0**30
-"""A scale under which every key and value of an ordinary network is stored as zero."""
+"""A scale that makes an ordinary network store every key and value as zero."""
 UNFIT = (0.0, -1.0, torch.nan, torch.inf)
-"""What no scale is."""
+"""Values that are not valid scales."""
 NO_TOKEN = 2**31 - 1
 NO_SCALE = "model.layers.9999.self_attn.k_scale"
 
 
 @restoring
 def check_scales_fit_the_policy_that_is_served(subject: Subject) -> None:
-    """Calibrated, an engine has the new policy's scales in every place, whatever it had before, and the same weights."""
+    """After calibration, an engine has the new policy's scales everywhere, whatever it had before, and the same
+    weights.
+    """
     first, second = _calibrated(subject, 1), _calibrated(subject, 2)
     hold(
         first.scales != second.scales,
@@ -41,23 +43,25 @@ def check_scales_fit_the_policy_that_is_served(subject: Subject) -> None:
     _give(subject, _some_scales(first.scales), seed=2)
     again = _calibrated(subject, 1)
     changed = differing(first.scales, again.scales)
-    hold(not changed, f"a policy gave other scales the second time, in {listed(changed)}")
+    hold(not changed, f"the second calibration of a policy gave other scales, in {listed(changed)}")
     _give(subject, _scales_of(subject), seed=1)
     again.served.hold_bytes(subject, "a refit with the scales that a calibration gave, instead of one,")
     hold(
         answers_of(subject) == again.served.answers,
-        "a refit with the scales that a calibration gave left other answers than the calibration",
+        "a refit with the scales of a calibration led to other answers than the calibration",
     )
 
 
 @restoring
 def check_calibrating_alone_gives_the_scales_of_a_refit(subject: Subject) -> None:
-    """`calibrate` gives the scales of a refit with its batch, under the same version; no cache under others is used again."""
+    """`calibrate` gives the scales of a refit with its batch, under the same version. Caches of other scales are not
+    reused.
+    """
     expected = _calibrated(subject, 1)
     _give(subject, _some_scales(expected.scales), seed=1)
     version, traces = subject.refitter().version, subject.traces()
     subject.drop_caches()
-    subject.generate()  # what it caches must not survive the calibration
+    subject.generate()  # fills caches that the calibration must drop
     try:
         report = subject.calibrate(subject.refitter(), _batch_of(subject))
     except RefitError as error:
@@ -67,32 +71,32 @@ def check_calibrating_alone_gives_the_scales_of_a_refit(subject: Subject) -> Non
     hold(not changed, f"a calibration alone gave other scales than a refit with its batch, in {listed(changed)}")
     hold(
         subject.generate() == expected.served.answers,
-        "a prompt that was asked before a calibration got another answer after it than an engine with empty caches gives",
+        "after a calibration, a prompt asked before got another answer than an engine with empty caches gives",
     )
     expected.served.hold_bytes(subject, "a calibration alone")
     hold(
         subject.refitter().version == version,
-        f"a calibration alone made version {version} {subject.refitter().version}",
+        f"a calibration alone changed version {version} to {subject.refitter().version}",
     )
     hold(subject.traces() == traces, f"a calibration alone left {listed(subject.traces() or ())} on the engine")
 
 
 @restoring
 def check_scales_stay_without_calibration(subject: Subject) -> None:
-    """A refit that says nothing of scales leaves every one as it is."""
+    """A refit without calibration or scales leaves every scale unchanged."""
     scales = _some_scales(_names_of(subject))
     _give(subject, scales)
     policy = policy_of(subject, 1)
     sources: dict[str, StateDict] = {"a mapping": policy, "an iterator": iter(policy.items())}
     for kind, source in sources.items():
         report = refit(subject, source)
-        _hold_scales(subject, scales, f"a refit from {kind} that says nothing of scales")
-        hold(report.kv is None, f"a refit from {kind} that says nothing of scales reports {report.kv}")
+        _hold_scales(subject, scales, f"a refit from {kind} without scales")
+        hold(report.kv is None, f"a refit from {kind} without scales reports {report.kv}")
 
 
 @restoring
 def check_given_scales_are_written_exactly(subject: Subject) -> None:
-    """Scales that are given, by themselves or among the weights, are in every place as float32 numbers; nothing moves."""
+    """Scales given separately or among the weights are written everywhere as float32 numbers. Nothing moves."""
     names, policy = _names_of(subject), policy_of(subject, 1)
     places = subject.places()
     given = [_some_scales(names, start) for start in (64.0, 96.0, 128.0)]
@@ -113,20 +117,20 @@ def check_given_scales_are_written_exactly(subject: Subject) -> None:
 
 @restoring
 def check_scales_are_read(subject: Subject) -> None:
-    """Scales under which all keys and values are lost give other answers, and those of before bring the old ones back."""
+    """Scales that lose all keys and values change the answers; restoring the scales restores the answers."""
     scales = _some_scales(_names_of(subject))
     before = _give(subject, scales)
     lost = _give(subject, dict.fromkeys(scales, LOST))
     hold(
         lost.answers != before.answers,
-        "scales that lose every key and value left the answers as they were: who reads them?",
+        "scales that lose every key and value did not change the answers: are they used?",
     )
     hold(_give(subject, scales).answers == before.answers, "the same scales gave other answers the second time")
 
 
 @restoring
 def check_bad_scales_and_batches_write_nothing(subject: Subject) -> None:
-    """A batch or a scale that does not fit is refused before anything is written, and the engine serves on."""
+    """A bad batch or scale is refused before anything is written, and the engine keeps serving."""
     scales = _some_scales(_names_of(subject))
     before = _give(subject, scales)
     for situation, attempt in {**_with_bad_scales(subject, scales), **_with_bad_batches(subject)}.items():
@@ -135,19 +139,19 @@ def check_bad_scales_and_batches_write_nothing(subject: Subject) -> None:
     for situation, attempt in _with_bad_scales_among_weights(subject, scales).items():
         expect(InvalidSourceError, situation, attempt)
         _hold_untouched(subject, before, scales, situation)
-    before.hold(subject, "a batch or scales that were refused")
+    before.hold(subject, "a refused batch or refused scales")
 
 
 @restoring
 def check_a_dirty_engine_is_not_calibrated(subject: Subject) -> None:
-    """A dirty engine is not calibrated; it keeps its scales, and refuses requests until a complete refit."""
+    """A dirty engine is not calibrated. It keeps its scales, and refuses requests until a complete refit."""
     batch, names = _batch_of(subject), _names_of(subject)
     scales, refitter = _some_scales(names), subject.refitter()
     before = _give(subject, scales)
     policy, _ = poisoned(subject, policy_of(subject, 1))
     expect(NonFiniteError, "a refit with NaN and Inf", lambda: subject.refit(refitter, policy))
     if not refitter.is_dirty:
-        raise SkipTest("the engine found NaN before it wrote, and so is not dirty")
+        raise SkipTest("the engine found NaN before writing, so it is not dirty")
     situation = "a calibration of a dirty engine"
     expect(EngineDirtyError, situation, lambda: subject.calibrate(subject.refitter(), batch))
     hold(subject.refitter().is_dirty, f"{situation} made it clean")
@@ -157,10 +161,10 @@ def check_a_dirty_engine_is_not_calibrated(subject: Subject) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Calibrated:
-    """What a refit with a calibration batch left."""
+    """The result of a refit with a calibration batch."""
 
     scales: Mapping[str, float]
-    """Those that were measured."""
+    """The measured scales."""
     served: Served
 
 
@@ -173,7 +177,7 @@ def _calibrated(subject: Subject, seed: int) -> _Calibrated:
 
 
 def _give(subject: Subject, scales: Mapping[str, float], seed: int = 0) -> Served:
-    """Bring the engine to a policy and to given scales."""
+    """Refit to a policy with given scales."""
     refit(subject, policy_of(subject, seed), kv_scales=scales)
     _hold_scales(subject, scales, "a refit with kv_scales=")
     return Served.of(subject)
@@ -195,34 +199,34 @@ def _names_of(subject: Subject) -> list[str]:
 
 
 def _scales_of(subject: Subject) -> dict[str, float]:
-    """Every scale, which is the same in all its places."""
+    """Return every scale, after checking that all its copies are equal."""
     places = {name: list(dict.fromkeys((subject.kv_scales() or {})[name])) for name in _names_of(subject)}
     torn = [f"{name} ({', '.join(map(str, values))})" for name, values in places.items() if len(values) != 1]
-    hold(not torn, f"in its places the engine holds different values of {listed(torn)}")
+    hold(not torn, f"copies of a scale differ in {listed(torn)}")
     return {name: values[0] for name, values in places.items()}
 
 
 def _some_scales(names: Iterable[str], start: float = 64.0) -> dict[str, float]:
-    """Scales that no policy has, a different one for each name, hardly any of them a float32 number."""
+    """Return scales that no policy has, different for each name, and rarely exact in float32."""
     return {name: start + (index + 1) / 7 for index, name in enumerate(names)}
 
 
 def _hold_scales(subject: Subject, expected: Mapping[str, float], situation: str) -> None:
-    """Hold that the engine has these scales, as float32 numbers."""
+    """Check that the engine has these scales, as float32 numbers."""
     rounded = {name: torch.tensor(value, dtype=torch.float32).item() for name, value in expected.items()}
     held = _scales_of(subject)
     wrong = differing(rounded, held)
     told = [f"{name} (should be {rounded.get(name)}, is {held.get(name)})" for name in wrong]
-    hold(not wrong, f"{situation} left other scales than it should: {listed(told)}")
+    hold(not wrong, f"{situation} left wrong scales: {listed(told)}")
 
 
 def _hold_written(subject: Subject, report: KvReport | None, situation: str) -> None:
-    """Hold that what a report says was measured is what the engine has."""
+    """Check that the engine has the scales that a report says were measured."""
     hold(report is not None and bool(report.scales), f"{situation} reports no scale")
     assert report is not None, "held"
     held = _scales_of(subject)
     unlike = held.keys() ^ {*report.scales, *report.kept}
-    hold(not unlike, f"the report of {situation} and kv_scales() do not both know {listed(sorted(unlike))}")
+    hold(not unlike, f"only one of kv_scales() and the report of {situation} knows {listed(sorted(unlike))}")
     _hold_scales(subject, {**held, **report.scales}, situation)
 
 
@@ -232,7 +236,7 @@ def _hold_untouched(subject: Subject, before: Served, scales: Mapping[str, float
 
 
 def _with_bad_scales(subject: Subject, scales: Mapping[str, float]) -> dict[str, Callable[[], object]]:
-    """Refits with good scales and a bad one."""
+    """Return refits with good scales and a bad one."""
     policy, first = policy_of(subject, 1), next(iter(scales))
     bad = [(first, value) for value in (*UNFIT, 1e39)] + [(NO_SCALE, 1.0)]
     return {
@@ -244,7 +248,7 @@ def _with_bad_scales(subject: Subject, scales: Mapping[str, float]) -> dict[str,
 
 
 def _with_bad_scales_among_weights(subject: Subject, scales: Mapping[str, float]) -> dict[str, Callable[[], object]]:
-    """Refits with good scales and a bad one among the weights."""
+    """Return refits with good scales and a bad one among the weights."""
     policy = policy_of(subject, 1) | {name: torch.tensor(value) for name, value in scales.items()}
     first = next(iter(scales))
     return {
@@ -256,12 +260,12 @@ def _with_bad_scales_among_weights(subject: Subject, scales: Mapping[str, float]
 
 
 def _with_bad_batches(subject: Subject) -> dict[str, Callable[[], object]]:
-    """Refits and calibrations alone with what is no batch; none if the subject has no good one."""
+    """Return refits and separate calibrations with bad batches; none if the subject has no good one."""
     good = subject.calibration()
     if good is None:
         return {}
     batches = {
-        "a token id of no vocabulary": [*good, [NO_TOKEN]],
+        "a token id outside the vocabulary": [*good, [NO_TOKEN]],
         "a negative token id": [*good, [-1]],
         "an empty sequence": [*good, []],
         "no sequence": [],

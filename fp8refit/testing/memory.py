@@ -1,4 +1,4 @@
-"""Checks of memory: the trainer's is neither written, nor shared, nor kept, and the engine's does not grow."""
+"""Checks of memory: the trainer's is not written, shared or kept, and the engine's does not grow."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8refit.errors import RefitError
-from fp8refit.sources import StateDict
+from fp8refit.sources.source import StateDict
 from fp8refit.testing.policies import Policy, poisoned, policy_of
 from fp8refit.testing.promises import differing, hold, listed
 from fp8refit.testing.steps import refit, restoring
@@ -22,7 +22,7 @@ NUM_REFITS_FOR_MEMORY = 5
 
 @restoring
 def check_the_source_is_left_as_it_was(subject: Subject) -> None:
-    """A refit writes nothing into the trainer's tensors, and takes none of them for its own."""
+    """A refit writes nothing into the trainer's tensors, and the engine does not use them as its own."""
     policy = policy_of(subject, 1)
     copies = {name: tensor.clone() for name, tensor in policy.items()}
     sources: dict[str, StateDict] = {"a mapping": policy, "an iterator": iter(policy.items())}
@@ -39,7 +39,7 @@ def check_the_source_is_left_as_it_was(subject: Subject) -> None:
 
 @restoring
 def check_the_source_is_let_go(subject: Subject) -> None:
-    """After a refit, good or bad, nothing of fp8refit keeps the trainer's tensors alive."""
+    """After a refit, good or bad, fp8refit does not keep the trainer's tensors alive."""
     attempts: dict[str, tuple[dict[str, Any], Callable[[Policy], Policy], Callable[[Policy], StateDict]]] = {
         "a refit from a mapping": ({}, dict, dict),
         "a refit from a function": ({}, dict, lambda sent: lambda: iter(sent.items())),
@@ -66,7 +66,7 @@ def check_the_source_is_let_go(subject: Subject) -> None:
 
 @restoring
 def check_memory_does_not_grow(subject: Subject) -> None:
-    """From the third refit on, a refit leaves no more memory held than the one before."""
+    """From the third refit on, no refit leaves more memory allocated than the one before."""
     for seed in (1, 2):
         refit(subject, policy_of(subject, seed))
     gc.collect()
@@ -79,10 +79,10 @@ def check_memory_does_not_grow(subject: Subject) -> None:
     after = subject.memory_bytes()
     hold(
         after is not None and after <= before,
-        f"{before} bytes were held before {NUM_REFITS_FOR_MEMORY} more refits, and {after} after",
+        f"{before} bytes were allocated before {NUM_REFITS_FOR_MEMORY} more refits, and {after} after",
     )
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, NaN and all."""
+    """View a tensor as bytes, so that NaN compares equal."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

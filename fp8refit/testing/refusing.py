@@ -1,11 +1,11 @@
-"""Checks of refits that are refused before the first byte is written: the engine serves on as if nothing had been."""
+"""Checks of refits that are refused before the first byte is written: the engine keeps serving as before."""
 
 from unittest import SkipTest
 
 import torch
 
 from fp8refit.errors import CacheFlushError, EngineAsleepError, EngineBusyError, InvalidSourceError
-from fp8refit.sources import StateDict
+from fp8refit.sources.source import StateDict
 from fp8refit.testing.policies import plain_names, policy_of
 from fp8refit.testing.promises import hold, listed
 from fp8refit.testing.steps import hold_fails, hold_serves, restoring, serve, try_bad_values
@@ -14,7 +14,7 @@ from fp8refit.testing.subject import Subject
 
 @restoring
 def check_misfits_are_told_all_at_once(subject: Subject) -> None:
-    """Missing, unexpected, wrongly shaped and wrongly typed tensors are named by one error; nothing is written."""
+    """Missing, unexpected, misshapen and wrongly typed tensors are named in one error. Nothing is written."""
     before = serve(subject)
     policy = policy_of(subject, 1)
     names = plain_names(subject, policy)
@@ -31,23 +31,23 @@ def check_misfits_are_told_all_at_once(subject: Subject) -> None:
         expected = {absent, unexpected, misshapen, mistyped}
         hold(
             named == expected,
-            f"one error should name {listed(sorted(expected))}; this one names {listed(sorted(named))}: {error}",
+            f"one error should name {listed(sorted(expected))}, but this one names {listed(sorted(named))}: {error}",
         )
-        before.hold(subject, f"a refit from {kind} that was refused")
+        before.hold(subject, f"a refused refit from {kind}")
 
 
 @restoring
 def check_strict_writes_nothing_bad(subject: Subject) -> None:
-    """With `validate="strict"` NaN and Inf are found before the first byte is written, and the engine serves on."""
+    """With `validate="strict"`, NaN and Inf are found before the first byte is written, and the engine keeps serving."""
     before = serve(subject)
     names, error = try_bad_values(subject, validate="strict")
-    hold(set(error.names) == names, f"NaN or Inf is in {listed(sorted(names))}; the error names {error.names}")
+    hold(set(error.names) == names, f"NaN or Inf is in {listed(sorted(names))}, but the error names {error.names}")
     before.hold(subject, 'a refit that validate="strict" refused')
 
 
 @restoring
 def check_a_busy_engine_is_left_alone(subject: Subject) -> None:
-    """An engine with unfinished requests is not refitted, and the requests are answered as if nothing had been."""
+    """An engine with unfinished requests is not refitted, and the requests are answered normally."""
     before = serve(subject)
     answers = []
     for is_disturbed in (False, True):
@@ -62,15 +62,15 @@ def check_a_busy_engine_is_left_alone(subject: Subject) -> None:
                 situation = "a refit of an engine with unfinished requests"
                 hold_fails(subject, EngineBusyError, situation, policy_of(subject, 1))
                 remaining = subject.num_unfinished()
-                hold(remaining == unfinished, f"of {unfinished} requests the refused refit left {remaining}")
+                hold(remaining == unfinished, f"the refused refit left {remaining} of {unfinished} requests")
             answers.append(finish())
-    hold(answers[0] == answers[1], "a request that a refused refit came across got another answer than without it")
+    hold(answers[0] == answers[1], "a refused refit changed the answer of a request that was running")
     before.hold(subject, "a refit that was refused because the engine was busy")
 
 
 @restoring
 def check_sleeping_weights_are_not_written(subject: Subject) -> None:
-    """An engine whose weights sleep is not refitted; it serves the old policy after it was woken."""
+    """An engine whose weights sleep is not refitted. Once awake, it serves the old policy."""
     before = serve(subject)
     context = subject.asleep()
     if context is None:
@@ -82,7 +82,7 @@ def check_sleeping_weights_are_not_written(subject: Subject) -> None:
 
 @restoring
 def check_caches_that_stay_keep_the_old_policy(subject: Subject) -> None:
-    """If the engine keeps what it computed under the old policy, nothing is written, and it goes on serving that one."""
+    """If the engine keeps its caches, nothing is written, and it keeps serving the old policy."""
     before = serve(subject)
     context = subject.unflushable()
     if context is None:

@@ -82,11 +82,11 @@ CHECKS: tuple[Check, ...] = (
     check_bad_scales_and_batches_write_nothing,
     check_a_dirty_engine_is_not_calibrated,
 )
-"""Every check. Its docstring is the promise that it holds."""
+"""Every check. Its docstring states the promise."""
 
 
 class Outcome(StrEnum):
-    """How a check ended."""
+    """The outcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -95,7 +95,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     """Name of the check, without `check_`."""
@@ -115,7 +115,7 @@ def run_checks(subject: Subject, *, only: Collection[str] | None = None) -> list
         only: Names of checks, without `check_`; all of them by default.
 
     Returns:
-        One result a check, in the order of `CHECKS`.
+        One result per check, in the order of `CHECKS`.
 
     Raises:
         ValueError: `only` names a check that does not exist.

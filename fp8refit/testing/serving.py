@@ -1,4 +1,4 @@
-"""Checks of good refits: what the engine holds, says and counts after them."""
+"""Checks of good refits: what the engine then holds, answers and counts."""
 
 from unittest import SkipTest
 
@@ -11,7 +11,7 @@ from fp8refit.testing.subject import Subject
 
 @restoring
 def check_serves_exactly_the_new_policy(subject: Subject) -> None:
-    """After a refit every live byte is the new policy's, refit after refit, and so are the answers."""
+    """After every refit, all live bytes and all answers are the new policy's."""
     served: dict[int, Served] = {}
     for seed in (0, 1, 2, 0):
         now = serve(subject, seed)
@@ -29,7 +29,7 @@ def check_serves_exactly_the_new_policy(subject: Subject) -> None:
 
 @restoring
 def check_live_tensors_keep_their_places(subject: Subject) -> None:
-    """A refit leaves identity, address, shape, stride and dtype of every live tensor as they were."""
+    """A refit keeps identity, address, shape, stride and dtype of every live tensor."""
     serve(subject)
     before = subject.places()
     hold(bool(before), "places() gives no tensor")
@@ -41,7 +41,7 @@ def check_live_tensors_keep_their_places(subject: Subject) -> None:
 
 @restoring
 def check_nothing_is_left_on_the_engine(subject: Subject) -> None:
-    """Once a refit has succeeded, be it the first, a later one or a healing one, the request path is the engine's own."""
+    """After a successful refit (first, later or healing), the request path is entirely the engine's own."""
     if subject.traces() is None:
         raise SkipTest("traces() cannot tell")
     serve(subject)
@@ -53,7 +53,7 @@ def check_nothing_is_left_on_the_engine(subject: Subject) -> None:
 
 @restoring
 def check_versions_count_up_and_are_shared(subject: Subject) -> None:
-    """Every success raises the version by one, for every `Refitter` of the engine; a failure does not."""
+    """Every success raises the version by one, for every `Refitter` of the engine. A failure does not."""
     first, second = subject.refitter(), subject.refitter(validate="strict")
     start = refit(subject, policy_of(subject, 0), first).version
     for step, refitter in enumerate((second, first, second), start=1):
@@ -65,34 +65,34 @@ def check_versions_count_up_and_are_shared(subject: Subject) -> None:
             f"and three refitters of the engine say {seen[1:]}",
         )
     hold_fails(subject, InvalidSourceError, "a refit from an empty mapping", {})
-    hold(first.version == start + 3, f"a refit that was refused made version {start + 3} {first.version}")
+    hold(first.version == start + 3, f"a refused refit changed version {start + 3} to {first.version}")
 
 
 @restoring
 def check_no_answer_from_the_old_policys_cache(subject: Subject) -> None:
-    """A prompt that was asked before a refit is answered after it as by an engine that never saw it."""
+    """After a refit, prompts asked before are answered as by an engine that never saw them."""
     clean = [serve(subject, seed).answers for seed in (0, 1)]
     subject.drop_caches()
     for seed in (0, 1, 0):
-        subject.generate()  # what it caches must not survive the refit
+        subject.generate()  # fills caches that the refit must drop
         refit(subject, policy_of(subject, seed))
         hold(
             subject.generate() == clean[seed],
-            "a prompt that was asked before a refit got another answer after it than an engine with empty caches gives: "
-            "something computed under the old policy was used again",
+            "after a refit, a prompt asked before got another answer than an engine with empty caches gives: "
+            "something computed under the old policy was reused",
         )
 
 
 @restoring
 def check_closing_keeps_version_and_state(subject: Subject) -> None:
-    """`close()` gives back the plan alone: version and dirt stay, and a later refit works."""
+    """`close()` only drops the plan: version and dirty state stay, and a later refit works."""
     refitter, expected = subject.refitter(), serve(subject, 1)
     version = refit(subject, policy_of(subject, 0), refitter).version
     subject.close(refitter)
     seen = (subject.refitter().version, refitter.version)
-    hold(seen == (version, version), f"close() made version {version} {seen[0]}")
+    hold(seen == (version, version), f"close() changed version {version} to {seen[0]}")
     report = refit(subject, policy_of(subject, 1), refitter)
-    hold(report.version == version + 1, f"the refit after close() made version {version} {report.version}")
+    hold(report.version == version + 1, f"the refit after close() changed version {version} to {report.version}")
     expected.hold_bytes(subject, "the refit after close()")
     before = serve(subject)
     try_bad_values(subject)

@@ -1,4 +1,4 @@
-"""Checks of what a policy may come from, and in what form: the bytes served are the same."""
+"""Checks of sources: whatever form a policy comes in, the bytes served are the same."""
 
 import tempfile
 from collections.abc import Collection
@@ -8,9 +8,9 @@ from unittest import SkipTest
 import torch
 
 from fp8refit.errors import RefitError
-from fp8refit.kernels import dequantize_blockwise, quantize_blockwise
-from fp8refit.slots import SCALE_SUFFIX
-from fp8refit.sources import Manifest, StateDict
+from fp8refit.fill.kernels import dequantize_blockwise, quantize_blockwise
+from fp8refit.live.slots import SCALE_SUFFIX
+from fp8refit.sources.source import Manifest, StateDict
 from fp8refit.testing.policies import Policy, manifest_of, policy_of, slots_of
 from fp8refit.testing.promises import differing, hold, listed
 from fp8refit.testing.steps import refit, restoring, serve
@@ -19,7 +19,9 @@ from fp8refit.testing.subject import Subject
 
 @restoring
 def check_every_kind_of_source_gives_the_same_bytes(subject: Subject) -> None:
-    """Mapping, pairs, function, iterator, files, any order, any strides, fp32 masters and wrapped names are all one."""
+    """Mappings, pairs, functions, iterators, files, any order, any strides, fp32 masters and wrapped names give the same
+    bytes.
+    """
     expected, policy = serve(subject), policy_of(subject, 0)
     quantized = {slot.name for slot in slots_of(subject, policy) if slot.scale_format is not None}
     wrong = []
@@ -38,18 +40,18 @@ def check_every_kind_of_source_gives_the_same_bytes(subject: Subject) -> None:
 
 @restoring
 def check_prequantized_tensors_are_copied(subject: Subject) -> None:
-    """Tensors that are block FP8 already, in the slot's own format, are copied bit for bit and never quantized again."""
+    """Tensors that are already block FP8, in the slot's format, are copied bit for bit and not quantized again."""
     policy = policy_of(subject, 1)
     formats = _prequantizable(subject, policy)
     if not formats:
-        raise SkipTest("no slot of this rank begins and ends on the grid of its blocks")
+        raise SkipTest("no slot of this rank is aligned with its blocks")
     sent, coarse, meant = dict(policy), dict(policy), dict(policy)
     for name, (block_size, scale_format) in formats.items():
         codes, scale = quantize_blockwise(
             policy[name].to(torch.bfloat16), block_size=block_size, scale_format=scale_format
         )
         sent |= {name + SCALE_SUFFIX: scale, name: codes}
-        codes, scale = (codes.float() / 4).to(codes.dtype), scale * 4  # no quantizer would choose these
+        codes, scale = (codes.float() / 4).to(codes.dtype), scale * 4  # a quantizer would not choose these
         coarse |= {name + SCALE_SUFFIX: scale, name: codes}
         meant[name] = dequantize_blockwise(codes, scale, block_size=block_size, dtype=torch.bfloat16)
     sources: dict[str, StateDict] = {"a mapping": sent, "a function": lambda: iter(sent.items())}
@@ -62,12 +64,12 @@ def check_prequantized_tensors_are_copied(subject: Subject) -> None:
     quantized = subject.expected_bytes(meant)
     touched = differing(quantized, subject.expected_bytes(meant | {name: -meant[name] for name in formats}))
     again = sorted({*touched} - {*differing(quantized, subject.live_bytes())})
-    hold(not again, f"tensors that came as block FP8 were quantized again in {listed(again)}")
+    hold(not again, f"tensors that were already block FP8 were quantized again in {listed(again)}")
 
 
 @restoring
 def check_tied_names_may_be_sent_or_not(subject: Subject) -> None:
-    """Tensors that share a slot may be sent under one of their names, or under all of them."""
+    """Tensors that share a slot may be sent under any or all of their names."""
     policy = policy_of(subject, 1)
     aliases = subject.layout(subject.refitter()).aliases
     tied = {alias: name for alias, name in aliases.items() if alias in policy or name in policy}
@@ -84,7 +86,7 @@ def check_tied_names_may_be_sent_or_not(subject: Subject) -> None:
 
 
 def _sources(policy: Policy, quantized: Collection[str], folder: Path) -> dict[str, tuple[StateDict, Manifest | None]]:
-    """`policy` in every form that `refit` takes."""
+    """Return `policy` in every form that `refit` takes."""
     from safetensors.torch import save_file
 
     items, manifest = list(policy.items()), manifest_of(policy)
@@ -98,7 +100,7 @@ def _sources(policy: Policy, quantized: Collection[str], folder: Path) -> dict[s
     strided = {name: torch.stack([tensor, tensor], dim=-1)[..., 0] for name, tensor in items}
     masters = {name: tensor.float() if tensor.dtype is torch.bfloat16 else tensor for name, tensor in items}
     for name in quantized:
-        masters[name] *= 1 + 2**-11  # an eighth of a BF16 step at most: rounds back
+        masters[name] *= 1 + 2**-11  # at most an eighth of a BF16 step: rounds back
     return {
         "a list of pairs": (items, None),
         "pairs in reverse": (items[::-1], None),
@@ -117,7 +119,7 @@ def _sources(policy: Policy, quantized: Collection[str], folder: Path) -> dict[s
 
 
 def _prequantizable(subject: Subject, policy: Policy) -> dict[str, tuple[tuple[int, int], str]]:
-    """Block size and scale format of the tensors whose every slice lies on the grid of its blocks."""
+    """Return block size and scale format of the tensors whose slices are all aligned with their blocks."""
     formats: dict[str, tuple[tuple[int, int], str]] = {}
     off_grid = set()
     for slot in slots_of(subject, policy):

@@ -1,4 +1,4 @@
-"""Steps that checks are made of: refits, good and bad, and what the engine must hold and say after each."""
+"""The steps of checks: good and bad refits, and what the engine must hold and answer after each."""
 
 import functools
 import time
@@ -7,21 +7,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import EngineDirtyError, NonFiniteError, RefitError
-from fp8refit.refitter import Refitter
 from fp8refit.report import RefitReport
-from fp8refit.sources import Manifest, StateDict
+from fp8refit.sources.source import Manifest, StateDict
 from fp8refit.testing.policies import poisoned, policy_of
 from fp8refit.testing.promises import Error, differing, expect, hold, listed
 from fp8refit.testing.subject import Check, Subject
 
 REFUSAL_S = 1.0
-"""How soon a dirty engine refuses a request."""
+"""How soon a dirty engine must refuse a request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """What an engine that serves a whole policy holds and says."""
+    """What an engine that serves a whole policy holds and answers."""
 
     version: int
     live: Mapping[str, object]
@@ -29,25 +29,25 @@ class Served:
 
     @classmethod
     def of(cls, subject: Subject) -> "Served":
-        """Look at the engine as it is now."""
+        """Read the engine's current state."""
         return cls(version=subject.refitter().version, live=dict(subject.live_bytes()), answers=answers_of(subject))
 
     def hold_bytes(self, subject: Subject, situation: str) -> None:
-        """Hold that the engine is clean and holds the same bytes."""
+        """Check that the engine is clean and holds the same bytes."""
         hold(not subject.refitter().is_dirty, f"{situation} left the engine dirty")
         wrong = differing(self.live, subject.live_bytes())
-        hold(not wrong, f"{situation} left other bytes than it should in {listed(wrong)}")
+        hold(not wrong, f"{situation} left wrong bytes in {listed(wrong)}")
 
     def hold(self, subject: Subject, situation: str) -> None:
-        """Hold that the engine is as it was."""
+        """Check that the engine is as it was."""
         self.hold_bytes(subject, situation)
         version = subject.refitter().version
-        hold(version == self.version, f"{situation} made version {self.version} {version}")
-        hold(self.answers == answers_of(subject), f"{situation} left the engine giving other answers than before")
+        hold(version == self.version, f"{situation} changed version {self.version} to {version}")
+        hold(self.answers == answers_of(subject), f"{situation} changed the engine's answers")
 
 
 def restoring(body: Check) -> Check:
-    """Let a check end with the engine on a whole policy and with the KV scales that it had, whatever it did to it."""
+    """Make a check end with the engine on a whole policy and its original KV scales, whatever it did."""
 
     @functools.wraps(body)
     def check(subject: Subject) -> None:
@@ -55,7 +55,7 @@ def restoring(body: Check) -> Check:
         try:
             body(subject)
         except BaseException:
-            with suppress(Exception):  # what the body found is what counts
+            with suppress(Exception):  # the error of the body is the one that counts
                 _restore(subject, kv_scales)
             raise
         _restore(subject, kv_scales)
@@ -72,13 +72,13 @@ def _restore(subject: Subject, kv_scales: Mapping[str, Sequence[float]] | None) 
 
 
 def serve(subject: Subject, seed: int = 0) -> Served:
-    """Bring the engine to a whole policy by an ordinary refit, and look at it."""
+    """Refit the engine to a whole policy, and read its state."""
     refit(subject, policy_of(subject, seed))
     return Served.of(subject)
 
 
 def refit(subject: Subject, source: StateDict, refitter: Refitter | None = None, **scales: Any) -> RefitReport:
-    """One refit that must succeed; `scales` are `calibration` or `kv_scales`."""
+    """Run a refit that must succeed. `scales` are `calibration` or `kv_scales`."""
     refitter = subject.refitter() if refitter is None else refitter
     try:
         return subject.refit(refitter, source, **scales)
@@ -87,7 +87,7 @@ def refit(subject: Subject, source: StateDict, refitter: Refitter | None = None,
 
 
 def answers_of(subject: Subject) -> Any:
-    """What the engine says with empty caches; it must not refuse."""
+    """Return the engine's answers with empty caches. It must not refuse."""
     try:
         subject.drop_caches()
         return subject.generate()
@@ -104,29 +104,29 @@ def hold_fails(
     manifest: Manifest | None = None,
     **options: Any,
 ) -> Error:
-    """The error of `kind` that a refit must raise."""
+    """Run a refit that must raise `kind`, and return the error."""
     return expect(kind, situation, lambda: subject.refit(subject.refitter(**options), source, manifest=manifest))
 
 
 def try_bad_values(subject: Subject, **options: Any) -> tuple[set[str], NonFiniteError]:
-    """A refit with bad values that must fail; their names, and the error."""
+    """Run a refit with bad values that must fail. Return their names and the error."""
     policy, names = poisoned(subject, policy_of(subject, 1))
     error = hold_fails(subject, NonFiniteError, "a refit with NaN and Inf", policy, **options)
     return names, error
 
 
 def hold_refuses(subject: Subject, situation: str) -> None:
-    """Hold that the engine refuses requests, soon, and keeps none."""
+    """Check that the engine refuses requests promptly and keeps none."""
     start_s = time.perf_counter()
     expect(EngineDirtyError, f"a request after {situation}", subject.generate)
     seconds = time.perf_counter() - start_s
-    hold(seconds < REFUSAL_S, f"after {situation} it took {seconds:.1f} s until a request was refused")
+    hold(seconds < REFUSAL_S, f"after {situation}, refusing a request took {seconds:.1f} s")
     unfinished = subject.num_unfinished()
-    hold(unfinished == 0, f"after {situation} {unfinished} refused requests are left unfinished")
+    hold(unfinished == 0, f"after {situation}, {unfinished} refused requests remain unfinished")
 
 
 def hold_serves(subject: Subject, situation: str) -> None:
-    """Hold that the engine answers requests, whatever caches it has."""
+    """Check that the engine answers requests, whatever its caches."""
     try:
         subject.generate()
     except EngineDirtyError as error:
@@ -134,13 +134,13 @@ def hold_serves(subject: Subject, situation: str) -> None:
 
 
 def hold_all_or_nothing(subject: Subject, before: Served, situation: str) -> None:
-    """Hold that a failed refit left the engine as it was, or refusing requests until the next good one."""
+    """Check that a failed refit left the engine as it was, or refusing requests until the next good refit."""
     if not subject.refitter().is_dirty:
         before.hold(subject, situation)
         return
     hold_refuses(subject, situation)
     version = subject.refitter().version
-    hold(version == before.version, f"{situation} made version {before.version} {version}")
+    hold(version == before.version, f"{situation} changed version {before.version} to {version}")
     healed = serve(subject)
     changed = differing(before.live, healed.live)
     hold(not changed, f"the good refit after {situation} left other bytes than before in {listed(changed)}")

@@ -1,4 +1,4 @@
-"""What an adapter's author says of one engine under test, and does to it."""
+"""What an adapter's author says about an engine under test, and how to operate it."""
 
 import asyncio
 import concurrent.futures
@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
+from typing_extensions import override
 
-from fp8refit.calibration import Calibration, KvScaleValues
-from fp8refit.layout import EngineLayout
-from fp8refit.refitter import Refitter
+from fp8refit.driver.refitter import Refitter
+from fp8refit.live.layout import EngineLayout
+from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import KvReport, RefitReport
-from fp8refit.sources import Manifest, StateDict
+from fp8refit.sources.source import Manifest, StateDict
 
 Result = TypeVar("Result")
 
@@ -22,54 +23,57 @@ Result = TypeVar("Result")
 class Subject(ABC):
     """One live engine under test, as its adapter's author describes it.
 
-    The engine's ranks may live in other processes; the subject lives in this one. What it says of the engine must come
-    from the engine itself: nothing here may ask fp8refit, but for `refit`, `calibrate`, `layout` and `close`. Contexts undo
-    what they did in a `finally`: a check may fail inside.
+    The engine's ranks may run in other processes; the subject runs in this one. What it reports must come from the engine
+    itself: do not use fp8refit here, except in `refit`, `calibrate`, `layout` and `close`. Contexts must clean up in a
+    `finally`, since a check may fail inside them.
     """
 
     engine: Any
-    """What a user passes to `Refitter`."""
+    """The object that a user passes to `Refitter`."""
 
     interrupt: type[BaseException] = KeyboardInterrupt
-    """What interrupts a refit. An engine whose event loop runs in another thread sets `asyncio.CancelledError`."""
+    """What interrupts a refit. An engine with its event loop in another thread sets `asyncio.CancelledError`."""
 
     @abstractmethod
     def policy(self, seed: int) -> Mapping[str, Tensor]:
-        """What a trainer's `state_dict()` gives; equal for equal seeds, and other in every tensor for others."""
+        """Return a trainer's `state_dict()`: equal for equal seeds, and different in every tensor for others."""
 
     @abstractmethod
     def live_bytes(self) -> Mapping[str, object]:
-        """The bytes, or a hash of them, of every live parameter and buffer on every rank, by the engine's own names."""
+        """Return the bytes, or a hash of them, of every live parameter and buffer on every rank, by the engine's own
+        names.
+        """
 
     @abstractmethod
     def expected_bytes(self, policy: Mapping[str, Tensor]) -> Mapping[str, object]:
-        """What `live_bytes()` gives while `policy` is served: read from a fresh engine, or computed by name.
+        """Return what `live_bytes()` returns while `policy` is served, read from a fresh engine or computed by name.
 
-        `quantize_blockwise` is the arithmetic. `policy` is unquantized and has the names, dtypes and shapes of `policy()`.
+        `quantize_blockwise` does the arithmetic. `policy` is unquantized, with the names, dtypes and shapes of
+        `policy()`.
         """
 
     @abstractmethod
     def places(self) -> Mapping[str, object]:
-        """Identity, address, shape, stride and dtype of every live parameter and buffer on every rank."""
+        """Return identity, address, shape, stride and dtype of every live parameter and buffer on every rank."""
 
     @abstractmethod
     def generate(self) -> Any:
-        """What the engine says to a fixed set of prompts, as something that `==` compares; raises what admission raises.
+        """Return the engine's answers to a fixed set of prompts, comparable with `==`; raise what admission raises.
 
-        Equal weights and equally warm caches give equal answers; other policies give other answers. At least one prompt
-        is long enough for the engine to cache it.
+        Equal weights with equally warm caches must give equal answers, and other policies other answers. At least one
+        prompt must be long enough for the engine to cache it.
         """
 
     @abstractmethod
     def drop_caches(self) -> None:
-        """Drop what the engine remembers of earlier requests, by the engine's own means; nothing if it has no caches."""
+        """Drop the engine's caches of earlier requests, by its own means. Do nothing if it has none."""
 
     @abstractmethod
     def num_unfinished(self) -> int:
-        """How many requests wait or run."""
+        """Return the number of waiting and running requests."""
 
     def refitter(self, **options: Any) -> Refitter:
-        """Make a `Refitter` of the engine."""
+        """Create a `Refitter` for the engine."""
         return Refitter(self.engine, **options)
 
     def refit(
@@ -83,7 +87,7 @@ class Subject(ABC):
     ) -> RefitReport:
         """Run one refit to its end.
 
-        It is also called in a second thread while the first is in it, reading its source; it must not wait for the first.
+        Also called in a second thread while the first is reading its source. It must not wait for the first.
         """
         return refitter.refit(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
 
@@ -96,54 +100,57 @@ class Subject(ABC):
         return refitter.layout()
 
     def close(self, refitter: Refitter) -> None:
-        """Run `refitter.close()`; called in a second thread too, as `refit` is."""
+        """Run `refitter.close()`. Also called in a second thread, like `refit`."""
         refitter.close()
 
     def traces(self) -> Collection[str] | None:
-        """What an adapter has left on the engine's request path (patches, hooks, flags); None if that cannot be seen."""
+        """Return what an adapter left on the engine's request path (patches, hooks, flags); None if that cannot be
+        seen.
+        """
         return None
 
     def memory_bytes(self) -> int | None:
-        """Bytes of tensors that this process and the ranks hold, by an exact count; None if that cannot be measured."""
+        """Return the exact number of bytes of tensors in this process and the ranks; None if that cannot be measured."""
         return None
 
     def busy(self) -> AbstractContextManager[Callable[[], Any]] | None:
-        """Give the engine one unfinished request; what it yields finishes the request and gives the answer.
+        """Give the engine one unfinished request, and yield a function that finishes it and returns the answer.
 
-        None if the engine cannot be held there, or waits for its requests instead of refusing the refit.
+        None if the engine cannot be held there, or waits for requests instead of refusing the refit.
         """
         return None
 
     def asleep(self) -> AbstractContextManager[None] | None:
-        """Put the weights to sleep, or mark them so, and wake them up again with their bytes; None if they never sleep."""
+        """Put the weights to sleep, or mark them as asleep, and wake them with their bytes; None if they never sleep."""
         return None
 
     def unflushable(self) -> AbstractContextManager[None] | None:
-        """Make the engine keep its caches, as if blocks of them were held; None if that cannot be brought about.
+        """Make the engine keep its caches, as if blocks were in use; None if that is impossible.
 
-        The engine answers requests meanwhile, as it does while it keeps its caches.
+        Meanwhile the engine answers requests.
         """
         return None
 
     def kv_scales(self) -> Mapping[str, Sequence[float]] | None:
-        """Every scale of the engine's FP8 KV cache, by the name that reports give it (`model.layers.0.self_attn.k_scale`).
+        """Return every scale of the FP8 KV cache, by its name in reports (`model.layers.0.self_attn.k_scale`).
 
-        Each with what every rank holds of it now in each of its places: the tensor that kernels read, numbers, host tensors.
-        Scales that the engine's attention does not use are left out. None if there is no FP8 KV cache, or none that can be
-        looked into.
+        Each with the values of all its copies on every rank: the tensor that kernels read, numbers, host tensors. Leave
+        out scales that attention does not use. None if there is no FP8 KV cache, or it cannot be inspected.
         """
         return None
 
     def calibration(self) -> list[list[int]] | None:
-        """A batch of token ids, under which two policies show other keys and values; None if scales cannot be measured."""
+        """Return a batch of token ids on which two policies have different keys and values; None if scales cannot be
+        measured.
+        """
         return None
 
 
 class AsyncSubject(Subject):
-    """A subject whose engine is asynchronous: it lives in an event loop, which runs in a thread of its own.
+    """A subject with an asynchronous engine, which lives in an event loop in a thread of its own.
 
-    Make the engine in that loop, with `self.run(make_engine())` after `super().__init__()`; and `generate`, `live_bytes` and
-    the others from coroutines by `self.run(...)`.
+    Create the engine in that loop, with `self.run(make_engine())` after `super().__init__()`. Implement `generate`,
+    `live_bytes` and the others by passing coroutines to `self.run(...)`.
     """
 
     interrupt = asyncio.CancelledError
@@ -155,18 +162,19 @@ class AsyncSubject(Subject):
         self._thread.start()
 
     def run(self, steps: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine in the engine's loop, from any other thread, and give what it returns."""
+        """Run a coroutine in the engine's loop, from any other thread, and return its result."""
         try:
             return asyncio.run_coroutine_threadsafe(steps, self.loop).result()
         except concurrent.futures.CancelledError:
             raise asyncio.CancelledError from None
 
     def stop(self) -> None:
-        """Stop the loop; the last thing done with the subject."""
+        """Stop the loop. Call this last."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
 
+    @override
     def refit(
         self,
         refitter: Refitter,
@@ -176,24 +184,29 @@ class AsyncSubject(Subject):
         calibration: Calibration | None = None,
         kv_scales: KvScaleValues | None = None,
     ) -> RefitReport:
-        """See `Subject`."""
+        """Run one refit in the engine's loop."""
         steps = refitter.refit_async(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
         return self._run_unless_refitting(steps)
 
+    @override
     def calibrate(self, refitter: Refitter, calibration: Calibration) -> KvReport:
-        """See `Subject`."""
+        """Run `refitter.calibrate(calibration)` in the engine's loop."""
         return self.run(refitter.calibrate_async(calibration))
 
+    @override
     def layout(self, refitter: Refitter) -> EngineLayout:
-        """See `Subject`."""
+        """Run `refitter.layout()` in the engine's loop."""
         return self.run(refitter.layout_async())
 
+    @override
     def close(self, refitter: Refitter) -> None:
-        """See `Subject`."""
+        """Run `refitter.close()` in the engine's loop."""
         self._run_unless_refitting(refitter.close_async())
 
     def _run_unless_refitting(self, steps: Coroutine[Any, Any, Result]) -> Result:
-        """A refit reads its source in the loop, so another one must not wait for the loop; it is refused anywhere."""
+        """Run in the loop, unless a refit is reading its source there: then run here, where it is refused without
+        waiting.
+        """
         if not self._is_in_loop.acquire(blocking=False):
             return asyncio.run(steps)
         try:

@@ -1,4 +1,4 @@
-"""Checks of what a second thread attempts while a refit is under way."""
+"""Checks of what a second thread tries during a refit."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -14,18 +14,18 @@ from fp8refit.testing.steps import hold_fails, refit, restoring, serve
 from fp8refit.testing.subject import Subject
 
 OTHER_THREAD_S = 5.0
-"""How long a stream waits for what another thread attempts meanwhile."""
+"""How long a stream waits for another thread's attempt."""
 
 
 @restoring
 def check_one_refit_at_a_time(subject: Subject) -> None:
-    """While a refit is under way another one, and `close()`, are refused at once, and it ends as if nothing had been."""
+    """During a refit, another one and `close()` are refused at once, and the first ends normally."""
     expected, before = serve(subject, 1), serve(subject)
     policy, other = policy_of(subject, 1), policy_of(subject, 2)
 
     def intrude() -> None:
-        hold_fails(subject, EngineBusyError, "a second refit while the first was under way", other)
-        expect(EngineBusyError, "close() while a refit was under way", lambda: subject.close(subject.refitter()))
+        hold_fails(subject, EngineBusyError, "a second refit during the first", other)
+        expect(EngineBusyError, "close() during a refit", lambda: subject.close(subject.refitter()))
 
     with ThreadPoolExecutor(1) as pool:
         refused = pool.submit(lambda: None)
@@ -40,15 +40,15 @@ def check_one_refit_at_a_time(subject: Subject) -> None:
                 yield item
 
         report = refit(subject, stream())
-    hold(not waited, "a second refit was not refused at once but waited for the first")
+    hold(not waited, "a second refit waited for the first instead of being refused at once")
     refused.result()
-    hold(report.version == before.version + 1, f"one refit made version {before.version} {report.version}")
-    expected.hold_bytes(subject, "a refit that another one came across")
+    hold(report.version == before.version + 1, f"one refit changed version {before.version} to {report.version}")
+    expected.hold_bytes(subject, "a refit during which another was tried")
 
 
 @restoring
 def check_requests_meet_no_half_written_policy(subject: Subject) -> None:
-    """A request that comes while weights are written is refused, or waits and is answered by the new policy."""
+    """A request during a write is refused, or waits and is answered by the new policy."""
     expected = serve(subject, 1)
     policy = policy_of(subject, 1)
     serve(subject)
@@ -68,6 +68,6 @@ def check_requests_meet_no_half_written_policy(subject: Subject) -> None:
     with suppress(EngineDirtyError):
         answer: Any = request.result()
         hold(not answered_meanwhile, "a request was answered while a refit was writing the weights")
-        hold(answer == expected.answers, "a request that waited for a refit got another answer than the new policy's")
-    hold(subject.num_unfinished() == 0, f"{subject.num_unfinished()} requests are left unfinished")
-    expected.hold_bytes(subject, "a refit that a request came across")
+        hold(answer == expected.answers, "a request that waited for a refit was not answered by the new policy")
+    hold(subject.num_unfinished() == 0, f"{subject.num_unfinished()} requests remain unfinished")
+    expected.hold_bytes(subject, "a refit during which a request arrived")

@@ -1,1 +1,5 @@
-"""Gives engine ranks in other processes of this host the trainer's tensors, by handle and never by value."""
+"""How processes reach each other: votes between ranks, process groups, Unix sockets, a board in shared memory.
+
+This package knows nothing about refits. `memory` maps tensors from other processes on the same host, `collective`
+broadcasts. `fp8refit.remote` decides what is said over them.
+"""

@@ -1,7 +1,6 @@
-"""What a rank lets know whoever schedules its engine's requests, perhaps in another process: a few numbers in shared memory.
+"""A few numbers in shared memory, through which a rank informs the scheduler of its engine's requests.
 
-A worker of an engine does not reach its scheduler. The scheduler looks here before each of its steps, which costs less than a
-microsecond.
+A worker cannot call its scheduler. The scheduler looks here before each step, which takes less than a microsecond.
 """
 
 from typing import Self
@@ -9,15 +8,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fp8refit.transport.memfd import make_memfd, map_memfd
-from fp8refit.transport.segment import Segment
+from fp8refit.transport.memory.memfd import make_memfd, map_memfd
+from fp8refit.transport.memory.segment import Segment
 
 _READER, _RAISED, _DROPS, _VERSION = range(4)
 _NUM_BYTES = 32
 
 
 class Board:
-    """One rank's. `make` it where the rank is, and `find` it where requests are scheduled."""
+    """The board of one rank. The rank calls `make`, the scheduler `find`."""
 
     def __init__(self, segment: Segment, memory: Tensor) -> None:
         self.segment = segment
@@ -25,13 +24,13 @@ class Board:
 
     @classmethod
     def make(cls) -> Self:
-        """A board of this process."""
+        """Create a board for this process."""
         segment, memory, _ = make_memfd(_NUM_BYTES)
         return cls(segment, memory)
 
     @classmethod
     def find(cls, segment: Segment) -> Self:
-        """That of a process on this host; whoever does so looks at it from then on.
+        """Open the board of another process on this host, and mark it as read.
 
         Raises:
             TransportError: It cannot be mapped.
@@ -42,12 +41,12 @@ class Board:
 
     @property
     def is_read(self) -> bool:
-        """Whether somebody looks at it."""
+        """Whether a scheduler looks at it."""
         return bool(self._words[_READER])
 
     @property
     def is_raised(self) -> bool:
-        """Whether requests are to be refused: no whole policy is there, or it is being written."""
+        """Whether to refuse requests: the policy is incomplete or being written."""
         return bool(self._words[_RAISED])
 
     @is_raised.setter
@@ -56,7 +55,7 @@ class Board:
 
     @property
     def num_drops(self) -> int:
-        """How often caches had to be dropped. They are those of another policy if it is more than it was."""
+        """How often caches had to be dropped. If it rose, caches belong to an older policy."""
         return int(self._words[_DROPS])
 
     @num_drops.setter
@@ -65,7 +64,7 @@ class Board:
 
     @property
     def version(self) -> int:
-        """Of the policy that is there."""
+        """Version of the current policy."""
         return int(self._words[_VERSION])
 
     @version.setter

@@ -1,7 +1,7 @@
-"""A line between a driver and the ranks of its engine on the same host, for engines whose own RPC loses what ranks say.
+"""A line between a driver and its engine's ranks on the same host, for engines whose own RPC loses the ranks' answers.
 
-It is a Unix socket in a folder that only this user can open. The driver waits; a rank that the engine tells the address
-calls, says who it is, and answers one message. Messages are text, framed by their length.
+It is a Unix socket in a folder that only this user can open. The driver listens. The engine tells each rank the address;
+the rank connects, identifies itself, and answers one message. Messages are text, prefixed by their length.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from fp8refit.errors import EngineLostError, RankFailedError
 _HEADER_BYTES = 8
 _MAX_BYTES = 1 << 28
 _MAX_PATH_BYTES = 100
-"""The kernel takes 107 for the address of a Unix socket."""
+"""The kernel allows 107 bytes for the address of a Unix socket."""
 
 
 class Switchboard:
@@ -40,44 +40,56 @@ class Switchboard:
         self._asking: asyncio.Task[Sequence[str]] | None = None
         self.address = ""
         self.has_been_called = False
-        """Whether any rank has ever called."""
+        """Whether any rank has ever connected."""
 
-    async def ask(self, message: str, ring: Callable[[str], Awaitable[None]], *, timeout_s: float) -> Sequence[str]:
-        """Give `message` to every rank, and their answers in order of rank.
+    async def ask(
+        self,
+        message: str,
+        ring: Callable[[str], Awaitable[None]],
+        *,
+        timeout_s: float,
+        on_told: Callable[[], object] = lambda: None,
+    ) -> Sequence[str]:
+        """Send `message` to every rank, and return their answers in rank order.
 
-        If the caller is cancelled the ranks answer all the same, before they are asked anything else: what was rung for cannot
-        be taken back, and an engine's own RPC may not survive that it is left.
+        If the caller is cancelled, the ranks still answer before they are asked anything else: the message cannot be
+        taken back, and an engine's own RPC may not survive being abandoned.
 
         Args:
             message: The text.
-            ring: Tells every rank to answer at an address; returns when all have, and raises if they cannot.
-            timeout_s: Seconds to wait for all of it.
+            ring: Tells every rank to answer at an address. Returns when all have, and raises if they cannot.
+            timeout_s: Seconds to wait in total.
+            on_told: Called when every rank has the message, after which none needs this event loop.
 
         Raises:
             EngineLostError: A rank died or did not answer in time.
         """
         await self._open()
-        self._asking = asyncio.ensure_future(self._ask_in_turn(message, ring, timeout_s))
+        self._asking = asyncio.ensure_future(self._ask_in_turn(message, ring, timeout_s, on_told))
         return await asyncio.shield(self._asking)
 
     async def _ask_in_turn(
-        self, message: str, ring: Callable[[str], Awaitable[None]], timeout_s: float
+        self, message: str, ring: Callable[[str], Awaitable[None]], timeout_s: float, on_told: Callable[[], object]
     ) -> Sequence[str]:
         async with self._turn:
-            return await self._ask(message, ring, timeout_s)
+            return await self._ask(message, ring, timeout_s, on_told)
 
-    async def _ask(self, message: str, ring: Callable[[str], Awaitable[None]], timeout_s: float) -> Sequence[str]:
-        self._hang_up()  # every question is a new call: another driver may have had the ranks since
+    async def _ask(
+        self, message: str, ring: Callable[[str], Awaitable[None]], timeout_s: float, on_told: Callable[[], object]
+    ) -> Sequence[str]:
+        self._hang_up()  # ranks connect for every question, as another driver may have asked them since
         ringing = asyncio.ensure_future(ring(self.address))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wait_for_calls(ringing)
-                answers = await asyncio.gather(*(self._ask_one(rank, message) for rank in range(self._num_ranks)))
+                await asyncio.gather(*(self._tell(rank, message) for rank in range(self._num_ranks)))
+                on_told()
+                answers = await asyncio.gather(*(_read(self._lines[rank][0]) for rank in range(self._num_ranks)))
                 await ringing
         except TimeoutError as error:
             raise EngineLostError(
-                f"the engine did not answer within {timeout_s:g} s; start it again. If it only takes longer, as reading files "
-                "may, raise timeout_s"
+                f"the engine did not answer within {timeout_s:g} s; start it again. If it only needs longer, for example to "
+                "read files, raise timeout_s"
             ) from error
         except (OSError, EOFError) as error:
             raise EngineLostError(f"a rank of the engine is gone ({error}); start the engine again") from error
@@ -87,7 +99,7 @@ class Switchboard:
         return answers
 
     def close(self) -> None:
-        """Hang up on every rank, and take no more calls."""
+        """Close all connections and stop listening."""
         self._hang_up()
         if self._server is not None:
             with contextlib.suppress(RuntimeError):
@@ -95,9 +107,10 @@ class Switchboard:
             self._server = None
 
     def _hang_up(self) -> None:
-        """Forget every call: what a rank might still say is not asked for any more."""
+        """Close all connections. Late answers are ignored."""
         for _, writer in self._lines.values():
-            # Of a duplicate: uvloop lets nobody shut down its own. Works when the event loop is closed too.
+            # Shut down a duplicate: uvloop does not allow it on its own sockets. Also works once the event loop is
+            # closed.
             with (
                 contextlib.suppress(OSError, RuntimeError),
                 socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as line,
@@ -109,7 +122,7 @@ class Switchboard:
         self._all_called = asyncio.Event()
 
     async def _open(self) -> None:
-        """Wait for calls, in the event loop that runs now."""
+        """Listen, in the current event loop."""
         loop = asyncio.get_running_loop()
         if self._server is not None and self._loop is loop:
             return
@@ -134,30 +147,31 @@ class Switchboard:
             self._all_called.set()
 
     async def _wait_for_calls(self, ringing: asyncio.Future[None]) -> None:
-        """Wait until every rank has called, or could not be told to."""
+        """Wait until every rank has connected or could not be told to."""
         calls = asyncio.ensure_future(self._all_called.wait())
         try:
             await asyncio.wait((calls, ringing), return_when=asyncio.FIRST_COMPLETED)
             if ringing.done() and not self._all_called.is_set():
                 ringing.result()
-                raise EOFError("it was told to call, and did not")
+                raise EOFError("it was told to connect, but did not")
         finally:
             calls.cancel()
 
-    async def _ask_one(self, rank: int, message: str) -> str:
-        reader, writer = self._lines[rank]
+    async def _tell(self, rank: int, message: str) -> None:
+        writer = self._lines[rank][1]
         writer.write(_frame(message))
-        await writer.drain()
-        return await _read(reader)
+        while writer.transport.get_write_buffer_size():
+            await writer.drain()
+            await asyncio.sleep(0)
 
 
 class Line:
-    """A rank's end.
+    """A rank's end of the line.
 
     Args:
-        address: Where the driver waits.
-        rank: Who calls.
-        timeout_s: Seconds to wait for the whole of a message.
+        address: Where the driver listens.
+        rank: This rank.
+        timeout_s: Seconds to wait for a whole message.
 
     Raises:
         RankFailedError: The driver is not there.
@@ -174,17 +188,17 @@ class Line:
             raise RankFailedError(f"the driver cannot be reached at {address} ({error})") from error
 
     def hear(self) -> str:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            RankFailedError: The driver hung up, or says nothing.
+            RankFailedError: The driver hung up or is silent.
         """
         deadline_s = time.monotonic() + self._timeout_s
         size = _size_of(self._take(_HEADER_BYTES, deadline_s))
         return self._take(size, deadline_s).decode()
 
     def answer(self, message: str) -> None:
-        """Say something.
+        """Send an answer.
 
         Raises:
             RankFailedError: The driver hung up.
@@ -206,7 +220,7 @@ class Line:
                 self._socket.settimeout(max(deadline_s - time.monotonic(), 1e-3))
                 part = self._socket.recv(min(num_bytes - len(taken), 1 << 20))
             except OSError as error:
-                raise RankFailedError(f"the driver says nothing ({error})") from error
+                raise RankFailedError(f"the driver is silent ({error})") from error
             if not part:
                 raise RankFailedError("the driver hung up")
             taken += part
@@ -226,19 +240,19 @@ def _frame(message: str) -> bytes:
 
 
 def _size_of(header: bytes) -> int:
-    """How long the message is that `header` announces.
+    """Return the message size that `header` announces.
 
     Raises:
-        RankFailedError: Longer than any that we send.
+        RankFailedError: It is longer than any message of ours.
     """
     size = int.from_bytes(header)
     if size > _MAX_BYTES:
-        raise RankFailedError(f"a message of {size} bytes was announced, which is none of ours")
+        raise RankFailedError(f"a message of {size} bytes was announced, which is not one of ours")
     return size
 
 
 def _private_folder() -> Path:
-    """A new folder that only this user can open, with a path short enough for a socket's address."""
+    """Create a folder that only this user can open, with a path short enough for a socket address."""
     folder = Path(tempfile.mkdtemp(prefix="fp8refit-"))
     if len(os.fsencode(folder)) > _MAX_PATH_BYTES:
         folder.rmdir()

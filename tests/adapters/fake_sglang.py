@@ -78,7 +78,7 @@ class HookRegistry:
 
     @classmethod
     def call(cls, target: str, original: Callable, *args: Any) -> Any:
-        """Call what stands in the place of `target`."""
+        """Call what replaces `target`."""
         if target not in cls._patched:
             return original(*args)
         ((_, hook, _),) = cls._hooks[target]
@@ -181,7 +181,7 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(HookRegistry, "_hooks", {})
     monkeypatch.setattr(HookRegistry, "_patched", set())
     monkeypatch.setattr(Graphs, "backends", {"decode": "full", "prefill": "tc_piecewise"})
-    monkeypatch.setattr("fp8refit.engine.entry_points", lambda group: [EntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [EntryPoint()])
     monkeypatch.setattr("fp8refit_sglang.worker.ProcessGroupExchange", lambda group: group)
     monkeypatch.setattr("fp8refit_sglang.worker.twin_of", lambda *_, **__: None)
     monkeypatch.setattr("fp8refit_sglang.worker.read_inventory", lambda network, _: network.read_inventory())

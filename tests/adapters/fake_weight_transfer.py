@@ -13,7 +13,7 @@ from typing import Any
 
 from fp8refit_vllm.transfer_rank import TransferRank
 
-from fp8refit.server import RankServer
+from fp8refit.remote.rank_server import RankServer
 from tests.fake_ranks import Cluster, together
 
 

@@ -1,4 +1,4 @@
-"""A refit of an SGLang engine from end to end, with fakes in the place of SGLang. Real engines: `tests/sglang/`."""
+"""A refit of an SGLang engine from end to end, with fakes instead of SGLang. Real engines: `tests/sglang/`."""
 
 import asyncio
 import time
@@ -73,7 +73,7 @@ def assert_serves(engine: Engine) -> None:
 
 
 def assert_nothing_written(engine: Engine, error: type[Exception], match: str, **options) -> Refitter:
-    """Hold that a refit is refused before the first byte, and that the engine serves on."""
+    """Check that a refit is refused before the first byte, and that the engine serves on."""
     before, refitter = engine.live_bytes(), Refitter(engine, **options)
     with pytest.raises(error, match=match):
         refitter.refit(engine.make_policy(1))
@@ -420,7 +420,7 @@ def test_a_pause_that_is_cancelled_while_the_schedulers_are_told_does_not_stay(s
     assert_serves(solo)
 
 
-@pytest.mark.parametrize("step", ["_prepare", "check_ready", "finish"])
+@pytest.mark.parametrize("step", ["_check", "check_ready", "finish"])
 def test_a_refit_that_is_cancelled_while_ranks_answer_can_be_followed_by_another(step, engine):
     rank, policy = engine.schedulers[0], engine.make_policy(2)
 

@@ -1,4 +1,4 @@
-"""KV-cache scales of an SGLang engine: what is measured, written and refused, with fakes in the place of SGLang."""
+"""KV-cache scales of an SGLang engine: what is measured, written and refused, with fakes instead of SGLang."""
 
 import re
 import sys
@@ -63,7 +63,7 @@ def events(engine: Engine) -> list[list[str]]:
 
 
 def assert_refused(engine: Engine, match: str, **asked) -> None:
-    """Hold that scales are refused before a byte is written, and that a refit alone still works."""
+    """Check that scales are refused before a byte is written, and that a refit alone still works."""
     before, refitter = engine.live_bytes(), Refitter(engine)
     with pytest.raises(UnsupportedEngineError, match=match):
         refitter.refit(engine.make_policy(1), **asked or {"calibration": BATCH})

@@ -12,10 +12,10 @@ from fp8refit_sglang import layout
 from fp8refit_sglang.layout import ROW_MAJOR_KERNELS
 from torch import nn
 
-from fp8refit.layers.twin import Twin
-from fp8refit.slots import Inventory, Refusal, ScaleFormat
-from tests.layers.models import FP8, HIDDEN, BlockLinear, model_of
-from tests.layers.twins import identity_twin
+from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
+from fp8refit.live.tracing.twin import Twin
+from tests.live.tracing.models import FP8, HIDDEN, BlockLinear, model_of
+from tests.live.tracing.twins import identity_twin
 
 
 def triton_w8a8_block_fp8_linear(): ...

@@ -1,4 +1,4 @@
-"""Refits of an SGLang server over HTTP: fakes in the place of SGLang, behind a real server. Real engines: `tests/sglang/`."""
+"""Refits of an SGLang server over HTTP: fakes instead of SGLang, behind a real server. Real engines: `tests/sglang/`."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,8 @@ from fp8refit import (
     Refitter,
     UnsupportedEngineError,
 )
-from fp8refit.transport.orders import Answer, Caller, Hello, OrderRequest, Pause, Place, Resume
-from fp8refit.vote import ErrorRecord
+from fp8refit.remote.servers.orders import Answer, Caller, Hello, OrderRequest, Pause, Place, Resume
+from fp8refit.transport.vote import ErrorRecord
 from tests.adapters import fake_sglang
 from tests.adapters.fake_sglang import (
     Engine,
@@ -201,7 +201,7 @@ def test_every_request_bears_the_api_key(api_key, solo):
     assert {headers.get("authorization") for headers in solo.headers} == {expected}
 
 
-# Drivers that die or are interrupted. What any server owes them: `tests/test_served.py`.
+# Drivers that die or are interrupted. What any server owes them: `tests/remote/servers/test_server_driver.py`.
 
 
 def give(running: Server, order, driver: Caller) -> Answer:
@@ -257,7 +257,7 @@ def test_a_driver_that_is_interrupted_while_requests_run_out_leaves_the_server_r
     assert_serves(solo)
 
 
-# Who may give orders. All of it, for both engines: `tests/transport/test_door.py`.
+# Who may give orders. All of it, for both engines: `tests/remote/servers/test_http_endpoint.py`.
 
 
 def hello_from(client: tuple[str, int] | None, solo: Server, **headers: str) -> str:
@@ -391,6 +391,6 @@ def test_prompts_are_those_of_the_server_s_tokenizer(running):
 
 def test_a_server_without_a_tokenizer_asks_for_token_ids(running):
     running.manager.tokenizer = None
-    with pytest.raises(UnsupportedEngineError, match="calibrate with token ids in the place of prompts"):
+    with pytest.raises(UnsupportedEngineError, match="calibrate with token ids instead of prompts"):
         Refitter(SglangServer(running.url)).refit(running.engine.make_policy(1), calibration="2 3")
     assert_serves(running)

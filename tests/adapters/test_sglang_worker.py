@@ -1,4 +1,4 @@
-"""The rank's side of the SGLang adapter: whatever a driver does, a scheduler goes on. Fakes in the place of SGLang."""
+"""The rank's side of the SGLang adapter: whatever a driver does, a scheduler goes on. Fakes instead of SGLang."""
 
 import asyncio
 

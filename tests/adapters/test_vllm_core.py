@@ -11,8 +11,8 @@ from fp8refit_vllm.driver import SyncDriver
 from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD
 
 from fp8refit import CacheFlushError, EngineLostError
-from fp8refit.transport.messages import Hello, Reply, Request
-from fp8refit.vote import ErrorRecord
+from fp8refit.remote.messages import Hello, Reply, Request
+from fp8refit.transport.vote import ErrorRecord
 
 FIRST, SECOND = (Request(id=name, order=Hello()).encode() for name in ("first", "second"))
 TIMEOUTS_S = (3.0, 4.0)

@@ -1,6 +1,7 @@
 """Which clients of vLLM's an adapter takes, and how it pauses one. Real engines: `tests/vllm/`."""
 
 import asyncio
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -264,3 +265,9 @@ def test_an_async_engine_is_not_kept_alive():
     assert alive() is None
     with pytest.raises(EngineLostError, match="is gone"):
         asyncio.run(driver.pause(RefitConfig()))
+
+
+def test_an_older_version_is_refused_by_name_and_range(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.25.1"))
+    with pytest.raises(UnsupportedEngineError, match=r"this is vLLM 0\.25\.1; fp8refit works with vLLM 0\.26 or later"):
+        VllmEngine(SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=make_config())))

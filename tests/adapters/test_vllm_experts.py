@@ -8,8 +8,8 @@ from fp8refit_vllm.compat import sync_experts
 from fp8refit_vllm.layout import VllmRules, read_inventory
 from torch import nn
 
-from fp8refit.slots import Inventory, ScaleFormat
-from tests.layers.twins import identity_twin
+from fp8refit.live.slots import Inventory, ScaleFormat
+from tests.live.tracing.twins import identity_twin
 
 SIZE, HIDDEN = 256, 128
 SCALES = ("w13_weight_scale_inv", "w2_weight_scale_inv")

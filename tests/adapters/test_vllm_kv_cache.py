@@ -13,7 +13,7 @@ from fp8refit_vllm.kv_cache import read_kv_cache
 from torch import Tensor, nn
 
 from fp8refit import UnsupportedEngineError
-from fp8refit.layers.attention import PackedSequences
+from fp8refit.ranks.kv.attention import PackedSequences
 
 VOCAB_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD = 11, 4, 2, 8
 
@@ -347,5 +347,5 @@ def test_prompts_are_the_engine_s_own_tokens():
 
 def test_prompts_are_refused_by_an_engine_without_a_tokenizer():
     found = asyncio.run(compat.token_ids(engine_of(Tokenizer(), skip=True), ["ab"]))
-    with pytest.raises(UnsupportedEngineError, match="skip_tokenizer_init; pass token ids in the place of prompts"):
+    with pytest.raises(UnsupportedEngineError, match="skip_tokenizer_init; pass token ids instead of prompts"):
         tokenized(found)

@@ -12,9 +12,9 @@ from fp8refit_vllm.layout import ROW_MAJOR_KERNELS
 from fp8refit_vllm.worker import LiveModel
 from torch import nn
 
-from fp8refit.slots import Inventory, Refusal, ScaleFormat
-from tests.layers.models import FP8, model_of
-from tests.layers.twins import identity_twin
+from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
+from tests.live.tracing.models import FP8, model_of
+from tests.live.tracing.twins import identity_twin
 
 
 class TritonFp8BlockScaledMMKernel:

@@ -11,9 +11,9 @@ from fp8refit_vllm.server import RefitEndpoint
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fp8refit import RankFailedError, Refitter, UnsupportedEngineError
-from fp8refit.transport import orders
-from fp8refit.transport.orders import Answer, Caller, Hello, OrderRequest
-from fp8refit.vote import ErrorRecord
+from fp8refit.remote.servers import orders
+from fp8refit.remote.servers.orders import Answer, Caller, Hello, OrderRequest
+from fp8refit.transport.vote import ErrorRecord
 from tests.asgi import ELSEWHERE, Response, order_headers, post
 
 ROUTE = "/v1/fp8refit"

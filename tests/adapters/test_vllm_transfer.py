@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cached_property
 from types import SimpleNamespace
 
 import pytest
@@ -31,9 +32,9 @@ from fp8refit import (
     TransportError,
     UnsupportedEngineError,
 )
-from fp8refit.transport import store
-from fp8refit.transport.messages import Hello, Request
-from fp8refit.transport.orders import Place
+from fp8refit.remote.messages import Hello, Request
+from fp8refit.remote.servers.orders import Place
+from fp8refit.transport.collective import store
 from tests.adapters.fake_weight_transfer import Engine
 from tests.fake_kv import ATTENTION, K_SCALE
 from tests.fake_ranks import NORM, Q_PROJ, Cluster, manifest_of
@@ -347,7 +348,7 @@ def test_a_rank_that_does_not_answer_loses_the_engine(engine, session, cluster):
 
 def test_an_engine_that_does_not_return_is_given_up(engine, open_session, cluster, monkeypatch):
     monkeypatch.setattr(transfer_session, "GRACE_S", 0.2)
-    monkeypatch.setattr("fp8refit.remote.GRACE_S", 0.2)
+    monkeypatch.setattr("fp8refit.remote.channel.GRACE_S", 0.2)
     may_end = threading.Event()
     session = TransferSession(engine, RefitConfig(timeout_s=0.3))
     engine.before = lambda method, asked: method == "update_weights" and may_end.wait(30)
@@ -408,7 +409,7 @@ def test_answers_of_any_size_are_left_and_taken_once(size):
 def test_an_answer_of_no_number_of_parts_is_not_taken(count):
     mailbox = Mailbox.open(host="127.0.0.1", port=0, timeout_s=TIMEOUT_S)
     Mailbox.find(mailbox.address, timeout_s=TIMEOUT_S)._set("letter/3", count)
-    with pytest.raises(TransportError, match="parts of an answer, which is none of ours"):
+    with pytest.raises(TransportError, match="parts of an answer, which is not one of ours"):
         mailbox.collect("letter", 3)
 
 
@@ -445,7 +446,7 @@ def test_a_mailbox_that_does_not_answer_is_given_up_and_its_late_answer_too(monk
 
 def test_a_port_that_is_taken_is_named():
     taken = Mailbox.open(host="127.0.0.1", port=0, timeout_s=TIMEOUT_S)
-    with pytest.raises(TransportError, match="cannot be listened at"):
+    with pytest.raises(TransportError, match="cannot listen on"):
         Mailbox.open(host="127.0.0.1", port=taken.address.port, timeout_s=TIMEOUT_S)
 
 
@@ -480,14 +481,46 @@ class HalfSource(PolicySource):
         return [NORM]
 
 
+class NewSource:
+    """The same as of 0.33, which iterates by a method and says what there is in an attribute."""
+
+    def __init__(self, policy, fails_on=None):
+        self._old = PolicySource(policy, fails_on)
+        self.policy = policy
+        self.owned = list(policy)
+
+    @property
+    def num_passes(self):
+        return self._old.num_passes
+
+    @cached_property
+    def metadata(self):
+        return self._old.metadata()
+
+    def owned_names(self, rank):
+        return self.owned if rank == 0 else list(self.policy)
+
+    def implements_iter_full(self):
+        return True
+
+    def iter_full(self):
+        return iter(self._old)
+
+
+class LocalSource(NewSource):
+    def implements_iter_full(self):
+        return False
+
+
 def opened(source, monkeypatch, **options):
     monkeypatch.setattr(weight_source, "module_of", lambda source: None)
     return weight_source.opened(source, None, RefitConfig(**options))
 
 
+@pytest.mark.parametrize("kind", [PolicySource, NewSource])
 @pytest.mark.parametrize(("validate", "num_passes"), [("fused", 1), ("strict", 2)])
-def test_a_weight_source_is_read_as_a_stream(validate, num_passes, engine, open_session, cluster, monkeypatch):
-    source = PolicySource(cluster.make_policy(seed=4))
+def test_a_weight_source_is_read_as_a_stream(validate, num_passes, kind, engine, open_session, cluster, monkeypatch):
+    source = kind(cluster.make_policy(seed=4))
     with opened(source, monkeypatch) as (weights, manifest):
         open_session(engine, validate=validate).send(weights, manifest=manifest)
     cluster.assert_holds(source.policy, version=1)
@@ -497,6 +530,12 @@ def test_a_weight_source_is_read_as_a_stream(validate, num_passes, engine, open_
 def test_a_source_of_which_this_rank_holds_a_part_is_refused(cluster, monkeypatch):
     with pytest.raises(InvalidSourceError, match="holds a part of the model"):
         opened(HalfSource(cluster.make_policy(seed=4)), monkeypatch)
+    source = NewSource(cluster.make_policy(seed=4))
+    source.owned = source.owned[1:]
+    with pytest.raises(InvalidSourceError, match="rank 0 does not own 1 of its tensors"):
+        opened(source, monkeypatch)
+    with pytest.raises(InvalidSourceError, match="does not implement iter_full"):
+        opened(LocalSource(cluster.make_policy(seed=4)), monkeypatch)
 
 
 def test_a_module_is_read_where_it_lies(monkeypatch):
@@ -522,17 +561,18 @@ SCENARIOS = {
 }
 
 
+@pytest.mark.parametrize("is_new", [False, True], ids=["0.32", "0.33"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_rank_of_a_trainer_makes_the_same_passes_and_ends_alike(scenario, two_ranks):
+def test_every_rank_of_a_trainer_makes_the_same_passes_and_ends_alike(scenario, is_new, two_ranks):
     options, says = SCENARIOS[scenario]
-    found = two_ranks.run(send_source, options)
+    found = two_ranks.run(send_source, options, is_new)
     if scenario == "good":
         assert found == ["2 passes, sent True", "2 passes, sent False"]
     else:
         assert all(says in one for one in found), found
 
 
-def send_source(rank, options):
+def send_source(rank, options, is_new):
     """What each rank of a trainer does."""
     weight_source.module_of = lambda source: None
     cluster = Cluster()
@@ -541,7 +581,7 @@ def send_source(rank, options):
         policy = with_nan(policy)
     if options.get("misfit"):
         policy["model.other.weight"] = policy[NORM]
-    source = PolicySource(policy, options.get("fails_on"))
+    source = (NewSource if is_new else PolicySource)(policy, options.get("fails_on"))
     config = RefitConfig(validate="strict" if not options else "fused", timeout_s=TIMEOUT_S)
     session = TransferSession(Engine(cluster), config) if rank == 0 else None
     with weight_source.opened(source, None, config) as (weights, manifest):

@@ -206,5 +206,7 @@ def test_an_unknown_engine_is_refused():
 
 
 def test_an_adapter_without_rollouts_is_refused_by_what_it_lacks(model):
-    with pytest.raises(UnsupportedEngineError, match=r"the adapter fake takes no part .* it has no tests\.rollout"):
+    with pytest.raises(
+        UnsupportedEngineError, match=r"the adapter fake does not support this benchmark: it has no tests\.rollout"
+    ):
         run_rollout_bench(RolloutBenchConfig(**TINY | {"engine": "fake"}))

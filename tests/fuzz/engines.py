@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8refit import EngineHost, HostedEngine, RefitError, Refitter
-from fp8refit.slots import ScaleFormat
+from fp8refit.live.slots import ScaleFormat
 from tests.fakes import FakeEntryPoint, FakeModel, box_of, live_bytes
 from tests.second_quantizer import quantize_tensor
 
@@ -23,7 +23,7 @@ ROUTES = {
 def fake_engine():
     """The only adapter that is installed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp8refit.engine.entry_points", lambda group: [FakeEntryPoint()])
+        patch.setattr("fp8refit.driver.engine.entry_points", lambda group: [FakeEntryPoint()])
         yield
 
 
@@ -49,11 +49,11 @@ class Subject:
         self.held = live_bytes(self.model)
 
     def good(self, state_dict: object, policy: dict[str, torch.Tensor], **options: object) -> None:
-        """Refit, and hold that every byte is that of `policy`, and the version the next one."""
+        """Refit, and check that every byte is that of `policy`, and the version the next one."""
         self._committed(self.refitter.refit(state_dict, **options).version, policy)
 
     def bad(self, state_dict: object, *, is_seen_before: bool, **options: object) -> RefitError:
-        """Refit, and hold that it is refused: with a whole policy, the old one, or with none and no requests.
+        """Refit, and check that it is refused: with a whole policy, the old one, or with none and no requests.
 
         Args:
             state_dict: What cannot be used.

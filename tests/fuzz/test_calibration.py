@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from fp8refit.calibration import order_of
 from fp8refit.config import KvConfig
 from fp8refit.errors import InvalidCalibrationError
+from fp8refit.ranks.kv.calibration import order_of
 
 
 def fake(tensor: torch.Tensor) -> torch.Tensor:

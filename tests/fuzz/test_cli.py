@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from fp8refit import checkpoint, cli
 from fp8refit.bench import KernelBenchResult, RefitBenchResult, RolloutBenchResult, clock, kernel
-from fp8refit.checkpoint import CheckpointReport
-from fp8refit.kernels.reference import quantize_reference
-from fp8refit.layout import EngineLayout, SlotLayout
-from fp8refit.push import PushResult
-from fp8refit.slots import SCALE_SUFFIX, ScaleFormat, dtype_name
+from fp8refit.cli import checkpoint
+from fp8refit.cli import commands as cli
+from fp8refit.cli.checkpoint import CheckpointReport
+from fp8refit.cli.push import PushResult
+from fp8refit.fill.kernels.reference import quantize_reference
+from fp8refit.live.layout import EngineLayout, SlotLayout
+from fp8refit.live.slots import SCALE_SUFFIX, ScaleFormat, dtype_name
 from tests.fake_server import URL, Running, entry_point_of
 
 LINEARS = [
@@ -575,7 +576,7 @@ def test_push_reaches_the_server_or_says_why_not(chosen, what, as_json):
                 next(iter(sent.values())).view(-1)[0] = torch.nan
             save_file(sent, folder / "model.safetensors")
         entry_point = entry_point_of(running)
-        with mock.patch("fp8refit.engine.entry_points", lambda group: [entry_point]):
+        with mock.patch("fp8refit.driver.engine.entry_points", lambda group: [entry_point]):
             result = world.run(
                 "push", "absent" if what == "absent" else "policy", *options, *(["--json"] if as_json else [])
             )
@@ -612,7 +613,7 @@ def test_demo_takes_options_that_are_good_before_it_trains(chosen, as_json):
         begun.append(config)
         raise cli.RefitError("begun")
 
-    with a_world() as world, mock.patch("fp8refit.demo.run_demo", run_demo):
+    with a_world() as world, mock.patch("fp8refit.cli.demo.run_demo", run_demo):
         (world.folder / "file").write_text("mine")
         result = world.run("demo", *options, *(["--json"] if as_json else []))
     assert result.exit_code == 2

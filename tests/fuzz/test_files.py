@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp8refit import InvalidSourceError, RefitError
-from fp8refit.checkpoint import quantize_checkpoint
-from fp8refit.files import SAFETENSORS_DTYPES, SafetensorsFile
-from fp8refit.slots import FP8_DTYPE
-from fp8refit.sources import as_source
-from fp8refit.transport import clerk
+from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.live.slots import FP8_DTYPE
+from fp8refit.remote.servers import order_handler as clerk
+from fp8refit.sources.files import SAFETENSORS_DTYPES, SafetensorsFile
+from fp8refit.sources.source import as_source
 from tests.fake_ranks import ClientEntryPoint, Cluster, Drivers
 from tests.fakes import FakeModel, make_policy
 from tests.fuzz.engines import ROUTES, Subject, fake_engine  # noqa: F401 - a fixture
@@ -261,7 +261,7 @@ class Files(RuleBasedStateMachine):
                 self.subject.good(folder, policy)
             else:
                 error = self.subject.bad(folder, is_seen_before=self.is_strict)
-                assert "was changed after it was judged" in str(error), error
+                assert "changed after it was checked" in str(error), error
         assert countdown < 0
 
     @rule(**CHECKPOINT, content=st.sampled_from(list(NO_INDEX)))
@@ -350,7 +350,7 @@ def test_ranks_with_drivers_of_their_own_take_one_checkpoint(change, fraction, s
     """It changes when one rank has opened it and the other has not: no policy is committed on any, and a whole one is then."""
     cluster = Cluster()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as scratch:
-        patch.setattr("fp8refit.engine.entry_points", lambda group: [ClientEntryPoint()])
+        patch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
         drivers, folder = Drivers(cluster), Path(scratch) / "latest"
         files = save(cluster.make_policy(seed=1), folder, shards, with_index=with_index)
         first = {"state_dict": as_source(folder)}

@@ -30,8 +30,8 @@ from fp8refit import (
     StaleCacheError,
     UnsupportedEngineError,
 )
-from fp8refit.sharing import shared_bytes
-from fp8refit.slots import Slot
+from fp8refit.live.overlaps import shared_bytes
+from fp8refit.live.slots import Slot
 from tests.fake_ranks import FAULTS, KV_FAULTS, ClientEntryPoint, Cluster, Drivers, Remote, arm
 from tests.fuzz.line_faults import lines_of, raising
 
@@ -400,7 +400,7 @@ class Entry:
 
     def __enter__(self):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("fp8refit.engine.entry_points", lambda group: [ClientEntryPoint()])
+        self.patch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
 
     def __exit__(self, *_):
         self.patch.undo()

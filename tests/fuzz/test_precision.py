@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import nn
 
 from fp8refit import dequantize_blockwise, precision, quantize_blockwise
-from fp8refit.kernels import quantize_activations
+from fp8refit.fill.kernels import quantize_activations
 from tests.precision.models import layout_of, slot
 
 FORMATS = st.sampled_from(["fp32", "ue8m0"])

@@ -32,12 +32,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineBusyError, EngineLostError, RefitError
-from fp8refit.transport import clerk as clerk_module
-from fp8refit.transport import door, messages, orders
-from fp8refit.transport.clerk import SILENCE_S, Clerk
-from fp8refit.transport.http import Server
-from fp8refit.transport.orders import Caller, OrderRequest, Place
-from fp8refit.transport.pairs import PairAnswers, call_in_turn
+from fp8refit.remote import messages
+from fp8refit.remote.message_pairs import PairAnswers, call_in_turn
+from fp8refit.remote.servers import http_endpoint as door
+from fp8refit.remote.servers import order_handler as clerk_module
+from fp8refit.remote.servers import orders
+from fp8refit.remote.servers.http_client import Server
+from fp8refit.remote.servers.order_handler import SILENCE_S, Clerk
+from fp8refit.remote.servers.orders import Caller, OrderRequest, Place
 from tests.asgi import Response, order_headers, post
 
 TOKEN = "c0ffee-c0ffee-c0ffee"
@@ -58,7 +60,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Controls:
-    """See `fp8refit.transport.clerk.Controls`: an engine of two ranks."""
+    """See `fp8refit.remote.servers.order_handler.Controls`: an engine of two ranks."""
 
     def __init__(self) -> None:
         self.state = "open"
@@ -565,7 +567,7 @@ def test_whatever_an_order_is_made_of_to_refuse_it_costs_little(num_keys, nested
     ),
 )
 def test_what_a_rank_is_asked_and_cannot_read_is_told_briefly(num_ranks, said):
-    from fp8refit.server import RankServer
+    from fp8refit.remote.rank_server import RankServer
 
     server = RankServer(lambda: None)
     for _, message in said[:num_ranks]:

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor
 
 from fp8refit.errors import InvalidSourceError
-from fp8refit.plan import compile_plan
-from fp8refit.slots import Slot, TensorMeta
+from fp8refit.fill.plan import compile_plan
+from fp8refit.live.slots import Slot, TensorMeta
 from tests.bad_tensors import HARMLESS, MISFITS, NOT_FINITE, WITHOUT_BYTES
 from tests.fakes import FakeModel, make_policy
 from tests.fuzz.engines import ROUTES, Subject, fake_engine  # noqa: F401 - a fixture

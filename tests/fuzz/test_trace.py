@@ -8,16 +8,16 @@ from hypothesis import assume, example, given
 from torch import Tensor, nn
 
 from fp8refit.config import RefitConfig
-from fp8refit.kernels import quantize_blockwise
-from fp8refit.layers.alike import trace_alike
-from fp8refit.layers.reads import partly_read, refusals_of
-from fp8refit.layers.trace import trace_loader
-from fp8refit.layers.twin import Naming, read_inventory, trace_twin
-from fp8refit.slots import TensorMeta
-from fp8refit.sources import MappingSource
-from fp8refit.target import Target
-from tests.layers.models import FP8
-from tests.layers.twins import FakeKernelRules
+from fp8refit.fill.kernels import quantize_blockwise
+from fp8refit.live.slots import TensorMeta
+from fp8refit.live.tracing.alike import trace_alike
+from fp8refit.live.tracing.reads import partly_read, refusals_of
+from fp8refit.live.tracing.trace import trace_loader
+from fp8refit.live.tracing.twin import Naming, read_inventory, trace_twin
+from fp8refit.ranks.target import Target
+from fp8refit.sources.source import MappingSource
+from tests.live.tracing.models import FP8
+from tests.live.tracing.twins import FakeKernelRules
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 BLOCK = (4, 4)
@@ -103,8 +103,8 @@ def refitted(model: nn.Module, shape, load, policy: Tensor) -> list[str]:
     inventory = read_inventory(model, SmallBlocks(), twin)
     if not inventory.refusals:
         target = Target(lambda: inventory, device=torch.device("cpu"), engine="fake", versions={})
-        target.prepare(MappingSource({"source": policy}), RefitConfig())
-        target.write()
+        prepared = target.prepare(MappingSource({"source": policy}), RefitConfig())
+        target.write(prepared)
     return [str(refusal) for refusal in inventory.refusals]
 
 
@@ -308,6 +308,7 @@ def with_two_exchanged(experts: list[int]) -> list[int]:
     st.lists(st.sampled_from(HOWS), min_size=5, max_size=5),
 )
 @example(num_experts=8, orders=["as they come"] * 2, exchanges=False, hows=["twice as large"] * 5)
+@example(num_experts=13, orders=["in turn with another rank"] * 2, exchanges=False, hows=["not at all", *["copy"] * 4])
 def test_layers_of_experts_are_traced_as_if_each_were_traced_whole(num_experts, orders, exchanges, hows):
     weights = {f"layers.{layer}.w": torch.empty(num_experts, 2, 4, device="meta") for layer in range(len(orders))}
     places = [ORDERS[order](list(range(num_experts))) for order in orders]

@@ -16,7 +16,7 @@ from measuring import PROMPTS, log
 from vllm import LLM
 
 from fp8refit import Broadcaster, NonFiniteError, Refitter
-from fp8refit.transport.collective import Communicator
+from fp8refit.transport.collective.communicator import Communicator
 
 NUM_ROUNDS = 7
 NUM_PUSHES = 50

@@ -6,7 +6,7 @@ import time
 import torch
 from observer import Observer
 
-from fp8refit.transport.collective import Communicator, Meeting
+from fp8refit.transport.collective.communicator import Communicator, Meeting
 
 logging.basicConfig(format="%(message)s")
 for side in ("sender", "receiver"):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed
 
 from fp8refit.errors import TransportError
-from fp8refit.transport.collective import Communicator, Meeting
+from fp8refit.transport.collective.communicator import Communicator, Meeting
 
 TIMEOUT_S = 30.0
 

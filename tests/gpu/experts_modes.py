@@ -15,9 +15,9 @@ from measuring import log, measure_copy_gb_per_s, wait_for_gpu
 from torch import Tensor
 
 from fp8refit import Refitter
-from fp8refit.kernels.reference import quantize_reference
-from fp8refit.layout import EngineLayout
-from fp8refit.slots import Slot
+from fp8refit.fill.kernels.reference import quantize_reference
+from fp8refit.live.layout import EngineLayout
+from fp8refit.live.slots import Slot
 
 NUM_ROUNDS = 7
 
@@ -115,7 +115,7 @@ def timed(refitter: Refitter, policy: dict[str, Tensor]) -> dict:
 
 def count_wrong(refitter: Refitter, policy: dict[str, Tensor]) -> int:
     """Slots whose live bytes differ from what the torch specification makes of the policy."""
-    return sum(not holds(slot, policy[slot.name]) for slot in refitter._engine.ranks._rank.target._inventory.slots)
+    return sum(not holds(slot, policy[slot.name]) for slot in refitter._engine.ranks._rank.target._held.inventory.slots)
 
 
 def holds(slot: Slot, source: Tensor) -> bool:

@@ -16,7 +16,7 @@ from tiny_models import FP8_CONFIG
 from vllm import LLM, SamplingParams
 
 from fp8refit import EngineDirtyError, NonFiniteError, Refitter
-from fp8refit.layout import EngineLayout
+from fp8refit.live.layout import EngineLayout
 
 NUM_REFITS = 50
 NUM_WARM_UP = 6

@@ -1,13 +1,14 @@
 """One trainer on the GPU in the precision of an engine, measured as `test_precision.py` asks. The result is a JSON file.
 
-python run_precision.py mismatch --shape S --weights W --out FILE    k3 of a BF16 and of a unified trainer with one vLLM engine
-python run_precision.py step --layers N --out FILE                   forward and backward of layers of the 8B shape, compiled
+python run_precision.py mismatch --shape S --out FILE    k3 of a BF16 and of a unified trainer with one vLLM engine
+python run_precision.py step --layers N --out FILE        forward and backward of layers of the 8B shape, compiled
 """
 
 import argparse
 import copy
 import json
 import os
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -26,22 +27,27 @@ from measuring import log
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8refit import Refitter, correction, precision
-from fp8refit.layout import EngineLayout, SlotLayout
+from fp8refit.live.layout import EngineLayout, SlotLayout
 
 TOKENS = 8192
 ROUNDS, WARM_UP = 12, 4
+WEIGHTS = ("ordinary", "outliers", "ordinary, residuals not scaled", "outliers, residuals not scaled")
+"""Kinds of random weights. Projections that write to the residual stream are scaled by `1 / sqrt(2 layers)`, as GPT-2 and its
+successors are initialised: without it every layer of a deep model of noise amplifies the last bit of the one before."""
 NUM_PROMPTS, PROMPT, ANSWER = 16, 64, 64
 
 
+@torch.no_grad()
 def fill(model: torch.nn.Module, seed: int, weights: str) -> None:
-    """Random weights, with the outlier channels of real ones if `weights` is "outliers"."""
+    """Random weights, with the outlier channels of real ones if `weights` begins with "outliers"."""
     named = dict(model.named_parameters())
     policies.fill_policy(named, seed)
-    if weights == "ordinary":
-        generator = torch.Generator("cuda").manual_seed(seed)
-        for tensor in named.values():
-            if tensor.ndim > 1:
-                tensor.normal_(0.0, 0.02, generator=generator)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for name, tensor in named.items():
+        if weights.startswith("ordinary") and tensor.ndim > 1:
+            tensor.normal_(0.0, 0.02, generator=generator)
+        if not weights.endswith("not scaled") and name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.mul_((2 * model.config.num_hidden_layers) ** -0.5)
 
 
 def make_model(folder: Path, **changes) -> torch.nn.Module:
@@ -69,22 +75,32 @@ def run_mismatch(options: argparse.Namespace) -> dict:
     folder = options.work / options.shape
     policies.write_config(options.shape, folder)
     model = make_model(folder)
-    with torch.no_grad():
-        fill(model, 1, options.weights)
     llm = vllm.LLM(
         model=str(folder),
         load_format="dummy",
-        quantization="fp8_per_block",
+        quantization=None if options.bf16 else "fp8_per_block",
         skip_tokenizer_init=True,
         max_model_len=512,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.85 if options.shape == "qwen3-8b" else 0.5,
         kv_cache_memory_bytes=2 << 30,
-        compilation_config={"cudagraph_capture_sizes": [1, 16]},
+        enforce_eager=True,
     )
     refitter = Refitter(llm)
-    layout = refitter.layout()
     log("engine is up")
+    return {weights: mismatch_of(llm, refitter, copy.deepcopy(model), weights) for weights in WEIGHTS} | {
+        "formats": sorted(
+            {f"{slot.kernel} {slot.scale_format}" for slot in refitter.layout().slots if slot.scale_format}
+        ),
+        "vllm": vllm.__version__,
+    }
+
+
+def mismatch_of(llm, refitter: Refitter, model: torch.nn.Module, weights: str) -> dict:
+    """Of a BF16 trainer, then of the same in the engine's precision, with what the engine sampled from the first's weights."""
+    import vllm
+
+    fill(model, 1, weights)
     refitter.refit(model.state_dict())
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(1000, 100_000, (NUM_PROMPTS, PROMPT), generator=generator)
@@ -98,15 +114,13 @@ def run_mismatch(options: argparse.Namespace) -> dict:
     said = torch.tensor([[entry[token].logprob for token, entry in pairs] for pairs in steps]).cuda()
     rows, mask = torch.cat([prompts, tokens], 1).cuda(), torch.ones_like(said, dtype=torch.bool)
     found = {"plain": vars_of(correction.mismatch(logprobs_of(model, rows), said, mask))}
-    unified = precision.unify(model, like=layout)
+    if not any(slot.scale_format for slot in refitter.layout().slots):
+        return found  # what kernels alone do, without FP8
+    unified = precision.unify(model, like=refitter.layout())
     report = refitter.refit(unified.served())
     found["unified"] = vars_of(correction.mismatch(logprobs_of(model, rows), said, mask))
-    formats = sorted({f"{slot.kernel} {slot.scale_format}" for slot in layout.slots if slot.scale_format})
-    return found | {
-        "num_quantized": report.num_quantized,
-        "formats": formats,
-        "vllm": vllm.__version__,
-    }
+    log(f"{weights}: {found}")
+    return found | {"num_quantized": report.num_quantized}
 
 
 def vars_of(metrics: object) -> dict:
@@ -118,8 +132,7 @@ def run_step(options: argparse.Namespace) -> dict:
     folder = options.work / "qwen3-8b"
     policies.write_config("qwen3-8b", folder)
     plain = make_model(folder, num_hidden_layers=options.layers, vocab_size=1024, use_cache=False).train()
-    with torch.no_grad():
-        fill(plain, 1, "outliers")
+    fill(plain, 1, "outliers")
     models = {"bf16": plain} | {scale_format: copy.deepcopy(plain) for scale_format in ("fp32", "ue8m0")}
     unified = {name: precision.unify(m, like=layout_of(m, name)) for name, m in models.items() if name != "bf16"}
     for one in unified.values():
@@ -199,14 +212,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("mode", choices=["mismatch", "step"])
     parser.add_argument("--shape", default="qwen3-0.6b-untied")
-    parser.add_argument("--weights", choices=["ordinary", "outliers"], default="outliers")
+    parser.add_argument("--bf16", action="store_true", help="an engine without FP8: the least mismatch there can be")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4, help="sequences that the tokens are cut into")
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/fp8refit/precision"))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     result = {"mismatch": run_mismatch, "step": run_step}[options.mode](options)
-    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "argv": sys.argv[1:]}
+    command = shlex.join(["python", "tests/gpu/run_precision.py", *sys.argv[1:]])
+    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "command": command}
     options.out.write_text(json.dumps(result | about, indent=1))
     return 0
 

@@ -1,4 +1,4 @@
-"""How fast streams reach a vLLM engine on a GPU, in its own process and in another. Prints a table; the result is a JSON file.
+"""How fast streams reach a vLLM engine on a GPU, in its own process and in another. Prints a table and writes JSON, row by row.
 
     python tests/gpu/run_streams.py --out benchmarks/results/streams.json                        # both, about 3 minutes
     python tests/gpu/run_streams.py --out FILE --shape qwen3-30b-a3b --place inside --bucket-mib 2048   # needs 110 GiB
@@ -32,37 +32,53 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--here", action="store_true", help="in this process, which then is the engine's")
     arguments = parser.parse_args()
-    if arguments.here:
-        found = measure(arguments)
-    else:
-        found = {"command": f"python {' '.join(sys.argv)}", "shape": arguments.shape, "places": {}}
-        for place in [arguments.place] if arguments.place else PLACES:
-            found["places"][place] = run(place, arguments)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-    if not arguments.here:
-        show(found)
+    if arguments.here:
+        measure(arguments)
+        return
+    found = {"command": f"python {' '.join(sys.argv)}", "shape": arguments.shape, "places": {}}
+    codes = []
+    for place in [arguments.place] if arguments.place else PLACES:
+        code, found["places"][place] = run(place, arguments)
+        codes.append(code)
+        save(arguments.out, found)
+    show(found)
+    sys.exit(max(codes))
 
 
-def run(place: str, arguments: argparse.Namespace) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        command = [sys.executable, __file__, "--here", "--place", place, "--out", str(out), "--shape", arguments.shape]
-        command += ["--bucket-mib", str(arguments.bucket_mib), "--rounds", str(arguments.rounds)]
-        subprocess.run(command, check=True, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": PLACES[place]})
-        return json.loads(out.read_text())
+def save(out: Path, found: dict) -> None:
+    out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def run(place: str, arguments: argparse.Namespace) -> tuple[int, dict]:
+    """Exit code, and what was found until then."""
+    out = arguments.out.with_name(f"{arguments.out.stem}.{place}.part.json")
+    command = [sys.executable, __file__, "--here", "--place", place, "--out", str(out), "--shape", arguments.shape]
+    command += ["--bucket-mib", str(arguments.bucket_mib), "--rounds", str(arguments.rounds)]
+    ended = subprocess.run(command, check=False, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": PLACES[place]})
+    if not out.exists():
+        return ended.returncode or 1, {}
+    found = json.loads(out.read_text())
+    out.unlink()
+    return abs(ended.returncode), found
 
 
 def show(found: dict) -> None:
     for place, result in found["places"].items():
+        if not result:
+            print(f"\n{place}: nothing")
+            continue
         print(f"\n{place}: {result['gpu']}, vLLM {result['vllm']}, torch {result['torch']}")
         for name, seconds in result["ms"].items():
+            if not seconds:
+                continue
             print(f"  {name:42} {statistics.median(seconds):8.2f} ms   best {min(seconds):8.2f}")
         for name, value in result["checks"].items():
             print(f"  {name:42} {value}")
 
 
-def measure(arguments: argparse.Namespace) -> dict:
+def measure(arguments: argparse.Namespace) -> None:
+    """Write what was found after every row."""
     os.environ |= {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_DEEP_GEMM_WARMUP": "skip",
@@ -144,6 +160,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     refitter.refit(policy)
     expected, told = refitter.fingerprints(), tokens()
     ms: dict[str, list[float]] = {name: [] for name in ways}
+    versions = {"gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__, "torch": torch.__version__}
     for round_ in range(arguments.rounds + 2):  # the first two compile
         for name, call in ways.items():
             if name.startswith("vLLM's") and round_ > 3:
@@ -165,16 +182,11 @@ def measure(arguments: argparse.Namespace) -> dict:
                 checks["verify finds none"] = checks.get("verify finds none", True) and result.is_equal
             if name.startswith(("merged", "vLLM's")):
                 refitter.refit(policy)
+            save(arguments.out, versions | {"ms": ms, "checks": checks})
     policy[items[-1][0]].view(-1)[-1] += 1.0
     checks["verify finds one"] = list(refitter.verify(policy).differing) == [items[-1][0]]
+    save(arguments.out, versions | {"ms": ms, "checks": checks})
     refitter.close()
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "ms": ms,
-        "checks": checks,
-    }
 
 
 def in_buckets(items: list, num_bytes: int) -> list[list]:

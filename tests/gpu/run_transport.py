@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from fp8refit import RefitError
-from fp8refit.transport.cuda_driver import CudaDriver, is_mapped
-from fp8refit.transport.memory import Bucket, Exporter, Importer, Segment, TensorRef
+from fp8refit.transport.memory.cuda_driver import CudaDriver, is_mapped
+from fp8refit.transport.memory.shared_tensors import Bucket, Exporter, Importer, Segment, TensorRef
 from tests.transport.other_process import answer_orders, fingerprint, tensors
 
 BIG = "big"
@@ -86,7 +86,7 @@ class Trainer:
         return free_bytes() - before
 
     def time_export(self):
-        """Export for the first time, then four times more: microseconds a tensor, and how many segments there are."""
+        """Export for the first time, then four times more: microseconds per tensor, and how many segments there are."""
         exporter, seconds = Exporter(), []
         for _ in range(5):
             start = time.perf_counter()

@@ -20,9 +20,9 @@ from tiny_models import FP8_CONFIG, make_model, save_model
 from torch import Tensor
 
 from fp8refit import EngineDirtyError, NonFiniteError, Refitter
-from fp8refit.checkpoint import quantize_checkpoint
-from fp8refit.kernels.reference import quantize_reference
-from fp8refit.layout import EngineLayout
+from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.fill.kernels.reference import quantize_reference
+from fp8refit.live.layout import EngineLayout
 
 NUM_WARM_UP = 6
 """Refits and generations after which nothing is allocated for the first time."""

@@ -8,7 +8,7 @@ HERE = Path(__file__).parent
 
 
 def set_up(**own: str) -> None:
-    """Set variables, those of a script in the place of the ones that all have, and find the tests' models."""
+    """Set variables, those of a script instead of the ones that all have, and find the tests' models."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",

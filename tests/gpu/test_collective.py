@@ -1,4 +1,4 @@
-"""Two processes on two GPUs broadcast over NCCL, join, leave, give up: what `tests/transport/test_collective.py` has on gloo.
+"""Two processes on two GPUs broadcast over NCCL, join, leave, give up: what `test_communicator.py` has on gloo.
 
 Takes half a minute and needs no engine: the first thing to run where a broadcast is new.
 """

@@ -1,4 +1,4 @@
-"""Sharded state dicts on two GPUs, over NCCL: what `tests/test_gather.py` holds over gloo."""
+"""Sharded state dicts on two GPUs, over NCCL: what `tests/sources/sharded/test_gather.py` holds over gloo."""
 
 import os
 

@@ -15,10 +15,8 @@ from layout_modes import DUMMY, settings
 from measuring import log
 from torch import Tensor, nn
 from vllm import LLM
-from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import ModuleSource, WeightSource
-from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from weight_transfers import LlmClient, PolicySource
+from weight_transfers import LlmClient, PolicySource, open_trainer
 
 from fp8refit import NonFiniteError, RefitConfig, Refitter
 
@@ -97,12 +95,9 @@ def measure(llm: LLM, shape: str) -> dict:
 
 
 def trainer_of(llm: LLM, source: WeightSource, **options) -> RefitTrainer:
-    """As a trainer makes one by the API of vLLM 0.26."""
+    """As a trainer makes one by vLLM's API."""
     init_info = RefitTrainerInitInfo(rank=0, config=RefitConfig(timeout_s=TIMEOUT_S, **options))
-    config = WeightTransferConfig(backend="fp8refit")
-    return WeightTransferTrainerFactory.trainer_init(
-        "fp8refit", config, init_info, client=LlmClient(llm), source=source
-    )
+    return open_trainer(init_info, client=LlmClient(llm), source=source)
 
 
 def fingerprints(

@@ -8,7 +8,7 @@ from tests.oracle.judge import VIOLATIONS
 
 
 def check(found: Mapping[str, Any], *, least: Mapping[str, int]) -> None:
-    """Hold that a server never said what it may not say, and that it was attacked.
+    """Check that a server never said what it may not say, and that it was attacked.
 
     Args:
         found: By a campaign.

@@ -265,8 +265,8 @@ class _Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        from fp8refit.transport.line import Line
-        from fp8refit.transport.orders import Call, Pair, Pause, Resume
+        from fp8refit.remote.servers.connection import Line
+        from fp8refit.remote.servers.orders import Call, Pair, Pause, Resume
 
         post = Line.post
 
@@ -293,6 +293,6 @@ class _Watch:
 
 
 def _step_of(message: str) -> str:
-    from fp8refit.transport.messages import Request
+    from fp8refit.remote.messages import Request
 
     return Request.model_validate_json(message).order.step

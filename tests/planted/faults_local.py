@@ -2,7 +2,7 @@
 
 from tests.planted.fault import Fault
 
-TARGET, RANK, REFITTER = "fp8refit/target.py", "fp8refit/rank.py", "fp8refit/refitter.py"
+TARGET, RANK, REFITTER = "fp8refit/ranks/target.py", "fp8refit/ranks/rank.py", "fp8refit/driver/refitter.py"
 ADAPTER = "adapters/fp8refit_transformers"
 LOCAL = "tests/fuzz/test_local.py"
 
@@ -79,9 +79,9 @@ FAULTS = [
     ),
     Fault(
         name="half a fill committed",
-        path="fp8refit/fill.py",
-        before="        self.steps = [step for step in plan.steps if step.source not in elsewhere]\n",
-        after="        self.steps = [step for step in plan.steps if step.source not in elsewhere][::2]\n",
+        path="fp8refit/fill/resident.py",
+        before="        steps = [step for step in plan.steps if step.source not in elsewhere]\n",
+        after="        steps = [step for step in plan.steps if step.source not in elsewhere][::2]\n",
         found_by=f"{LOCAL}::TestOneRank",
     ),
     Fault(
@@ -93,7 +93,7 @@ FAULTS = [
     ),
     Fault(
         name="a KV scale that is measured and not written",
-        path="fp8refit/kv_scales.py",
+        path="fp8refit/ranks/kv/scales.py",
         before="                self.torn = self._read()\n            self._write(values)\n",
         after="                self.torn = self._read()\n            self._write(self.torn)\n",
         found_by=f"{LOCAL}::TestTwoRanks",
@@ -115,16 +115,16 @@ FAULTS = [
     Fault(
         name="the dirty flag lost",
         path=TARGET,
-        before="        self._is_whole = False\n        job, self._job, self._write = self._job, None, None\n",
-        after="        self._is_whole = self.is_dirty = False\n        job, self._job, self._write = self._job, None, None\n",
+        before="        self._is_whole = False\n        writing, self._under_way = self._under_way, None\n",
+        after="        self._is_whole = self.is_dirty = False\n        writing, self._under_way = self._under_way, None\n",
         found_by=f"{LOCAL}::TestOneRank",
     ),
     Fault(
         name="the dirty flag set too late",
         path=TARGET,
-        before="        self.is_dirty = True\n        with self._writing():\n",
-        after="        with self._writing():\n            self._begin(self._job)\n        self.is_dirty = True\n"
-        "        with self._writing():\n",
+        before="            self.is_dirty = True\n        with self._writing():\n",
+        after="            pass\n        with self._writing():\n            prepared.fills[0].launch(None)\n"
+        "        self.is_dirty = True\n        with self._writing():\n",
         found_by=f"{LOCAL}::test_an_error_at_every_line_of_a_refit",
     ),
 ]

@@ -55,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         name="a refit counts as done although its driver died part way",
-        path="fp8refit/transport/clerk.py",
+        path="fp8refit/remote/servers/order_handler.py",
         before="not any(reply.is_dirty or reply.error for reply in replies)",
         after="not any(reply.error for reply in replies)",
         found_by=VLLM,
@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         name="requests go on under a policy that is not written yet",
-        path="fp8refit/refitter.py",
+        path="fp8refit/driver/refitter.py",
         before="            written = await ranks.write(objection=busy.error)\n",
         after="            await engine.resume()\n            written = await ranks.write(objection=busy.error)\n",
         found_by=VLLM,
@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         name="a version is published before its policy is whole",
-        path="fp8refit/transport/clerk.py",
+        path="fp8refit/remote/servers/order_handler.py",
         before="            num_requests = await controls.pause(order.config)\n",
         after="            await self._publish(self._version + 1)\n"
         "            num_requests = await controls.pause(order.config)\n",
@@ -80,7 +80,7 @@ FAULTS = [
     ),
     Fault(
         name="a driver that died while requests were waited for holds the server",
-        path="fp8refit/transport/clerk.py",
+        path="fp8refit/remote/servers/order_handler.py",
         before="                self._end_soon(_DIED)\n                return\n",
         after="                return\n",
         found_by=VLLM,

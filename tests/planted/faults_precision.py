@@ -16,10 +16,10 @@ FAULTS = [
     ),
     Fault(
         name="inputs take the rounding of weights to powers of two",
-        path="fp8refit/kernels/activations.py",
+        path="fp8refit/fill/kernels/activations.py",
         before="exponent = (bits >> 23) + ((bits & 0x7FFFFF) > 0).to(torch.int32)",
         after="exponent = (bits >> 23) + ((bits & 0x7FFFFF) > 0x480000).to(torch.int32)",
-        found_by="tests/kernels/test_activations.py",
+        found_by="tests/fill/kernels/test_activations.py",
     ),
     Fault(
         name="codes are those of an older step",

@@ -4,8 +4,8 @@ from tests.planted.fault import Fault
 
 STATES = "tests/fuzz/test_servers.py -k TestServers"
 STRANGERS = "tests/fuzz/test_servers.py -k strangers"
-DOOR = "fp8refit/transport/door.py"
-ORDERS = "fp8refit/transport/orders.py"
+DOOR = "fp8refit/remote/servers/http_endpoint.py"
+ORDERS = "fp8refit/remote/servers/orders.py"
 
 FAULTS = [
     Fault(
@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         name="parsed under the lock",
-        path="fp8refit/transport/clerk.py",
+        path="fp8refit/remote/servers/order_handler.py",
         before="""            request = OrderRequest.decode(message)
             async with self._turn:
                 await""",
@@ -82,7 +82,7 @@ FAULTS = [
     ),
     Fault(
         name="list of everything that is wrong with an order",
-        path="fp8refit/transport/messages.py",
+        path="fp8refit/remote/messages.py",
         before="""    if count > _MAX_PROBLEMS:
         return f"{count} problems"
 """,
@@ -100,14 +100,14 @@ FAULTS = [
     ),
     Fault(
         name="rank tells everything that is wrong with a message",
-        path="fp8refit/server.py",
+        path="fp8refit/remote/rank_server.py",
         before="({messages.first_problem(error)})",
         after="({error})",
         found_by="tests/fuzz/test_servers.py -k told_briefly",
     ),
     Fault(
         name="limit of each read alone",
-        path="fp8refit/transport/http.py",
+        path="fp8refit/remote/servers/http_client.py",
         before="            return self._outcome.result(timeout_s)\n",
         after="            return self._outcome.result(None)\n",
         found_by="tests/fuzz/test_servers.py -k ends_in_time",
@@ -184,14 +184,14 @@ FAULTS = [
     ),
     Fault(
         name="url is not looked at",
-        path="fp8refit/transport/http.py",
+        path="fp8refit/remote/servers/http_client.py",
         before="        except ValueError as error:\n            why = str(error)\n",
         after="        except ZeroDivisionError as error:\n            why = str(error)\n",
         found_by="tests/fuzz/test_servers.py -k no_url",
     ),
     Fault(
         name="engine waits for a driver that died",
-        path="fp8refit/transport/clerk.py",
+        path="fp8refit/remote/servers/order_handler.py",
         before="""            if version != self._version:
                 await self._publish(version)
             await self._controls.resume()
@@ -203,14 +203,14 @@ FAULTS = [
     ),
     Fault(
         name="engine waits for a driver that fell silent",
-        path="fp8refit/transport/clerk.py",
+        path="fp8refit/remote/servers/order_handler.py",
         before="            if self._holder is not None:\n                reason",
         after="            if self._holder is not None and self._silence is None:\n                reason",
         found_by=STATES,
     ),
     Fault(
         name="mixture is served after a driver died",
-        path="fp8refit/transport/clerk.py",
+        path="fp8refit/remote/servers/order_handler.py",
         before="        is_whole = len(versions) == 1 and not any(reply.is_dirty or reply.error for reply in replies)\n",
         after="        is_whole = not any(reply.error for reply in replies)\n",
         found_by=STATES,

@@ -2,27 +2,32 @@
 
 from tests.planted.fault import Fault
 
-JOB, TARGET, COMPARE, PLAN = "fp8refit/job.py", "fp8refit/target.py", "fp8refit/compare.py", "fp8refit/plan.py"
+STREAM, TARGET, COMPARE, PLAN = (
+    "fp8refit/fill/stream.py",
+    "fp8refit/ranks/target.py",
+    "fp8refit/fill/compare.py",
+    "fp8refit/fill/plan.py",
+)
 STREAMS = "tests/fuzz/test_streams.py"
 
 FAULTS = [
     Fault(
         name="a tensor that was lent is read after it was overwritten",
-        path=JOB,
-        before="tensor.clone() if is_small else tensor, steps",
-        after="tensor, steps",
+        path=STREAM,
+        before="replace(lying, tensor=lying.tensor.clone()) if is_small else lying",
+        after="lying",
         found_by=STREAMS,
     ),
     Fault(
         name="a stream that begins like the last one is taken for whole",
-        path=JOB,
-        before="        if self._known is not None and len(self._names) < len(self._known.metadata):\n",
-        after="        if self._known is not None and not self._names:\n",
+        path=STREAM,
+        before="if expected is not None and not self._is_announced and len(self._names) < len(expected.metadata or ()):",
+        after="if expected is not None and not self._is_announced and not self._names:",
         found_by=STREAMS,
     ),
     Fault(
         name="a bucket is recognised by its shapes alone",
-        path="fp8refit/direct.py",
+        path="fp8refit/fill/direct.py",
         before="if group is None or not group.guard.holds(names, tensors):",
         after="if group is None or not group.guard.holds(group.guard._names, tensors):",
         found_by=STREAMS,
@@ -30,14 +35,14 @@ FAULTS = [
     Fault(
         name="what a refit that failed has written is kept",
         path=TARGET,
-        before="        self._torn |= _names(job.inventory) - set(kept)\n",
-        after="        del kept\n",
+        before="            self._torn |= _names(prepared.inventory) - set(_kept(prepared))\n",
+        after="",
         found_by=STREAMS,
     ),
     Fault(
         name="what came although it was to be kept is kept after the refit failed",
         path=TARGET,
-        before="            self._torn.update(aliases.get(name, name) for name in write.arrivals.names)\n",
+        before="            self._torn.update(aliases.get(name, name) for name in writing.prepared.fills[-1].came)\n",
         after="            del aliases\n",
         found_by=STREAMS,
     ),
@@ -56,10 +61,38 @@ FAULTS = [
         found_by=STREAMS,
     ),
     Fault(
+        name="a set of buckets is filled before it was read",
+        path="fp8refit/remote/handing.py",
+        before="<= self._packer.num_packed - NUM_SETS:",
+        after="< 0:",
+        found_by="tests/remote/test_handing.py -k is_not_overtaken",
+    ),
+    Fault(
+        name="ranks are told of copies that another stream has not done",
+        path="fp8refit/remote/packing.py",
+        before="        with self._work[tensor.device].joined():\n",
+        after="        if True:\n",
+        found_by="tests/sources/test_work_stream.py",
+    ),
+    Fault(
+        name="what is staged is read before another stream has brought it",
+        path=STREAM,
+        before="        with self._work.joined():\n            self._staging.flush()",
+        after="        if True:\n            self._staging.flush()",
+        found_by="tests/sources/test_work_stream.py",
+    ),
+    Fault(
+        name="what is told in other words is taken for what was told before",
+        path="fp8refit/remote/rank_server.py",
+        before="        if last != text:\n",
+        after="        if not last:\n",
+        found_by="tests/remote/test_handing.py -k laid_out_otherwise",
+    ),
+    Fault(
         name="to compare is to commit",
-        path="fp8refit/rank.py",
-        before="        if not self._compares:\n",
-        after="        if self._compares is not None:\n",
+        path="fp8refit/ranks/rank.py",
+        before="        if prepared.comparison is None:\n",
+        after="        if prepared is not None:\n",
         found_by=STREAMS,
     ),
 ]

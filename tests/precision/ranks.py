@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fp8refit import PrecisionError, RefitError, Refitter, precision, quantize_blockwise
-from fp8refit.slots import SCALE_SUFFIX
+from fp8refit.live.slots import SCALE_SUFFIX
 from tests.precision.models import IDS, layout_of, loss_of, make_trainer, moe_layout, slot
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

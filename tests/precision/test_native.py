@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8refit import PrecisionError, Refitter, precision, quantize_blockwise
-from fp8refit.slots import FP8_DTYPE
+from fp8refit.live.slots import FP8_DTYPE
 from tests.precision.models import layout_of, make_trainer, slot
 
 
@@ -76,7 +76,7 @@ UNFIT = {
     "E5M2": (
         lambda w: Float8BlockwiseQTensor(w.to(FP8_DTYPE), torch.ones(2, 3), fp8_dtype="DType.kFloat8E5M2"),
         "fp32",
-        "this engine E4M3",
+        "this engine holds E4M3",
     ),
     "other blocks": (
         lambda w: Float8BlockwiseQTensor(w.to(FP8_DTYPE), torch.ones(4, 3)),

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from fp8refit import dequantize_blockwise, precision, quantize_blockwise
-from fp8refit.kernels import quantize_activations
-from fp8refit.slots import ScaleFormat
+from fp8refit.fill.kernels import quantize_activations
+from fp8refit.live.slots import ScaleFormat
+from tests.fill.kernels.interpreter import convert_float
 from tests.precision.models import layout_of, make_trainer, moe_layout, slot, ste
 
 FORMATS = list(ScaleFormat)
@@ -71,7 +72,7 @@ def test_experts_and_their_gradients_are_those_of_the_definition(scale_format):
     precision.unify(model, like=moe_layout(model, scale_format))
     y = experts(x, chosen, shares)
     y.sum().backward()
-    torch.testing.assert_close(y.double(), torch.stack(rows), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(y.double(), torch.stack(rows), rtol=1e-3, atol=1e-2)
     for got, want in zip((x, shares, *experts.parameters()), others, strict=True):
         # A product in another order may fall on the other side of a rounding of what `down` takes.
         torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-2, atol=2e-3 * want.grad.abs().max().item())
@@ -89,7 +90,7 @@ def test_autocast_rounds_inputs_and_not_products():
 
 
 def torchao_without_a_gpu(monkeypatch):
-    """torchao's quantizers by its own references in torch, and its product by what its operands mean."""
+    """torchao's product by what its operands mean; the quantizer in Triton's interpreter."""
     kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")
     grid = kernels._scaling_type_value(kernels.BLOCKWISE_128X128_SCALING_TYPE)
 
@@ -103,16 +104,9 @@ def torchao_without_a_gpu(monkeypatch):
         wide = wide.repeat_interleave(128, 1) if of_b == grid else wide
         return ((a.float() * a_scale.repeat_interleave(128, 1)) @ (b.float() * wide)).to(dtype)
 
-    def column_major(pair):
-        return pair[0], pair[1].t().contiguous().t()
-
-    by_rows = kernels.torch_blockwise_scale_act_quant_lhs
     monkeypatch.setattr(kernels, "blockwise_scaled_mm", multiply)
-    monkeypatch.setattr(kernels, "triton_fp8_blockwise_act_quant_lhs", lambda x: column_major(by_rows(x)))
-    monkeypatch.setattr(
-        kernels, "triton_fp8_blockwise_act_quant_transposed_lhs", lambda x: column_major(by_rows(x.t().contiguous()))
-    )
-    monkeypatch.setattr(kernels, "triton_fp8_blockwise_act_quant_rhs", kernels.torch_blockwise_scale_act_quant_rhs)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("triton.runtime.interpreter._convert_float", convert_float)
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)

@@ -1,4 +1,4 @@
-"""A trainer that shares its precision with an engine: bytes, logits, once a step, and what is refused."""
+"""A trainer that shares its precision with an engine: bytes, logits, once per step, and what is refused."""
 
 import copy
 
@@ -8,7 +8,7 @@ from fp8refit_transformers import to_block_fp8
 from torch import nn
 
 from fp8refit import NonFiniteError, PrecisionError, Refitter, correction, precision, quantize_blockwise
-from fp8refit.slots import ScaleFormat
+from fp8refit.live.slots import ScaleFormat
 from tests.precision.models import IDS, layout_of, loss_of, make_trainer, moe_layout, slot
 from tests.tiny_models import make_model
 
@@ -241,13 +241,13 @@ REFUSED = {
         pair,
         [A, B, slot("c.weight", (1, 1))],
         {},
-        "c.weight: this engine has it, the model does not",
+        "c.weight: is in this engine but not in the model",
     ),
     "another shape": (
         pair,
         [A, slot("b.weight", (128, 256), "fp32")],
         {},
-        "b.weight: has shape [128, 128], this engine's is [128, 256]",
+        "b.weight: has shape [128, 128], but [128, 256] in this engine",
     ),
     "two formats": (
         pair,
@@ -271,7 +271,7 @@ REFUSED = {
         lambda: pair(Own),
         [A, B],
         {},
-        "a.weight: this engine holds it as block FP8, and Own is neither",
+        "a.weight: this engine holds it as block FP8, but Own is neither",
     ),
     "refusals": (
         pair,

@@ -73,7 +73,7 @@ def run_engine(starter, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fresh(run_engine):
-    """What engines say and hold that loaded a block-FP8 checkpoint."""
+    """What engines say and check that loaded a block-FP8 checkpoint."""
     return run_engine("fresh", cases=FRESH, refitted=REFITTED)
 
 

@@ -6,6 +6,7 @@ its Triton kernel is torch's. DeepGEMM, CUTLASS and their power-of-two requantiz
 
 import functools
 
+from sglang.srt.layers import parameter
 from sglang.srt.layers.quantization import fp8, fp8_utils
 from sglang.srt.models.deepseek_common import attention_backend_handler, deepseek_weight_loader
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -15,6 +16,7 @@ from torch import Tensor
 def register() -> None:
     """Let block-FP8 layers of this process keep a GPU's layout, and multiply by the dequantized weight."""
     fp8._is_cpu = False  # else weights are packed for AMX, or refused without it
+    parameter._is_cpu = False  # else loaders cast silently what CUDA's refuse to
     deepseek_weight_loader._is_cuda = True  # else absorbed copies are quantized anew, with one scale for all
     # Torch-native attention reads latents from the KV cache, in prefill too, where SGLang would have it read keys and values.
     attention_backend_handler.AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)

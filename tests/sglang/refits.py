@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8refit import Broadcaster, Refitter, gathered
-from fp8refit.checkpoint import quantize_checkpoint
+from fp8refit.cli.checkpoint import quantize_checkpoint
 from tests import cross_engine
 
 NORM = "model.layers.0.input_layernorm.weight"

@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 from attacked import run_oracle
 from conformance import run_conformance
+from drop_ins import run_drop_in, run_drop_in_off
 from experts import run_experts
 from fresh import run_fresh
 from latent import run_latent
+from precision_runs import run_precision
 from refits import run_refits
 from served import run_served
 from updates import run_updates
@@ -29,6 +31,9 @@ SCENARIOS = {
     "oracle": run_oracle,
     "zoo": run_zoo,
     "updates": run_updates,
+    "precision": run_precision,
+    "drop-in": run_drop_in,
+    "drop-in off": run_drop_in_off,
 }
 SPAWNED = ("refits",)
 """Scenarios with engines whose processes import SGLang anew, as SGLang has it. Those of others are forks, which boot faster."""

@@ -21,7 +21,8 @@ from fresh import fp8_of
 from refits import bad_policy, refused
 from typer.testing import CliRunner
 
-from fp8refit import Refitter, cli
+from fp8refit import Refitter
+from fp8refit.cli import commands as cli
 from tests.serving import ask_rawly, option, read_answer
 
 START_S = 180

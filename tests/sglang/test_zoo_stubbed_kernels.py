@@ -1,6 +1,7 @@
 """Models that SGLang names and that transformers can make small, refitted and booted afresh; kernels stubbed (`conftest.py`).
 
-A few run here. With FP8REFIT_ZOO set (`nox -s zoo`) all of them do, or those that it names, and docs/zoo.md is written anew.
+A few run here. With FP8REFIT_ZOO set all of them do (`all`, as in `nox -s zoo`), or those that nobody has walked to yet
+(`rest`), or those that it names; docs/zoo.md is written anew after each.
 """
 
 import ast
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.processes import ProcessFailure
-from tests.zoo_table import EQUAL, SILENT, outcome_of, shortened, write
+from tests.zoo_table import EQUAL, SILENT, WRONG, asked_of, outcome_of, outcomes_of, shortened, write
 
 ASKED = os.environ.get("FP8REFIT_ZOO")
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -66,15 +67,14 @@ def test_a_refit_equals_a_fresh_boot(architecture, run_engine):
 def test_every_model_that_sglang_names(run_engine):
     from tests.zoo_models import architectures
 
-    whole = sorted(({*named_by_sglang()} & {*architectures()}) | {BY_TRANSFORMERS})
-    names = whole if ASKED == "1" else ASKED.split(",")
-    models = {}
-    for architecture in names:
-        models[architecture] = walk_to(architecture, run_engine)
-        print(architecture, models[architecture], flush=True)
-    write("SGLang", version("sglang"), models, keep=names is not whole)
-    if names is whole:
-        assert sum(model["outcome"] in (EQUAL, SILENT) for model in models.values()) >= AT_LEAST
+    named = ({*named_by_sglang()} & {*architectures()}) | {BY_TRANSFORMERS}
+    for architecture in asked_of("SGLang", named, ASKED):
+        line = walk_to(architecture, run_engine)
+        print(architecture, line, flush=True)
+        write("SGLang", version("sglang"), architecture, line)
+    outcomes = outcomes_of("SGLang")
+    assert WRONG not in outcomes
+    assert ASKED != "all" or sum(outcome in (EQUAL, SILENT) for outcome in outcomes) >= AT_LEAST
 
 
 def walk_to(architecture, run_engine):
@@ -83,6 +83,7 @@ def walk_to(architecture, run_engine):
         try:
             found = run_engine("zoo", architecture=architecture, speaks=speaks)
         except ProcessFailure as failure:
+            print(failure, flush=True)
             found = {"error": shortened(str(failure))}
         if "error" not in found or "cannot be refitted" in found["error"]:
             break

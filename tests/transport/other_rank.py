@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed
 
 from fp8refit.errors import EngineLostError
-from fp8refit.transport.group import ProcessGroupExchange
+from fp8refit.transport.process_group import ProcessGroupExchange
 from tests.transport.other_process import answer_orders
 
 GROUPS = {"both": [0, 1], "late": [0, 1], "dead": [0, 2]}

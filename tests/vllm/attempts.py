@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from subject import AsyncSubject, Subject
 
 from fp8refit import Broadcaster, RefitError, RefitReport, Refitter, gathered
-from fp8refit.checkpoint import quantize_checkpoint
+from fp8refit.cli.checkpoint import quantize_checkpoint
 
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"
@@ -167,7 +167,7 @@ def try_late_interrupt(subject: Subject, family: str, work: Path) -> dict:
 
 @contextmanager
 def replaced(engine: Any, method: Callable) -> Iterator[None]:
-    """Put a function in the place of the engine's method of its name."""
+    """Put a function instead of the engine's method of its name."""
     setattr(engine, method.__name__, method)
     try:
         yield

@@ -70,6 +70,8 @@ def _product(x, weight):
 
 def register(kind: str) -> None:
     """Make `kind` the kernel of every block-FP8 layer in this process."""
+    # On every CPU the same kernels; with AMX vLLM packs weights, and a virtual machine may report AMX and not allow it.
+    torch.cpu._is_amx_tile_supported = lambda: False
     cpu_experts.register(kind)
     cpu_fp8_cache.register()
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, KERNELS[kind])

@@ -3,8 +3,8 @@
 import os
 import signal
 
-import fp8refit.target
-from fp8refit.target import Target
+import fp8refit.ranks.target
+from fp8refit.ranks.target import Target
 
 
 def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
@@ -14,17 +14,17 @@ def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
     """
     if worker.rank != rank:
         return False
-    honest = fp8refit.target._assert_in_place
+    honest = fp8refit.ranks.target._assert_in_place
 
     def assert_in_place(inventory) -> None:
-        fp8refit.target._assert_in_place = honest
+        fp8refit.ranks.target._assert_in_place = honest
         if fault == "die":
             # As the kernel's out-of-memory killer does it.
             os.kill(os.getpid() if pid is None else pid, signal.SIGKILL)
         else:
             raise RuntimeError("injected")
 
-    fp8refit.target._assert_in_place = assert_in_place
+    fp8refit.ranks.target._assert_in_place = assert_in_place
     return True
 
 

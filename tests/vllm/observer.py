@@ -10,10 +10,14 @@ KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 
 def observe(worker, what: str, *arguments) -> object:
     """Answer with a value, an error too: a worker that raises puts vLLM's replies out of step."""
+    import drop_ins
     import faults
 
     try:
-        return {"rank": worker.rank, "found": (OBSERVATIONS | faults.FAULTS)[what](worker, *arguments)}
+        return {
+            "rank": worker.rank,
+            "found": (OBSERVATIONS | faults.FAULTS | drop_ins.OBSERVATIONS)[what](worker, *arguments),
+        }
     except Exception as error:  # noqa: BLE001
         return {"rank": worker.rank, "error": repr(error)}
 

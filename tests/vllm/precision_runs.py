@@ -7,7 +7,7 @@ from engines import booted_dummy, make_policy, model_of, wrong_tensors
 from experts import wrong_experts
 
 from fp8refit import Refitter, precision
-from fp8refit.slots import SCALE_SUFFIX
+from fp8refit.live.slots import SCALE_SUFFIX
 from tests.tiny_models import make_model
 
 IDS = torch.arange(80).view(2, 40)

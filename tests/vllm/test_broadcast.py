@@ -1,4 +1,4 @@
-"""Policies broadcast to the ranks of a real vLLM engine, by gloo in the place of NCCL. What is real here: `conftest.py`."""
+"""Policies broadcast to the ranks of a real vLLM engine, by gloo instead of NCCL. What is real here: `conftest.py`."""
 
 import pytest
 

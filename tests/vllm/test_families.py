@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8refit.checkpoint import quantize_checkpoint
-from fp8refit.layout import EngineLayout
+from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.live.layout import EngineLayout
 from tests.tiny_models import save_model
 
 pytestmark = pytest.mark.vllm

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fp8refit.layout import EngineLayout
+from fp8refit.live.layout import EngineLayout
 from tests.tiny_models import save_model
 
 pytestmark = pytest.mark.vllm

@@ -36,11 +36,11 @@ REFUSALS = {
     "no token": ("InvalidCalibrationError", "it holds no sequence"),
     "out of vocabulary": ("InvalidCalibrationError", "token id 259 is outside the vocabulary of 259"),
     "too long": ("InvalidCalibrationError", "a sequence has 513 tokens, and the engine takes 512"),
-    "prompts": ("UnsupportedEngineError", "booted with skip_tokenizer_init; pass token ids in the place of prompts"),
+    "prompts": ("UnsupportedEngineError", "booted with skip_tokenizer_init; pass token ids instead of prompts"),
     "no token, calibrate": ("InvalidCalibrationError", "it holds no sequence"),
     "out of vocabulary, calibrate": ("InvalidCalibrationError", "outside the vocabulary"),
     "too long, calibrate": ("InvalidCalibrationError", "a sequence has 513 tokens, and the engine takes 512"),
-    "prompts, calibrate": ("UnsupportedEngineError", "pass token ids in the place of prompts"),
+    "prompts, calibrate": ("UnsupportedEngineError", "pass token ids instead of prompts"),
 }
 FAILURES = {
     "NaN policy": ("CalibrationError", "NaN or Inf in the attention"),

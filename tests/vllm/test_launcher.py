@@ -1,4 +1,4 @@
-"""vLLM's `external_launcher`: one driver a rank, and drivers that do not do the same. On the CPU, two processes.
+"""vLLM's `external_launcher`: one driver per rank, and drivers that do not do the same. On the CPU, two processes.
 
 `conftest.py` says what that does not claim. All tests read what one engine found (`launcher_engine.py`).
 """

@@ -1,4 +1,4 @@
-"""Two running vLLM servers of two ranks each are refitted together, by gloo in the place of NCCL. See `conftest.py`."""
+"""Two running vLLM servers of two ranks each are refitted together, by gloo instead of NCCL. See `conftest.py`."""
 
 import json
 import signal

@@ -1,4 +1,7 @@
-"""vLLM engines updated from within their workers: in one process, in several, with one driver a rank. `updates.py` does it."""
+"""vLLM engines updated from within their workers: in one process, in several, with one driver per rank.
+
+`updates.py` does it.
+"""
 
 import pytest
 

@@ -4,8 +4,15 @@ import signal
 
 import pytest
 
+from tests.vllm.processes import vllm_version
+
 FAMILY, DOWN_PROJ = "qwen2_wide", "model.layers.1.mlp.down_proj.weight"
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
+
+
+def names_versions() -> bool:
+    """Whether vLLM names the version of the weights that it serves. This file is collected where no vLLM is installed, too."""
+    return vllm_version() >= (0, 28)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +45,7 @@ def test_a_policy_may_be_broadcast(found):
 
 def test_trainer_driver_and_engine_name_one_version(found):
     assert found["sent"]["version"] == 4
-    assert found["versions"] == [4, 4, "4"]
+    assert found["versions"] == [4, 4, "4" if names_versions() else None]
 
 
 def test_fingerprints_are_those_that_any_driver_sees(found):
@@ -69,7 +76,7 @@ def test_nan_leaves_the_engine_dirty_and_no_update_passes(found):
     assert found["nan"]["send"]["named"] == [DOWN_PROJ]
     assert found["nan"]["dirty"]
     assert "parts of two policies" in found["nan"]["finish"]["message"]
-    assert found["nan"]["version"] == "4"
+    assert found["nan"]["version"] == ("4" if names_versions() else None)
 
 
 def test_a_name_too_many_is_told_and_nothing_is_written(found):
@@ -90,7 +97,7 @@ def test_a_trainer_that_was_shut_down_says_so(found):
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_a_server_driven_by_vllms_own_client_holds_the_bytes_of_an_ordinary_refit(seed, served):
     assert served[seed]["live"] == served["ordinary"][seed]
-    assert served[seed]["told"] == {"weight_version": seed}
+    assert served[seed]["told"] == ({"weight_version": seed} if names_versions() else None)
     assert served[seed]["says"]["status"] == 200
 
 
@@ -115,4 +122,4 @@ def test_a_trainer_killed_in_the_middle_is_replaced_and_the_policy_is_whole(serv
     assert served["killed"]["code"] == -signal.SIGKILL
     assert "another trainer was given this engine" in served["killed"]["first"]["message"]
     assert served["healed"]["live"] == served["ordinary"]["2"]
-    assert served["healed"]["told"] == {"weight_version": "3"}
+    assert served["healed"]["told"] == ({"weight_version": "3"} if names_versions() else None)

@@ -8,17 +8,18 @@ from typing import Any
 from attempts import bad_policy
 from broadcast import DOWN_PROJ
 from engines import PROMPTS, booted_dummy, live_bytes, make_policy, refused
+from fp8refit_vllm.compat import takes_version
 from fp8refit_vllm.letters import Letter
 from fp8refit_vllm.trainer import RefitTrainer, RefitTrainerInitInfo
 from servers import KEY, Server, die, run_driver
 from subject import NOISE, Subject, booted_as
+from vllm import LLM
 from vllm.distributed.weight_transfer.base import ModuleSource, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
-from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from fp8refit import RefitConfig, Refitter
 from tests.tiny_models import make_model, save_model
-from tests.weight_transfers import LlmClient, PolicySource
+from tests.weight_transfers import LlmClient, PolicySource, open_trainer
 
 FAMILY, KERNEL = "qwen2_wide", "ue8m0"
 CONFIG = {"weight_transfer_config": {"backend": "fp8refit"}}
@@ -32,11 +33,23 @@ class VersionedClient(LlmClient):
         self.llm.finish_weight_update(weight_version)
 
 
+NAMES_VERSIONS = takes_version(LLM)
+
+
+def client_of(llm: LLM) -> LlmClient:
+    return (VersionedClient if NAMES_VERSIONS else LlmClient)(llm)
+
+
+def version_named_by(llm: LLM) -> str | None:
+    """None from a vLLM that names no versions."""
+    return llm.get_weight_version() if NAMES_VERSIONS else None
+
+
 def trainer_of(client: Any, source: WeightSource, **options: Any) -> RefitTrainer:
     """As a trainer makes one by vLLM's API."""
     config = RefitConfig(timeout_s=TIMEOUT_S, **options)
     init_info = RefitTrainerInitInfo(rank=0, config=config)
-    return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
+    return open_trainer(init_info, client=client, source=source)
 
 
 def run_weight_transfer(work: str) -> dict:
@@ -44,7 +57,7 @@ def run_weight_transfer(work: str) -> dict:
     policies = {seed: make_policy(FAMILY, seed) for seed in (1, 2)}
     batch = [[(7 * i + j) % 256 for j in range(64)] for i in range(2)]
     with booted_as("tensor parallel", Path(work) / f"{FAMILY}-bf16", KERNEL, **NOISE, **CONFIG) as subject:
-        llm, client = subject.llm, VersionedClient(subject.llm)
+        llm, client = subject.llm, client_of(subject.llm)
         found: dict[str, Any] = {"uninvited": try_strangers(subject)}
         subject.refit(policies[1])
         found["ordinary"] = {"1": subject.live()}
@@ -59,7 +72,7 @@ def run_weight_transfer(work: str) -> dict:
         report = second.send_weights(calibration=batch)
         found["sent"] = subject.state() | {"scales": subject.look("kv_scales"), "version": report.version}
         found["fingerprints"] = [second.fingerprints(), Refitter(llm).fingerprints()]
-        found["versions"] = [second.version, subject.version, llm.get_weight_version()]
+        found["versions"] = [second.version, subject.version, version_named_by(llm)]
         found["first"] = subject.refused(first.send_weights)
         found["strangers"] = try_strangers(subject)
         found["nan"] = try_nan(subject, second)
@@ -86,8 +99,8 @@ def try_nan(subject: Subject, trainer: RefitTrainer) -> dict:
     trainer.source = PolicySource(bad_policy(FAMILY))
     found = {"send": subject.refused(trainer.send_weights), "dirty": trainer.is_dirty}
     subject.llm.start_weight_update()
-    found["finish"] = subject.refused(subject.llm.finish_weight_update, "9")
-    return found | {"version": subject.llm.get_weight_version()}
+    found["finish"] = subject.refused(subject.llm.finish_weight_update, *(["9"] if NAMES_VERSIONS else []))
+    return found | {"version": version_named_by(subject.llm)}
 
 
 def try_names(subject: Subject, trainer: RefitTrainer, policy: dict) -> dict:
@@ -112,7 +125,7 @@ def run_served_transfer(work: str) -> dict:
             for seed in (1, 2):
                 Refitter(llm).refit(make_policy(FAMILY, seed))
                 found["ordinary"][seed] = [live_bytes(llm)]
-            trainer_of(VersionedClient(llm), ModuleSource(models[1])).send_weights()
+            trainer_of(client_of(llm), ModuleSource(models[1])).send_weights()
             found["in process"] = {"live": [live_bytes(llm)], "version": Refitter(llm).version}
         server.wait()
         client = HTTPVLLMWeightSyncClient(server.url, timeout=TIMEOUT_S)
@@ -141,5 +154,5 @@ def send(server: Server, trainer: RefitTrainer) -> dict:
     assert server.post("/pause", "")["status"] == 200
     trainer.send_weights()
     assert server.post("/resume", "")["status"] == 200
-    told = server.post("/weight_info", None)["body"]
+    told = server.post("/weight_info", None)["body"] if NAMES_VERSIONS else None
     return {"live": server.live(), "says": server.complete(PROMPTS[0]), "told": told}

@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.model_executor.model_loader import base_loader
 
 from fp8refit import Refitter
-from fp8refit.checkpoint import quantize_checkpoint
+from fp8refit.cli.checkpoint import quantize_checkpoint
 from tests import zoo_models
 
 

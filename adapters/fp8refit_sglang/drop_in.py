@@ -1,0 +1,162 @@
+"""SGLang's own ways to load weights into a live engine, carried out by `fp8refit.update`. Off unless `FP8REFIT_DROP_IN=1`.
+
+The only file that wraps what loads weights in SGLang: `load_weights` of the network of each scheduler, and what SGLang does
+around it, with begin and end where it has them (`begin_weight_update`, and loading from disk). It is put in place when a
+scheduler takes its first requests in, so booting is never touched, and `remove` takes all of it away.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+
+from fp8refit.driver.drop_in import DropIn, DropInOptions
+from fp8refit.errors import RefitError
+from fp8refit.live.slots import FP8_DTYPE
+from fp8refit_sglang.compat import Scheduler, close_session, has_sessions, register_hook, weights_receipt
+from fp8refit_sglang.worker import rank_of
+
+logger = logging.getLogger("sglang.fp8refit")
+
+IN_UPDATES = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+"""Whose methods a scheduler calls when it is asked for weights. What they raise would end the engine."""
+ANSWERED = (
+    "begin_weight_update",
+    "end_weight_update",
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+)
+_HELD = "_fp8refit_drop_in"
+_networks: WeakSet[nn.Module] = WeakSet()
+"""Those of this process that are dropped into. While there is any, SGLang's loader is wrapped."""
+_replaced: dict[str, Any] = {}
+
+
+def register() -> None:
+    """Have SGLang answer with what a refit raises, if the drop-in is on; otherwise nothing is wrapped."""
+    if DropInOptions.read(os.environ).drop_in:
+        for name in ANSWERED if has_sessions() else ANSWERED[2:]:
+            register_hook(f"{IN_UPDATES}.{name}", _answer_of(name))
+
+
+def _answer_of(name: str) -> Callable[..., Any]:
+    def answer(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+        try:
+            return original(manager, request)
+        except RefitError as error:
+            logger.error("%s: %s", name, error)
+            if not name.startswith("update"):
+                close_session(manager)
+            return weights_receipt(name, str(error))
+
+    return answer
+
+
+def install(scheduler: Any) -> None:
+    """Drop into the network of a scheduler that has booted, if that is wanted, and if it is block FP8. All ranks do so at once.
+
+    What keeps an engine from being refitted is raised by whatever loads weights into it: an error here would end it.
+    """
+    options = DropInOptions.read(os.environ)
+    network = Scheduler(scheduler).model
+    if not options.drop_in or hasattr(network, _HELD):
+        return
+    if not any(parameter.dtype is FP8_DTYPE for parameter in network.parameters()):
+        logger.warning("fp8refit: this engine is not block FP8, and loads weights as ever")
+        return
+    load: Callable[..., set[str]]
+    try:
+        drop_in = DropIn(scheduler, rank_of(Scheduler(scheduler)), options, logger)
+        load = drop_in.load
+    except RefitError as error:
+        logger.error("fp8refit: %s", error)
+        drop_in, load = None, _refuse_with(error)
+    object.__setattr__(network, _HELD, drop_in)
+    object.__setattr__(network, "load_weights", load)
+    _networks.add(network)
+    _wrap()
+
+
+def remove(scheduler: Any) -> None:
+    """Give an engine its own methods back. A policy that came in part leaves it dirty."""
+    network = Scheduler(scheduler).model
+    if not hasattr(network, _HELD):
+        return
+    drop_in = of(network)
+    for name in (_HELD, "load_weights"):
+        object.__delattr__(network, name)
+    _networks.discard(network)
+    if not _networks:
+        _unwrap()
+    if drop_in is not None:
+        drop_in.close()
+
+
+def of(network: Any) -> DropIn | None:
+    """What is dropped into a network."""
+    found = getattr(network, _HELD, None)
+    return found if isinstance(found, DropIn) else None
+
+
+def _refuse_with(error: RefitError) -> Callable[..., set[str]]:
+    def refuse(weights: Iterable[Any]) -> set[str]:
+        raise error
+
+    return refuse
+
+
+def _load_to_the_end(drop_in: DropIn, model: Any, weights: Iterable[Any], *_: Any) -> None:
+    """Load the rest of a policy that has begun. Where that fails nobody else ends it."""
+    try:
+        drop_in.load(weights)
+    except BaseException:
+        drop_in.close()
+        raise
+    drop_in.end()
+
+
+def _load_whole(drop_in: DropIn, model: Any, weights: Iterable[Any], *_: Any) -> None:
+    drop_in.begin()
+    _load_to_the_end(drop_in, model, weights)
+
+
+_INSTEAD: dict[str, Callable[..., None]] = {
+    "restore_weights_before_loading": lambda drop_in, *_: drop_in.begin(),
+    "load_weights_and_postprocess": _load_to_the_end,
+    "postprocess_weights": lambda drop_in, *_: drop_in.end(),
+}
+_INSTEAD_BEFORE: dict[str, Callable[..., None]] = {"load_weights_and_postprocess": _load_whole}
+"""Where those are not apart (0.5.15)."""
+
+
+def _wrap() -> None:
+    """Wrap SGLang's loader, if it is not."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    has_both = all(hasattr(DefaultModelLoader, name) for name in _INSTEAD)
+    for name, instead in (_INSTEAD if has_both else _INSTEAD_BEFORE).items():
+        if name not in _replaced:
+            original = DefaultModelLoader.__dict__[name]
+            _replaced[name] = original
+            setattr(DefaultModelLoader, name, staticmethod(_wrapper_of(original.__func__, instead)))
+
+
+def _unwrap() -> None:
+    """Give it back."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    for name, original in _replaced.items():
+        setattr(DefaultModelLoader, name, original)
+    _replaced.clear()
+
+
+def _wrapper_of(original: Callable[..., Any], instead: Callable[..., None]) -> Callable[..., Any]:
+    def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
+        drop_in = of(model)
+        return original(model, *args, **kwargs) if drop_in is None else instead(drop_in, model, *args, **kwargs)
+
+    return wrapper

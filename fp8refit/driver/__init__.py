@@ -1,0 +1,4 @@
+"""The process that calls `refit`: what an engine is to it, how engines are found, and the steps of a refit.
+
+Nothing below imports this package. `Adapter`, `Engine` and `Ranks` in `engine` are what an adapter implements.
+"""

@@ -1,0 +1,162 @@
+"""One trainer, several engines: a policy is sent once to all of them, and all serve it or none does."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch.distributed
+from torch import Tensor
+
+from fp8refit.config import RefitConfig
+from fp8refit.driver.engine_group import Fleet
+from fp8refit.driver.refitter import Refitter, choose_config
+from fp8refit.errors import InvalidSourceError, RefitError
+from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
+from fp8refit.report import RefitReport
+from fp8refit.sources.sharded.gather import Gathered
+from fp8refit.sources.source import Manifest, StateDict
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_PATIENCE = 4
+"""How often `timeout_s` the other ranks of a trainer wait for the one that prepares and pauses the engines."""
+
+
+class Broadcaster:
+    """Moves several engines from policy to policy at once, by a broadcast of FP8 codes and scales to all their ranks.
+
+    An error before the first byte is written leaves every engine as it was, serving. One after it leaves all of them dirty,
+    refusing requests, and the next push heals them.
+
+    Args:
+        engines: What `Refitter` takes, with workers in processes of their own: `LLM`, `AsyncLLM`, URLs of servers. The trainer
+            drives them from its rank 0; other ranks may pass nothing.
+        config: How to refit; or give its fields as keywords. `transport` is `"collective"`, and `collective` says how: engines
+            on other hosts need `host`, an address of this one.
+        group: The ranks of the trainer, if it has several: every one of them makes a `Broadcaster` and calls `push`. The group
+            can carry tensors of the CPU (gloo beside NCCL).
+
+    Raises:
+        UnsupportedEngineError: An engine cannot be refitted by a broadcast; says why.
+
+    Examples:
+        >>> broadcaster = Broadcaster([llm, "http://10.0.0.2:8000"], collective={"host": "10.0.0.1"})  # doctest: +SKIP
+        >>> print(broadcaster.push(model.state_dict()))                                                # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[object] = (),
+        *,
+        config: RefitConfig | None = None,
+        group: "ProcessGroup | None" = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(engines, str) or not isinstance(engines, Iterable):
+            raise TypeError(f"engines is of type {type(engines).__name__}; pass a list of engines")
+        self._config = choose_config(config, options).model_copy(update={"transport": "collective"})
+        self._group = group
+        self._refitter: Refitter | None = None
+        if group is None or torch.distributed.get_rank(group) == 0:
+            self._refitter = Refitter(Fleet(tuple(engines)), self._config)
+
+    @property
+    def version(self) -> int:
+        """Policy version that the engines serve; 0 on ranks of the trainer that do not drive them."""
+        return self._refitter.version if self._refitter is not None else 0
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether any engine holds a mixture of two policies; all of them refuse requests until the next push."""
+        return self._refitter is not None and self._refitter.is_dirty
+
+    def push(
+        self,
+        state_dict: StateDict,
+        *,
+        manifest: Manifest | None = None,
+        calibration: Calibration | None = None,
+        kv_scales: KvScaleValues | None = None,
+    ) -> RefitReport | None:
+        """Make every engine serve the policy in `state_dict`.
+
+        Every rank of `group` calls it, with its own shards of the same tensors in the same order; all raise if one does.
+
+        Args:
+            state_dict: See `Refitter.refit`. An iterator needs a `manifest`, in whose order it is read. With `group`, a mapping
+                or pairs of names and DTensors or tensors.
+            manifest: See `Refitter.refit`.
+            calibration: See `Refitter.refit`; every engine measures for itself.
+            kv_scales: See `Refitter.refit`.
+
+        Returns:
+            What was done, with the ranks of all engines numbered one after another; None on ranks that do not drive.
+
+        Raises:
+            RefitError: See `Refitter.refit`.
+            TransportError: A rank did not join, died, or does not answer.
+        """
+        with self._opened(state_dict) as weights:
+            if self._refitter is None:
+                return None
+            return self._refitter.refit(weights, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
+
+    async def push_async(
+        self,
+        state_dict: StateDict,
+        *,
+        manifest: Manifest | None = None,
+        calibration: Calibration | None = None,
+        kv_scales: KvScaleValues | None = None,
+    ) -> RefitReport | None:
+        """`push` if any engine is asynchronous, awaited in the event loop that drives those that are."""
+        with self._opened(state_dict) as weights:
+            if self._refitter is None:
+                return None
+            return await self._refitter.refit_async(
+                weights, manifest=manifest, calibration=calibration, kv_scales=kv_scales
+            )
+
+    def fingerprints(self) -> list[str]:
+        """See `Refitter.fingerprints`: of every rank of every engine, engine after engine."""
+        return self._refitter.fingerprints() if self._refitter is not None else []
+
+    def close(self) -> None:
+        """Leave the group with the engines' ranks, and give back what is held beyond the engines."""
+        if self._refitter is not None:
+            self._refitter.close()
+
+    async def close_async(self) -> None:
+        """`close` if any engine is asynchronous."""
+        if self._refitter is not None:
+            await self._refitter.close_async()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except RefitError:
+            if error is None:
+                raise
+
+    def _opened(self, state_dict: StateDict) -> AbstractContextManager[StateDict]:
+        """What rank 0 reads, and the others take part in.
+
+        Raises:
+            InvalidSourceError: It is not what several ranks can read together.
+        """
+        if self._group is None or isinstance(state_dict, Gathered):
+            return nullcontext(state_dict)
+        if not isinstance(state_dict, Mapping | list | tuple):
+            raise InvalidSourceError(
+                [f"{type(state_dict).__name__}: the ranks of a trainer push a mapping, or fp8refit.gathered of one"]
+            )
+        pairs: Mapping[str, Tensor] | Sequence[tuple[str, Tensor]] = state_dict
+        config = self._config
+        return Gathered(pairs, self._group, bucket_bytes=config.bucket_bytes, timeout_s=_PATIENCE * config.timeout_s)

@@ -1,0 +1,164 @@
+"""When a policy is whole of which tensors come one by one: what the ranks of an engine need, and what has come of it."""
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from fp8refit.config import RefitConfig
+from fp8refit.errors import RefitError
+from fp8refit.fill.plan import is_any_of
+from fp8refit.live.names import is_kv_scale, is_not_a_weight
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory
+from fp8refit.ranks.rank import Rank
+from fp8refit.transport.vote import ErrorRecord, merge_errors
+
+
+class Claims(BaseModel):
+    """Names of which one rank holds a part, or that it lets pass."""
+
+    model_config = ConfigDict(frozen=True)
+
+    needed: frozenset[str] = frozenset()
+    """Without them a policy is not whole."""
+    optional: frozenset[str] = frozenset()
+    """May come: KV scales."""
+    skipped: frozenset[str] = frozenset()
+    """May come, and nothing is done with them."""
+    aliases: dict[str, str] = {}
+    """Second names of tied tensors, and the first."""
+    stacks: dict[str, tuple[str, ...]] = {}
+    """Tensors of all experts, and the needed ones that each holds."""
+
+    @classmethod
+    def of(cls, inventory: Inventory) -> "Claims":
+        """Those of one rank."""
+        return cls(
+            needed=frozenset(slot.name for slot in inventory.slots if not slot.is_optional),
+            optional=frozenset(slot.name for slot in inventory.slots if slot.is_optional),
+            skipped=frozenset(inventory.unneeded),
+            aliases=inventory.aliases,
+            stacks={stack.name: tuple(stack.parts) for stack in inventory.stacked},
+        )
+
+    @classmethod
+    def union(cls, ranks: Iterable["Claims"]) -> "Claims":
+        """Those of all ranks together."""
+        ranks = list(ranks)
+        stacks: dict[str, tuple[str, ...]] = {}
+        for rank in ranks:
+            for name, parts in rank.stacks.items():
+                stacks[name] = (*stacks.get(name, ()), *parts)
+        needed = frozenset[str]().union(*(rank.needed for rank in ranks))
+        return cls(
+            needed=needed,
+            optional=frozenset[str]().union(*(rank.optional for rank in ranks)),
+            skipped=frozenset[str]().union(*(rank.skipped for rank in ranks)) - needed,
+            aliases={alias: name for rank in ranks for alias, name in rank.aliases.items()},
+            stacks=stacks,
+        )
+
+
+class Kind(Enum):
+    """What a name is to the ranks."""
+
+    NEEDED, OPTIONAL, SKIPPED, UNKNOWN = range(4)
+
+
+class Stream:
+    """What has come of one policy. Every rank sees the same names in the same order, and so comes to the same conclusions.
+
+    Args:
+        claims: Of all ranks.
+        keep: Patterns of names that need not come.
+    """
+
+    def __init__(self, claims: Claims, keep: tuple[str, ...] = ()) -> None:
+        self._claims = claims
+        is_kept = is_any_of(keep)
+        aliases: dict[str, set[str]] = {}
+        for alias, name in claims.aliases.items():
+            aliases.setdefault(name, set()).add(alias)
+        holders = {part: stack for stack, parts in claims.stacks.items() for part in parts}
+        self._needed = {
+            name
+            for name in claims.needed
+            if not any(map(is_kept, (name, *aliases.get(name, ()), *([holders[name]] if name in holders else []))))
+        }
+        self.begin_anew()
+
+    def begin_anew(self, first: str | None = None) -> None:
+        """Nothing has come yet.
+
+        Args:
+            first: The name with which policies begin, if that is known.
+        """
+        self.first = first
+        self.came: set[str] = set()
+        self._spelled: dict[str, str] = {}
+        self.missing = set(self._needed)
+
+    def kind_of(self, name: str) -> Kind:
+        """What a name is to the ranks."""
+        base = self._base(name)
+        claims = self._claims
+        if base in self._needed or base in claims.stacks:
+            return Kind.NEEDED
+        if base in claims.needed or base in claims.optional:
+            return Kind.OPTIONAL
+        if name in claims.skipped or base in claims.skipped or is_not_a_weight(name):
+            return Kind.SKIPPED
+        return Kind.SKIPPED if is_kv_scale(name) and not claims.optional else Kind.UNKNOWN
+
+    def is_second(self, name: str) -> bool:
+        """Whether it is another name of a tied tensor that came."""
+        base = name.removesuffix(SCALE_SUFFIX)
+        return self._spelled.get(self._base(name), base) != base
+
+    def note(self, name: str, tensor: Any) -> None:
+        """It came."""
+        self.came.add(name)
+        base = self._base(name)
+        if name.endswith(SCALE_SUFFIX):
+            self.missing.discard(base + SCALE_SUFFIX)
+            return
+        self._spelled.setdefault(base, name)
+        self.missing.difference_update(self._claims.stacks.get(base, (base,)))
+        scale = name + SCALE_SUFFIX
+        if getattr(tensor, "dtype", None) is FP8_DTYPE and scale not in self.came:
+            self.missing.add(base + SCALE_SUFFIX)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing."""
+        return not self.missing
+
+    def _base(self, name: str) -> str:
+        base = name.removesuffix(SCALE_SUFFIX)
+        return self._claims.aliases.get(base, base)
+
+
+class _Said(BaseModel):
+    """What one rank says of itself."""
+
+    claims: Claims = Claims()
+    error: ErrorRecord | None = None
+
+
+def claims_of_all(rank: Rank, config: RefitConfig) -> Claims:
+    """Of every rank of the engine, which all ask at once.
+
+    Raises:
+        RefitError: One of them cannot be refitted.
+    """
+    try:
+        said = _Said(claims=Claims.of(rank.target.check_ready()))
+    except RefitError as error:
+        said = _Said(error=ErrorRecord.of(error))
+    answers = rank.group.exchange(said.model_dump_json().encode(), timeout_s=config.timeout_s)
+    ranks = [_Said.model_validate_json(answer) for answer in answers]
+    failed = {place: one.error for place, one in enumerate(ranks) if one.error is not None}
+    if failed:
+        raise merge_errors(failed, num_ranks=len(ranks))
+    return Claims.union(one.claims for one in ranks)

@@ -1,0 +1,334 @@
+"""An engine's own `load_weights` as a refit: what a trainer loads, by tensors or buckets, becomes one update a policy.
+
+Nothing says which tensor is the last one. So a policy is whole when every tensor that any rank of the engine needs has come,
+and every rank ends it at the same tensor. Where an engine has calls for begin and end, those are the marks.
+
+A stream that breaks off leaves the engine dirty. Its rest is refused, and the next policy begins where that one began: tensors
+of two policies never add up to one.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, field_validator
+from torch import Tensor
+
+from fp8refit.config import RefitConfig
+from fp8refit.driver.completeness import Kind, Stream, claims_of_all
+from fp8refit.driver.update import Update, update
+from fp8refit.errors import EngineDirtyError, InvalidSourceError, RankFailedError, RefitError
+from fp8refit.live.slots import SOURCE_DTYPES
+from fp8refit.ranks.rank import Rank
+from fp8refit.report import RefitReport
+from fp8refit.sources.source import named
+
+_LONGEST_LIST = 8
+_NUM_SAMPLES = 64
+_last_report: RefitReport | None = None
+
+
+class DropInOptions(BaseModel):
+    """How the drop-in is set up: from the environment, or as options of the engine's plugin, which win."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    drop_in: bool = False
+    """`FP8REFIT_DROP_IN=1`: whether loading weights into a live engine is a refit."""
+    quantization: str | None = None
+    """`FP8REFIT_QUANTIZATION`: how an engine is quantized at boot for which nothing else says it."""
+    calibration: Path | None = None
+    """`FP8REFIT_CALIBRATION`: a JSON file with lists of token ids, by which KV scales are set at every commit."""
+    keep: tuple[str, ...] = ()
+    """`FP8REFIT_KEEP`: patterns of names that the trainer froze and never sends, with commas between them."""
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _split(cls, patterns: Any) -> Any:
+        return tuple(filter(None, patterns.split(","))) if isinstance(patterns, str) else patterns
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> "DropInOptions":
+        """What is set.
+
+        Raises:
+            ValueError: Something else than these options, or with a wrong value.
+        """
+        names = {name: f"FP8REFIT_{name.upper()}" for name in cls.model_fields}
+        found = {name: environment[variable] for name, variable in names.items() if environment.get(variable)}
+        return cls.model_validate(found | dict(options or {}))
+
+    def read_calibration(self) -> list[list[int]] | None:
+        """The token ids, if there are any."""
+        return None if self.calibration is None else json.loads(self.calibration.read_text())
+
+
+class DropIn:
+    """Takes what one rank is given to load. Made on every rank at once.
+
+    Args:
+        owner: What `fp8refit.update` takes: a worker, or a scheduler.
+        rank: The rank that it is.
+        options: How.
+        logger: Where commits are told of.
+
+    Raises:
+        RefitError: The engine cannot be refitted.
+    """
+
+    def __init__(self, owner: object, rank: Rank, options: DropInOptions, logger: logging.Logger) -> None:
+        self._owner, self._rank, self._logger = owner, rank, logger
+        self._config = RefitConfig(keep=options.keep)
+        self._calibration = options.read_calibration()
+        self._stream = Stream(claims_of_all(rank, self._config), options.keep)
+        self._update: Update | None = None
+        self._objection: RefitError | None = None
+        self._is_marked = False
+        self._bucket: list[tuple[str, Tensor]] = []
+        self._samples: list[Tensor] = []
+        self._has_warned_of_scales = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a policy has come in part."""
+        return self._update is not None
+
+    @property
+    def missing(self) -> list[str]:
+        """What has not come yet, in order."""
+        return sorted(self._stream.missing)
+
+    def load(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Replaces the network's `load_weights`.
+
+        Returns:
+            The names that came.
+
+        Raises:
+            RefitError: What does not fit. An engine of several ranks raises it when the policy has come to its end, on all of
+                them alike.
+        """
+        pairs = list(weights.items()) if isinstance(weights, Mapping) else weights
+        are_together = isinstance(pairs, list | tuple)
+        came = set()
+        items = named(pairs)
+        while (item := self._next_of(items)) is not None:
+            name, _, tensor = item
+            came.add(name)
+            self._take(name, tensor)
+            if not are_together:
+                self._hand_over()
+        self._hand_over()
+        return came
+
+    def begin(self) -> None:
+        """The engine was told that a policy begins, and will be told where it ends.
+
+        Raises:
+            RefitError: It cannot be refitted now, on all ranks alike; nothing is written.
+        """
+        self._give_up("another one begins")
+        self._stream.begin_anew()
+        self._is_marked = True
+        try:
+            self._open()
+        except BaseException:
+            self._is_marked = False
+            raise
+
+    def end(self) -> None:
+        """The engine was told that all of it has come.
+
+        Raises:
+            RefitError: It is not whole, or was not what fits.
+        """
+        if not self._is_marked:
+            return
+        self._is_marked = False
+        if self._update is None:
+            raise EngineDirtyError("this update failed before it came to its end; send the whole policy again")
+        try:
+            self._commit()
+        finally:
+            self._stream.begin_anew()
+
+    def close(self) -> None:
+        """Leave the engine as it is; a policy of which a part came leaves it dirty."""
+        self._give_up("nothing is taken any more")
+        self._is_marked = False
+
+    def _next_of(self, items: Iterator[tuple[str, str, Any]]) -> tuple[str, str, Any] | None:
+        """What a trainer gives next; None if that was all. If it fails, so does the policy, on every rank."""
+        try:
+            return next(items, None)
+        except BaseException as error:
+            self._give_up(f"what gave it failed ({type(error).__name__}: {error})")
+            raise
+
+    def _take(self, name: str, tensor: Tensor) -> None:
+        stream, kind = self._stream, self._stream.kind_of(name)
+        if self._update is None:
+            if not self._begins(name, kind, tensor):
+                return
+        elif not self._is_marked and name in stream.came:
+            self._start_over(name, tensor)
+        if stream.is_second(name):
+            self._hand_over()
+            if self._objection is None and not self._rank.target.holds(name, tensor):
+                self._objection = _differs(name)  # raised at the end, as other ranks may hold another part of it
+            stream.note(name, tensor)
+            return
+        if kind in (Kind.NEEDED, Kind.OPTIONAL):
+            stream.note(name, tensor)
+        self._witness(tensor)
+        self._bucket.append((name, tensor))
+        if stream.is_whole and not self._is_marked:
+            self._commit()
+
+    def _witness(self, tensor: Tensor) -> None:
+        """Note some values of what comes, by which ranks that were given two policies notice it: their names are the same."""
+        if self._rank.group.size > 1 and isinstance(tensor, Tensor) and tensor.dtype in SOURCE_DTYPES:
+            values = tensor.detach().reshape(-1)
+            some = values[:: max(1, values.numel() // _NUM_SAMPLES)]
+            self._samples.append(some.to(self._rank.target.device, torch.float32, copy=True))
+
+    def _begins(self, name: str, kind: Kind, tensor: Tensor) -> bool:
+        """Begin a policy with what came while none was under way, if it is the beginning of one.
+
+        Raises:
+            RefitError: It belongs to none.
+        """
+        stream = self._stream
+        if self._is_marked:
+            raise EngineDirtyError("this update failed; end it, and send the whole policy again")
+        if kind is Kind.SKIPPED:
+            return False
+        if kind is Kind.UNKNOWN:
+            raise InvalidSourceError([f"{name}: unexpected, this engine has no such weight; leave it out"])
+        if stream.first in (None, name):
+            self._begin_with(name)
+            return True
+        if not stream.is_whole:
+            self._refuse(name, tensor)
+        if name in stream.came or not stream.is_second(name):
+            problem = f"{name}: came after the policy was whole; the next one has to begin with {stream.first}, as that one did"
+            raise InvalidSourceError([problem])
+        if not self._rank.target.holds(name, tensor):
+            raise _differs(name)
+        stream.note(name, tensor)
+        return False
+
+    def _start_over(self, name: str, tensor: Tensor) -> None:
+        """The policy that was under way is not to become whole.
+
+        Raises:
+            EngineDirtyError: What came now is not the beginning of another.
+        """
+        self._give_up(f"{name} came again")
+        if name != self._stream.first:
+            self._refuse(name, tensor)
+        self._begin_with(name)
+
+    def _refuse(self, name: str, tensor: Tensor) -> None:
+        """Take nothing of a policy whose beginning is not known.
+
+        Raises:
+            EngineDirtyError: In any case.
+        """
+        stream = self._stream
+        if name in stream.came:
+            stream.begin_anew(stream.first)
+        stream.note(name, tensor)
+        raise EngineDirtyError(
+            f"{name}: not taken, as it may be of another policy than what came before it, which broke off; send a whole "
+            f"policy, beginning with {stream.first}"
+        )
+
+    def _begin_with(self, name: str) -> None:
+        self._stream.begin_anew(name)
+        self._stream.came.add(name)  # whatever becomes of it
+        self._open()
+
+    def _open(self) -> None:
+        opened = update(self._owner, self._config, calibration=self._calibration)
+        opened.__enter__()
+        self._update, self._objection, self._rank.witness = opened, None, ""
+        self._samples.clear()
+
+    def _hand_over(self) -> None:
+        """Give on what came since the last time."""
+        bucket, self._bucket = self._bucket, []
+        if bucket and self._update is not None:
+            try:
+                self._update.load(bucket)
+            except BaseException:
+                self._update = None
+                raise
+
+    def _commit(self) -> None:
+        """End the policy that has come."""
+        global _last_report
+        self._hand_over()
+        if self._objection is not None:
+            self._leave(self._objection)
+        if self._samples:
+            with self._rank.target.on_device():
+                if self._rank.target.device.type == "cuda":
+                    torch.cuda.synchronize()  # each was taken on the stream that its tensor came on
+            samples = torch.cat(self._samples).cpu().numpy().tobytes()
+            self._rank.witness = hashlib.sha256(samples).hexdigest()
+        ended, self._update = self._update, None
+        assert ended is not None, "one is under way"
+        try:
+            ended.__exit__(None, None, None)
+        finally:
+            self._rank.witness = ""
+        report = ended.report
+        assert report is not None, "it is over"
+        num_old = self._rank.target.num_kv_scales if report.kv is None else 0
+        report = report.model_copy(update={"num_old_scales": num_old})
+        if num_old and not self._has_warned_of_scales:
+            self._has_warned_of_scales = True
+            self._logger.warning(
+                "the %d scales of the FP8 KV cache are those of an older policy: set FP8REFIT_CALIBRATION to a JSON file of "
+                "token ids, or send scales among the weights",
+                num_old,
+            )
+        _last_report = report
+        self._logger.info("%s", report.summary())
+
+    def _give_up(self, why: str) -> None:
+        """What has come of a policy is not to become whole: say so, and leave the engine dirty."""
+        if self._update is None:
+            return
+        missing = self.missing
+        listed = ", ".join(missing[:_LONGEST_LIST]) + (", ..." if len(missing) > _LONGEST_LIST else "")
+        said = f"a policy did not become whole: {why}, and {len(missing)} tensors were missing ({listed})"
+        self._logger.warning("%s; the engine refuses requests until one is", said)
+        try:
+            self._leave(RankFailedError(said))
+        except RefitError as error:
+            self._logger.debug("%s", error)
+
+    def _leave(self, error: BaseException) -> None:
+        """End what is under way with an error, on every rank alike."""
+        self._bucket.clear()
+        left, self._update, self._objection = self._update, None, None
+        assert left is not None, "one is under way"
+        left.__exit__(type(error), error, None)
+
+
+def _differs(name: str) -> InvalidSourceError:
+    return InvalidSourceError([f"{name}: is tied, and differs from what came under its other name; send one of them"])
+
+
+def last_report() -> RefitReport | None:
+    """What the last policy was that a drop-in of this process brought; None before the first.
+
+    In a trainer that has its engine in its own process, or in a worker. `report.model_dump()` gives its figures.
+    """
+    return _last_report

@@ -1,0 +1,253 @@
+"""Several engines that are refitted together: one control plane and one set of ranks, as `fp8refit.driver.engine` knows them.
+
+So the steps of a refit, and their order, are those of one engine: all are prepared, then all paused and flushed, then one
+broadcast goes to all, and all commit or none does.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from typing_extensions import override
+
+from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.driver.engine import AttachedEngine, Engine, Ranks, Turn, attach_engine
+from fp8refit.errors import EngineLostError, RefitError, UnsupportedEngineError
+from fp8refit.live.layout import EngineLayout
+from fp8refit.remote.broadcast.broadcast import Broadcast
+from fp8refit.remote.ranks import RemoteRanks
+from fp8refit.report import KvReport, RankReport
+from fp8refit.sources.source import Source
+
+T = TypeVar("T")
+
+
+class Fleet(Engine):
+    """Implements `fp8refit.driver.engine.Engine` over several engines.
+
+    Args:
+        candidates: What `Refitter` takes: an `LLM`, an `AsyncLLM`, a URL.
+
+    Raises:
+        UnsupportedEngineError: One is nothing that `Refitter` takes, or runs in this process.
+    """
+
+    def __init__(self, candidates: Sequence[object]) -> None:
+        if not candidates:
+            raise UnsupportedEngineError("there is no engine to broadcast to; pass at least one")
+        attached = [attach_engine(candidate) for candidate in candidates]
+        if len({id(each) for each in attached}) < len(attached):
+            raise UnsupportedEngineError("an engine is named twice; name every engine once")
+        self._engines = [each.engine for each in attached]
+        members = [engine.ranks for engine in self._engines if isinstance(engine.ranks, RemoteRanks)]
+        if len(members) < len(self._engines):
+            raise UnsupportedEngineError(
+                "an engine whose model is in this process needs no broadcast; give it to Refitter, or boot it with workers in "
+                "processes of their own"
+            )
+        self.name = " + ".join(engine.name for engine in self._engines)
+        self.ranks = FleetRanks(members, self._together)
+        turns = _Turns([each.turn for each in attached])
+        self._fp8refit_engine = AttachedEngine(self, turns)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether any of the engines is."""
+        return any(engine.is_asynchronous for engine in self._engines)
+
+    @override
+    async def check_ready(self) -> None:
+        await self._together([engine.check_ready() for engine in self._engines])
+
+    @override
+    async def pause(self, config: RefitConfig) -> int:
+        return sum(await self._together([engine.pause(config) for engine in self._engines]))
+
+    @override
+    async def resume(self) -> None:
+        await self._together([engine.resume() for engine in self._engines])
+
+    @override
+    async def refuse(self, reason: str) -> None:
+        """An engine that is lost takes no request in any case; one that is whole goes on."""
+
+        async def refuse(engine: Engine) -> None:
+            if not engine.ranks.is_dirty:
+                with contextlib.suppress(RefitError):
+                    await engine.resume()
+                    return
+            with contextlib.suppress(RefitError):
+                await engine.refuse(reason)
+
+        await self._together([refuse(engine) for engine in self._engines])
+
+    @override
+    async def flush_caches(self) -> None:
+        await self._together([engine.flush_caches() for engine in self._engines])
+
+    @override
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        """All have the same tokenizer."""
+        return await self._engines[0].tokenize(prompts)
+
+    @override
+    async def publish_version(self, version: int) -> None:
+        await self._together([engine.publish_version(version) for engine in self._engines])
+
+    async def _together(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """The calls of synchronous engines block: each has a thread of its own."""
+        if self.is_asynchronous:
+            outcomes: list[T | BaseException] = await asyncio.gather(
+                *(
+                    call if engine.is_asynchronous else asyncio.to_thread(_run, call)
+                    for engine, call in zip(self._engines, calls, strict=True)
+                ),
+                return_exceptions=True,
+            )
+        elif len(calls) == 1:
+            return [_run(calls[0])]
+        else:
+            with ThreadPoolExecutor(len(calls)) as pool:
+                outcomes = list(pool.map(_outcome, calls))
+        results, errors = [], []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                errors.append(outcome)
+            else:
+                results.append(outcome)
+        if errors:  # of an engine that is lost others tell only that it is gone
+            raise next((error for error in errors if isinstance(error, EngineLostError)), errors[0])
+        return results
+
+
+class FleetRanks(Ranks):
+    """Implements `fp8refit.driver.engine.Ranks` over the ranks of several engines.
+
+    Args:
+        members: Of each engine.
+        together: Asks all engines at the same time.
+    """
+
+    def __init__(self, members: Sequence[RemoteRanks], together: Callable[..., Any]) -> None:
+        self._members = tuple(members)
+        self._together = together
+        self._broadcast = Broadcast(self._members, together)
+
+    @property
+    @override
+    def version(self) -> int:
+        """Engines that were refitted alone before differ, until the next refit of all."""
+        return max(member.version for member in self._members)
+
+    @property
+    @override
+    def is_dirty(self) -> bool:
+        return any(member.is_dirty for member in self._members)
+
+    @property
+    @override
+    def drops_caches(self) -> bool:
+        """Only an engine that is alone is asked for both at once."""
+        return all(member.drops_caches for member in self._members)
+
+    @override
+    async def prepare(
+        self,
+        make_source: Callable[[], Source],
+        config: RefitConfig,
+        *,
+        kv: KvOrder | None = None,
+        objection: BaseException | None = None,
+    ) -> None:
+        if objection is not None:
+            raise objection
+        await self._together([member.meet(config) for member in self._members])
+        await self._broadcast.prepare(make_source(), config, kv=kv)
+
+    @override
+    async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
+        """The ranks of all engines are numbered one after another."""
+        if objection is not None:
+            await self.abandon()
+            raise objection
+        reports = await self._broadcast.write(self.version + 1)
+        every = [report for of_engine in reports for report in of_engine]
+        return [report.model_copy(update={"rank": rank}) for rank, report in enumerate(every)]
+
+    @override
+    async def check_calibration(
+        self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None
+    ) -> None:
+        await self._together([member.check_calibration(kv, config, objection=objection) for member in self._members])
+
+    @override
+    async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+        reports = await self._together([member.calibrate(kv, config, objection=objection) for member in self._members])
+        return KvReport.merge(reports)
+
+    @override
+    async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
+        """Each engine reads the policy anew."""
+        found = [await member.verify(make_source, config) for member in self._members]
+        every = [report for of_engine in found for report in of_engine]
+        return [report.model_copy(update={"rank": rank}) for rank, report in enumerate(every)]
+
+    @override
+    async def abandon(self) -> None:
+        await self._together([member.abandon() for member in self._members])
+
+    @override
+    async def layout(self) -> EngineLayout:
+        """What the first engine that holds a tensor holds of it."""
+        return EngineLayout.merge(await self._together([member.layout() for member in self._members]))
+
+    @override
+    async def fingerprints(self) -> Sequence[str]:
+        """Engine after engine."""
+        found = await self._together([member.fingerprints() for member in self._members])
+        return [each for of_engine in found for each in of_engine]
+
+    @override
+    async def close(self) -> None:
+        self._broadcast.close()
+        await self._together([member.close() for member in self._members])
+
+
+class _Turns(Turn):
+    """The turns of several engines as one."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns = turns
+
+    @override
+    def take(self, holder: object) -> bool:
+        """All of them or none."""
+        if all(turn.take(holder) for turn in self._turns):
+            return True
+        self.end(holder)
+        return False
+
+    @override
+    def end(self, holder: object) -> None:
+        for turn in self._turns:
+            turn.end(holder)
+
+
+def _run(call: Coroutine[Any, Any, T]) -> T:
+    """Do what a synchronous engine does, which never suspends."""
+    try:
+        call.send(None)
+    except StopIteration as result:
+        value: T = result.value
+        return value
+    call.close()
+    raise AssertionError("a synchronous engine suspended")
+
+
+def _outcome(call: Coroutine[Any, Any, T]) -> T | BaseException:
+    try:
+        return _run(call)
+    except BaseException as error:  # noqa: BLE001 - raised again once every engine has answered
+        return error

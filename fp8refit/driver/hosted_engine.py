@@ -1,0 +1,162 @@
+"""An engine in a process of the user's own, such as an actor of Ray, refitted from another process.
+
+No port is opened and no framework imported: orders are text, which the user's framework carries from a `HostedEngine`, where
+the trainer is, to the `EngineHost` beside the engine. Tensors go as they do to any engine in other processes.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from fp8refit.config import RefitConfig
+from fp8refit.driver.driven import DrivenEngine
+from fp8refit.driver.engine import AttachedEngine, Engine, LocalRanks, Ranks, attach_engine
+from fp8refit.errors import EngineLostError, UnsupportedEngineError
+from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
+from fp8refit.remote.rank_server import RankServer
+from fp8refit.remote.ranks import RemoteRanks
+from fp8refit.remote.servers.connection import Line
+from fp8refit.remote.servers.order_handler import Clerk
+from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
+
+
+class EngineHost:
+    """Carries out on an engine of this process what a `HostedEngine` elsewhere asks for.
+
+    If the trainer dies in the middle of a refit, a synchronous engine refuses requests until the next one; an asynchronous one
+    goes on by itself if nothing was written.
+
+    Args:
+        engine: What `Refitter` takes.
+
+    Raises:
+        UnsupportedEngineError: It is not that, or one of several ranks that have a driver each.
+
+    Examples:
+        >>> @ray.remote                                              # doctest: +SKIP
+        ... class Rollouts:
+        ...     def __init__(self, model):
+        ...         self.llm = LLM(model)
+        ...         self.host = fp8refit.EngineHost(self.llm)
+        ...     def order(self, message):
+        ...         return self.host.answer(message)
+    """
+
+    def __init__(self, engine: object) -> None:
+        self._engine = attach_engine(engine).engine
+        self._clerk = Clerk(_HostControls(self._engine))
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+
+    def answer(self, message: str) -> str:
+        """Carry out one order on a synchronous engine; errors go back to who ordered it.
+
+        Raises:
+            UnsupportedEngineError: The engine is asynchronous.
+        """
+        if self._engine.is_asynchronous:
+            raise UnsupportedEngineError(
+                f"this {self._engine.name} engine is asynchronous; await answer_async in the event loop that drives it"
+            )
+        return self._runner.run(self._clerk.answer(message)).model_dump_json()
+
+    async def answer_async(self, message: str) -> str:
+        """`answer` for an asynchronous engine, in the event loop that drives it."""
+        return (await self._clerk.answer(message)).model_dump_json()
+
+
+class HostedEngine(ServerDriver, Engine):
+    """An engine that has an `EngineHost` in its process, for `Refitter` and `Broadcaster`.
+
+    Args:
+        ask: Called with an order, and the seconds that it may take. Has the other process's `EngineHost` answer the order, and
+            returns what it said. Whatever it raises means that the engine is lost.
+        label: What errors call the engine.
+
+    Raises:
+        EngineLostError: It cannot be asked.
+
+    Examples:
+        >>> def ask(message, timeout_s):                             # doctest: +SKIP
+        ...     return ray.get(rollouts.order.remote(message), timeout=timeout_s)
+        >>> refitter = Refitter(HostedEngine(ask))                   # doctest: +SKIP
+    """
+
+    name = "hosted"
+
+    def __init__(self, ask: Callable[[str, float], str], *, label: str = "the hosted engine") -> None:
+        if not callable(ask):
+            raise TypeError(f"ask is of type {type(ask).__name__}; pass a function of a message and of seconds to wait")
+        super().__init__(_Asked(ask, label))
+        self.ranks: Ranks = ServedRanks(self)
+        self._fp8refit_engine = AttachedEngine(self)
+
+
+class _Asked(Line):
+    """See `HostedEngine`."""
+
+    asking_s: ClassVar[float] = RefitConfig().timeout_s
+    """An actor does one thing after another, and may be in the middle of a rollout."""
+    is_shared: ClassVar[bool] = False
+    """The function is the user's, as is the source that is read while an order is carried out."""
+
+    def __init__(self, ask: Callable[[str, float], str], label: str) -> None:
+        super().__init__(label)
+        self._ask = ask
+
+    @override
+    def deliver(self, message: str, *, timeout_s: float) -> str:
+        try:
+            return self._ask(message, timeout_s)
+        except Exception as error:
+            raise EngineLostError(
+                f"{self.label} does not answer ({type(error).__name__}: {error}); start it again if it died"
+            ) from error
+
+
+class _HostControls(DrivenEngine):
+    """See `fp8refit.remote.servers.order_handler.Controls`."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, engine.ranks)
+        self.pause = self._pause_if_ready
+        self._call = _call_of(engine)
+        self._pairs: Pairs | None = engine.ranks.asked.pairs if isinstance(engine.ranks, RemoteRanks) else None
+
+    async def _pause_if_ready(self, config: RefitConfig) -> int:
+        await self.check_ready()
+        return await self._driver.pause(config)
+
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        return await self._call(message, timeout_s=timeout_s)
+
+    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
+        if self._pairs is not None:
+            return await self._pairs.call_pair(first, second, timeouts_s=timeouts_s)
+        return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
+
+
+class _OwnRank:
+    """The one rank of an engine whose model is in this process."""
+
+    def __init__(self, ranks: LocalRanks) -> None:
+        self._server = RankServer(lambda: ranks.rank)
+
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        return [self._server.handle(message)]
+
+
+def _call_of(engine: Any) -> Callable[..., Awaitable[Sequence[str]]]:
+    """How to reach every rank; see `fp8refit.remote.channel.Channel.call`.
+
+    Raises:
+        UnsupportedEngineError: From here only one of several can be.
+    """
+    if isinstance(engine.ranks, RemoteRanks):
+        return engine.ranks.asked.channel.call
+    if isinstance(engine.ranks, LocalRanks) and engine.ranks.rank.group.size == 1:
+        return _OwnRank(engine.ranks).call
+    raise UnsupportedEngineError(
+        f"this {engine.name} engine has a driver for each rank; call refit on every one of them, in their own processes"
+    )

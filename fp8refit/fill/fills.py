@@ -1,0 +1,324 @@
+"""Chooses how a source is written, and keeps what the next one that is laid out alike can use again."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError, StagingMemoryError
+from fp8refit.fill.compare import Comparison
+from fp8refit.fill.direct import DirectFill
+from fp8refit.fill.fill import Fill
+from fp8refit.fill.from_buckets import ReceivedFill, ReceivedSource
+from fp8refit.fill.plan import PlanBuilder, RefitPlan, compile_plan
+from fp8refit.fill.resident import ResidentFill
+from fp8refit.fill.staging import Staging
+from fp8refit.fill.stream import Expected, StreamFill, by_source
+from fp8refit.fill.tasks import misfit_scales, required_format, scale_problem
+from fp8refit.live.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta
+from fp8refit.sources.handover import HandedSource
+from fp8refit.sources.source import MappingSource, PushedSource, RandomAccess, Source, check_can_be_read_twice
+
+_OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation: pinned host memory is refused with it, and the device is as healthy as before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A source that was judged, and how it is written. Serves one refit, and is gone after it."""
+
+    source: Source
+    config: RefitConfig
+    inventory: Inventory
+    fills: tuple[Fill, ...]
+    """Each carries out a part of one plan. What is pushed goes to the last."""
+    comparison: Comparison | None
+    """What compares with what is held; None if it is written."""
+    kv: KvOrder | None = None
+    """Which KV scales are set once the weights are in place."""
+    ticket: object
+    """Shows that nothing else was prepared since, and that this was not given up."""
+
+    @property
+    def plan(self) -> RefitPlan | None:
+        """What is read from where; None until a stream of which nothing is known has come."""
+        return self.fills[-1].plan
+
+    def flush(self) -> None:
+        """Write what has come and is still staged."""
+        for fill in self.fills:
+            fill.flush()
+
+    def release(self) -> None:
+        """Give back what serves this refit alone."""
+        for fill in self.fills:
+            fill.release()
+
+    def bad_sources(self) -> list[str]:
+        """Wait for the device, and name the source tensors that were flagged."""
+        return [name for fill in self.fills for name in fill.bad_sources()]
+
+    def check_values(self) -> None:
+        """Read everything, while nothing is written.
+
+        Raises:
+            NonFiniteError: NaN or Inf.
+            InvalidSourceError: The source can be read only once.
+        """
+        check_can_be_read_twice(self.source)
+        if bad := [name for fill in self.fills for name in fill.look()]:
+            raise self.error_of(bad, written=False)
+
+    def error_of(self, bad: list[str], *, written: bool) -> RefitError:
+        """The error for tensors that a fill flagged: scales that fit no slot, else NaN or Inf."""
+        if self.plan is not None and all(name.endswith(SCALE_SUFFIX) for name in bad):
+            slots = self.inventory.slots
+            formats = {step.source: required_format(slots[step.slot], self.config) for step in self.plan.steps}
+            return InvalidSourceError([scale_problem(name, formats[name]) for name in bad])
+        return NonFiniteError(sorted(bad), written=written)
+
+
+class Fills:
+    """Prepares fills of one inventory.
+
+    What was compiled for a source is kept. The next source of its kind is asked once whether it is laid out alike, by the fill
+    that was compiled, or by comparing what is announced with what was expected the last time.
+
+    Args:
+        inventory: What this rank holds.
+        device: Where.
+    """
+
+    def __init__(self, inventory: Inventory, device: torch.device) -> None:
+        self._inventory = inventory
+        self._device = device
+        self._resident: ResidentFill | None = None
+        self._received: ReceivedFill | None = None
+        self._expected: tuple[tuple[object, ...], Expected] | None = None
+        """Of the last stream, and for which names it holds."""
+        self._directs: dict[bool, DirectFill] = {}
+        """For writing, and for comparing."""
+        self._ticket = object()
+
+    def prepare(
+        self,
+        source: Source,
+        config: RefitConfig,
+        *,
+        kv: KvOrder | None = None,
+        foreign: frozenset[str] = frozenset(),
+        compares: bool = False,
+    ) -> Prepared:
+        """Plan `source`, or recognize it, and compile what is missing. Writes nothing.
+
+        Args:
+            source: The whole policy.
+            config: How to refit.
+            kv: Which KV scales are set once the weights are in place.
+            foreign: Names that other ranks hold and this one does not; they may come.
+            compares: Whether what would be written is compared with what is held instead.
+
+        Raises:
+            InvalidSourceError: The source does not fit; names everything that is wrong with it.
+            StagingMemoryError: No room for the buckets of a stream.
+        """
+        self.release()
+        comparison = None
+        if isinstance(source, MappingSource) and not compares:
+            fills = self._prepare_mapping(source, config, foreign)
+        elif isinstance(source, ReceivedSource):
+            fills = (self._prepare_received(source, config, foreign),)
+        else:
+            direct = self._direct_for(config, compares)
+            comparison = direct.comparison
+            fills = (self._prepare_stream(source, config, foreign, direct),)
+        return Prepared(
+            source=source,
+            config=config,
+            inventory=self._inventory,
+            fills=fills,
+            comparison=comparison,
+            kv=kv,
+            ticket=self._ticket,
+        )
+
+    def is_current(self, prepared: Prepared) -> bool:
+        """Whether `prepared` is what was prepared last, and was not released."""
+        return prepared.ticket is self._ticket
+
+    def release(self) -> None:
+        """Let go of the tensors of the last source. What was prepared for it is not used any more."""
+        self._ticket = object()
+        if self._resident is not None:
+            self._resident.release()
+
+    def _prepare_mapping(self, source: MappingSource, config: RefitConfig, foreign: frozenset[str]) -> tuple[Fill, ...]:
+        slots, resident = self._inventory.slots, self._resident
+        if resident is None or not resident.renew(source, config):
+            plan = self._compile(*source.scan(), config, foreign)
+            self._resident = None
+            self._resident = resident = ResidentFill(plan, slots, source, self._device, config)
+        staged, misfits = resident.staged_steps, resident.misfit_scales()
+        if config.on_scale_mismatch == "refuse" and staged:
+            names = dict.fromkeys(step.source for step in staged)
+            misfits += misfit_scales(staged, slots, ((name, source.tensors[name]) for name in names))
+        if misfits:
+            raise InvalidSourceError(misfits)
+        if not staged:
+            return (resident,)
+        for device in {source.tensors[step.source].device for step in staged}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # what the trainer computes there has to be there before it is read
+        rest = Expected(plan=resident.plan, steps=by_source(staged))
+        return resident, self._stream(source, rest, config, foreign, is_announced=True, is_first=False)
+
+    def _prepare_received(self, source: ReceivedSource, config: RefitConfig, foreign: frozenset[str]) -> ReceivedFill:
+        received = self._received
+        if received is None or not received.renew(source, config):
+            plan = self._compile(source.metadata or {}, source.problems, config, foreign)
+            self._received = None
+            self._received = received = ReceivedFill(plan, self._inventory.slots, source, self._device, config)
+        self._check_scales(received.plan, source, config)
+        return received
+
+    def _prepare_stream(
+        self, source: Source, config: RefitConfig, foreign: frozenset[str], direct: DirectFill
+    ) -> StreamFill:
+        """Plan a stream before it is written, unless it can be read only once and nothing is known of it."""
+        held_for, scanned, is_first = (config.keep, foreign), source.scan(), False
+        known = self._expected[1] if self._expected is not None and self._expected[0] == held_for else None
+        if scanned is None:
+            is_first = known is None
+        else:
+            metadata, problems = scanned
+            if known is None or problems or known.metadata != metadata:
+                plan = self._compile(metadata, problems, config, foreign)
+                known, is_first = Expected(plan=plan, steps=by_source(plan.steps), metadata=metadata), True
+                self._expected = held_for, known
+            self._check_scales(known.plan, source, config)
+
+        def learn(came: Expected) -> None:
+            self._expected = held_for, came
+
+        return self._stream(
+            source,
+            known,
+            config,
+            foreign,
+            is_announced=scanned is not None,
+            is_first=is_first,
+            direct=direct,
+            learn=learn,
+        )
+
+    def _stream(
+        self,
+        source: Source,
+        expected: Expected | None,
+        config: RefitConfig,
+        foreign: frozenset[str],
+        *,
+        is_announced: bool,
+        is_first: bool,
+        direct: DirectFill | None = None,
+        learn: Callable[[Expected], None] = lambda _: None,
+    ) -> StreamFill:
+        """A stream's fill, with its staging memory, while nothing is written yet.
+
+        Raises:
+            StagingMemoryError: There is not enough.
+        """
+        slots, aliases = self._inventory.slots, self._inventory.aliases
+        comparison = direct.comparison if direct is not None else None
+
+        def make_builder() -> PlanBuilder:
+            return PlanBuilder(
+                slots,
+                aliases=aliases,
+                unneeded=foreign.union(self._inventory.unneeded),
+                stacked=self._inventory.stacked,
+                keep=config.keep,
+            )
+
+        def make_staging(writes: bool) -> Staging:
+            with _room_for_buckets(config, self._device):
+                staging = Staging(slots, self._device, config, write=writes, comparison=comparison if writes else None)
+                if comparison is None and not isinstance(source, HandedSource):
+                    staging.reserve()
+            return staging
+
+        return StreamFill(
+            source,
+            expected,
+            is_announced=is_announced,
+            is_first=is_first,
+            make_builder=make_builder,
+            make_staging=make_staging,
+            aliases=aliases,
+            direct=direct,
+            learn=learn,
+        )
+
+    def _direct_for(self, config: RefitConfig, compares: bool) -> DirectFill:
+        """What is known of tensors that come to this device, if they are those of a stream such as the last one."""
+        direct = self._directs.get(compares)
+        if direct is None or direct.config != config:
+            comparison = Comparison(self._device) if compares else None
+            direct = self._directs[compares] = DirectFill(self._inventory.slots, self._device, config, comparison)
+        return direct
+
+    def _compile(
+        self,
+        metadata: Mapping[str, TensorMeta],
+        problems: Sequence[str],
+        config: RefitConfig,
+        foreign: frozenset[str],
+    ) -> RefitPlan:
+        inventory = self._inventory
+        return compile_plan(
+            inventory.slots,
+            metadata,
+            aliases=inventory.aliases,
+            unneeded=foreign.union(inventory.unneeded),
+            stacked=inventory.stacked,
+            problems=problems,
+            keep=config.keep,
+        )
+
+    def _check_scales(self, plan: RefitPlan, source: Source, config: RefitConfig) -> None:
+        """Judge scales that come with a stream, as far as they can be seen before it is written.
+
+        Raises:
+            InvalidSourceError: Some fit no slot.
+        """
+        slots = self._inventory.slots
+        need_powers = {
+            step.source
+            for step in plan.steps
+            if step.op is Op.COPY_SCALES and slots[step.slot].scale_format is ScaleFormat.UE8M0
+        }
+        if not need_powers or config.on_scale_mismatch != "refuse":
+            return
+        misfits: list[str] = []
+        if isinstance(source, PushedSource):
+            misfits = [scale_problem(name, ScaleFormat.UE8M0) for name in sorted(need_powers & source.odd_scales)]
+        elif source.is_repeatable:
+            scales = source.pick(need_powers).items() if isinstance(source, RandomAccess) else source
+            misfits = misfit_scales(plan.steps, slots, scales)
+        if misfits:
+            raise InvalidSourceError(misfits)
+
+
+@contextmanager
+def _room_for_buckets(config: RefitConfig, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) != _OUT_OF_MEMORY:
+            raise
+        raise StagingMemoryError(
+            f"no room for two staging buckets of {config.bucket_bytes >> 20} MiB on {device} and in pinned host memory; lower "
+            "bucket_bytes or leave the engine less memory. Nothing was written"
+        ) from error

@@ -1,0 +1,154 @@
+"""Plain functions over the kernels. Nothing above this package knows Triton; CPU tensors take the torch reference."""
+
+import torch
+from torch import Tensor
+
+from fp8refit.errors import NonFiniteError
+from fp8refit.fill.kernels.activations import quantize_activations
+from fp8refit.fill.kernels.amax import Maxima
+from fp8refit.fill.kernels.reference import dequantize_reference
+from fp8refit.fill.kernels.table import Task, WorkTable, compile_table, fits_scale_format
+from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES, Op, ScaleFormat
+from fp8refit.live.storage import why_unreadable
+
+__all__ = [
+    "Maxima",
+    "Task",
+    "WorkTable",
+    "compile_table",
+    "dequantize_blockwise",
+    "fits_scale_format",
+    "quantize_activations",
+    "quantize_blockwise",
+]
+
+
+def quantize_blockwise(
+    weight: Tensor,
+    *,
+    block_size: tuple[int, int] = (128, 128),
+    scale_format: str = "fp32",
+) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix to block FP8 with the arithmetic that `refit` uses.
+
+    For each block, edges ragged: `amax = max(|x|)`; scale `s = amax / 448` for `fp32`, or the smallest power of two with
+    `amax / s <= 464` for `ue8m0` (464 is the largest value that rounds to 448, so that vLLM's own requantization at boot
+    changes nothing); code `e4m3(clamp(x * (1 / s), -448, 448))`, rounded to nearest even. A block of zeros gets zero
+    codes and a small positive scale. CPU and GPU give the same bits.
+
+    Args:
+        weight: (N, K), bfloat16, float16 or float32, any strides, CPU or CUDA. float32 is quantized as it is.
+        block_size: Rows and columns of one block.
+        scale_format: `"fp32"` or `"ue8m0"`.
+
+    Returns:
+        Codes (N, K) float8_e4m3fn and scales (ceil(N / block_n), ceil(K / block_k)) float32, the multipliers that
+        dequantize (`weight_scale_inv` in a checkpoint).
+
+    Raises:
+        TypeError: `weight` is no tensor.
+        ValueError: Wrong shape, dtype, block size or format, or a tensor without bytes.
+        NonFiniteError: `weight` holds NaN or Inf.
+
+    Examples:
+        >>> codes, scale = quantize_blockwise(torch.full((128, 256), 896.0))
+        >>> scale
+        tensor([[2., 2.]])
+    """
+    _check_matrix("weight", weight)
+    if problem := why_unreadable(weight):
+        raise ValueError(f"weight {problem}")
+    if weight.dtype not in SOURCE_DTYPES:
+        raise ValueError(
+            f"weight is {weight.dtype} with shape {list(weight.shape)}; "
+            "quantize_blockwise takes a matrix of bfloat16, float16 or float32"
+        )
+    if scale_format not in list(ScaleFormat):
+        raise ValueError(f"scale_format is {scale_format!r}; there are {', '.join(map(repr, map(str, ScaleFormat)))}")
+    _check_blocks(block_size)
+    block_n, block_k = block_size
+    rows, cols = weight.shape
+    codes = torch.empty((rows, cols), dtype=FP8_DTYPE, device=weight.device)
+    scale = torch.empty((-(-rows // block_n), -(-cols // block_k)), dtype=torch.float32, device=weight.device)
+    task = Task(
+        op=Op.QUANTIZE,
+        source=weight.detach(),
+        offset=(0, 0),
+        target=codes,
+        scale=scale,
+        block_size=(block_n, block_k),
+        scale_format=ScaleFormat(scale_format),
+        round_to_bf16=False,
+    )
+    table = compile_table([task], weight.device)
+    table.launch(check=True)
+    if table.bad_tasks():
+        raise NonFiniteError(["weight"], written=False)
+    return codes, scale
+
+
+def dequantize_blockwise(
+    codes: Tensor,
+    scale: Tensor,
+    *,
+    block_size: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Undo `quantize_blockwise`: `codes * scale`, computed in float32 and rounded once to `dtype`.
+
+    Args:
+        codes: (N, K) float8_e4m3fn.
+        scale: (ceil(N / block_n), ceil(K / block_k)) float32.
+        block_size: Rows and columns of one block.
+        dtype: dtype of the result.
+
+    Returns:
+        (N, K) in `dtype`.
+
+    Raises:
+        TypeError: `codes` or `scale` is no tensor, or `dtype` no dtype.
+        ValueError: The shapes do not belong together, wrong dtypes or block size, other devices, or a tensor without bytes.
+    """
+    _check_matrix("codes", codes)
+    _check_matrix("scale", scale)
+    if codes.dtype != FP8_DTYPE or scale.dtype != torch.float32 or codes.device != scale.device:
+        raise ValueError(
+            f"codes are {codes.dtype} on {codes.device}, scales {scale.dtype} on {scale.device}; they must be {FP8_DTYPE} and "
+            "torch.float32, on one device"
+        )
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; pass one of torch, such as torch.bfloat16")
+    _check_blocks(block_size)
+    expected = [-(-length // size) for length, size in zip(codes.shape, block_size, strict=True)]
+    if list(scale.shape) != expected:
+        raise ValueError(
+            f"codes {list(codes.shape)} in blocks of {block_size} need scales {expected}, got {list(scale.shape)}"
+        )
+    return dequantize_reference(codes, scale, block_size).to(dtype)
+
+
+def _check_matrix(name: str, value: object) -> None:
+    """Refuse what is no matrix that can be read.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: It is no matrix, or has no bytes.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is of type {type(value).__name__}; pass a tensor")
+    if value.is_nested or value.layout is not torch.strided or value.is_meta:
+        kind = "a nested tensor" if value.is_nested else "on the meta device" if value.is_meta else str(value.layout)
+        raise ValueError(f"{name} is {kind}; pass a dense matrix that has bytes")
+    if value.ndim != 2:
+        raise ValueError(f"{name} has shape {list(value.shape)}; pass a matrix")
+
+
+def _check_blocks(block_size: object) -> None:
+    """Refuse what is no size of blocks.
+
+    Raises:
+        ValueError: It is none.
+    """
+    is_pair = isinstance(block_size, (tuple, list)) and len(block_size) == 2
+    if not is_pair or not all(isinstance(side, int) and side >= 1 for side in block_size):  # type: ignore[attr-defined]
+        raise ValueError(f"block_size is {block_size!r}; it must be two whole numbers of at least 1")

@@ -1,0 +1,40 @@
+"""The input of a block-FP8 product, quantized as the engines' kernels do it."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fp8refit.fill.kernels.reference import E4M3_MAX
+from fp8refit.live.slots import FP8_DTYPE, ScaleFormat
+
+AMAX_FLOOR = 1e-10
+"""Smallest maximum of a group: `eps` of vLLM's and SGLang's `per_token_group_quant_fp8`."""
+
+
+def quantize_activations(x_MK: Tensor, scale_format: ScaleFormat, *, group_size: int = 128) -> tuple[Tensor, Tensor]:
+    """Quantize each row in groups along K; the last group may be short.
+
+    `scale = amax / 448`, for `ue8m0` rounded up to a power of two (`2 ** ceil(log2(amax / 448))`, not the rule of weights), and
+    `code = e4m3(clamp(x / scale, -448, 448))`: `per_token_group_quant_fp8` of vLLM and SGLang. Plain torch, so that
+    `torch.compile` fuses it.
+
+    Args:
+        x_MK: (M, K), any floating dtype.
+        scale_format: Of the weights that it is multiplied by; their kernels want both alike.
+        group_size: Values that share a scale.
+
+    Returns:
+        Codes (M, K) float8_e4m3fn and scales (M, ceil(K / group_size)) float32.
+    """
+    rows, cols = x_MK.shape
+    groups = -(-cols // group_size)
+    x_MGk = functional.pad(x_MK.to(torch.float32), (0, groups * group_size - cols)).view(rows, groups, group_size)
+    amax = x_MGk.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR)
+    # By a tensor: torch on CUDA turns division by a Python number into a multiplication by its reciprocal.
+    scale = amax / torch.full_like(amax, E4M3_MAX)
+    if scale_format == ScaleFormat.UE8M0:
+        bits = scale.view(torch.int32)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) > 0).to(torch.int32)
+        scale = (exponent << 23).view(torch.float32)
+    codes = (x_MGk / scale).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
+    return codes.view(rows, groups * group_size)[:, :cols], scale.view(rows, groups)

@@ -1,0 +1,58 @@
+"""The quantizer in torch: the specification that every kernel equals bit for bit."""
+
+import torch
+from torch import Tensor
+
+from fp8refit.live.slots import FP8_DTYPE, ScaleFormat
+
+E4M3_MAX = 448.0
+AMAX_FLOOR = {ScaleFormat.FP32: 1e-10, ScaleFormat.UE8M0: 1e-4}
+"""Smallest block maximum. 1e-4 is the floor of vLLM's and DeepGEMM's own power-of-two cast (`per_block_cast_to_fp8`)."""
+
+UE8M0_MANTISSA_464 = 0x680000
+"""Mantissa bits of 464 = 1.8125 * 2**8, the largest value that still rounds to 448 in E4M3."""
+
+
+def block_scales(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
+    """Scales for blocks whose largest magnitude is `amax` (float32).
+
+    `fp32`: `amax / 448`. `ue8m0`: the smallest power of two `s` with `amax / s <= 464`, found from the exponent bits;
+    with 464 instead of 448 vLLM's requantization at boot leaves the codes as they are.
+    """
+    amax = amax.clamp(min=AMAX_FLOOR[scale_format])
+    if scale_format is ScaleFormat.FP32:
+        # By a tensor: torch on CUDA turns division by a Python number into a multiplication by its reciprocal.
+        return amax / torch.full_like(amax, E4M3_MAX)
+    bits = amax.view(torch.int32)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > UE8M0_MANTISSA_464).to(torch.int32)
+    return (exponent << 23).view(torch.float32)
+
+
+def quantize_reference(
+    weight: Tensor, block_size: tuple[int, int], scale_format: ScaleFormat
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize `weight` (N, K) in blocks; edges are ragged and padding never takes part.
+
+    Returns:
+        Codes (N, K) float8_e4m3fn, scales (ceil(N / block_n), ceil(K / block_k)) float32, and a 0-d bool tensor that
+        says whether any value is NaN or Inf (the codes of such a block mean nothing).
+    """
+    block_n, block_k = block_size
+    rows, cols = weight.shape
+    num_n, num_k = -(-rows // block_n), -(-cols // block_k)
+    padded = weight.new_zeros((num_n * block_n, num_k * block_k), dtype=torch.float32)
+    padded[:rows, :cols] = weight
+    blocks = padded.view(num_n, block_n, num_k, block_k)
+    amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    scale = block_scales(amax, scale_format)
+    inverse = torch.ones_like(scale) / scale
+    codes = (blocks * inverse).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE).view_as(padded)[:rows, :cols]
+    return codes.contiguous(), scale.view(num_n, num_k), ~torch.isfinite(amax).all()
+
+
+def dequantize_reference(codes: Tensor, scale: Tensor, block_size: tuple[int, int]) -> Tensor:
+    """`codes * scale` in float32."""
+    block_n, block_k = block_size
+    rows, cols = codes.shape
+    expanded = scale.repeat_interleave(block_n, 0)[:rows].repeat_interleave(block_k, 1)[:, :cols]
+    return codes.to(torch.float32) * expanded

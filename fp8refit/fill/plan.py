@@ -1,0 +1,396 @@
+"""What is read from where and written to which slot: pure, on names, shapes and dtypes alone.
+
+`PlanBuilder` judges one source tensor at a time, so that a stream can be planned while it arrives; `compile_plan` judges
+a whole source and raises every problem at once.
+"""
+
+import fnmatch
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from fp8refit.errors import InvalidSourceError
+from fp8refit.live.names import is_adapter_weight, is_kv_scale, is_not_a_weight, other_spellings, stack_of
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, Op, Slot, Stacked, TensorMeta, dtype_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One box of one source tensor, bound for one slot."""
+
+    op: Op
+    source: str
+    """Checkpoint name of the tensor that is read."""
+    slot: int
+    """Index into the inventory's slots."""
+    offset: tuple[int, ...]
+    """Where the box starts in the source tensor."""
+    shape: tuple[int, ...]
+    """Shape of the box."""
+    dtype: str
+    """dtype of the source tensor."""
+    select: tuple[int, ...] = ()
+    """Indexes into the leading dimensions of the source tensor, before `offset`: one expert of a stack."""
+    is_transposed: bool = False
+    """Whether rows and columns of the source tensor change places, before `offset`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefitPlan:
+    """Every step of one refit, in slot order."""
+
+    steps: tuple[Step, ...]
+    ignored: tuple[str, ...]
+    kept: tuple[str, ...]
+    """Names of slots that nothing was sent for, and that need nothing."""
+    num_sources: int
+    """Source tensors that some step reads."""
+    num_quantized: int
+    """Those of them that are quantized on the way."""
+    num_bytes_read: int
+    num_bytes_written: int
+    digest: str
+    """sha256 over the steps: equal when the same source meets the same engine again."""
+    source_digest: str
+    """sha256 over names, shapes and dtypes of all that came: equal on every rank of one refit."""
+
+
+def compile_plan(
+    slots: tuple[Slot, ...],
+    sources: Mapping[str, TensorMeta],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    unneeded: Iterable[str] = (),
+    stacked: Iterable[Stacked] = (),
+    problems: Iterable[str] = (),
+    keep: Sequence[str] = (),
+) -> RefitPlan:
+    """Plan the refit of `slots` from a source whose tensors are all known.
+
+    Args:
+        slots: The inventory's slots.
+        sources: Checkpoint name to shape and dtype.
+        aliases: Names that share another name's slot.
+        unneeded: Names that no slot takes and that may come all the same.
+        stacked: Tensors that may come instead of those of single experts.
+        problems: What was already found wrong with the source (duplicates), to be raised together with the rest.
+        keep: Patterns of names that need not come.
+
+    Raises:
+        InvalidSourceError: Names every missing, unexpected or ill-fitting tensor.
+    """
+    builder = PlanBuilder(slots, aliases=aliases, unneeded=unneeded, stacked=stacked, problems=problems, keep=keep)
+    for name, meta in sources.items():
+        builder.add(name, meta)
+    return builder.finish()
+
+
+def is_any_of(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name is one of those that some pattern means."""
+    matchers = [re.compile(fnmatch.translate(pattern)) for pattern in patterns]
+    return lambda name: any(matcher.match(name) for matcher in matchers)
+
+
+class PlanBuilder:
+    """Collects steps tensor by tensor; `finish` judges completeness."""
+
+    def __init__(
+        self,
+        slots: tuple[Slot, ...],
+        *,
+        aliases: Mapping[str, str] | None = None,
+        unneeded: Iterable[str] = (),
+        stacked: Iterable[Stacked] = (),
+        problems: Iterable[str] = (),
+        keep: Sequence[str] = (),
+    ) -> None:
+        self._slots = slots
+        self._aliases = dict(aliases or {})
+        self._by_name: dict[str, list[int]] = {}
+        for index, slot in enumerate(slots):
+            self._by_name.setdefault(slot.name, []).append(index)
+        self._unneeded = frozenset(unneeded)
+        self._stacked = {stack.name: stack for stack in stacked}
+        self._has_kv_scales = any(slot.is_optional for slot in slots)
+        self._problems = list(problems)
+        self._is_kept = is_any_of(keep)
+        self._kept: dict[str, None] = {}
+        self._ignored: list[str] = []
+        self._apart: dict[str, tuple[str, ...]] = {}
+        """Tensors of single experts, and the slots that hold them in one."""
+        self.seen: dict[str, TensorMeta] = {}
+        """Everything that came."""
+        self._weights: dict[int, Step] = {}
+        self._scales: dict[int, Step] = {}
+
+    def add(self, name: str, meta: TensorMeta) -> list[Step]:
+        """Judge one source tensor and give the steps it takes part in: none if it is ignored or does not fit."""
+        if name in self.seen:
+            self._problems.append(f"{name}: sent twice (as {self.seen[name]} and as {meta}); send it once")
+            return []
+        self.seen[name] = meta
+        is_scale = name.endswith(SCALE_SUFFIX)
+        weight_name = name.removesuffix(SCALE_SUFFIX)
+        canonical = self._aliases.get(weight_name, weight_name)
+        if canonical in self._stacked:
+            return self._add_stack(name, meta, self._stacked[canonical], is_scale=is_scale)
+        indexes = self._by_name.get(canonical)
+        if indexes is None:
+            if (
+                is_not_a_weight(name)
+                or {name, weight_name} & self._unneeded
+                or (is_kv_scale(name) and not self._has_kv_scales)
+            ):
+                self._ignored.append(name)
+            elif stacked := self._held_stacked(name):
+                self._apart[name] = stacked
+            elif is_adapter_weight(name):
+                self._problems.append(
+                    f"{name}: belongs to a LoRA adapter; merge it into the model (merge_and_unload) and send the merged weights"
+                )
+            else:
+                self._problems.append(f"{name}: unexpected, this engine has no such weight; leave it out")
+            return []
+        if canonical != weight_name and self._is_taken(canonical, is_scale):
+            self._ignored.append(name)
+            return []
+        steps = []
+        for index in indexes:
+            judge = self._judge_scale if is_scale else self._judge_weight
+            verdict = judge(name, meta, index)
+            found = self._scales if is_scale else self._weights
+            if not isinstance(verdict, str) and index in found and found[index].select:
+                verdict = f"came in {found[index].source} too; send it once"
+            if isinstance(verdict, str):
+                self._problems.append(f"{name}: {verdict}")
+                return []
+            found[index] = verdict
+            steps.append(verdict)
+        return steps
+
+    def _add_stack(self, name: str, meta: TensorMeta, stack: Stacked, *, is_scale: bool) -> list[Step]:
+        """The steps of a tensor that holds a matrix of every expert."""
+        found = self._scales if is_scale else self._weights
+        steps: dict[int, Step] = {}
+        for part, (expert, first_row) in stack.parts.items():
+            for index in self._by_name[part]:
+                slot = self._slots[index]
+                if index in found:
+                    self._problems.append(f"{name}: holds {part}, which came as {found[index].source}; send it once")
+                    return []
+                verdict = (
+                    _stacked_scale(meta, stack, slot, first_row)
+                    if is_scale
+                    else _stacked_weight(meta, stack, slot, first_row)
+                )
+                if isinstance(verdict, str):
+                    self._problems.append(f"{name}: {verdict}")
+                    return []
+                op, offset, is_transposed = verdict
+                target = slot.scale if is_scale and slot.scale is not None else slot.weight
+                steps[index] = Step(
+                    op=op,
+                    source=name,
+                    slot=index,
+                    offset=offset,
+                    shape=tuple(target.shape),
+                    dtype=dtype_name(meta.dtype),
+                    select=(expert,),
+                    is_transposed=is_transposed,
+                )
+        found.update(steps)
+        return list(steps.values())
+
+    def _held_stacked(self, name: str) -> tuple[str, ...]:
+        """The slots for what came under a name that only files have: those of all experts of its layer, or its own."""
+        for spelled in (name, *other_spellings(name)):
+            if spelled in self._by_name:
+                return (spelled,)
+            stack = stack_of(spelled)
+            if stack in self._stacks:
+                return self._stacks[stack]
+        return ()
+
+    @cached_property
+    def _stacks(self) -> dict[str | None, tuple[str, ...]]:
+        """The slots that hold all experts of a layer, by that layer."""
+        stacks: dict[str | None, tuple[str, ...]] = {}
+        for name, indexes in self._by_name.items():
+            if len(self._slots[indexes[0]].full_shape) == 3 and (stack := stack_of(name)):
+                stacks[stack] = (*stacks.get(stack, ()), name)
+        return stacks
+
+    def finish(self) -> RefitPlan:
+        """Judge completeness and give the plan.
+
+        Raises:
+            InvalidSourceError: Names every problem met so far and every weight that did not come.
+        """
+        self._drop_superseded_aliases()
+        problems = [*self._problems, *self._come_apart(), *self._incomplete()]
+        if problems:
+            raise InvalidSourceError(problems)
+        steps = tuple(
+            step
+            for index in range(len(self._slots))
+            for step in (self._weights.get(index), self._scales.get(index))
+            if step
+        )
+        digest = hashlib.sha256()
+        for step in steps:
+            slot = self._slots[step.slot]
+            digest.update(f"{step}|{slot.name}|{slot.scale_format}|{slot.block_size}|{slot.weight.dtype}\n".encode())
+        return RefitPlan(
+            steps=steps,
+            ignored=tuple(self._ignored),
+            kept=tuple(self._kept),
+            num_sources=len({step.source for step in steps}),
+            num_quantized=len({step.source for step in steps if step.op is Op.QUANTIZE}),
+            num_bytes_read=sum(prod(step.shape) * self.seen[step.source].dtype.itemsize for step in steps),
+            num_bytes_written=sum(_bytes_written(step, self._slots[step.slot]) for step in steps),
+            digest=digest.hexdigest(),
+            source_digest=hashlib.sha256(repr(sorted(f"{n}|{m}" for n, m in self.seen.items())).encode()).hexdigest(),
+        )
+
+    def _is_taken(self, canonical: str, is_scale: bool) -> bool:
+        return (canonical + SCALE_SUFFIX if is_scale else canonical) in self.seen
+
+    def _drop_superseded_aliases(self) -> None:
+        """A tensor sent under its own name won over its alias; report the alias as ignored."""
+        used = {step.source for step in (*self._weights.values(), *self._scales.values())}
+        self._ignored += [name for name in self.seen if name in self._aliases and name not in used | set(self._ignored)]
+
+    def _judge_weight(self, name: str, meta: TensorMeta, index: int) -> Step | str:
+        slot = self._slots[index]
+        if slot.is_optional and not meta.shape:
+            slot = replace(slot, full_shape=(), weight=slot.weight[0])
+        if meta.shape != slot.full_shape:
+            return f"has shape {list(meta.shape)}, this engine's is {list(slot.full_shape)}"
+        op = _weight_op(meta, slot)
+        if not isinstance(op, Op):
+            return op
+        shape = tuple(slot.weight.shape)
+        return Step(op=op, source=name, slot=index, offset=slot.origin, shape=shape, dtype=dtype_name(meta.dtype))
+
+    def _judge_scale(self, name: str, meta: TensorMeta, index: int) -> Step | str:
+        slot = self._slots[index]
+        if slot.scale is None:
+            return f"is a scale, but this engine holds {slot.name} as {dtype_name(slot.weight.dtype)}; leave it out"
+        block = slot.block_size
+        expected = tuple(-(-length // size) for length, size in zip(slot.full_shape, block, strict=True))
+        if meta.shape != expected:
+            return f"has shape {list(meta.shape)}, blocks of {block[0]}x{block[1]} need {list(expected)}"
+        offset = _scale_offset(meta, slot, slot.origin)
+        if isinstance(offset, str):
+            return offset
+        shape = tuple(slot.scale.shape)
+        return Step(
+            op=Op.COPY_SCALES, source=name, slot=index, offset=offset, shape=shape, dtype=dtype_name(meta.dtype)
+        )
+
+    def _come_apart(self) -> Iterable[str]:
+        if self._apart:
+            name, held = next(iter(self._apart.items()))
+            yield (
+                f"{name}: it and {len(self._apart) - 1} more are as save_pretrained() writes them, and this engine holds all "
+                f"experts of a layer in one tensor ({held[0]}); load the files with from_pretrained() and send the state_dict()"
+            )
+
+    def _incomplete(self) -> Iterable[str]:
+        blamed = {problem.split(":", 1)[0] for problem in self._problems}
+        blamed.update(*self._apart.values())
+        aliases: dict[str, list[str]] = {}
+        for alias, name in self._aliases.items():
+            aliases.setdefault(name, []).append(alias)
+        absent_stacks: dict[str, Stacked] = {}
+        for stack in self._stacked.values():
+            blamed_parts = stack.parts if {stack.name, *aliases.get(stack.name, ())} & blamed else ()
+            blamed.update(blamed_parts)
+            if all(index not in self._weights for part in stack.parts for index in self._by_name[part]):
+                absent_stacks |= dict.fromkeys(stack.parts, stack)
+        yield from dict.fromkeys(self._incomplete_slots(blamed, aliases, absent_stacks))
+
+    def _incomplete_slots(
+        self, blamed: set[str], aliases: Mapping[str, list[str]], absent_stacks: Mapping[str, Stacked]
+    ) -> Iterable[str]:
+        for name, indexes in self._by_name.items():
+            for index in indexes:
+                weight, scale = self._weights.get(index), self._scales.get(index)
+                if weight is None:
+                    names = {name, *aliases.get(name, ())}
+                    if not self._slots[index].is_optional and not blamed & names:
+                        stack = absent_stacks.get(name)
+                        if any(map(self._is_kept, (*names, *([stack.name] if stack else [])))):
+                            self._kept[name] = None
+                            continue
+                        yield f"{stack.name}: missing, whole and expert by expert" if stack else f"{name}: missing"
+                elif weight.op is Op.COPY_CODES and scale is None:
+                    if weight.source + SCALE_SUFFIX not in blamed:
+                        yield f"{weight.source}: is FP8 without its scales; send {weight.source}{SCALE_SUFFIX} too"
+                elif scale is not None and weight.op is not Op.COPY_CODES:
+                    yield f"{scale.source}: is a scale, but {weight.source} is {weight.dtype}; leave the scale out"
+
+
+def _weight_op(meta: TensorMeta, slot: Slot) -> Op | str:
+    """What is done with a tensor that may be quantized already, or why nothing can be."""
+    if meta.dtype == FP8_DTYPE:
+        if not slot.is_quantized:
+            return f"is FP8, but this engine holds it as {dtype_name(slot.weight.dtype)}; send it unquantized"
+        return Op.COPY_CODES
+    if meta.dtype in SOURCE_DTYPES:
+        return Op.QUANTIZE if slot.is_quantized else Op.COPY
+    return f"has dtype {dtype_name(meta.dtype)}; send bfloat16, float16, float32, or float8_e4m3fn with its scales"
+
+
+def _scale_offset(meta: TensorMeta, slot: Slot, origin: tuple[int, ...]) -> tuple[int, ...] | str:
+    """Where the scales of a slice start that starts at `origin` in its matrix, or why they cannot be taken apart."""
+    block = slot.block_size
+    if meta.dtype not in SOURCE_DTYPES:
+        return f"has dtype {dtype_name(meta.dtype)}; send block scales as float32, bfloat16 or float16"
+    if any(start % size for start, size in zip(origin, block, strict=True)):
+        return (
+            f"this rank's slice starts at {list(origin)}, off the {block[0]}x{block[1]} grid of the scales; "
+            "send the tensor unquantized"
+        )
+    return tuple(start // size for start, size in zip(origin, block, strict=True))
+
+
+def _stacked_weight(
+    meta: TensorMeta, stack: Stacked, slot: Slot, first_row: int
+) -> tuple[Op, tuple[int, ...], bool] | str:
+    """What is done with the part of a stack that is bound for `slot`: operation, offset, whether it is transposed."""
+    is_transposed = stack.is_transposed_in(meta.shape)
+    if is_transposed is None:
+        return f"has shape {list(meta.shape)}, this engine's is {list(stack.shape)}, or with rows and columns exchanged"
+    op = _weight_op(meta, slot)
+    if not isinstance(op, Op):
+        return op
+    if op is Op.COPY_CODES and is_transposed:
+        return "is FP8 with rows and columns exchanged; send it unquantized, or expert by expert"
+    return op, (first_row + slot.origin[0], slot.origin[1]), is_transposed
+
+
+def _stacked_scale(
+    meta: TensorMeta, stack: Stacked, slot: Slot, first_row: int
+) -> tuple[Op, tuple[int, ...], bool] | str:
+    """The same for the scales of a stack that is FP8 already."""
+    if slot.scale is None:
+        return f"is a scale, but this engine holds {slot.name} as {dtype_name(slot.weight.dtype)}; leave it out"
+    block = slot.block_size
+    expected = (stack.shape[0], *(-(-n // size) for n, size in zip(stack.shape[1:], block, strict=True)))
+    if meta.shape != expected:
+        return f"has shape {list(meta.shape)}, blocks of {block[0]}x{block[1]} need {list(expected)}"
+    offset = _scale_offset(meta, slot, (first_row + slot.origin[0], slot.origin[1]))
+    return offset if isinstance(offset, str) else (Op.COPY_SCALES, offset, False)
+
+
+def _bytes_written(step: Step, slot: Slot) -> int:
+    target = slot.scale if step.op is Op.COPY_SCALES else slot.weight
+    assert target is not None, f"{step=}"
+    written = target.numel() * target.element_size()
+    if step.op is Op.QUANTIZE and slot.scale is not None:
+        written += slot.scale.numel() * slot.scale.element_size()
+    return written

@@ -1,0 +1,137 @@
+"""Fills from tensors that are on the engine's device, through one table.
+
+Compiled once and replayed: later sources of the same layout only change its addresses.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fp8refit.config import RefitConfig
+from fp8refit.fill.fill import Fill
+from fp8refit.fill.kernels import compile_table
+from fp8refit.fill.kernels.table import have_layouts, source_layout
+from fp8refit.fill.plan import RefitPlan
+from fp8refit.fill.tasks import bind, scale_problem
+from fp8refit.live.layout_guard import LayoutGuard
+from fp8refit.live.slots import Op, Slot
+from fp8refit.sources.source import MappingSource
+
+
+class ResidentFill(Fill):
+    """The steps of a plan whose tensors are on the engine's device, as one table. The others are its `staged_steps`."""
+
+    def __init__(
+        self,
+        plan: RefitPlan,
+        slots: Sequence[Slot],
+        source: MappingSource,
+        device: torch.device,
+        config: RefitConfig,
+    ) -> None:
+        tensors = source.tensors
+        self._plan = plan
+        self._config = config
+        self.is_first = True
+        self._num_names = len(tensors)
+        elsewhere = {name for name, tensor in tensors.items() if tensor.device != device}
+        self._unbound = {name: _meta(tensors[name]) for name in elsewhere.union(plan.ignored)}
+        steps = [step for step in plan.steps if step.source not in elsewhere]
+        self.staged_steps = [step for step in plan.steps if step.source in elsewhere]
+        self._sources = [step.source for step in steps]
+        self._layouts = {name: source_layout(tensors[name]) for name in dict.fromkeys(self._sources)}
+        self._recognise(source)
+        tasks = [bind(step, slots[step.slot], tensors[step.source], config) for step in steps]
+        self._table = compile_table(tasks, device, _places(self._sources))
+        strict_scales = [
+            index
+            for index, task in enumerate(tasks)
+            if task.op is Op.COPY_SCALES and config.on_scale_mismatch == "refuse"
+        ]
+        self._scale_sources = [self._sources[index] for index in strict_scales]
+        self._scale_formats = [tasks[index].scale_format for index in strict_scales]
+        self._scale_table = None
+        if strict_scales:
+            places = _places(self._scale_sources)
+            self._scale_table = compile_table([tasks[index] for index in strict_scales], device, places)
+
+    def renew(self, source: MappingSource, config: RefitConfig) -> bool:
+        """Point the tables at the tensors of `source`; False, and nothing done, if they are not laid out as those before."""
+        if config != self._config:
+            return False
+        if not self._guard.holds(source.sent_names, source.sent):
+            if source.problems or not self._fits(source.tensors):
+                return False
+            self._recognise(source)
+        if not self._table.refresh([source.sent[place] for place in self._places], self._guard.addresses[self._places]):
+            return False
+        if self._scale_table is not None:
+            tensors = source.tensors
+            self._scale_table.refresh([tensors[name] for name in dict.fromkeys(self._scale_sources)])
+        self.is_first = False
+        return True
+
+    def _recognise(self, source: MappingSource) -> None:
+        """Know the next source that is laid out as this one, in which nothing is wrong."""
+        place_of = {name: place for place, name in enumerate(source.tensors)}
+        self._places = [place_of[name] for name in self._layouts]
+        self._guard = LayoutGuard(source.sent_names, source.sent)
+
+    def _fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        return (
+            len(tensors) == self._num_names
+            and have_layouts(tensors, self._layouts)
+            and all(name in tensors and _meta(tensors[name]) == meta for name, meta in self._unbound.items())
+        )
+
+    def misfit_scales(self) -> list[str]:
+        """One line for each prequantized tensor whose scales its slot cannot hold. Writes nothing."""
+        if self._scale_table is None:
+            return []
+        self._scale_table.launch(check=True, write=False)
+        bad = self._scale_table.bad_tasks()
+        return [scale_problem(self._scale_sources[index], self._scale_formats[index]) for index in bad]
+
+    @property
+    @override
+    def plan(self) -> RefitPlan:
+        return self._plan
+
+    @override
+    def look(self) -> list[str]:
+        self._table.launch(check=True, write=False)
+        return self.bad_sources()
+
+    @override
+    def launch(self, begun: torch.cuda.Event | None) -> None:
+        self._table.launch(check=self._config.validate_values != "off", begun=begun)
+
+    @override
+    def bad_sources(self) -> list[str]:
+        return sorted({self._sources[index] for index in self._table.bad_tasks()})
+
+    @override
+    def release(self) -> None:
+        """Let go of the source's tensors; `renew` comes before the next use."""
+        for table in (self._table, self._scale_table):
+            if table is not None:
+                table.release()
+
+    @property
+    @override
+    def num_device_bytes(self) -> int:
+        """It is held between refits."""
+        tables = [table for table in (self._table, self._scale_table) if table is not None]
+        return sum(table.num_device_bytes for table in tables)
+
+
+def _places(sources: Sequence[str]) -> list[int]:
+    """For each step the place of its source among all sources, each counted once, in order."""
+    places = {name: place for place, name in enumerate(dict.fromkeys(sources))}
+    return [places[name] for name in sources]
+
+
+def _meta(tensor: Tensor) -> tuple[torch.Size, torch.dtype, int]:
+    return tensor.shape, tensor.dtype, tensor.get_device()

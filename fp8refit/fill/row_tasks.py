@@ -1,0 +1,79 @@
+"""What of a task can be done with some rows of its source: a tensor may come in runs of rows."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fp8refit.fill.kernels import Task
+
+
+def rows_of(task: Task, start: int, count: int) -> Task:
+    """The part of a task that writes `count` rows of its target from `start` on, where a row of blocks begins."""
+    scale = task.scale
+    if scale is not None:
+        block = task.block_size[0]
+        assert start % block == 0, f"{start=} {block=}"
+        scale = scale.narrow(0, start // block, -(-count // block))
+    offset = (task.offset[0] + start, *task.offset[1:])
+    return replace(task, offset=offset, target=task.target.narrow(0, start, count), scale=scale)
+
+
+def cut_to_run(task: Task, first_row: int, num_rows: int) -> Task | None:
+    """What of a task can be done with a run of rows of its source; None if nothing.
+
+    Args:
+        task: Its source is the run already; `offset` and `select` are those in the whole tensor.
+        first_row: Of the run. It cuts no block of the task's.
+        num_rows: Of the run.
+    """
+    if task.select:
+        index = task.select[0] - first_row
+        return replace(task, select=(index, *task.select[1:])) if 0 <= index < num_rows else None
+    start, end = task.offset[0], task.offset[0] + task.target.shape[0]
+    low, high = max(start, first_row), min(end, first_row + num_rows)
+    if low >= high:
+        return None
+    part = rows_of(task, low - start, high - low)
+    return replace(part, offset=(low - first_row, *task.offset[1:]))
+
+
+class Seams:
+    """Puts together the rows of blocks that runs of rows cut, because a slot's blocks begin elsewhere in the tensor.
+
+    Keeps less than one row of blocks of each slot, while the runs of its tensor come.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+
+    def runs_of_blocks(
+        self, slot: int, wanted: range, block_rows: int, first_row: int, rows: Tensor
+    ) -> Iterator[tuple[int, Tensor]]:
+        """What whole rows of blocks there are by now: first row and rows.
+
+        Args:
+            slot: Whose blocks.
+            wanted: Rows of the tensor that the slot holds; the first block begins with the first of them.
+            block_rows: Height of a block.
+            first_row: Of the run.
+            rows: The run, which follows the last one.
+        """
+        low, high = max(first_row, wanted.start), min(first_row + rows.shape[0], wanted.stop)
+        if low >= high:
+            return
+        kept = self._kept.pop(slot, None)
+        if kept is not None:
+            num_lacking = min(block_rows - kept.shape[0], high - low)
+            kept = torch.cat([kept, rows[low - first_row : low - first_row + num_lacking]])
+            low += num_lacking
+            if kept.shape[0] < block_rows and low < wanted.stop:
+                self._kept[slot] = kept
+                return
+            yield low - kept.shape[0], kept
+        end = high if high == wanted.stop else high - (high - wanted.start) % block_rows
+        if low < end:
+            yield low, rows[low - first_row : end - first_row]
+        if end < high:
+            self._kept[slot] = rows[end - first_row : high - first_row].clone()

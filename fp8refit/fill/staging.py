@@ -1,0 +1,184 @@
+"""Moves tensors to the engine's device through two buckets of bounded size, and fills from one while the other is filled."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from fp8refit.config import RefitConfig
+from fp8refit.fill.compare import Comparison
+from fp8refit.fill.kernels import Task, WorkTable, compile_table
+from fp8refit.fill.plan import Step
+from fp8refit.fill.row_tasks import Seams, cut_to_run
+from fp8refit.fill.tasks import bind, split
+from fp8refit.live.slots import Op, Slot
+
+_BUCKET_ALIGNMENT_BYTES = 256
+
+ReadBox: TypeAlias = Callable[[Tensor, Tensor], None]
+"""Reads what a view of a tensor without bytes shows, into memory of its shape and dtype."""
+
+
+class Staging:
+    """Steps filled from tensors that arrive one after another, through two buckets.
+
+    Peak memory: two buckets on the engine's device and, for a GPU, two of pinned host memory. A bucket is
+    `config.bucket_bytes`, or one row of blocks of the widest tensor if that is more. A tensor that comes in runs of rows
+    which cut its blocks takes one row of blocks more.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        device: torch.device,
+        config: RefitConfig,
+        *,
+        write: bool = True,
+        comparison: Comparison | None = None,
+    ) -> None:
+        self._comparison = comparison
+        self._slots = slots
+        self._config = config
+        self.device = device
+        self._write = write
+        self._check = config.validate_values != "off"
+        self._buckets: list[_Bucket] = []
+        self._seams = Seams()
+        self._bad: set[str] = set()
+
+    @property
+    def bucket_bytes(self) -> int:
+        """How much a bucket is to hold."""
+        return self._config.bucket_bytes
+
+    def reserve(self) -> None:
+        """Take the buckets' memory now, and not when the first tensor is staged."""
+        if not self._buckets:
+            num_bytes = max([self._config.bucket_bytes, *(_least_bytes(slot) for slot in self._slots)])
+            self._buckets = [_Bucket(num_bytes, self.device) for _ in range(2)]
+
+    @property
+    def num_device_bytes(self) -> int:
+        """Device memory of the buckets."""
+        return sum(bucket.num_bytes for bucket in self._buckets)
+
+    def add(self, step: Step, tensor: Tensor, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
+        """Stage the box of `step` in `tensor`.
+
+        Args:
+            step: What to do with it.
+            tensor: The whole source tensor.
+            is_stable: Whether it keeps its bytes until `bad_sources` returned.
+            read_box: Gives the bytes, if it has none itself.
+        """
+        task = bind(step, self._slots[step.slot], tensor, self._config)
+        self._stage(step.source, task, is_stable=is_stable, read_box=read_box)
+
+    def add_rows(self, step: Step, rows: Tensor, first_row: int) -> None:
+        """Stage what `step` reads of some rows of its tensor, `first_row` the first of them. Runs of rows come in order."""
+        for first, run in self.runs_of(step, rows, first_row):
+            task = cut_to_run(bind(step, self._slots[step.slot], run, self._config), first, run.shape[0])
+            if task is not None:
+                self._stage(step.source, task, is_stable=False)
+
+    def runs_of(self, step: Step, rows: Tensor, first_row: int) -> Iterable[tuple[int, Tensor]]:
+        """What can be done by now of some rows of a step's tensor, as no run cuts a block: the first row and rows of each."""
+        slot = self._slots[step.slot]
+        if step.op is not Op.QUANTIZE or step.select:
+            return [(first_row, rows)]
+        wanted = range(step.offset[0], step.offset[0] + step.shape[0])
+        return self._seams.runs_of_blocks(step.slot, wanted, slot.block_size[0], first_row, rows)
+
+    def _stage(self, name: str, task: Task, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
+        self.reserve()
+        for piece in split(task, self._buckets[0].num_bytes):
+            box = piece.box(task.source.detach())
+            if not self._buckets[0].has_room(box):
+                self.flush()
+            self._buckets[0].put(name, piece, box, is_stable=is_stable, read_box=read_box)
+
+    def bad_sources(self) -> list[str]:
+        """Fill what is staged, wait, and name the source tensors that were flagged."""
+        for _ in self._buckets:
+            self.flush()
+        return sorted(self._bad)
+
+    def release(self) -> None:
+        """Give the buckets back, and what is staged in them."""
+        self._buckets, self._seams = [], Seams()
+
+    def flush(self) -> None:
+        """Fill from what is staged, and stage in the other bucket, once its own fill is done."""
+        if not self._buckets:
+            return
+        self._buckets[0].launch(check=self._check, write=self._write, comparison=self._comparison)
+        self._buckets.reverse()
+        self._bad |= self._buckets[0].drain()
+
+
+class _Bucket:
+    """One staging buffer, the tasks that read from it, and their table while it runs."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._device = device
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._host = (
+            torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) if device.type == "cuda" else None
+        )
+        self._used = 0
+        self._sources: list[str] = []
+        self._tasks: list[Task] = []
+        self._table: WorkTable | None = None
+
+    def has_room(self, box: Tensor) -> bool:
+        return self._used + box.numel() * box.element_size() <= self.num_bytes
+
+    @torch.inference_mode()
+    def put(self, name: str, task: Task, box: Tensor, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
+        """Copy `box` in, or read it, and remember to do `task` with the copy."""
+        num_bytes = box.numel() * box.element_size()
+        staged = _view(self._memory, self._used, box)
+        if read_box is not None:
+            into = staged if self._host is None else _view(self._host, self._used, box)
+            read_box(box, into)
+            box = into
+        elif box.device.type == "cpu" and self._host is not None and not (is_stable and box.is_pinned()):
+            box = _view(self._host, self._used, box).copy_(box)
+        if box is not staged:
+            staged.copy_(box, non_blocking=True)
+        self._used += -(-num_bytes // _BUCKET_ALIGNMENT_BYTES) * _BUCKET_ALIGNMENT_BYTES
+        self._sources.append(name)
+        self._tasks.append(replace(task, source=staged, offset=(0,) * staged.ndim, select=(), is_transposed=False))
+
+    def launch(self, *, check: bool, write: bool, comparison: Comparison | None) -> None:
+        if not self._tasks:
+            return
+        tasks, pairs = comparison.redirect(self._tasks) if comparison is not None else (self._tasks, [])
+        self._table = compile_table(tasks, self._device)
+        self._table.launch(check=check, write=write)
+        if comparison is not None:
+            comparison.compare(self._sources, pairs)
+
+    def drain(self) -> set[str]:
+        """Wait until the bucket may be filled again, and name the sources that were flagged."""
+        bad = {self._sources[index] for index in self._table.bad_tasks()} if self._table is not None else set()
+        self._used, self._sources, self._tasks, self._table = 0, [], [], None
+        return bad
+
+
+def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """A contiguous tensor of `like`'s shape and dtype in `memory`."""
+    num_bytes = like.numel() * like.element_size()
+    return memory[start : start + num_bytes].view(like.dtype).view(like.shape)
+
+
+def _least_bytes(slot: Slot) -> int:
+    """Bytes of the smallest piece a slot's source can be cut into, in the widest dtype."""
+    if slot.weight.ndim < 2:
+        return slot.weight.numel() * 4
+    rows = slot.block_size[0] if slot.is_quantized else 1
+    return rows * prod(slot.weight.shape[1:]) * 4

@@ -1,0 +1,375 @@
+"""Fills from tensors that come one after another: pulled from a stream, or pushed by whoever reads it.
+
+Each is compared with what was announced. Those on the engine's device are read where they lie, the others are staged. What a
+stream brought that announced nothing is expected of the next one, and planned anew where that brings something else.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fp8refit.errors import InvalidSourceError
+from fp8refit.fill.direct import DirectFill, Lying
+from fp8refit.fill.fill import Arriving, Fill
+from fp8refit.fill.plan import PlanBuilder, RefitPlan, Step
+from fp8refit.fill.staging import Staging
+from fp8refit.live.slots import TensorMeta
+from fp8refit.sources.files import StoredTensor
+from fp8refit.sources.row_runs import InPieces, Piece
+from fp8refit.sources.source import MappingSource, PushedSource, SafetensorsSource, Source, check_readable
+from fp8refit.sources.work_stream import WorkStream
+
+_SMALL_BYTES = 16 << 20
+"""To copy so much takes a device about as long as a launch."""
+_MOST_COPIED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """What is expected to come, and what is done with it."""
+
+    plan: RefitPlan
+    steps: Mapping[str, Sequence[Step]]
+    """By source tensor."""
+    metadata: Mapping[str, TensorMeta] | None = None
+    """Of everything; None if it is known to be right."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _CutTensor:
+    """A tensor of which some rows came."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    steps: Sequence[Step]
+    next_row: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.full_shape[0] if self.full_shape else 0
+
+
+class StreamFill(Fill):
+    """Steps filled from tensors that come one after another.
+
+    Args:
+        source: Where they come from.
+        expected: What will come; None if nothing is known.
+        is_announced: Whether anything else is an error. If not, it is planned as it comes.
+        is_first: Whether `expected` was planned for this refit.
+        make_builder: Begins a plan of what was not announced.
+        make_staging: Gives the buckets, for writing or only for looking.
+        aliases: Names that share another name's slot.
+        direct: For tensors that are on the engine's device; None if they are staged too.
+        learn: Called with what came, if that was not expected.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        expected: Expected | None,
+        *,
+        is_announced: bool,
+        is_first: bool,
+        make_builder: Callable[[], PlanBuilder],
+        make_staging: Callable[[bool], Staging],
+        aliases: Mapping[str, str],
+        direct: DirectFill | None = None,
+        learn: Callable[["Expected"], None] = lambda _: None,
+    ) -> None:
+        self._source = source
+        self._expected = expected
+        self._is_announced = is_announced
+        self._plan = expected.plan if expected is not None and is_announced else None
+        self._make_builder = make_builder
+        self._make_staging = make_staging
+        self._staging = make_staging(True)
+        self._work = WorkStream(self._staging.device)
+        self._aliases = aliases
+        self._direct = direct
+        self._learn = learn
+        self.is_first = is_first
+        self._names: set[str] = set()
+        self._cut: _CutTensor | None = None
+        self._waiting: list[Lying] = []
+        """What lies on the engine's device, and is filled from with the next launch."""
+        self._waiting_bytes = 0
+        self._builder = make_builder() if expected is None else None
+
+    @property
+    @override
+    def plan(self) -> RefitPlan | None:
+        return self._plan
+
+    @property
+    @override
+    def num_device_bytes(self) -> int:
+        """Buckets, and tables that are held between streams."""
+        return self._staging.num_device_bytes + (self._direct.num_device_bytes if self._direct is not None else 0)
+
+    @property
+    @override
+    def came(self) -> Iterable[str]:
+        return self._builder.seen if self._builder is not None else self._names
+
+    @override
+    def look(self) -> list[str]:
+        scout = StreamFill(
+            self._source,
+            self._expected,
+            is_announced=self._is_announced,
+            is_first=False,
+            make_builder=self._make_builder,
+            make_staging=lambda _: self._make_staging(False),
+            aliases=self._aliases,
+        )
+        scout.read(drain=False)
+        scout.finish()
+        return scout.bad_sources()
+
+    @override
+    def launch(self, begun: torch.cuda.Event | None) -> None:
+        """Nothing has come yet."""
+        if self._direct is not None:
+            self._direct.begin(self._expected.plan if self._expected is not None else None)
+        if begun is not None:
+            begun.record()
+
+    @override
+    def read(self, *, drain: bool) -> None:
+        self._take_all(self._tensors(), drain=drain)
+
+    @override
+    def take(self, tensors: Iterable[Arriving], *, drain: bool = False) -> None:
+        self._take_all(tensors, drain=drain)
+
+    @override
+    def finish(self) -> None:
+        self._check_is_complete()
+        expected = self._expected
+        if expected is not None and not self._is_announced and len(self._names) < len(expected.metadata or ()):
+            self._judge_anew()
+        if self._builder is not None:
+            plan = self._builder.finish()
+            expected = Expected(plan=plan, steps=by_source(plan.steps), metadata=self._builder.seen)
+            self._learn(expected)
+        assert expected is not None, "or it was planned as it came"
+        absent = [name for name in expected.steps if self._is_announced and name not in self._names]
+        if absent:
+            raise InvalidSourceError([f"{name}: was announced but did not come" for name in absent])
+        self._plan = expected.plan
+        if self._direct is not None:
+            self._direct.end(expected.plan)
+        self.flush()
+
+    @override
+    def flush(self) -> None:
+        with self._work.joined():
+            self._staging.flush()
+
+    @override
+    def release(self) -> None:
+        self._waiting.clear()
+        self._staging.release()
+
+    @override
+    def bad_sources(self) -> list[str]:
+        return self._staging.bad_sources() + (self._direct.bad_sources() if self._direct is not None else [])
+
+    def _tensors(self) -> Iterable[Arriving]:
+        """What is read from the source, whole or in runs of rows; a list if all of it is there."""
+        source = self._source
+        if isinstance(source, InPieces):
+            return source.pieces(self._staging.bucket_bytes)
+        if isinstance(source, MappingSource):
+            tensors, steps = source.tensors, self._expected.steps if self._expected is not None else {}
+            return list(tensors.items()) if self._direct is not None else [(name, tensors[name]) for name in steps]
+        if isinstance(source, SafetensorsSource):
+            return iter(source.stored.items())
+        return () if isinstance(source, PushedSource) else iter(source)
+
+    def _take_all(self, tensors: Iterable[Arriving], *, drain: bool) -> None:
+        try:
+            self._take(tensors)
+        except Exception:
+            if drain and isinstance(tensors, Iterator):
+                for _ in tensors:
+                    pass
+            raise
+
+    def _take(self, tensors: Iterable[Arriving]) -> None:
+        if isinstance(tensors, list):
+            with self._work.joined():
+                if not self._take_known(tensors):
+                    for tensor in tensors:
+                        self._take_one(tensor, is_lent=False)
+                    self._fill_waiting()
+            return
+        for tensor in tensors:
+            with self._work.joined():
+                self._take_one(tensor, is_lent=True)
+        with self._work.joined():
+            self._fill_waiting()
+
+    def _take_one(self, tensor: Arriving, *, is_lent: bool) -> None:
+        if isinstance(tensor, Piece) and not tensor.is_whole:
+            self._take_rows(tensor, is_lent=is_lent)
+            return
+        name, value = (tensor.name, tensor.tensor) if isinstance(tensor, Piece) else tensor
+        direct = self._direct
+        if direct is None or not isinstance(value, Tensor) or value.device != direct.device:
+            self._take_whole(name, value)
+        else:
+            self._take_where_it_lies(name, value, is_lent=is_lent)
+
+    def _take_known(self, tensors: Sequence[Any]) -> bool:
+        """Fill from tensors that came together in the last stream too; False, and nothing done, if they did not."""
+        if self._direct is None or not all(type(each) is tuple for each in tensors):
+            return False
+        return self._fill_known([each[0] for each in tensors], [each[1] for each in tensors])
+
+    def _fill_known(self, names: list[str], tensors: list[Tensor]) -> bool:
+        assert self._direct is not None, "there"
+        if self._builder is not None or self._cut is not None or not self._names.isdisjoint(names):
+            return False
+        if not self._direct.fill_known(names, tensors):
+            return False
+        self._names.update(names)
+        return True
+
+    def _take_where_it_lies(self, name: str, tensor: Tensor, *, is_lent: bool) -> None:
+        """Fill from a tensor of the engine's device without staging it, with the next launch.
+
+        One that is lent may be overwritten after this, and so is read by a launch of its own, unless to copy it is less.
+        """
+        self._check_is_complete()
+        check_readable(name, tensor)
+        self._let_wait(
+            Lying(name=name, tensor=tensor.detach(), steps=self._steps_of(name, TensorMeta.of(tensor))), is_lent
+        )
+
+    def _let_wait(self, lying: Lying, is_lent: bool) -> None:
+        """Fill from something with the next launch; see `_take_where_it_lies`."""
+        num_bytes = lying.tensor.nbytes
+        is_small = is_lent and num_bytes <= _SMALL_BYTES
+        self._waiting.append(replace(lying, tensor=lying.tensor.clone()) if is_small else lying)
+        self._waiting_bytes += num_bytes if is_small else 0
+        if is_lent and (not is_small or self._waiting_bytes > _MOST_COPIED_BYTES):
+            self._fill_waiting()
+
+    def _fill_waiting(self) -> None:
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if not waiting:
+            return
+        assert self._direct is not None, "they lie on the engine's device"
+        if self._builder is None and self._direct.fill_known(
+            [str(each) for each in waiting], [each.tensor for each in waiting]
+        ):
+            return
+        # Which of two names for one tensor counts is known when all came.
+        aliases = self._aliases
+        is_kept = self._builder is None or not any(
+            each.name in aliases or each.name in aliases.values() for each in waiting
+        )
+        self._direct.fill(waiting, is_kept=is_kept)
+
+    def _take_whole(self, name: str, tensor: Tensor | StoredTensor) -> None:
+        self._check_is_complete()
+        if isinstance(tensor, StoredTensor):
+            for step in self._steps_of(name, TensorMeta.of(tensor.meta)):
+                self._staging.add(step, tensor.meta, is_stable=False, read_box=tensor.read_box)
+            return
+        check_readable(name, tensor)
+        for step in self._steps_of(name, TensorMeta.of(tensor)):
+            self._staging.add(step, tensor, is_stable=isinstance(self._source, MappingSource))
+
+    def _take_rows(self, piece: Piece, *, is_lent: bool) -> None:
+        """Fill from rows as they come: where they lie, if that is the engine's device."""
+        check_readable(piece.name, piece.tensor)
+        cut = self._cut
+        if cut is None or piece.name != cut.name:
+            self._check_is_complete()
+            steps = self._steps_of(piece.name, TensorMeta(shape=piece.full_shape, dtype=piece.tensor.dtype))
+            cut = self._cut = _CutTensor(name=piece.name, full_shape=piece.full_shape, steps=steps)
+        self._check_follows(piece, cut)
+        is_there = self._direct is not None and piece.tensor.device == self._direct.device
+        for step in cut.steps:
+            if is_there:
+                for first_row, run in self._staging.runs_of(step, piece.tensor.detach(), piece.first_row):
+                    self._let_wait(Lying(name=piece.name, tensor=run, steps=(step,), first_row=first_row), is_lent)
+            else:
+                self._staging.add_rows(step, piece.tensor, piece.first_row)
+        cut.next_row = piece.end_row
+        if cut.next_row == cut.num_rows:
+            self._cut = None
+
+    def _check_is_complete(self) -> None:
+        """Check that the last tensor which came in runs of rows came whole.
+
+        Raises:
+            InvalidSourceError: It did not.
+        """
+        cut = self._cut
+        if cut is not None:
+            raise InvalidSourceError([f"{cut.name}: came up to row {cut.next_row} of {cut.num_rows}"])
+
+    def _check_follows(self, piece: Piece, cut: _CutTensor) -> None:
+        """Check that rows are those after the last.
+
+        Raises:
+            InvalidSourceError: They are not.
+        """
+        came = f"{piece.name}: rows {piece.first_row} to {piece.end_row} of {list(piece.full_shape)} came"
+        if (piece.first_row, piece.full_shape) != (cut.next_row, cut.full_shape) or piece.end_row > cut.num_rows:
+            raise InvalidSourceError([f"{came} where row {cut.next_row} of {list(cut.full_shape)} belongs"])
+        if tuple(piece.tensor.shape[1:]) != cut.full_shape[1:]:
+            raise InvalidSourceError([f"{came} with the shape {list(piece.tensor.shape)}"])
+
+    def _steps_of(self, name: str, meta: TensorMeta) -> Sequence[Step]:
+        expected = self._expected
+        if expected is not None:
+            metadata = expected.metadata
+            is_other = metadata is not None and metadata.get(name) != meta
+            if self._is_announced:
+                self._check_was_announced(name, meta, expected)
+            elif is_other or name in self._names:
+                self._judge_anew()
+        if self._builder is not None:
+            return self._builder.add(name, meta)
+        assert expected is not None, "or it is planned as it comes"
+        self._names.add(name)
+        return expected.steps.get(name, ())
+
+    def _check_was_announced(self, name: str, meta: TensorMeta, expected: Expected) -> None:
+        """Check that a tensor comes once, and as it was announced.
+
+        Raises:
+            InvalidSourceError: It does not.
+        """
+        if name in self._names:
+            raise InvalidSourceError([f"{name}: sent twice; send it once"])
+        if expected.metadata is not None and expected.metadata.get(name) != meta:
+            announced = expected.metadata.get(name, "nothing of that name")
+            raise InvalidSourceError([f"{name}: came as {meta}, announced was {announced}"])
+
+    def _judge_anew(self) -> None:
+        """What comes is not what came the last time: plan it as what was never seen."""
+        expected, self._expected = self._expected, None
+        assert expected is not None and expected.metadata is not None, "nothing else is judged twice"
+        self._builder, self.is_first = self._make_builder(), True
+        if self._direct is not None:
+            self._direct.forget()
+        for name in self._names:
+            self._builder.add(name, expected.metadata[name])
+
+
+def by_source(steps: Iterable[Step]) -> dict[str, list[Step]]:
+    """The steps of each source tensor."""
+    grouped: dict[str, list[Step]] = {}
+    for step in steps:
+        grouped.setdefault(step.source, []).append(step)
+    return grouped

@@ -1,0 +1,138 @@
+"""An engine's slots, kernels, formats and refusals as JSON, printed by `fp8refit inspect` and read by `quantize
+--like`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator
+
+from fp8refit.live.names import is_kv_scale
+from fp8refit.live.slots import Inventory, KvCache, ScaleFormat, Stacked, dtype_name
+
+_DTYPES = frozenset(dtype_name(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
+
+
+class SlotLayout(BaseModel):
+    """One slot without its storage."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """Checkpoint name."""
+    module: str
+    full_shape: tuple[int, ...]
+    """Shape of the checkpoint tensor."""
+    shape: tuple[int, ...]
+    """Shape of the slice held here."""
+    offset: tuple[int, ...]
+    dtype: str
+    """dtype of the live storage, such as `float8_e4m3fn`."""
+    scale_format: ScaleFormat | None
+    """None if the slot is copied, not quantized."""
+    block_size: tuple[PositiveInt, PositiveInt] | None
+    kernel: str
+    """Class of the engine kernel that reads it."""
+    is_rearranged: bool = False
+    """Whether the engine holds it quantized, but not in the checkpoint's order."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _is_a_dtype(cls, name: str) -> str:
+        if name not in _DTYPES:
+            raise ValueError(f"{name!r} is not a torch dtype")
+        return name
+
+
+class KvLayout(BaseModel):
+    """The FP8 KV cache of one rank."""
+
+    model_config = ConfigDict(frozen=True)
+
+    dtype: str
+    backend: str
+    scales: dict[str, tuple[str, ...]]
+    """The checkpoint names of attention layers, and the scales each has: `q`, `k`, `v`."""
+    refusals: tuple[str, ...]
+    """Why scales cannot be changed or measured."""
+
+    @classmethod
+    def of(cls, cache: KvCache) -> "KvLayout":
+        """Describe `cache`."""
+        return cls(
+            dtype=cache.dtype,
+            backend=cache.backend,
+            scales={layer.name: tuple(scale.kind for scale in layer.scales) for layer in cache.layers},
+            refusals=tuple(str(refusal) for refusal in (*cache.refusals, *cache.prefill_refusals)),
+        )
+
+
+class EngineLayout(BaseModel):
+    """What one engine rank holds, and why it may be refused."""
+
+    model_config = ConfigDict(frozen=True)
+
+    engine: str
+    versions: dict[str, str]
+    """Relevant packages and their versions."""
+    device: str
+    slots: tuple[SlotLayout, ...]
+    aliases: dict[str, str]
+    """Checkpoint names that share another name's slot."""
+    stacked: tuple[Stacked, ...] = ()
+    """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
+    refusals: tuple[str, ...]
+    kv: KvLayout | None = None
+    """None if the engine has no KV cache that fp8refit knows."""
+
+    @classmethod
+    def of(cls, inventory: Inventory, *, engine: str, versions: dict[str, str], device: str) -> "EngineLayout":
+        """Describe `inventory`."""
+        return cls(
+            engine=engine,
+            versions=versions,
+            device=device,
+            slots=tuple(
+                SlotLayout(
+                    name=slot.name,
+                    module=slot.module,
+                    full_shape=slot.full_shape,
+                    shape=tuple(slot.weight.shape),
+                    offset=slot.origin,
+                    dtype=dtype_name(slot.weight.dtype),
+                    scale_format=slot.scale_format if slot.is_quantized else None,
+                    block_size=slot.block_size if slot.is_quantized else None,
+                    kernel=slot.kernel,
+                    is_rearranged=slot.is_rearranged,
+                )
+                for slot in inventory.slots
+                if not slot.is_optional
+            ),
+            aliases={name: slot for name, slot in inventory.aliases.items() if not is_kv_scale(name)},
+            stacked=inventory.stacked,
+            kv=None if inventory.kv is None else KvLayout.of(inventory.kv),
+            refusals=tuple(str(refusal) for refusal in inventory.refusals),
+        )
+
+    @classmethod
+    def merge(cls, ranks: Sequence["EngineLayout"]) -> "EngineLayout":
+        """Combine the layouts of all ranks. Slices are those of the first rank that holds the tensor."""
+        slots: dict[str, list[SlotLayout]] = {}
+        for rank in ranks:
+            held: dict[str, list[SlotLayout]] = {}
+            for slot in rank.slots:
+                held.setdefault(slot.name, []).append(slot)
+            slots |= {name: mine for name, mine in held.items() if name not in slots}
+        stacked: dict[str, Stacked] = {}
+        for stack in (stack for rank in ranks for stack in rank.stacked):
+            known = stacked.get(stack.name, stack)
+            stacked[stack.name] = replace(stack, parts={**stack.parts, **known.parts})
+        return ranks[0].model_copy(
+            update={
+                "stacked": tuple(stacked.values()),
+                "slots": tuple(slot for held in slots.values() for slot in held),
+                "aliases": {name: slot for rank in ranks for name, slot in rank.aliases.items()},
+                "refusals": tuple(dict.fromkeys(refusal for rank in ranks for refusal in rank.refusals)),
+            }
+        )

@@ -1,0 +1,73 @@
+"""The parameters and buffers of a live model, and whether the engine replaced any."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_not
+
+import torch
+from torch import Tensor, nn
+
+from fp8refit.live.layout_guard import LayoutGuard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LiveTensor:
+    """One parameter or buffer of the live model, and the properties that a refit must not change."""
+
+    name: str
+    holder: dict[str, Tensor | None]
+    """`_parameters` or `_buffers` of the module that owns it."""
+    key: str
+    tensor: Tensor
+    data_ptr: int
+    layout: tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the module now holds a different tensor, or this one with another storage or layout."""
+        tensor = self.tensor
+        return (
+            self.holder.get(self.key) is not tensor
+            or tensor.data_ptr() != self.data_ptr
+            or (tensor.shape, tensor.stride(), tensor.dtype) != self.layout
+        )
+
+
+class Watch:
+    """Notices live tensors that the engine replaced. Asking about all at once takes a third of the time."""
+
+    def __init__(self, live: Sequence[LiveTensor]) -> None:
+        self.live = tuple(live)
+        self._tensors = [entry.tensor for entry in live]
+        self._places = [(entry.holder, entry.key) for entry in live]
+        self._addresses = [entry.data_ptr for entry in live]
+        self._layouts = LayoutGuard((), self._tensors)
+
+    def was_any_replaced(self) -> bool:
+        """Whether any module now holds a different tensor, or the same one with another storage."""
+        held = [holder.get(key) for holder, key in self._places]
+        return any(map(is_not, held, self._tensors)) or list(map(Tensor.data_ptr, self._tensors)) != self._addresses
+
+    def moved(self) -> list[str]:
+        """Names of the tensors for which `LiveTensor.has_moved` is true."""
+        if self._layouts.holds([], self._tensors) and not self.was_any_replaced():
+            return []
+        return [entry.name for entry in self.live if entry.has_moved]
+
+
+def live_tensors(model: nn.Module) -> tuple[LiveTensor, ...]:
+    """Return every parameter and buffer of `model`. Tied ones appear under each name."""
+    return tuple(
+        LiveTensor(
+            name=f"{prefix}.{key}" if prefix else key,
+            holder=holder,
+            key=key,
+            tensor=tensor,
+            data_ptr=tensor.data_ptr(),
+            layout=(tensor.shape, tensor.stride(), tensor.dtype),
+        )
+        for prefix, module in model.named_modules()
+        for holder in (module._parameters, module._buffers)
+        for key, tensor in holder.items()
+        if tensor is not None
+    )

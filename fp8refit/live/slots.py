@@ -1,0 +1,255 @@
+"""Records of what a live engine holds, slot by slot. No torch operation runs here."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fp8refit.live.parameters import LiveTensor, Watch
+
+FP8_DTYPE = torch.float8_e4m3fn
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALE_SUFFIX = "_scale_inv"
+"""A block-FP8 checkpoint stores the scales of `X`, the multipliers that dequantize it, as `X_scale_inv`."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name as engines and checkpoints spell it, such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+class ScaleFormat(StrEnum):
+    """Which values a scale may take. Both are stored as float32."""
+
+    FP32 = "fp32"
+    """Any float32: `amax / 448`."""
+    UE8M0 = "ue8m0"
+    """Powers of two: the smallest one with `amax / scale <= 464`."""
+
+
+class Op(StrEnum):
+    """What to do with one slice of a source tensor."""
+
+    QUANTIZE = "quantize"
+    """BF16, FP16 or FP32 in, E4M3 codes and block scales out."""
+    COPY = "copy"
+    """The values, in the engine's dtype."""
+    COPY_CODES = "copy_codes"
+    """E4M3 bytes, bit for bit."""
+    COPY_SCALES = "copy_scales"
+    """float32 block scales, bit for bit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorMeta:
+    """What is known about a source tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorMeta":
+        """Describe `tensor`."""
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)} {list(self.shape)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Slot:
+    """The place of one checkpoint tensor in one engine rank's live storage.
+
+    A rank holds the box of `weight`'s shape at `offset` in the checkpoint tensor. A tensor-parallel rank holds a range of
+    rows or columns; a fused module has one slot per part.
+    """
+
+    name: str
+    """Checkpoint name, such as `model.layers.0.self_attn.q_proj.weight`."""
+    full_shape: tuple[int, ...]
+    """Shape of the whole checkpoint tensor."""
+    weight: Tensor
+    """The live view to write: float8_e4m3fn if the slot is quantized, else the engine's dtype."""
+    offset: tuple[int, ...] = ()
+    """Where this rank's slice starts in the checkpoint tensor; empty for the origin."""
+    scale: Tensor | None = None
+    """Live view of the block scales (ceil(N / block_n), ceil(K / block_k)), float32; None if the slot is copied."""
+    scale_format: ScaleFormat = ScaleFormat.FP32
+    block_size: tuple[int, int] = (128, 128)
+    module: str = ""
+    """Engine module that owns the storage."""
+    kernel: str = ""
+    """Class name of the engine kernel that reads it."""
+    is_optional: bool = False
+    """Whether a source may omit it, such as a KV scale."""
+    is_rearranged: bool = False
+    """Whether the engine holds it quantized in another order, so that checkpoint blocks do not map to its blocks."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the engine holds this tensor as block FP8."""
+        return self.scale is not None
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        """`offset` with one entry per dimension."""
+        return self.offset or (0,) * len(self.full_shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stacked:
+    """A checkpoint tensor that holds one matrix, or several fused ones, for every expert of a layer.
+
+    A source may send it instead of the tensors in `parts`.
+    """
+
+    name: str
+    """Checkpoint name, such as `model.layers.0.mlp.experts.gate_up_proj`."""
+    shape: tuple[int, int, int]
+    """Number of experts, and rows and columns of each matrix."""
+    parts: Mapping[str, tuple[int, int]]
+    """Slots of this rank, each with its expert and the first row of its matrix in the stack."""
+    is_transposed: bool = False
+    """Whether to read a shape that fits both ways as (experts, columns, rows). Models differ."""
+
+    def is_transposed_in(self, shape: tuple[int, ...]) -> bool | None:
+        """Whether a tensor of `shape` has rows and columns swapped; None if it does not fit."""
+        experts, rows, cols = self.shape
+        found = {False: (experts, rows, cols), True: (experts, cols, rows)}
+        return next((way for way in (self.is_transposed, not self.is_transposed) if found[way] == shape), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartlyRead:
+    """A checkpoint tensor of which one rank reads only a part."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """What it reads: for each box, the start and length in every dimension."""
+    reason: str = ""
+    """Why its loader does not take the tensor, if it does not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why one module cannot be refitted, and what to set instead."""
+
+    module: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.reason}. {self.remedy}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Refresh:
+    """A step that updates something the engine derived from weights at boot."""
+
+    name: str
+    run: Callable[[], None]
+    written: tuple[Tensor, ...] = ()
+    """Live weights it writes that no slot covers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KvScale:
+    """One per-tensor scale of one layer's FP8 attention: the multiplier that dequantizes."""
+
+    kind: str
+    """`q`, `k` or `v`."""
+    tensor: Tensor
+    """What the engine's kernels read: float32, one element."""
+    write_copies: Callable[[float], None] = lambda _: None
+    """Updates the engine's other copies of it: Python numbers, host tensors, products."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KvLayer:
+    """One attention layer with an FP8 KV cache."""
+
+    name: str
+    """Name of the checkpoint's module, such as `model.layers.0.self_attn`."""
+    scales: tuple[KvScale, ...]
+    """The scales that the engine uses."""
+
+
+Observe: TypeAlias = Callable[[int, Tensor | None, Tensor | None, Tensor | None], None]
+"""Takes the index of an attention layer and its queries, keys and values as they enter attention, after RoPE and before
+quantization: (N, C) or (N, H, D). None for what the layer does not compute."""
+
+
+class Prefill(Protocol):
+    """Runs the live network on token ids, without touching requests or the KV cache."""
+
+    vocab_size: int
+    max_length: int
+    """The longest sequence the engine takes, in tokens."""
+    max_tokens: int
+    """Tokens that fit into the engine's memory in one pass."""
+
+    def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
+        """Run one pass over `sequences`, each (L,) int64 on the engine's device, and remove all hooks.
+
+        Attention is not quantized, so that scales of earlier layers do not affect what later layers measure.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KvCache:
+    """The FP8 KV cache of one rank."""
+
+    dtype: str
+    backend: str
+    """The engine's attention over it."""
+    layers: tuple[KvLayer, ...] = ()
+    prefill: Prefill | None = None
+    saturates: bool = True
+    """Whether the engine clamps values that do not fit; otherwise they become NaN."""
+    refusals: tuple[Refusal, ...] = ()
+    """Why its scales cannot be changed."""
+    prefill_refusals: tuple[Refusal, ...] = ()
+    """Why scales can be given but not measured."""
+    check_now: Callable[[], None] = lambda: None
+    """Raises if scales cannot be changed now, for example because graphs cannot be recaptured during sleep."""
+    before_write: Callable[[], None] = lambda: None
+    """Runs before the first scale changes, to remove the noise of a dummy boot."""
+    after_write: Callable[[], None] = lambda: None
+    """Runs after scales have changed, to recapture graphs."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inventory:
+    """Everything an adapter reads from one rank's live model."""
+
+    slots: tuple[Slot, ...]
+    live: tuple[LiveTensor, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Checkpoint names that share another's slot (tied embeddings). A source may send either or both."""
+    unneeded: tuple[str, ...] = ()
+    """Checkpoint names that a source may send but no slot takes."""
+    stacked: tuple[Stacked, ...] = ()
+    """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
+    padding: tuple[Tensor, ...] = ()
+    """Live views that no checkpoint tensor covers. Booting from a checkpoint leaves them zero, so a refit does too."""
+    refreshes: tuple[Refresh, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    partly_read: Mapping[str, PartlyRead] = field(default_factory=dict)
+    """Checkpoint tensors that this rank reads only in part. Together, the ranks must read them whole."""
+    kv: KvCache | None = None
+
+    @cached_property
+    def watch(self) -> Watch:
+        """Watches `live`."""
+        return Watch(self.live)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every checkpoint name that a source may send to this rank."""
+        stacked = (stack.name for stack in self.stacked)
+        return frozenset(slot.name for slot in self.slots).union(self.aliases, self.unneeded, stacked)

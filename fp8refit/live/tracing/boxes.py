@@ -1,0 +1,127 @@
+"""Computes which box of a checkpoint tensor a copy puts into which box of a parameter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from math import prod
+
+import torch
+
+from fp8refit.live.tracing.trace import Copy, row_major
+
+_MAX_PIECES = 1024
+Range = tuple[int, int]
+"""Start and length of a range in one dimension."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Boxes:
+    """A box of a parameter, and the box of a checkpoint tensor that fills it."""
+
+    into: tuple[Range, ...]
+    """One range per dimension of the parameter."""
+    read: tuple[Range, ...]
+    """One range per dimension of the checkpoint tensor."""
+    dims: tuple[int | None, ...]
+    """For each dimension of the checkpoint tensor, the matching dimension of the parameter; None for a single element."""
+
+
+def boxes_of(copy: Copy, shape: Sequence[int], full_shape: Sequence[int]) -> Boxes | None:
+    """Return the boxes of a copy; None if one side is not a box, or one dimension maps to several.
+
+    Args:
+        copy: A copy into a row-major parameter.
+        shape: Shape of the parameter.
+        full_shape: Shape of the checkpoint tensor.
+    """
+    into, read = _corner(copy.into, shape), _corner(copy.start, full_shape)
+    sizes, lengths = [1] * len(shape), [1] * len(full_shape)
+    dims: list[int | None] = [None] * len(full_shape)
+    for run in copy.runs:
+        size, step, stride = run.size, run.into, run.stride
+        while size > 1:
+            here, there = _dim_of(step, size, shape), _dim_of(stride, size, full_shape)
+            if here is None or there is None:
+                return None
+            taken = min(size, shape[here], full_shape[there])
+            # A run may cross dimensions that are whole on both sides: (C, 1, K) is the same as (C, K).
+            if size % taken or sizes[here] != 1 or lengths[there] != 1:
+                return None
+            sizes[here], lengths[there], dims[there] = taken, taken, here
+            size, step, stride = size // taken, step * taken, stride * taken
+    boxes = Boxes(
+        into=tuple(zip(into, sizes, strict=True)), read=tuple(zip(read, lengths, strict=True)), dims=tuple(dims)
+    )
+    pairs = (*zip(boxes.into, shape, strict=True), *zip(boxes.read, full_shape, strict=True))
+    return boxes if all(start + length <= size for (start, length), size in pairs) else None
+
+
+def pieces_of(copy: Copy, shape: Sequence[int], full_shape: Sequence[int]) -> list[Boxes] | None:
+    """Split a copy into boxes whose dimensions have the same order on both sides; None if that takes too many.
+
+    Heads of queries, keys and values that alternate in a checkpoint become one box each.
+    """
+    boxes = boxes_of(copy, shape, full_shape)
+    if boxes is not None:
+        dims = [dim for dim in boxes.dims if dim is not None]
+        return [boxes] if dims == sorted(dims) else None
+    outer = next(iter(copy.runs), None)
+    if outer is None or outer.size > _MAX_PIECES:
+        return None
+    found: list[Boxes] = []
+    for index in range(outer.size):
+        piece = replace(
+            copy, into=copy.into + index * outer.into, start=copy.start + index * outer.stride, runs=copy.runs[1:]
+        )
+        boxes_of_piece = pieces_of(piece, shape, full_shape)
+        if boxes_of_piece is None or len(found) + len(boxes_of_piece) > _MAX_PIECES:
+            return None
+        found += boxes_of_piece
+    return found
+
+
+def written_by(copy: Copy, shape: Sequence[int]) -> list[tuple[Range, ...]] | None:
+    """Return the boxes of a parameter that a copy writes; None if there are too many."""
+    runs = tuple(replace(run, stride=run.into) for run in copy.runs)
+    pieces = pieces_of(replace(copy, start=copy.into, runs=runs), shape, shape)
+    return None if pieces is None else [piece.into for piece in pieces]
+
+
+def fault_of_cover(boxes: Sequence[tuple[Range, ...]], shape: Sequence[int]) -> str | None:
+    """Say why `boxes` do not cover every element of `shape` exactly once; None if they do."""
+    num_bare, num_twice = count_cover(boxes, shape)
+    if num_twice:
+        return f"{num_twice} of its {prod(shape)} elements are loaded twice"
+    return f"{num_bare} of its {prod(shape)} elements are not loaded from any checkpoint tensor" if num_bare else None
+
+
+def count_cover(boxes: Sequence[tuple[Range, ...]], shape: Sequence[int]) -> tuple[int, int]:
+    """Count the elements of `shape` in none of `boxes`, and those in several."""
+    if len(boxes) == 1:
+        return prod(shape) - prod(size for _, size in boxes[0]), 0
+    borders = [
+        sorted({0, size, *(start for start, _ in ranges), *(start + length for start, length in ranges)})
+        for size, ranges in zip(shape, zip(*boxes, strict=True) if boxes else [()] * len(shape), strict=True)
+    ]
+    cells = torch.zeros([len(marks) - 1 for marks in borders], dtype=torch.int32, device="cpu")
+    places = [{mark: place for place, mark in enumerate(marks)} for marks in borders]
+    for box in boxes:
+        ends = [(place[start], place[start + length]) for place, (start, length) in zip(places, box, strict=True)]
+        cells[tuple(slice(*end) for end in ends)] += 1
+    if bool((cells == 1).all()):
+        return 0, 0
+    lengths = [[end - start for start, end in pairwise(marks)] for marks in borders]
+    sizes = torch.tensor([prod(cell) for cell in product(*lengths)], device="cpu").view(cells.shape)
+    return int(sizes[cells == 0].sum()), int(sizes[cells > 1].sum())
+
+
+def _corner(place: int, shape: Sequence[int]) -> list[int]:
+    return [place // stride % size if size else 0 for stride, size in zip(row_major(shape), shape, strict=True)]
+
+
+def _dim_of(stride: int, size: int, shape: Sequence[int]) -> int | None:
+    """The dimension whose neighbouring elements are `stride` apart."""
+    for dim, found in enumerate(row_major(shape)):
+        if found == stride and shape[dim] > 1:
+            return dim
+    return None

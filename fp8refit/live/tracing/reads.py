@@ -1,0 +1,137 @@
+"""Finds which elements of checkpoint tensors an engine's loader reads. Together, the ranks must read them all.
+
+An engine that skips part of a tensor does not hold the trainer's model, so the refit is refused.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import accumulate, groupby
+from math import prod
+
+import torch
+
+from fp8refit.live.names import is_not_a_weight
+from fp8refit.live.slots import PartlyRead, Refusal, TensorMeta
+from fp8refit.live.tracing.boxes import count_cover, written_by
+from fp8refit.live.tracing.trace import MOVES, Base, Computed, Copy, Run, Traced
+
+_MOST_MOVED = 1 << 16
+"""Up to this many elements, a computation is repeated to see which of them it keeps."""
+
+
+def partly_read(traced: Traced, sources: Mapping[str, TensorMeta]) -> dict[str, PartlyRead]:
+    """Return what one rank's loader reads of the tensors that it does not read whole.
+
+    Args:
+        traced: What the loader did.
+        sources: The checkpoint's tensors.
+    """
+    reads: dict[str, list[Copy]] = {}
+    for copy in traced.copies:
+        if copy.source:
+            reads.setdefault(copy.source, []).append(copy)
+    for computed in traced.computed:
+        moved = _moved_by(computed, sources)
+        for read in _read_by(computed.recipe.reads()) if moved is None else moved:
+            reads.setdefault(read.source, []).append(read)
+    reasons = {objection.source: objection.reason for objection in traced.objections}
+    known: dict[object, tuple[tuple[tuple[int, int], ...], ...] | None] = {}
+    found: dict[str, PartlyRead] = {}
+    for name, meta in sources.items():
+        mine = reads.get(name, [])
+        if any(_is_whole(read, meta.shape) for read in mine):
+            continue
+        key = meta.shape, tuple((read.start, read.runs) for read in mine)
+        if key not in known:
+            known[key] = _boxes_of(mine, meta.shape)
+        boxes = known[key]
+        if boxes is not None:
+            found[name] = PartlyRead(shape=meta.shape, boxes=boxes, reason=reasons.get(name, ""))
+    return found
+
+
+def refusals_of(ranks: Iterable[Mapping[str, PartlyRead]]) -> list[Refusal]:
+    """Return a refusal for each tensor that the ranks of an engine together do not read whole.
+
+    Args:
+        ranks: The result of `partly_read` for each rank.
+    """
+    first, *others = ranks
+    refusals = []
+    for name, read in first.items():
+        parts = [read, *(other[name] for other in others if name in other)]
+        if len(parts) <= len(others) or is_not_a_weight(name):
+            continue  # a rank that does not list the tensor reads all of it
+        boxes = dict.fromkeys(box for part in parts for box in part.boxes)
+        num_bare = count_cover(list(boxes), read.shape)[0]
+        if num_bare:
+            reason = f"{num_bare} of its {prod(read.shape)} elements are read by no rank"
+            said = next((part.reason for part in parts if part.reason), "")
+            remedy = (
+                "The engine would not serve the trainer's model; remove the tensor from the model, or ask for support"
+            )
+            refusals.append(Refusal(module=name, reason=f"{reason}: it {said}" if said else reason, remedy=remedy))
+    return refusals
+
+
+def _read_by(views: Iterable[tuple[Base, tuple[int, ...], tuple[int, ...], int]]) -> Iterable[Copy]:
+    """Describe views of checkpoint tensors as copies of what they show."""
+    for base, sizes, strides, offset in views:
+        if not base.is_parameter:
+            runs = tuple(
+                Run(size=n, into=stride, stride=stride) for n, stride in zip(sizes, strides, strict=True) if n > 1
+            )
+            yield Copy(parameter="", into=offset, source=base.name, start=offset, runs=runs)
+
+
+def _moved_by(computed: Computed, sources: Mapping[str, TensorMeta]) -> list[Copy] | None:
+    """Return what a computation reads if it only moves elements, row stretch by row stretch, without elements it then
+    drops.
+
+    None if it does more than move, or is too large to repeat with positions instead of values. All of its inputs count as
+    read then.
+    """
+    bases = sorted(computed.recipe.bases(), key=lambda base: base.name)
+    moves = all(step.func in MOVES and not step.constants() for step in computed.recipe.steps())
+    if not moves or any(base.is_parameter or base.name not in sources for base in bases):
+        return None
+    sizes = [prod(sources[base.name].shape) for base in bases]
+    if sum(sizes) > _MOST_MOVED:
+        return None
+    firsts = [0, *accumulate(sizes)]
+    numbers = {base: torch.arange(first, first + size) for base, first, size in zip(bases, firsts, sizes, strict=False)}
+    places = torch.unique(computed.value.moved(numbers)).tolist()
+    found = []
+    for base, first, size in zip(bases, firsts, sizes, strict=False):
+        row = (sources[base.name].shape or (1,))[-1]
+        mine = [place - first for place in places if first <= place < first + size]
+        for _, group in groupby(enumerate(mine), key=lambda pair: (pair[1] - pair[0], pair[1] // row)):
+            stretch = [place for _, place in group]
+            runs = (Run(size=len(stretch), into=1, stride=1),) if len(stretch) > 1 else ()
+            found.append(Copy(parameter="", into=stretch[0], source=base.name, start=stretch[0], runs=runs))
+    return found
+
+
+def _is_whole(read: Copy, shape: tuple[int, ...]) -> bool:
+    """Whether every element is read, in any order."""
+    if read.start:
+        return False
+    end = 1
+    for run in sorted(read.runs, key=lambda run: run.stride):
+        if run.stride == end:
+            end *= run.size
+        elif run.stride:
+            return False
+    return end == prod(shape)
+
+
+def _boxes_of(reads: Iterable[Copy], shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], ...] | None:
+    """Return the boxes of a tensor that are read; None if they cover it, or cannot be determined."""
+    found: dict[tuple[tuple[int, int], ...], None] = {}
+    for read in reads:
+        runs = tuple(replace(run, into=run.stride) for run in read.runs if run.stride)
+        boxes = written_by(replace(read, into=read.start, runs=runs), shape)
+        if boxes is None:
+            return None
+        found |= dict.fromkeys(boxes)
+    return tuple(found) if count_cover(list(found), shape)[0] else None

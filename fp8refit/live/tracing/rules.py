@@ -1,0 +1,60 @@
+"""What an adapter says about its engine's kernels. Everything else is read from the model's twin."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from torch import nn
+
+from fp8refit.live.slots import ScaleFormat
+
+Why: TypeAlias = tuple[str, str] | None
+"""Reason and remedy; None if there is no problem."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """The kernel that multiplies by the weight of a block-FP8 layer."""
+
+    name: str
+    is_row_major: bool
+    """Whether it is known to read weights and scales in the checkpoint's layout."""
+    scale_format: ScaleFormat
+    remedy: str
+    """How to select another kernel."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedies:
+    """What a user can set, in the engine's own words."""
+
+    no_block_fp8: str
+    """For a model without block-FP8 weights."""
+    other_quantization: str
+    """For a layer with another quantization."""
+
+
+class KernelRules(Protocol):
+    """What one engine's kernels do to weights after loading."""
+
+    remedies: Remedies
+
+    def why_refused(self, module: nn.Module) -> Why:
+        """Say what only this engine knows against `module`, whether or not it has parameters."""
+        ...
+
+    def kernel_of(self, module: nn.Module) -> Kernel:
+        """Return the kernel of a module with block scales."""
+        ...
+
+    def block_size_of(self, module: nn.Module) -> tuple[int, int]:
+        """Return the rows and columns of one block, for a module whose kernel is row-major."""
+        ...
+
+    def swaps_halves(self, module: nn.Module) -> bool:
+        """Whether the kernel of an expert layer keeps the two halves of `w13_weight` swapped."""
+        ...
+
+    def kept(self, module: nn.Module) -> Collection[str]:
+        """Return the module's parameters that are not weights. They have no slot, and a refit does not change them."""
+        ...

@@ -1,0 +1,578 @@
+"""Watches a loader copy checkpoint tensors into parameters, using meta tensors only, and records which box goes where.
+
+A view of a meta tensor has a storage, offset, sizes and strides like any other, so each `copy_` into a parameter shows
+where its values come from. Reordering copies (`transpose().reshape()`) are followed through; operations that compute new
+values are recorded as such.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fp8refit.live.slots import TensorMeta
+
+aten = torch.ops.aten
+
+Load: TypeAlias = Callable[[Iterator[tuple[str, Tensor]]], object]
+"""A model's `load_weights`."""
+_CLONES = frozenset({aten.clone.default, aten._to_copy.default})
+MOVES = _CLONES | {aten.cat.default}
+"""Operations that compute nothing: every output element is an input element, perhaps cast."""
+_UNLIKELY = 73856093.1416
+"""A number that no loader fills a parameter with by chance."""
+_SHAPED_LIKE = frozenset(
+    {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Elements `stride` apart in one tensor, written to places `into` apart in another."""
+
+    size: int
+    into: int
+    stride: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """One copy into a parameter: which elements it writes, and where in a checkpoint tensor they come from."""
+
+    parameter: str
+    into: int
+    """First element written, in the parameter's storage."""
+    source: str
+    """Checkpoint name; empty if the loader writes zeros."""
+    start: int
+    """First element read, in the checkpoint tensor's row-major order."""
+    runs: tuple[Run, ...]
+    """Outermost first; empty for a single element."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objection:
+    """Something a loader does with a checkpoint tensor or a parameter other than copy."""
+
+    source: str
+    parameter: str
+    """Empty if no parameter was reached."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class View:
+    """A view of a tensor that exists when a recipe is carried out."""
+
+    base: "Recipe | Base"
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, values: "Mapping[Base, Tensor]") -> Tensor:
+        """Return the tensor, given the values of its bases."""
+        base = self.base.made_of(values) if isinstance(self.base, Recipe) else values[self.base]
+        return base.as_strided(self.size, self.stride, self.offset)
+
+    def moved(self, places: "Mapping[Base, Tensor]") -> Tensor:
+        """Return the tensor with numbers from `places` instead of values, using only operations in `MOVES`."""
+        base = self.base.moved(places) if isinstance(self.base, Recipe) else places[self.base]
+        return base.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """The start of a recipe: a checkpoint tensor, or a parameter after checkpoint tensors were copied into it."""
+
+    name: str
+    is_parameter: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Recipe:
+    """One operation of a loader, to be repeated with values."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def made_of(self, values: Mapping[Base, Tensor]) -> Tensor:
+        """Return its result, on the device of `values` and with its original strides."""
+        device = next(iter(values.values())).device
+        args, kwargs = tree_map_only(View, lambda view: view.of(values), (self.args, dict(self.kwargs)))
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+        args, kwargs = tree_map_only(torch.device, lambda _: device, (args, kwargs))
+        made: Tensor = self.func(*args, **kwargs)
+        if made.stride() == self.stride:
+            return made
+        return torch.empty_strided(self.size, self.stride, dtype=made.dtype, device=device).copy_(made)
+
+    def moved(self, places: Mapping[Base, Tensor]) -> Tensor:
+        """Return its result as `View.moved` does. Casts are skipped, as they would round the numbers."""
+        args = tree_map_only(View, lambda view: view.moved(places), self.args)
+        made: Tensor = args[0].clone() if self.func in _CLONES else self.func(*args, **self.kwargs)
+        return torch.empty_strided(self.size, self.stride, dtype=made.dtype).copy_(made)
+
+    def constants(self) -> list[Tensor]:
+        """Tensors in it that the loader did not get from a checkpoint."""
+        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
+
+    def steps(self) -> "Iterator[Recipe]":
+        """Yield this operation and those before it."""
+        yield self
+        for leaf in self.views():
+            if isinstance(leaf.base, Recipe):
+                yield from leaf.base.steps()
+
+    def views(self) -> list[View]:
+        """The views that the operation reads."""
+        leaves = tree_leaves((self.args, dict(self.kwargs)), is_leaf=lambda leaf: isinstance(leaf, View))
+        return [leaf for leaf in leaves if isinstance(leaf, View)]
+
+    def reads(self) -> "Iterator[tuple[Base, tuple[int, ...], tuple[int, ...], int]]":
+        """Yield each base, with sizes, strides and offset of what is read from it."""
+        for step in self.steps():
+            for view in step.views():
+                if isinstance(view.base, Base):
+                    yield view.base, view.size, view.stride, view.offset
+
+    def bases(self) -> frozenset[Base]:
+        """The tensors it starts from."""
+        return frozenset(base for base, *_ in self.reads())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Computed:
+    """A copy of a computed tensor into a parameter."""
+
+    parameter: str
+    into: Copy
+    """Which elements are written. Nothing is read."""
+    value: View
+    """The result of a recipe, in the size that is written."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The operation to repeat."""
+        assert isinstance(self.value.base, Recipe), f"{self.value.base=}"
+        return self.value.base
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traced:
+    """What a loader did with every tensor it got."""
+
+    copies: tuple[Copy, ...]
+    computed: tuple[Computed, ...] = ()
+    objections: tuple[Objection, ...] = ()
+
+
+class _NoPatternError(Exception):
+    """The places do not form a regular pattern."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mode:
+    """One dimension of a dense storage that is filled from a checkpoint tensor."""
+
+    size: int
+    here: int
+    """Stride in the storage."""
+    there: int
+    """Stride in the checkpoint tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where the elements of a storage come from."""
+
+    source: str
+    start: int
+    modes: tuple[_Mode, ...]
+    """Sorted by stride in the storage, smallest first."""
+
+    def start_of(self, offset: int) -> int:
+        """Where the storage's element `offset` comes from in the checkpoint tensor."""
+        return self.start + sum(offset // mode.here % mode.size * mode.there for mode in self.modes)
+
+    def steps_of(self, size: int, stride: int) -> list[tuple[int, int]]:
+        """Return sizes and strides in the checkpoint tensor of `size` elements `stride` apart in the storage, innermost
+        first.
+
+        Raises:
+            _NoPatternError: They do not form a regular pattern.
+        """
+        steps: list[tuple[int, int]] = []
+        for mode in self.modes:
+            extent = mode.size * mode.here
+            if size == 1:
+                break
+            if stride % extent == 0:
+                continue
+            step, rest = divmod(stride, mode.here)
+            taken = min(size, mode.size // step) if step else 0
+            if rest or not taken or (taken < size and (mode.size % step or size % taken)):
+                raise _NoPatternError
+            steps.append((taken, step * mode.there))
+            size, stride = size // taken, extent
+        if size != 1:
+            raise _NoPatternError
+        return steps
+
+
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, records writes to parameters without carrying them out.
+
+    Args:
+        parameters: Parameters by name. A shared storage goes by its first name.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters: dict[int, str] = {}
+        for name, tensor in (parameters or {}).items():
+            self._parameters.setdefault(_storage(tensor), name)
+        self._origins: dict[int, _Origin] = {}
+        self._joined: dict[int, list[tuple[range, _Origin]]] = {}
+        """Storages made of ranges from several checkpoint tensors, one after another."""
+        self._recipes: dict[int, Recipe | None] = {}
+        self._numbers: dict[float, Tensor] = {}
+        self._num_numbers = 0
+        self._alive: list[Tensor] = [*(parameters or {}).values()]  # or another storage would have the address of one
+        self.copies: list[Copy] = []
+        self.computed: list[Computed] = []
+        self.objections: list[Objection] = []
+
+    def source(self, name: str, meta: TensorMeta) -> Tensor:
+        """Return a meta tensor that stands for the checkpoint tensor `name`."""
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+        self.note(name, tensor)
+        return tensor
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        """Let the dense, row-major `tensor` stand for the checkpoint tensor `name`."""
+        self._alive.append(tensor)
+        dims = zip(tensor.shape, tensor.stride(), tensor.stride(), strict=True)
+        self._recipes[_storage(tensor)] = None
+        self._origins[_storage(tensor)] = _Origin(name, 0, _modes(_Mode(*dim) for dim in dims if dim[0] != 1))
+
+    def places_of(self, tensor: Tensor) -> Copy | None:
+        """Describe where the elements of `tensor` come from, as a copy into a row-major tensor; None if not from one
+        source.
+        """
+        origin = self._origins.get(_storage(tensor))
+        try:
+            return None if origin is None else _copy_of("", 0, row_major(tensor.shape), origin, tensor)
+        except _NoPatternError:
+            return None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Record what an operation does with known tensors."""
+        if _only_views(func):
+            return func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func is aten._local_scalar_dense.default and _storage(args[0]) in self._origins:
+            return self._number_for(args[0])
+        writes = func._schema.is_mutable
+        if writes and tensors and _storage(tensors[0]) in self._parameters:
+            self._write(func, tensors, args, kwargs or {})
+            return tensors[0]
+        out = func(*args, **(kwargs or {}))
+        read = [_storage(tensor) for tensor in tensors]
+        if any(storage in self._recipes or storage in self._parameters for storage in read):
+            for made in tree_leaves(out):
+                if isinstance(made, Tensor) and (writes or _storage(made) not in read) and func not in _SHAPED_LIKE:
+                    self._follow(func, args, kwargs or {}, tensors[0], made, is_only=made is out)
+        return out
+
+    def _write(self, func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Any) -> None:
+        into, *read = tensors
+        name = self._parameters[_storage(into)]
+        if not into.numel():
+            return
+        if func is aten.copy_.default:
+            self._copy(name, into, read[0])
+        elif func is aten.fill_.Scalar and args[1] in self._numbers:
+            self._copy(name, into, self._numbers.pop(args[1]))
+        elif func is aten.zero_.default or (func is aten.fill_.Scalar and args[1] == 0):
+            self.copies.append(_nothing_into(name, into))
+        elif (recipe := self._recipe_of(func, args, kwargs, into)) is not None:
+            self._compute(name, into, View(base=recipe, size=recipe.size, stride=recipe.stride, offset=0))
+        else:
+            self._object("", name, f"is changed by {func} when it is loaded")
+
+    def _number_for(self, tensor: Tensor) -> float:
+        """Return a number for a one-element tensor that a loader reads, chosen so that it is recognized if written."""
+        self._num_numbers += 1
+        self._numbers[_UNLIKELY + self._num_numbers] = tensor.as_strided((), ())
+        return _UNLIKELY + self._num_numbers
+
+    def check_numbers(self) -> None:
+        """Check that every number that a loader read was also written.
+
+        Raises:
+            ValueError: One was not, so it may have been used in a computation.
+        """
+        if self._numbers:
+            raise ValueError("a tensor is computed with as a number")
+
+    def _copy(self, name: str, into: Tensor, tensor: Tensor) -> None:
+        storage = _storage(tensor)
+        origin, recipe = self._origins.get(storage), self._recipes.get(storage)
+        if origin is not None:
+            try:
+                places = _copy_of(name, int(into.storage_offset()), into.stride(), origin, tensor.expand(into.shape))
+            except _NoPatternError:
+                pass
+            else:
+                self.copies.append(places)
+                return
+        if storage in self._joined:
+            with suppress(_NoPatternError):
+                self.copies += self._copies_of_joined(name, into, tensor, self._joined[storage])
+                return
+        if recipe is None and (origin is not None or storage in self._parameters):
+            view = self._viewed(tensor.expand(into.shape))
+            size = tuple(into.shape)
+            recipe = Recipe(func=aten.clone.default, args=(view,), kwargs={}, size=size, stride=row_major(size))
+            self._compute(name, into, View(base=recipe, size=size, stride=recipe.stride, offset=0))
+        elif recipe is None:
+            self._object("", name, "is loaded from what cannot be computed again")
+        else:
+            self._compute(name, into, _view_of(recipe, tensor.expand(into.shape)))
+
+    def _compute(self, name: str, into: Tensor, value: View) -> None:
+        self.computed.append(Computed(parameter=name, into=_nothing_into(name, into), value=value))
+
+    @staticmethod
+    def _copies_of_joined(
+        name: str, into: Tensor, tensor: Tensor, joined: Sequence[tuple[range, _Origin]]
+    ) -> list[Copy]:
+        """Return, for each range of a storage, the copies of the tensor's rows in it.
+
+        Raises:
+            _NoPatternError: A row spans several ranges.
+        """
+        if tensor.shape != into.shape or not tensor.ndim or not tensor.numel() or not tensor.stride(0):
+            raise _NoPatternError
+        step, first = tensor.stride(0), int(tensor.storage_offset())
+        row = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+        copies, num_rows = [], 0
+        for places, origin in joined:
+            start = max(0, -(-(places.start - first) // step))
+            end = min(tensor.shape[0], (places.stop - row - first) // step + 1)
+            if start < end:
+                part, box = tensor[start:end], into[start:end]
+                offset = int(part.storage_offset()) - places.start
+                copies.append(_copy_of(name, int(box.storage_offset()), box.stride(), origin, part, offset))
+                num_rows += end - start
+        if num_rows != tensor.shape[0]:
+            raise _NoPatternError
+        return copies
+
+    def _object(self, source: str, parameter: str, reason: str) -> None:
+        self.objections.append(Objection(source=source, parameter=parameter, reason=reason))
+
+    def _follow(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, read: Tensor, made: Tensor, *, is_only: bool
+    ) -> None:
+        """Record where the elements of a tensor made by `func` come from."""
+        storage = _storage(made)
+        recipe = self._recipe_of(func, args, kwargs, made) if is_only else None
+        origin = self._origins.get(_storage(read))
+        self._alive.append(made)
+        self._origins.pop(storage, None)
+        self._joined.pop(storage, None)
+        self._recipes[storage] = recipe
+        if func in _CLONES and origin is not None and _is_dense(made):
+            with suppress(_NoPatternError):
+                places = _copy_of("", 0, made.stride(), origin, read)
+                self._origins[storage] = _origin_of(places)
+        if func is aten.cat.default and made.is_contiguous() and (len(args) < 2 or args[1] == 0):
+            with suppress(KeyError, _NoPatternError):
+                self._joined[storage] = self._join(args[0])
+
+    def _recipe_of(self, func: Any, args: tuple[Any, ...], kwargs: Any, made: Tensor) -> Recipe | None:
+        """Return the recipe for `made`, which `func` made or changed; None if it read something unknown."""
+        is_parameter = _storage(made) in self._parameters
+        if func._schema.is_mutable:
+            func = _apart(func)
+            if func is None or not (is_parameter or _is_dense(made)):
+                return None
+        with suppress(KeyError):
+            args, kwargs = tree_map_only(Tensor, self._viewed, (args, kwargs))
+            stride = row_major(made.shape) if is_parameter else made.stride()
+            return Recipe(func=func, args=args, kwargs=kwargs, size=tuple(made.shape), stride=stride)
+        return None
+
+    def _join(self, tensors: Sequence[Tensor]) -> list[tuple[range, _Origin]]:
+        """Return where the ranges of a storage come from in which `tensors` lie one after another.
+
+        Raises:
+            KeyError: A tensor does not come from a single checkpoint tensor.
+            _NoPatternError: A tensor's order is not a regular pattern.
+        """
+        found, end = [], 0
+        for tensor in tensors:
+            origin = self._origins[_storage(tensor)]
+            places = _copy_of("", 0, row_major(tensor.shape), origin, tensor)
+            found.append((range(end, end + tensor.numel()), _origin_of(places)))
+            end += tensor.numel()
+        return found
+
+    def _viewed(self, tensor: Tensor) -> View | Tensor:
+        """Return what to read instead of a tensor when an operation is repeated.
+
+        Raises:
+            KeyError: It is made of something unknown.
+        """
+        storage = _storage(tensor)
+        if storage in self._parameters:
+            return _view_of(Base(name=self._parameters[storage], is_parameter=True), tensor)
+        recipe = self._recipes.get(storage)
+        if recipe is not None:
+            return _view_of(recipe, tensor)
+        if storage in self._origins:
+            return _view_of(Base(name=self._origins[storage].source, is_parameter=False), tensor)
+        if tensor.is_meta or storage in self._recipes:
+            raise KeyError(storage)
+        return tensor  # a constant
+
+
+def trace_loader(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[str, TensorMeta]) -> Traced:
+    """Run `load` once on meta tensors of `sources`. If a tensor makes it fail, run it for each name separately.
+
+    Args:
+        load: A model's `load_weights`.
+        parameters: That model's parameters and buffers, by name. None is written.
+        sources: The checkpoint's tensors.
+    """
+    try:
+        return trace_once(load, parameters, sources)
+    except Exception:  # noqa: BLE001 - whatever a loader says of a name; those of all names are told together
+        found = [_trace_one(load, parameters, name, meta) for name, meta in sources.items()]
+    return Traced(
+        copies=tuple(copy for traced in found for copy in traced.copies),
+        computed=tuple(computed for traced in found for computed in traced.computed),
+        objections=tuple(objection for traced in found for objection in traced.objections),
+    )
+
+
+def _trace_one(load: Load, parameters: Mapping[str, Tensor], name: str, meta: TensorMeta) -> Traced:
+    try:
+        return trace_once(load, parameters, {name: meta})
+    except Exception as error:  # noqa: BLE001 - as above
+        reason = f"is not taken by the model's loader ({type(error).__name__}: {error})"
+        return Traced(copies=(), objections=(Objection(source=name, parameter="", reason=reason),))
+
+
+def trace_once(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[str, TensorMeta]) -> Traced:
+    """Trace the loader once, and raise what it raises."""
+    trace = Trace(parameters)
+    given = [(name, trace.source(name, meta)) for name, meta in sources.items()]
+    with torch.no_grad(), trace:
+        load(iter(given))
+    trace.check_numbers()
+    return Traced(
+        copies=tuple(dict.fromkeys(trace.copies)),
+        computed=tuple(trace.computed),
+        objections=tuple(dict.fromkeys(trace.objections)),
+    )
+
+
+def row_major(shape: Iterable[int]) -> tuple[int, ...]:
+    """Strides of a row-major tensor of `shape`."""
+    strides, stride = [], 1
+    for size in reversed(tuple(shape)):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
+
+
+@cache
+def _apart(func: Any) -> Any | None:
+    """The out-of-place form of `func`, if it is arithmetic."""
+    name: str = func._schema.name.removeprefix("aten::")
+    if not name.endswith("_") or name in ("fill_", "copy_", "zero_") or "generator" in str(func._schema):
+        return None
+    return getattr(getattr(aten, name[:-1], None), func._overloadname, None)
+
+
+@cache
+def _only_views(func: Any) -> bool:
+    """Whether an operation only returns views of its inputs and writes nothing."""
+    returns = func._schema.returns
+    views = [found.alias_info is not None and not found.alias_info.is_write for found in returns]
+    return bool(views) and all(views) and not func._schema.is_mutable
+
+
+def _copy_of(
+    name: str, into: int, strides: Iterable[int], origin: _Origin, tensor: Tensor, offset: int | None = None
+) -> Copy:
+    """Describe `tensor`, a view of the storage that `origin` describes, as a copy to elements `strides` apart.
+
+    Its first element is the storage's element `offset`, by default its own offset.
+
+    Raises:
+        _NoPatternError: Its places do not form a regular pattern.
+    """
+    found: list[tuple[int, int, int]] = []
+    for size, stride, here in zip(tensor.shape, strides, tensor.stride(), strict=True):
+        steps = [] if size == 1 else [(size, 0)] if here == 0 else origin.steps_of(size, here)
+        inner = []
+        for taken, there in steps:
+            inner.append((taken, stride, there))
+            stride *= taken
+        found += reversed(inner)
+    start = origin.start_of(int(tensor.storage_offset()) if offset is None else offset)
+    return Copy(parameter=name, into=into, source=origin.source, start=start, runs=_runs(found))
+
+
+def _nothing_into(name: str, into: Tensor) -> Copy:
+    """Describe which elements are written, reading nothing."""
+    runs = _runs(zip(into.shape, into.stride(), (0,) * into.ndim, strict=True))
+    return Copy(parameter=name, into=int(into.storage_offset()), source="", start=0, runs=runs)
+
+
+def _view_of(base: Recipe | Base, tensor: Tensor) -> View:
+    """The place of `tensor` in the storage it is a view of."""
+    return View(base=base, size=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()))
+
+
+def _runs(dims: Iterable[tuple[int, int, int]]) -> tuple[Run, ...]:
+    """Merge dimensions, outermost first, into as few runs as possible."""
+    merged: list[Run] = []
+    for size, into, stride in dims:
+        last = merged[-1] if merged else None
+        if last is not None and (last.into, last.stride) == (into * size, stride * size):
+            merged[-1] = Run(size=last.size * size, into=into, stride=stride)
+        elif size != 1:
+            merged.append(Run(size=size, into=into, stride=stride))
+    return tuple(merged)
+
+
+def _origin_of(places: Copy) -> _Origin:
+    """Where the elements of a dense tensor filled by `places` come from."""
+    modes = _modes(_Mode(run.size, run.into, run.stride) for run in places.runs)
+    return _Origin(places.source, places.start, modes)
+
+
+def _modes(modes: Iterable[_Mode]) -> tuple[_Mode, ...]:
+    return tuple(sorted(modes, key=lambda mode: mode.here))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == prod(tensor.shape) * tensor.element_size()
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,370 @@
+"""One rank among the ranks of its engine: a `Target` whose every step all of them agree on.
+
+Prepare, vote, write, vote, commit. A step that one rank cannot do fails on every rank with the same error, so that no rank
+goes on alone: not into a write, not into a new policy, and not into a collective operation of the trainer. Nobody is asked
+between the last vote and the commit, so that no driver can be lost between them.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeVar
+
+from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.errors import EngineDirtyError, EngineLostError, TransportError, UnsupportedEngineError
+from fp8refit.fill.fill import Arriving
+from fp8refit.fill.fills import Prepared
+from fp8refit.live.layout import EngineLayout
+from fp8refit.live.slots import Inventory
+from fp8refit.live.tracing.reads import refusals_of
+from fp8refit.ranks.kv.scales import report_of
+from fp8refit.ranks.target import Target
+from fp8refit.report import KvReport, RankReport
+from fp8refit.sources.source import SafetensorsSource, Source
+from fp8refit.transport.caught import Caught
+from fp8refit.transport.vote import Ballot, Group, Phase, SoloGroup, vote
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Rank:
+    """A `Target` in its group. Every rank of the group makes the same calls in the same order.
+
+    Args:
+        target: What this rank writes.
+        group: The ranks of the engine, this one among them; alone if none is given.
+    """
+
+    def __init__(self, target: Target, group: Group | None = None) -> None:
+        self.target = target
+        self.group = group if group is not None else SoloGroup()
+        self.witness = ""
+        """Digest of values that came to this rank, where somebody notes it: equal on every rank if all are given one policy."""
+        self._claimed: _Claim | None = None
+        self._foreign: tuple[tuple[str, ...], frozenset[str]] = (), frozenset()
+
+    def prepare(
+        self,
+        make_source: Callable[[], Source],
+        config: RefitConfig,
+        *,
+        kv: KvOrder | None = None,
+        objection: BaseException | None = None,
+        is_known: bool = False,
+        compares: bool = False,
+        on_judged: Callable[[], None] = lambda: None,
+    ) -> Prepared:
+        """Agree that every rank can be refitted, then read what the source says of itself, judge it, and agree again.
+
+        Nothing of the source is read before every rank is ready: reading it may be a collective operation of the trainer. What
+        every rank knows from the last refit is judged at once, and agreed on once.
+
+        Args:
+            make_source: Gives the policy, the same on every rank.
+            config: How to refit.
+            kv: Which KV scales to set once the weights are written, if not those that the source brings.
+            objection: Why the engine may not be refitted now, as its driver sees it.
+            is_known: Whether every rank knows the source from the last refit: to judge it is no collective operation.
+            compares: See `Target.prepare`.
+            on_judged: Called when this rank can take it, and others may not. What it raises keeps all ranks from it.
+
+        Returns:
+            What `write`, or `begin` and `finish`, are given next.
+
+        Raises:
+            RefitError: See `Target.prepare`; the objection; or what another rank had to say.
+            TransportError: Nothing is known any more: the engine replaced tensors on some rank.
+        """
+
+        def judge() -> _Judged:
+            source, foreign = make_source(), self._foreign[1]
+            prepared = self.target.prepare(source, config, kv=kv, is_ready=True, foreign=foreign, compares=compares)
+            on_judged()
+            files = source.files if isinstance(source, SafetensorsSource) else None
+            claim = prepared.plan.source_digest if prepared.plan is not None else ""
+            return _Judged(prepared=prepared, said={"claim": claim, "files": files})
+
+        def check_and_judge() -> _Judged:
+            self._check_ready(kv, config)
+            return judge()
+
+        if is_known and objection is None:
+            error, judged = self._try(check_and_judge)
+            said = {"held": self._held, "asked": self._asked(kv, config), **(judged.said if judged is not None else {})}
+            ballots = self._vote("prepared", error, config, **said)
+            assert judged is not None, "every rank is ready"
+            if tuple(ballot.held for ballot in ballots) != self._foreign[0]:
+                self.target.abandon()
+                raise TransportError("the ranks of this engine hold other tensors than at the last refit; refit again")
+            return judged.prepared
+        self._learn_foreign_names(self._agree_on_ready(kv, config, objection), config)
+        error, judged = self._try(judge)
+        self._vote("prepared", error, config, **(judged.said if judged is not None else {}))
+        assert judged is not None, "every rank is ready"
+        return judged.prepared
+
+    def check_calibration(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> None:
+        """Agree that every rank can set KV scales as ordered. Changes nothing.
+
+        Args:
+            kv: What to measure, or which scales to set.
+            config: How.
+            objection: Why the engine may not be calibrated now, as its driver sees it.
+
+        Raises:
+            EngineDirtyError: No whole policy is served.
+            RefitError: See `Target.check_kv`; the objection; or what another rank had to say.
+        """
+        if objection is None and self.target.is_dirty:
+            objection = EngineDirtyError("this engine holds no whole policy that it could be calibrated for; refit it")
+        self._agree_on_ready(kv, config, objection)
+
+    def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+        """Set KV scales for the policy that is served.
+
+        Args:
+            kv: What to measure, or which scales to set.
+            config: How.
+            objection: Why nothing may be written, for instance caches that stayed.
+
+        Raises:
+            RefitError: See `check_calibration`, `Target.measure_kv` and `write_kv`.
+        """
+        self.check_calibration(kv, config, objection=objection)
+        reports = self._set_kv_scales(kv, config)
+        self.target.commit(self.target.version)
+        return KvReport.merge(reports)
+
+    def agree(self, prepared: Prepared, *, objection: BaseException | None = None) -> None:
+        """Agree that what was prepared is written now. For ranks with drivers of their own, of which each may object.
+
+        Args:
+            prepared: What `prepare` gave.
+            objection: Why the engine's driver cannot go on, for instance caches that stayed.
+
+        Raises:
+            RefitError: The objection, or another rank's. Nothing is written.
+        """
+        self._vote("go", objection, prepared.config)
+
+    def write(self, prepared: Prepared) -> list[RankReport]:
+        """Write what was prepared, agree that it is whole on every rank, and commit it.
+
+        Returns:
+            What each rank wrote, in order of rank.
+
+        Raises:
+            RefitError: See `Target.write`, or what another rank had to say. Every rank is dirty.
+        """
+        drain = self.group.size > 1
+        return self._agree_on_written(lambda: self.target.write(prepared, drain=drain), prepared)
+
+    def begin(self, prepared: Prepared) -> None:
+        """See `Target.begin`."""
+        self.target.begin(prepared)
+
+    def push(self, tensors: Iterable[Arriving] = (), *, drain: bool = False) -> None:
+        """See `Target.push`."""
+        self.target.push(tensors, drain=drain)
+
+    def finish(
+        self,
+        prepared: Prepared,
+        *,
+        version: int = 0,
+        objection: BaseException | None = None,
+        confirm: Callable[[BaseException | None], None] | None = None,
+    ) -> list[RankReport]:
+        """Complete a write whose source was pushed, agree that it is whole, and commit it. See `write`.
+
+        Args:
+            prepared: What `begin` was given.
+            version: Least number of the policy.
+            objection: Why it is not whole: what this rank failed with meanwhile.
+            confirm: Asked after the last vote, on every rank, with the error in which it ended: raises if other engines,
+                which are refitted together with this one, failed.
+        """
+
+        def complete() -> RankReport:
+            if objection is not None:
+                raise objection
+            return self.target.finish()
+
+        return self._agree_on_written(complete, prepared, version=version, confirm=confirm)
+
+    def layout(self) -> EngineLayout:
+        """See `Target.layout`."""
+        return self.target.layout()
+
+    def fingerprint(self) -> str:
+        """See `Target.fingerprint`."""
+        return self.target.fingerprint()
+
+    def close(self) -> None:
+        """See `Target.close`."""
+        self.target.close()
+
+    def _agree_on_written(
+        self,
+        write: Callable[[], RankReport],
+        prepared: Prepared,
+        *,
+        version: int = 0,
+        confirm: Callable[[BaseException | None], None] | None = None,
+    ) -> list[RankReport]:
+        reports: list[RankReport] = []
+        with Caught() as failed:
+            reports, next_version = self._settle(write, prepared)
+        if confirm is not None:
+            with Caught() as refused:
+                confirm(failed.error)
+            failed.error = failed.error if failed.error is not None else refused.error
+        if failed.error is not None:
+            self.target.abandon()
+            raise failed.take()
+        if prepared.comparison is None:
+            self.target.commit(max(next_version, version))
+        return reports
+
+    def _settle(self, write: Callable[[], RankReport], prepared: Prepared) -> tuple[list[RankReport], int]:
+        """All that is agreed on before a commit; gives what each rank wrote, in order of rank, and the policy's number."""
+        (error, report), order, config = self._try(write), prepared.kv, prepared.config
+        claim = report.source_digest + self.witness if report is not None else ""
+        ballots = self._vote("written", error, config, claim=claim, report=report)
+        kv = self._set_kv_scales(order, config) if order is not None else None
+        reports = [ballot.report for ballot in ballots if ballot.report is not None]
+        version = max(ballot.version for ballot in ballots) + 1
+        return [
+            report.model_copy(update={"rank": rank, "kv": _both(report.kv, kv[rank]) if kv is not None else report.kv})
+            for rank, report in enumerate(reports)
+        ], version
+
+    def _agree_on_ready(self, kv: KvOrder | None, config: RefitConfig, objection: BaseException | None) -> list[Ballot]:
+        """Agree that every rank can do what is asked for, while nothing is written."""
+        error = objection
+        if error is None:
+            error, _ = self._try(lambda: self._check_ready(kv, config))
+        return self._vote("ready", error, config, held=self._held, asked=self._asked(kv, config))
+
+    def _check_ready(self, kv: KvOrder | None, config: RefitConfig) -> None:
+        self._claim(self.target.check_ready())
+        if kv is not None:
+            self.target.check_kv(kv, config)
+
+    def _set_kv_scales(self, order: KvOrder, config: RefitConfig) -> list[KvReport]:
+        """Measure on every rank, agree on what was seen, write, and agree that it is written.
+
+        Returns:
+            What each rank wrote, in order of rank.
+        """
+        start_s, num_passes = time.perf_counter(), 0
+        scales: Mapping[str, float] = order.scales
+        kept: tuple[str, ...] = ()
+        if order.token_ids:
+            error, measured = self._try(lambda: self.target.measure_kv(order, config))
+            if error is not None:  # at once: other ranks may wait for this one in the middle of the pass
+                logger.error("a calibration pass failed on rank %d: %s", self.group.rank, error)
+            ballots = self._vote("measured", error, config, amax=measured.amax if measured is not None else {})
+            assert measured is not None, "every rank measured"
+            seen = [ballot.amax for ballot in ballots] if config.kv.reduction == "max" else [measured.amax]
+            amax = {name: max(one.get(name, 0.0) for one in seen) for name in dict.fromkeys(chain(*seen))}
+            scales, kept = self.target.kv_scales_for(amax, config)
+            num_passes = measured.num_passes
+        error, written = self._try(lambda: self.target.write_kv(scales))
+        report = report_of(
+            order,
+            written if written is not None else {},
+            kept=kept,
+            num_passes=num_passes,
+            seconds=time.perf_counter() - start_s,
+        )
+        return [ballot.kv for ballot in self._vote("scaled", error, config, kv=report) if ballot.kv is not None]
+
+    def _claim(self, inventory: Inventory) -> None:
+        """Note the names that this rank holds."""
+        if self.group.size > 1 and (self._claimed is None or self._claimed.inventory is not inventory):
+            names = inventory.names
+            parts = (f"{name} {part.boxes}" for name, part in inventory.partly_read.items())
+            digest = hashlib.sha256("\n".join([*sorted(names), *sorted(parts)]).encode()).hexdigest()
+            self._claimed = _Claim(inventory=inventory, names=names, digest=digest)
+
+    @property
+    def _held(self) -> str:
+        """Digest of the names that this rank holds, and of what it reads of them; empty if it is alone."""
+        return self._claimed.digest if self._claimed is not None else ""
+
+    def _asked(self, kv: KvOrder | None, config: RefitConfig) -> str:
+        """Digest of what the driver asks for; empty if this rank is alone."""
+        if self.group.size == 1:
+            return ""
+        asked = config.model_dump_json() + (kv.model_dump_json() if kv is not None else "")
+        return hashlib.sha256(asked.encode()).hexdigest()
+
+    def _learn_foreign_names(self, ready: list[Ballot], config: RefitConfig) -> None:
+        """Of names that other ranks hold and this one does not: under pipeline and expert parallelism ranks differ.
+
+        Raises:
+            UnsupportedEngineError: There are tensors that all ranks together do not read whole. On every rank the same.
+        """
+        held = tuple(ballot.held for ballot in ready)
+        if self._foreign[0] == held:
+            return
+        foreign: frozenset[str] = frozenset()
+        if self._claimed is not None:
+            ranks = [self._claimed.inventory.partly_read]
+            if len(set(held)) > 1:
+                own = self._claimed.names
+                ballots = self._vote("names", None, config, names=tuple(sorted(own)), partly_read=dict(ranks[0]))
+                foreign = frozenset(name for ballot in ballots for name in ballot.names) - own
+                ranks = [ballot.partly_read for ballot in ballots]
+            if refusals := refusals_of(ranks):
+                self.target.abandon()
+                raise UnsupportedEngineError("this engine cannot be refitted", [str(refusal) for refusal in refusals])
+        self._foreign = held, foreign
+
+    def _try(self, step: Callable[[], T]) -> tuple[BaseException | None, T | None]:
+        """Do `step`; alone in its group a rank just raises."""
+        if self.group.size == 1:
+            return None, step()
+        try:
+            return None, step()
+        except BaseException as error:  # noqa: BLE001 - every error has to reach the vote; `vote` raises it again
+            return error, None
+
+    def _vote(self, phase: Phase, error: BaseException | None, config: RefitConfig, **said: Any) -> list[Ballot]:
+        ballot = Ballot(phase=phase, version=self.target.version, **said)
+        try:
+            return vote(self.group, ballot, error, timeout_s=config.timeout_s)
+        except BaseException as verdict:
+            self.target.abandon()
+            if isinstance(verdict, EngineLostError) and self.group.size > 1:
+                self.target.lost_because = str(verdict)
+            raise
+
+
+def _both(brought: KvReport | None, ordered: KvReport) -> KvReport:
+    """What came with the weights, and what was ordered and written after it."""
+    return ordered.model_copy(update={"scales": {**(brought.scales if brought is not None else {}), **ordered.scales}})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Judged:
+    """A source that this rank can take."""
+
+    prepared: Prepared
+    said: dict[str, Any]
+    """What it says of it in the vote."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Claim:
+    """The names that an inventory holds."""
+
+    inventory: Inventory
+    names: frozenset[str]
+    digest: str

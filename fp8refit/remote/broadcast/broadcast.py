@@ -1,0 +1,352 @@
+"""The driver's side of a broadcast: one group with the ranks of one or several engines, kept from one refit to the next."""
+
+import contextlib
+import uuid
+from collections.abc import Awaitable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.errors import InvalidSourceError, RefitError, TransportError
+from fp8refit.live.layout import EngineLayout
+from fp8refit.live.layout_guard import LayoutGuard
+from fp8refit.live.slots import TensorMeta
+from fp8refit.remote import messages
+from fp8refit.remote.announcement import Announcement, announce
+from fp8refit.remote.broadcast.receiver import digest_of
+from fp8refit.remote.broadcast.sections import Sections, find_sections
+from fp8refit.remote.broadcast.sender import Sender, Sending
+from fp8refit.remote.broadcast.wire_formats import Wire, choose_wire
+from fp8refit.report import RankReport
+from fp8refit.sources.source import MappingSource, Source
+from fp8refit.transport.caught import Caught
+from fp8refit.transport.collective.communicator import Backend, Communicator
+
+T = TypeVar("T")
+
+
+class Together(Protocol):
+    """Awaits several calls at the same time, one to each engine, in order of the engines."""
+
+    def __call__(self, calls: Sequence[Coroutine[Any, Any, T]], /) -> Awaitable[list[T]]:
+        """What each call returned.
+
+        Raises:
+            BaseException: What the first of those raised that did, once all have ended.
+        """
+        ...
+
+
+async def alone(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """`Together` for one engine."""
+    return [await call for call in calls]
+
+
+class Audience(Protocol):
+    """The ranks of one engine, to be asked."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+        ...
+
+    async def layouts(self) -> list[EngineLayout]:
+        """What each rank holds, in order of the ranks."""
+        ...
+
+    async def join(self, order: messages.Join) -> None:
+        """Let them join a group."""
+        ...
+
+    async def prepare_offered(
+        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None, may_wait: bool
+    ) -> bool:
+        """Let them judge what will come; at once, or, if that may wait, when they are asked to take it.
+
+        Returns:
+            Whether it waits.
+        """
+        ...
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether the last `take` failed at what had waited for it: nothing was written."""
+        ...
+
+    async def take(self, version: int) -> Sequence[RankReport]:
+        """Let them take what comes, and commit it under this number or a later one."""
+        ...
+
+    async def abandon(self) -> None:
+        """Let them go of what was prepared."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Heard:
+    """What a source said of itself."""
+
+    said: Announcement
+    config: RefitConfig
+    guard: LayoutGuard
+
+    def is_of(self, source: MappingSource, config: RefitConfig) -> bool:
+        """Whether another one says the same."""
+        return self.config == config and self.guard.holds(source.sent_names, source.sent)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Prepared:
+    """What is to be sent."""
+
+    source: Source
+    config: RefitConfig
+
+
+class Broadcast:
+    """Joins engines, announces policies to them, and sends.
+
+    Args:
+        audiences: The engines.
+        together: Asks them at the same time.
+    """
+
+    def __init__(self, audiences: Sequence[Audience], together: Together = alone) -> None:
+        self._audiences = tuple(audiences)
+        self._together = together
+        self._communicator: Communicator | None = None
+        self._config = RefitConfig()
+        self._layouts: list[EngineLayout] | None = None
+        self._sections = Sections()
+        self._chosen: tuple[list[tuple[str, TensorMeta]], RefitConfig, list[EngineLayout], Wire] | None = None
+        self._sender: Sender | None = None
+        self._heard: _Heard | None = None
+        self._offered: tuple[Announcement, messages.Broadcast] | None = None
+        self._known_digest = ""
+        self._prepared: _Prepared | None = None
+        self._refit = ""
+
+    async def prepare(self, source: Source, config: RefitConfig, *, kv: KvOrder | None) -> None:
+        """Judge a source, join whoever is to have it, and let all ranks judge it. Writes nothing.
+
+        A lone engine that knows the announcement may judge when it is asked to take it, in one exchange.
+
+        Raises:
+            InvalidSourceError: It does not fit, or nothing is known of what will come.
+            NonFiniteError: NaN or Inf, if they are looked for before writing.
+            TransportError: A rank does not come, or cannot be reached.
+            StagingMemoryError: No room for the buffers.
+            RefitError: See `Ranks.prepare`.
+        """
+        with Caught() as failed:
+            was_joined = self._communicator is not None
+            with Caught() as stale:
+                await self._prepare(source, config, kv)
+            if was_joined and isinstance(stale.error, TransportError):
+                # An engine was started again, or another trainer refitted it meanwhile: they are joined anew, once.
+                await self._abandon()
+                self.leave()
+                stale.error = None
+                await self._prepare(source, config, kv)
+            if stale.error is not None:
+                raise stale.take()
+        if failed.error is not None:
+            self._prepared, self._known_digest = None, ""
+            await self._abandon()
+            raise failed.take()
+
+    async def write(self, version: int) -> list[Sequence[RankReport]]:
+        """Send what was prepared, and let every rank write and commit it; the reports of each engine.
+
+        Args:
+            version: Least number of the new policy.
+
+        Raises:
+            BaseException: What reading the source raised.
+            RefitError: What a rank failed with. No engine has committed; every one is dirty. If a lone engine judged only now,
+                what it refused: then nothing was written.
+            CacheFlushError: Such an engine kept its caches; nothing was written.
+            EngineLostError: An engine is lost. The others are dirty.
+        """
+        prepared, self._prepared = self._prepared, None
+        assert prepared is not None, "write() follows prepare()"
+        with Caught() as failed:
+            return await self._send(prepared.source, version)
+        if isinstance(failed.error, TransportError) and any(audience.has_refused for audience in self._audiences):
+            # See `prepare`. The ranks judge once more when they are asked to take it, as caches are dropped between the two.
+            with Caught() as failed:
+                await self._prepare(prepared.source, prepared.config, None, is_again=True)
+                return await self._send(prepared.source, version)
+            await self._abandon()
+        raise failed.take()
+
+    async def _send(self, source: Source, version: int) -> list[Sequence[RankReport]]:
+        sender, communicator = self._sender, self._communicator
+        assert sender is not None and communicator is not None, "prepared"
+        if sender.device.type == "cuda":
+            torch.cuda.synchronize(sender.device)  # what the trainer computes has to be there before it is read
+        layout = self._heard.guard if self._heard is not None else None
+        sending = Sending(sender, source, communicator, self._refit, layout)
+
+        async def take(audience: Audience) -> Sequence[RankReport]:
+            with Caught() as failed:
+                return await audience.take(version)
+            communicator.expect_end(str(failed.error))
+            raise failed.take()
+
+        reports: list[Sequence[RankReport]] = []
+        with Caught() as refused:
+            reports = await self._together([take(audience) for audience in self._audiences])
+        error = sending.end(refused.error, timeout_s=self._config.timeout_s)
+        if error is not None:
+            self.leave(why=str(error))
+            if sending.is_under_way:
+                self._sender = None  # with the buffers that it still uses
+            raise error
+        return reports
+
+    async def _prepare(
+        self, source: Source, config: RefitConfig, kv: KvOrder | None, *, is_again: bool = False
+    ) -> None:
+        offer = await self._offer(source, config)
+        self._refit = uuid.uuid4().hex
+        # One of several engines might write while another refuses, and a stream that was begun cannot be sent again.
+        is_alone = len(self._audiences) == 1 and isinstance(source, MappingSource) and kv is None
+        may_wait = is_alone and (offer.tensors is None or is_again)
+        waits = await self._together(
+            [
+                audience.prepare_offered(offer, config, refit=self._refit, kv=kv, may_wait=may_wait)
+                for audience in self._audiences
+            ]
+        )
+        assert all(waits) or not is_again, "what waited once waits again"
+        self._known_digest, self._prepared = offer.digest, _Prepared(source=source, config=config)
+
+    async def _abandon(self) -> None:
+        with contextlib.suppress(RefitError):
+            await self._together([audience.abandon() for audience in self._audiences])
+
+    async def _offer(self, source: Source, config: RefitConfig) -> messages.Broadcast:
+        """Judge a source, and say what will come."""
+        said = self._hear(source, config)
+        device = _device_of(source)
+        communicator = await self._join(config, device)
+        layouts, sections = await self._known_layouts(), self._sections
+        announced = list(said.metadata.items())  # a stream is read in its order
+        if self._chosen is None or self._chosen[:3] != (announced, config, layouts):
+            self._sender = self._offered = None
+            self._chosen = announced, config, layouts, choose_wire(said.metadata, layouts, config, sections)
+        wire = self._chosen[3]
+        if self._sender is None or self._sender.device != device:
+            self._sender = None
+            self._sender = Sender(wire, config, device, num_sections=sections.num_sections)
+        if self._offered is None or self._offered[0] != said:
+            offer = messages.Broadcast(
+                token="",
+                digest="",
+                tensors=wire.tensors,
+                sections=sections.of_rank,
+                bucket_bytes=config.bucket_bytes,
+                num_buckets=self._sender.num_buckets,
+                problems=tuple(said.problems),
+                odd_scales=said.odd_scales,
+                unfit=said.unfit,
+            )
+            self._offered = said, offer.model_copy(update={"digest": digest_of(offer)})
+        offer = self._offered[1]
+        known = {"tensors": None} if offer.digest == self._known_digest else {}
+        return offer.model_copy(update={"token": communicator.meeting.token, **known})
+
+    def _hear(self, source: Source, config: RefitConfig) -> Announcement:
+        """What a source says of itself. One that is laid out as the last, of which no value was asked, says the same.
+
+        Raises:
+            InvalidSourceError: Nothing.
+        """
+        heard, self._heard = self._heard, None
+        if heard is not None and isinstance(source, MappingSource) and heard.is_of(source, config):
+            self._heard = heard
+            return heard.said
+        said = announce(source, config)
+        if said is None:
+            raise InvalidSourceError(
+                ["source: is read once, and nothing says what will come, which a broadcast announces; pass a manifest"]
+            )
+        if isinstance(source, MappingSource) and not said.problems and not said.depends_on_values(config):
+            self._heard = _Heard(said=said, config=config, guard=LayoutGuard(source.sent_names, source.sent))
+        return said
+
+    def leave(self, *, why: str = "the trainer left") -> None:
+        """Leave the group, as after any failure. The next refit joins anew and announces anew."""
+        communicator, self._communicator = self._communicator, None
+        self._known_digest, self._layouts = "", None
+        if communicator is not None:
+            communicator.abort(why)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.leave()
+        self._sender = self._chosen = self._heard = self._offered = None
+
+    async def _join(self, config: RefitConfig, device: torch.device) -> Communicator:
+        communicator = self._communicator
+        how = config.collective
+        if communicator is not None and communicator.is_joined and self._config.collective == how:
+            return communicator
+        self.leave()
+        layouts = await self._known_layouts()
+        sizes = [audience.num_ranks for audience in self._audiences]
+        on_gpus = device.type == "cuda" and all(layout.device.startswith("cuda") for layout in layouts)
+        backend: Backend = how.backend if how.backend != "auto" else "nccl" if on_gpus else "gloo"
+        opened = Communicator.open(
+            host=how.host,
+            port=how.port,
+            size=1 + sum(sizes),
+            backend=backend,
+            timeout_s=config.timeout_s,
+            sections=self._sections.of_rank,
+        )
+        orders = [
+            messages.Join(meeting=opened.meeting, first_rank=1 + sum(sizes[:place]), timeout_s=config.timeout_s)
+            for place in range(len(sizes))
+        ]
+        with ThreadPoolExecutor(1) as thread, Caught() as failed:
+            joined = thread.submit(opened.join, device, timeout_s=config.timeout_s)
+            with Caught() as refused:
+                await self._together(
+                    [audience.join(order) for audience, order in zip(self._audiences, orders, strict=True)]
+                )
+            if refused.error is not None:
+                opened.expect_end(str(refused.error))
+            with Caught() as absent:
+                joined.result()
+            for caught in (refused, absent):
+                if caught.error is not None:
+                    raise caught.take()
+        if failed.error is not None:
+            opened.abort(str(failed.error))
+            raise failed.take()
+        self._communicator, self._config = opened, config
+        return opened
+
+    async def _known_layouts(self) -> list[EngineLayout]:
+        if self._layouts is None:
+            self._layouts = [layout for audience in self._audiences for layout in await audience.layouts()]
+            self._sections = find_sections(self._layouts)
+        return self._layouts
+
+
+def _device_of(source: Source) -> torch.device:
+    """Where a source is quantized: on the GPU that its tensors are on, or on the current one."""
+    if isinstance(source, MappingSource):
+        # As they were sent: those of a source that is recognised are not looked at one by one.
+        found = next((value.device for value in source.sent if isinstance(value, Tensor) and value.is_cuda), None)
+        if found is not None:
+            return found
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,352 @@
+"""The trainer's side of a broadcast: packs a policy into buckets, quantizing on the way, and sends them in a thread of its own.
+
+Buffers take turns: one is packed while others travel. A bucket's tables are compiled once and pointed at the trainer's tensors
+in every later refit. Peak memory beyond the trainer's own: the buffers, and what of the source is on another device, of a
+stream one piece.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from fp8refit.config import RefitConfig
+from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError
+from fp8refit.fill.kernels import Task, WorkTable, compile_table
+from fp8refit.fill.kernels.table import SourceLayout, source_layout
+from fp8refit.fill.tasks import scale_problem
+from fp8refit.live.layout_guard import LayoutGuard
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat, dtype_name
+from fp8refit.remote.broadcast.source_reader import Arrival, Arrived, Reader
+from fp8refit.remote.broadcast.wire_formats import Wire
+from fp8refit.report import PhaseClock
+from fp8refit.sources.source import MappingSource, Source
+from fp8refit.transport.caught import Caught
+from fp8refit.transport.collective.buckets import NUM_BUFFERS, Placement, WireTensor, lay_out, take_buffers
+from fp8refit.transport.collective.communicator import Communicator
+from fp8refit.transport.collective.header import Headers, Status
+from fp8refit.transport.collective.links import Transfer
+from fp8refit.transport.vote import ErrorRecord
+
+logger = logging.getLogger(__name__)
+
+NUM_VOTES = 3
+"""For how many votes of the engines the trainer waits at the end: on what is written, and on KV scales."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Table:
+    """A table, and what tensors it can be pointed at."""
+
+    table: WorkTable
+    reads: list["_Read"]
+    names: list[str]
+    """What each task reads."""
+    is_whole: bool
+    """Whether it brings all of its bucket to its place."""
+    bad: set[str] | None = None
+    """What was found to hold NaN or Inf, once that was asked."""
+
+    def bad_names(self) -> set[str]:
+        """Wait until it is done, and name the tensors in which it met NaN or Inf."""
+        if self.bad is None:
+            self.bad = {self.names[index] for index in self.table.bad_tasks()}
+        return self.bad
+
+    @property
+    def sources(self) -> list[str]:
+        """The tensors that it reads, each once."""
+        return [name for name, _, _ in self.reads]
+
+    def point_at(self, arrivals: Sequence[Arrival]) -> bool:
+        """Be about these; False if it was compiled for others."""
+        return _reads(arrivals) == self.reads and self.table.refresh([arrival.values for arrival in arrivals])
+
+
+_Read: TypeAlias = tuple[str, int, SourceLayout]
+"""Name, first row and layout of what a table reads."""
+
+
+def _reads(arrivals: Sequence[Arrival]) -> list[_Read]:
+    return [(arrival.name, arrival.first_row, source_layout(arrival.values)) for arrival in arrivals]
+
+
+class Sender:
+    """Sends policies of one shape.
+
+    Args:
+        wire: What was announced, in the form in which it travels.
+        config: How to refit.
+        device: Of the buffers, and of what is quantized.
+        num_sections: Between how many of them tensors are cut.
+
+    Raises:
+        StagingMemoryError: No room for the buffers.
+    """
+
+    def __init__(self, wire: Wire, config: RefitConfig, device: torch.device, *, num_sections: int = 0) -> None:
+        self._wire = wire
+        self._config, self.device = config, device
+        self._buckets = lay_out(wire.tensors, config.bucket_bytes, num_sections)
+        self._tables: dict[tuple[int, int], _Table] = {}
+        self._layout: LayoutGuard | None = None
+        """Which recognises the source that every table was pointed at, all of it on the device."""
+        self._names: list[str] = []
+        """Of that source, in the order in which it was sent."""
+        self.was_told = False
+        """Whether the ranks know how the last send ended, or will."""
+        self._headers = Headers(len(self._buckets), device)
+        self._buffers = take_buffers(self._buckets, device, remedy="lower the trainer's bucket_bytes")
+
+    @property
+    def num_buckets(self) -> int:
+        """In which they travel."""
+        return len(self._buckets)
+
+    @property
+    def num_bytes(self) -> int:
+        """That the trainer sends: once what goes to all, and once what goes to each section."""
+        return sum(bucket.num_bytes for bucket in self._buckets)
+
+    def num_bytes_to(self, section: int | None) -> int:
+        """That a rank of a section receives, or any rank if there are none."""
+        portions = (0,) if section is None else (0, 1 + section)
+        return sum(bucket.portion_bytes[portion] for bucket in self._buckets for portion in portions)
+
+    def send(
+        self, source: Source, communicator: Communicator, refit: str, *, layout: LayoutGuard | None = None
+    ) -> None:
+        """Send everything, and wait until every rank of every engine has it and says so.
+
+        Args:
+            source: What was announced. A stream is read once, in the order in which it was announced, to its end.
+            communicator: To send in; this is its rank 0.
+            refit: Names this refit.
+            layout: What recognised the source, if something did: it is not looked at tensor by tensor if the same did the last.
+
+        Raises:
+            InvalidSourceError: The source is not what was announced.
+            NonFiniteError: NaN or Inf.
+            TransportError: A rank is gone, or does not answer.
+            RefitError: What a rank failed with.
+            BaseException: What reading the source raised. The ranks were told.
+        """
+        self.was_told = False
+        timeout_s = self._config.timeout_s
+        reader, clock = Reader(source, self._wire, self.device), PhaseClock()
+        known = self._known(source, layout)
+        travelling: deque[Transfer] = deque()
+        packed: list[_Table] = []
+        error: BaseException | None = None
+        for ordinal, bucket in enumerate(self._buckets):
+            portions = bucket.portions(self._buffers[ordinal % len(self._buffers)])
+            if len(travelling) == len(self._buffers):
+                with clock.phase("wait"):
+                    communicator.wait(travelling.popleft(), timeout_s=timeout_s)
+            with clock.phase("pack"), Caught() as failed:
+                packed += self._pack(ordinal, portions, reader, known)
+            error, failed.error = failed.error, None
+            if error is not None:
+                communicator.tell(refit, ErrorRecord.of(error).model_dump_json())
+            status = Status.WEIGHTS if error is None else Status.NOTHING
+            with clock.phase("begin"):
+                travelling.append(self._begin(communicator, portions, ordinal, status))
+            if error is not None:
+                self._end(communicator, ordinal + 1)
+                break
+        with clock.phase("wait"):
+            for transfer in travelling:
+                communicator.wait(transfer, timeout_s=timeout_s)
+        logger.debug("sent %d buckets in %s s", len(self._buckets), clock.phases_s)
+        if error is None:
+            with Caught() as unfit:
+                reader.finish()
+                _refuse({name for table in packed for name in table.bad_names()})
+            error, unfit.error = unfit.error, None
+        if error is None and known is None:
+            self._remember(source, layout)
+        self.was_told = True
+        communicator.agree(error, timeout_s=NUM_VOTES * timeout_s)
+
+    def _known(self, source: Source, layout: LayoutGuard | None) -> dict[str, Tensor] | None:
+        """The tensors of a source that is laid out as the last one; None if it may not be."""
+        if layout is None or layout is not self._layout or not isinstance(source, MappingSource):
+            self._layout = None
+            return None
+        return dict(zip(self._names, source.sent, strict=True))
+
+    def _remember(self, source: Source, layout: LayoutGuard | None) -> None:
+        if isinstance(source, MappingSource) and all(value.device == self.device for value in source.tensors.values()):
+            self._layout, self._names = layout, list(source.tensors)
+
+    def _begin(self, communicator: Communicator, portions: Sequence[Tensor], ordinal: int, status: Status) -> Transfer:
+        shared, *of_sections = portions
+        self._headers.write(shared, ordinal, status)
+        sections = {section: portion for section, portion in enumerate(of_sections) if portion.numel()}
+        return communicator.broadcast(shared, sections=sections, timeout_s=self._config.timeout_s)
+
+    def _end(self, communicator: Communicator, ordinal: int) -> None:
+        """Send the buckets, from this one on, that the ranks wait for already when they read that there is nothing more."""
+        for late in range(ordinal, min(ordinal + NUM_BUFFERS - 1, len(self._buckets))):
+            bucket = self._buckets[late]
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
+            transfer = self._begin(communicator, bucket.portions(buffer), late, Status.NOTHING)
+            communicator.wait(transfer, timeout_s=self._config.timeout_s)
+
+    def _pack(
+        self, ordinal: int, portions: Sequence[Tensor], reader: Reader, known: Mapping[str, Tensor] | None
+    ) -> list[_Table]:
+        """Fill one bucket, on the current stream, and give what does so: what it flags is known once it is done."""
+        launched = self._repeat(ordinal, reader, known)
+        if not launched:
+            batches = reader.batches(self._buckets[ordinal].runs)
+            # Nothing of a stream is held here while the next piece of it is read.
+            launch = partial(self._launch, ordinal, portions, is_whole=reader.holds_all)
+            launched = list(map(launch, count(), batches))
+        return launched
+
+    def _repeat(self, ordinal: int, reader: Reader, known: Mapping[str, Tensor] | None) -> list[_Table]:
+        """Fill one bucket as the last time, at a cost of its tensors and not of its runs; nothing if that cannot be."""
+        table = self._tables.get((ordinal, 0))
+        if table is None or not (table.is_whole and reader.holds_all):
+            return []
+        if known is not None:
+            is_ready = table.table.refresh([known[name] for name in table.sources])
+        else:
+            is_ready = table.point_at([reader.held(name) for name in table.sources])
+        return [self._run(table)] if is_ready else []
+
+    def _launch(
+        self, ordinal: int, portions: Sequence[Tensor], place: int, batch: Sequence[Arrived], *, is_whole: bool
+    ) -> _Table:
+        """Bring what arrived together to its place in a bucket."""
+        table = self._tables.get((ordinal, place))
+        arrivals = list({each.arrival.name: each.arrival for each in batch}.values())
+        if table is None or table.is_whole != is_whole or not table.point_at(arrivals):
+            table = self._compile(batch, portions, arrivals, is_whole=is_whole)
+            self._tables[ordinal, place] = table
+        return self._run(table)
+
+    def _run(self, table: _Table) -> _Table:
+        table.bad = None
+        table.table.launch(check=self._config.validate_values != "off")
+        if not table.is_whole:
+            table.bad_names()  # what a stream gives may be overwritten as soon as the next piece of it is read
+        table.table.release()
+        return table
+
+    def _compile(
+        self, batch: Sequence[Arrived], portions: Sequence[Tensor], arrivals: Sequence[Arrival], *, is_whole: bool
+    ) -> _Table:
+        places = {arrival.name: place for place, arrival in enumerate(arrivals)}
+        tasks, names = [], []
+        for each in batch:
+            for placement in each.run.placements:
+                low, high = each.row, each.end
+                if placement.start:
+                    low, high = max(low, placement.start[0]), min(high, placement.start[0] + placement.shape[0])
+                if low < high:
+                    portion = portions[placement.portion]
+                    tasks.append(self._task(each.run.tensor, placement, each.arrival, portion, low, high))
+                    names.append(each.arrival.name)
+        table = compile_table(tasks, self.device, [places[name] for name in names])
+        return _Table(table=table, reads=_reads(arrivals), names=names, is_whole=is_whole)
+
+    def _task(self, index: int, placement: Placement, arrival: Arrival, portion: Tensor, row: int, end: int) -> Task:
+        """What brings rows from `row` to `end` of a tensor that travels to their place in a portion of a bucket."""
+        tensor, origin = self._wire.tensors[index], self._wire.origins[index]
+        views, start = [part.view(portion) for part in placement.parts], placement.start
+        if start:
+            views[0] = views[0].narrow(0, row - start[0], end - row)
+        offset = (row - arrival.first_row, *start[1:]) if start else ()
+        select: tuple[int, ...] = ()
+        if origin.expert is not None:
+            offset, select = (origin.first_row + row, *start[1:]), (origin.expert - arrival.first_row,)
+        task = Task(
+            op=_copy_op(tensor),
+            source=arrival.values,
+            offset=offset,
+            target=views[0],
+            select=select,
+            is_transposed=origin.is_transposed,
+        )
+        if tensor.block_size is None:
+            return task
+        block = tensor.block_size[0]
+        assert (row - start[0]) % block == 0, f"{tensor.name=} {start=} {row=}"
+        return replace(
+            task,
+            op=Op.QUANTIZE,
+            scale=views[1].narrow(0, (row - start[0]) // block, -(-(end - row) // block)),
+            block_size=tensor.block_size,
+            scale_format=tensor.scale_format,
+            round_to_bf16=self._config.fp32_sources == "round_to_bf16",
+        )
+
+
+def _copy_op(tensor: WireTensor) -> Op:
+    if tensor.name.endswith(SCALE_SUFFIX) and tensor.dtype == "float32":
+        return Op.COPY_SCALES
+    return Op.COPY_CODES if tensor.dtype == dtype_name(FP8_DTYPE) else Op.COPY
+
+
+def _refuse(bad: set[str]) -> None:
+    """Check that nothing was flagged.
+
+    Raises:
+        NonFiniteError: Something was.
+        InvalidSourceError: Scales were, and nothing else.
+    """
+    if bad and all(name.endswith(SCALE_SUFFIX) for name in bad):
+        raise InvalidSourceError([scale_problem(name, ScaleFormat.FP32) for name in sorted(bad)], written=True)
+    if bad:
+        raise NonFiniteError(sorted(bad), written=True)
+
+
+class Sending:
+    """A policy on its way, in a thread of its own: the engines' ranks are asked to take it meanwhile."""
+
+    def __init__(
+        self, sender: Sender, source: Source, communicator: Communicator, refit: str, layout: LayoutGuard | None
+    ) -> None:
+        self._communicator = communicator
+        self._caught = Caught()
+        self._thread = threading.Thread(
+            target=self._run, args=(sender, source, refit, layout), name="fp8refit-sender", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the thread still reads the source, and uses the sender."""
+        return self._thread.is_alive()
+
+    def end(self, error: BaseException | None, *, timeout_s: float) -> BaseException | None:
+        """Wait for the thread, and give the error to raise.
+
+        Args:
+            error: What the engines' ranks answered, if it is an error.
+            timeout_s: After an error, for whatever the trainer's source is in the middle of.
+        """
+        if error is not None:
+            self._communicator.expect_end(str(error) or type(error).__name__)
+        self._thread.join(timeout_s if error is not None else None)
+        if self.is_under_way:
+            return error
+        own = self._caught.error
+        self._caught.error = None
+        # What the trainer itself raised is the cause; what it heard from the ranks, or lost, they tell better.
+        return own if own is not None and (error is None or not isinstance(own, RefitError)) else error
+
+    def _run(self, sender: Sender, source: Source, refit: str, layout: LayoutGuard | None) -> None:
+        with self._caught, torch.cuda.device(sender.device if sender.device.type == "cuda" else -1):
+            sender.send(source, self._communicator, refit, layout=layout)
+        if self._caught.error is not None and not sender.was_told:
+            self._communicator.abort(str(self._caught.error))

@@ -1,0 +1,252 @@
+"""What is asked of every rank of an engine in other processes, and what is known of the ranks from their answers."""
+
+import uuid
+from collections.abc import Awaitable, Sequence
+from textwrap import shorten
+from typing import Protocol, TypeVar
+
+from pydantic import ValidationError
+
+from fp8refit import __version__
+from fp8refit.config import LONGEST_WAIT_S, RefitConfig
+from fp8refit.errors import EngineLostError, RankFailedError
+from fp8refit.remote import messages
+from fp8refit.remote.message_pairs import Pairs
+from fp8refit.remote.messages import PROTOCOL, Reply, Request
+from fp8refit.report import RankReport
+from fp8refit.transport.vote import merge_errors
+
+T = TypeVar("T")
+
+NUM_VOTES = 3
+"""Of a prepare, of a calibration, and of a write that sets KV scales."""
+GRACE_S = 30.0
+"""How much longer a driver waits than the ranks wait for each other, so that theirs is the error that is told."""
+
+_LOST_STEP = (
+    "the engine's channel to its ranks lost step, which it does for good when a worker raises. Start the engine again"
+)
+
+
+class Channel(Protocol):
+    """How a driver reaches every rank of one engine."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether its methods may suspend, and so need an event loop."""
+        ...
+
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        """Give `message` to the `RankServer` of every rank, and their answers.
+
+        Raises:
+            EngineLostError: The engine, or a rank, died or does not answer.
+        """
+        ...
+
+    async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
+        """Give `message` to every rank, and what waits for their answers, as `call` would.
+
+        That is awaited once, and before anything else is asked. Meanwhile whoever called may use the engine as always.
+
+        Returns:
+            None, and nothing was given, where the engine can only be called.
+        """
+        ...
+
+
+class AskedRanks:
+    """Every rank of one engine, to be asked for one thing after another.
+
+    Args:
+        channel: Reaches every rank.
+        pairs: Does so with two messages at once, if the engine can.
+    """
+
+    def __init__(self, channel: Channel, pairs: Pairs | None) -> None:
+        self.channel, self.pairs = channel, pairs
+        self.config = RefitConfig()
+        """Of what is under way."""
+        self.refit = ""
+        """Names what was prepared and is not over."""
+        self.version = 0
+        self.is_dirty = False
+        self.num_ranks = 0
+        """As many as answer; none before the first refit."""
+        self.has_refused = False
+        """Whether the last exchange of two orders ended with the first."""
+        self.lost_because: str | None = None
+        self._held: Request | None = None
+        self._flush_s = 0.0
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether to ask needs an event loop."""
+        return self.channel.is_asynchronous
+
+    @property
+    def holds(self) -> bool:
+        """Whether an order waits for the next one."""
+        return self._held is not None
+
+    async def meet(self) -> None:
+        """Learn, once, who is at the other end.
+
+        Raises:
+            EngineLostError: Nobody, any more.
+            RankFailedError: Another version.
+        """
+        self._check_is_there()
+        if self.num_ranks:
+            return
+        replies = await self.ask(messages.Hello())
+        for reply in replies:
+            if reply.package_version != __version__:
+                raise RankFailedError(
+                    f"rank {reply.rank} has fp8refit {reply.package_version}, this process has {__version__}; install the "
+                    "same version for both"
+                )
+        self.num_ranks = len(replies)
+
+    async def ask(self, order: messages.Order, *, num_votes: int | None = None) -> list[Reply]:
+        """Give an order to every rank and hear from each.
+
+        Args:
+            order: What is asked for.
+            num_votes: How often the ranks may wait for each other until they answer, if not as often as all orders of a kind.
+
+        Raises:
+            RefitError: What the ranks agreed on, or what some of them could not do.
+            EngineLostError: They cannot be reached any more.
+        """
+        self._check_is_there()
+        held, self._held = self._held, None  # whatever else is asked for first ends it
+        self._flush_s = 0.0
+        request, timeout_s = Request(id=uuid.uuid4().hex, order=order), self._timeout_s(order, num_votes)
+        if held is not None and isinstance(order, messages.Write | messages.Take):
+            return self._judge(await self._reach(self._exchange_pair(held, request, timeout_s)))
+        return await self._hear(self.channel.call(request.encode(), timeout_s=timeout_s), request)
+
+    async def begin(self, order: messages.Order) -> Awaitable[Sequence[Reply]] | None:
+        """Give an order, and what waits for the answers; None, and nothing given, where the engine can only be called."""
+        self._check_is_there()
+        request = Request(id=uuid.uuid4().hex, order=order)
+        answers = await self._reach(self.channel.begin(request.encode(), timeout_s=self._timeout_s(order)))
+        return self._hear(answers, request) if answers is not None else None
+
+    def hold(self, order: messages.Prepare) -> bool:
+        """Keep an order for the exchange of the next one; False if the engine is not to be given both at once."""
+        if self.pairs is None or self.config.in_flight == "abort":
+            return False
+        self._check_is_there()
+        self._held = Request(id=uuid.uuid4().hex, order=order)
+        return True
+
+    async def abandon(self) -> None:
+        """Let the ranks go of what was prepared, unless it is over."""
+        if self.refit:
+            await self.ask(messages.Abandon(refit=self.refit))
+            self.refit = ""
+
+    def reports(self, replies: Sequence[Reply]) -> Sequence[RankReport]:
+        """What each rank wrote, and how long the engine dropped its caches meanwhile."""
+        if not self._flush_s:
+            return replies[0].reports
+        return [report.model_copy(update={"flush_s": self._flush_s}) for report in replies[0].reports]
+
+    def check_is_one_policy(self, replies: Sequence[Reply]) -> None:
+        """Check that every rank committed the same version.
+
+        Raises:
+            RankFailedError: They did not.
+        """
+        if self.is_dirty:
+            held = ", ".join(f"rank {reply.rank} holds {reply.version}" for reply in replies)
+            raise RankFailedError(f"the ranks serve different versions ({held}); refit again")
+
+    async def _hear(self, answers: Awaitable[Sequence[str]], request: Request) -> list[Reply]:
+        """What every rank said to a request; see `ask`."""
+
+        async def replies() -> list[Reply]:
+            return _replies(await answers, request)
+
+        return self._judge(await self._reach(replies()))
+
+    async def _reach(self, step: Awaitable[T]) -> T:
+        """Note that the engine is lost, if that comes of a step."""
+        try:
+            return await step
+        except EngineLostError as lost:
+            self.lost_because, self.is_dirty = str(lost), True
+            raise
+
+    def _judge(self, replies: list[Reply]) -> list[Reply]:
+        """Note what the ranks say that they hold, and check that all could do what they were asked for."""
+        versions = {reply.version for reply in replies}
+        self.is_dirty = len(versions) > 1 or any(reply.is_dirty for reply in replies)
+        self.version = min(versions)
+        failed = {rank: reply.error for rank, reply in enumerate(replies) if reply.error is not None}
+        if failed:
+            error = merge_errors(failed, num_ranks=len(replies), is_agreed=len(failed) == len(replies))
+            if isinstance(error, EngineLostError):
+                self.lost_because = str(error)
+            raise error
+        return replies
+
+    async def _exchange_pair(self, held: Request, request: Request, timeout_s: float) -> list[Reply]:
+        """Give the ranks what was held and, if all could do that, a request. Replies are those to the last they were given."""
+        assert self.pairs is not None, "something was held"
+        timeouts_s = self._timeout_s(held.order), timeout_s
+        pair = await self.pairs.call_pair(held.encode(), request.encode(), timeouts_s=timeouts_s)
+        self._flush_s, self.has_refused = pair.flush_s, pair.is_refused
+        return _replies(pair.answers, held if pair.is_refused else request)
+
+    def _timeout_s(self, order: messages.Order, num_votes: int | None = None) -> float:
+        """How long to wait for the ranks."""
+        if num_votes is None:
+            num_votes = NUM_VOTES if isinstance(order, messages.Prepare | messages.Calibrate) else 1
+        return min(num_votes * self.config.timeout_s + GRACE_S, LONGEST_WAIT_S)
+
+    def _check_is_there(self) -> None:
+        if self.lost_because is not None:
+            raise EngineLostError(self.lost_because)
+
+
+def _read(answer: str) -> Reply:
+    """What a rank said.
+
+    Raises:
+        EngineLostError: It is an answer to something else than a request of ours.
+        RankFailedError: It is nothing that this version knows.
+    """
+    try:
+        reply = Reply.model_validate_json(answer)
+    except ValidationError as error:
+        if not (isinstance(answer, str) and answer.startswith('{"id":')):
+            raise EngineLostError(f"a rank answered {shorten(repr(answer), 80)}: {_LOST_STEP}") from error
+        raise RankFailedError(
+            f"a rank answered what fp8refit {__version__} cannot read; install the same version for every process "
+            f"({messages.first_problem(error)})"
+        ) from error
+    if reply.protocol != PROTOCOL:
+        raise RankFailedError(
+            f"a rank, fp8refit {reply.package_version}, speaks protocol {reply.protocol} and this process, fp8refit "
+            f"{__version__}, speaks {PROTOCOL}; install the same version for every process"
+        )
+    return reply
+
+
+def _replies(answers: Sequence[str], request: Request) -> list[Reply]:
+    """What the ranks answered to a request.
+
+    Raises:
+        EngineLostError: One answered something else.
+        RankFailedError: It is nothing that this version knows.
+    """
+    replies = [_read(answer) for answer in answers]
+    if not replies:
+        raise EngineLostError("no rank of the engine answered; start the engine again")
+    stale = [rank for rank, reply in enumerate(replies) if not reply.is_to(request)]
+    if stale:
+        raise EngineLostError(f"rank(s) {', '.join(map(str, stale))} answered an earlier request: {_LOST_STEP}")
+    return replies

@@ -1,0 +1,161 @@
+"""Hands a stream to ranks in other processes of this host, bucket by bucket: no round trip and no waiting for a device each.
+
+The source is read by whoever calls. Meanwhile the ranks carry out an order to take what comes through a ring. They leave it
+when nothing has come for some milliseconds, or after a fraction of a second, and are told anew: between two orders an engine
+does whatever else it has to do, and a rank that died is noticed as it is in every order.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Protocol
+
+from fp8refit.remote import messages
+from fp8refit.remote.messages import Reply
+from fp8refit.remote.packing import Packed, Packer
+from fp8refit.sources.row_runs import Piece, in_pieces
+from fp8refit.sources.source import Source
+from fp8refit.transport.caught import Caught
+from fp8refit.transport.memory.ring import NUM_SETS, Ring
+
+_POLL_S, _SLOWEST_POLL_S = 2e-5, 1e-3
+_PATIENCE_S = 0.25
+"""How long ranks that take nothing are looked at before their answer is waited for: they may have died."""
+
+
+class Asks(Protocol):
+    """Asks every rank of one engine."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether that needs an event loop."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+        ...
+
+    async def ask(self, order: messages.Order) -> Sequence[Reply]:
+        """Give an order, and hear from each."""
+        ...
+
+    async def begin(self, order: messages.Order) -> Awaitable[Sequence[Reply]] | None:
+        """Give an order, and what waits for the answers; None, and nothing given, where only `ask` can be done."""
+        ...
+
+
+class Handing:
+    """The way of one stream to the ranks, which were told to be ready for it.
+
+    Args:
+        asks: Asks the ranks.
+        packer: Packs the stream.
+        ring: Tells the ranks what was packed.
+        refit: Names the refit.
+    """
+
+    def __init__(self, asks: Asks, packer: Packer, ring: Ring, refit: str) -> None:
+        self._asks, self._packer, self._ring = asks, packer, ring
+        self._order = messages.Stream(refit=refit, ring=ring.segment)
+        self._packed: Packed | None = None
+        """What ranks are told of when the device has packed it."""
+        self._answers: Awaitable[Sequence[Reply]] | None = None
+        """Those of an order under way."""
+
+    async def hand_over(self, source: Source, bucket_bytes: int) -> None:
+        """Read a source to its end, and return when every rank has taken all of it.
+
+        However it ends, no rank is at work any more; unless the engine is lost.
+
+        Raises:
+            InvalidSourceError: A tensor that no rank could take.
+            RefitError: What a rank failed with.
+            BaseException: What reading the source raised.
+        """
+        self._ring.begin()
+        self._packer.begin(bucket_bytes)
+        with Caught() as failed:
+            for piece in in_pieces(source, bucket_bytes):
+                if not self._packer.has_room(piece):
+                    await self._open_set(piece)
+                self._packer.put(piece)
+                del piece  # nothing of it is held while the next one is read
+                await self._tell()
+            if not self._packer.is_empty:
+                await self._seal()
+            await self._catch_up()
+        if failed.error is not None:
+            self._ring.call_back()
+            with Caught():
+                await self._hear()
+            raise failed.take()
+
+    async def _open_set(self, piece: Piece) -> None:
+        """Begin another set of buckets that has room for a piece.
+
+        A bucket that is too small is replaced: where a single row of blocks is larger than a bucket.
+        """
+        await self._seal()
+        await self._wait_for_set()
+        while not self._packer.has_room(piece):
+            self._packer.drop_bucket(piece.tensor.device)
+            await self._seal()  # which tells every rank to let go of it
+            await self._catch_up()
+            self._packer.free_dropped()
+            self._packer.open_set()
+
+    async def _wait_for_set(self) -> None:
+        """Wait until every rank has read the set of buckets that comes next, and empty it."""
+        start_s, pause_s = time.monotonic(), _POLL_S
+        while self._ring.num_taken(self._asks.num_ranks) <= self._packer.num_packed - NUM_SETS:
+            await self._tell()
+            if not self._is_read or time.monotonic() - start_s > _PATIENCE_S:
+                await self._catch_up()
+                break
+            if self._asks.is_asynchronous:
+                await asyncio.sleep(0 if pause_s < _SLOWEST_POLL_S else pause_s)
+            else:
+                time.sleep(pause_s)
+            pause_s = min(1.1 * pause_s, _SLOWEST_POLL_S)
+        self._packer.open_set()
+
+    async def _seal(self) -> None:
+        """Close the set that was filled. Ranks are told of it as soon as the device has packed it."""
+        await self._tell(waits=True)
+        self._packed = self._packer.seal()
+        await self._tell()
+
+    async def _tell(self, *, waits: bool = False) -> None:
+        """Let the ranks know what was packed, if the device is done with it; or when it is."""
+        packed = self._packed
+        if packed is None or not (waits or packed.is_done()):
+            return
+        packed.wait()
+        self._packed = None
+        self._ring.send(packed.text)
+        if not self._is_read:
+            await self._hear()
+            self._ring.expect_readers()
+            self._answers = await self._asks.begin(self._order)
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether every rank looks at the ring."""
+        return self._answers is not None and not self._ring.is_left(self._asks.num_ranks)
+
+    async def _catch_up(self) -> None:
+        """Have the ranks take everything that was packed."""
+        await self._tell(waits=True)
+        self._ring.call_back()
+        await self._hear()
+        if self._ring.num_taken(self._asks.num_ranks) < self._ring.num_sent:
+            self._ring.expect_readers()
+            self._ring.call_back()
+            await self._asks.ask(self._order)
+
+    async def _hear(self) -> None:
+        """Wait for the end of the order under way, if there is one."""
+        answers, self._answers = self._answers, None
+        if answers is not None:
+            await answers

@@ -1,0 +1,178 @@
+"""How a policy comes to ranks in other processes of this host.
+
+Tensors that those processes can map go by handle, all at once; files go by path; everything else goes as a stream.
+"""
+
+import logging
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fp8refit.config import KvOrder
+from fp8refit.errors import InvalidSourceError
+from fp8refit.live.slots import dtype_name
+from fp8refit.remote import messages
+from fp8refit.remote.announcement import announce
+from fp8refit.remote.channel import NUM_VOTES, AskedRanks
+from fp8refit.remote.handing import Handing
+from fp8refit.remote.messages import Reply
+from fp8refit.remote.packing import Packer
+from fp8refit.sources.source import MappingSource, SafetensorsSource, Source
+from fp8refit.transport.memory.ring import Ring
+from fp8refit.transport.memory.shared_tensors import Bucket, Export, Exporter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Offered:
+    """A policy that every rank was told of, and is ready to write or to compare."""
+
+    source: Source
+    is_stream: bool
+    """Whether this process reads it, and hands it over part by part."""
+    is_settled: bool
+    """Whether its tensors lie where the last ones did: they stay mapped."""
+    sets_kv_scales: bool
+    compares: bool
+
+
+class HostRoute:
+    """Offers policies to the ranks of one engine, and has them written.
+
+    Args:
+        ranks: Of the engine.
+    """
+
+    def __init__(self, ranks: AskedRanks) -> None:
+        self._ranks = ranks
+        self._exporter = Exporter()
+        self._packer = Packer(_make_bucket)
+        self._ring: Ring | None = None
+        self._mapped_digest = ""
+        """Of the tensors that the ranks have mapped."""
+        self._offered_digest = ""
+        """Of those that they were offered last."""
+
+    async def prepare(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:
+        """Have every rank judge a policy.
+
+        What is laid out as the last one may be judged when it is written.
+
+        Raises:
+            NonFiniteError: NaN or Inf, if they are looked for before writing and this process reads the source.
+            InvalidSourceError: It does not fit, or has to be read twice and cannot be.
+            RefitError: What a rank has to say.
+        """
+        ranks, ranks.refit = self._ranks, uuid.uuid4().hex
+        offer = self._offer(source)
+        order = messages.Prepare(refit=ranks.refit, config=ranks.config, source=offer, kv=kv, compares=compares)
+        if not (order.is_known and kv is None and not compares and ranks.hold(order)):
+            await ranks.ask(order)
+        digest = offer.digest if isinstance(offer, messages.MappedTensors) else ""
+        is_settled = digest == (self._mapped_digest if compares else self._offered_digest)
+        if not compares:
+            self._mapped_digest = self._offered_digest = digest
+        elif not (digest and is_settled):
+            self.forget()
+        return Offered(
+            source=source,
+            is_stream=isinstance(offer, messages.Pushed),
+            is_settled=is_settled,
+            sets_kv_scales=kv is not None,
+            compares=compares,
+        )
+
+    async def write(self, offered: Offered) -> list[Reply]:
+        """Have every rank write what was prepared, or compare it; what each says.
+
+        Raises:
+            InvalidSourceError: A stream is not what was announced.
+            RefitError: What a rank has to say.
+            BaseException: What reading a stream raised.
+        """
+        ranks, num_votes = self._ranks, NUM_VOTES if offered.sets_kv_scales else 1
+        if not offered.is_stream:
+            # A trainer that gathers into new memory every time wants it back; weights that stay in place stay mapped.
+            order = messages.Write(refit=ranks.refit, keeps_mapped=offered.is_settled)
+            replies = await ranks.ask(order, num_votes=num_votes)
+        else:
+            await ranks.ask(messages.Begin(refit=ranks.refit))
+            try:
+                await self._hand_over(offered.source)
+            except InvalidSourceError as error:
+                raise InvalidSourceError(error.problems, written=True) from error
+            replies = await ranks.ask(messages.Finish(refit=ranks.refit), num_votes=num_votes)
+        if not offered.compares:
+            ranks.check_is_one_policy(replies)
+        if not offered.is_settled:
+            self._mapped_digest = ""
+        return replies
+
+    def forget(self) -> None:
+        """The ranks have nothing mapped any more."""
+        self._mapped_digest = self._offered_digest = ""
+
+    def fail(self) -> None:
+        """What the ranks have mapped is not known."""
+        self._mapped_digest = ""
+
+    def close(self) -> None:
+        """Give back what this process shares. Every rank has let go of it."""
+        self.fail()
+        self._exporter.close()
+        self._packer.close()
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
+
+    async def _hand_over(self, source: Source) -> None:
+        if self._ring is None:
+            self._ring = Ring.make()
+        handing = Handing(self._ranks, self._packer, self._ring, self._ranks.refit)
+        await handing.hand_over(source, self._ranks.config.bucket_bytes)
+
+    def _offer(self, source: Source) -> messages.MappedTensors | messages.Files | messages.Pushed:
+        """Say how the ranks come by the source's tensors."""
+        if isinstance(source, SafetensorsSource):
+            return messages.Files(path=str(Path(source.path).resolve()), stamps=source.stamps)
+        if isinstance(source, MappingSource):
+            export, problems = self._export(source)
+            for device in export.gpus:
+                torch.cuda.synchronize(device)  # what the trainer computes has to be there before it is read
+            if not export.leftover:
+                if export.digest == self._mapped_digest and not problems:
+                    return messages.MappedTensors(digest=export.digest)
+                return messages.MappedTensors(
+                    digest=export.digest, segments=export.segments, refs=export.refs, problems=problems
+                )
+            if export.refs:
+                logger.warning(
+                    "%d of %d tensors (%s first) cannot be mapped by the engine's processes: all of them go through buckets",
+                    len(export.leftover),
+                    len(source.tensors),
+                    export.leftover[0],
+                )
+        said = announce(source, self._ranks.config)
+        if said is None:
+            return messages.Pushed(manifest=None)
+        manifest = {name: (meta.shape, dtype_name(meta.dtype)) for name, meta in said.metadata.items()}
+        return messages.Pushed(
+            manifest=manifest, problems=tuple(said.problems), odd_scales=said.odd_scales, unfit=said.unfit
+        )
+
+    def _export(self, source: MappingSource) -> tuple[Export, tuple[str, ...]]:
+        """References to the tensors, and what is wrong with others. If all lie where and as the last ones did, nothing is: they
+        are not looked at one by one.
+        """
+        export = self._exporter.again(source.sent_names, source.sent)
+        if export is not None:
+            return export, ()
+        known_as = None if source.problems else source.sent_names
+        return self._exporter.export(source.tensors, known_as), source.problems
+
+
+def _make_bucket(device: torch.device, num_bytes: int) -> Bucket:
+    return Bucket(num_bytes, device if device.type == "cuda" else None)

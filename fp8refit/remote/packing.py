@@ -1,0 +1,140 @@
+"""Packs the tensors of a stream into buckets that ranks in other processes of this host can map.
+
+There are two sets of buckets, each with one on every device that tensors come from: one is filled while ranks read the other.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fp8refit.errors import InvalidSourceError
+from fp8refit.live.slots import dtype_name
+from fp8refit.remote import messages
+from fp8refit.sources.row_runs import Piece
+from fp8refit.sources.work_stream import WorkStream
+from fp8refit.transport.memory.ring import NUM_SETS
+from fp8refit.transport.memory.segment import DTYPES
+from fp8refit.transport.memory.shared_tensors import Bucket, TensorRef
+
+_SENDABLE = frozenset(DTYPES.values())
+_MOST_REFS = 8192
+"""Of one set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """A set of buckets, and what the ranks are told of it once the device has packed it."""
+
+    text: str
+    events: tuple[torch.cuda.Event, ...]
+
+    def is_done(self) -> bool:
+        """Whether the device has packed it."""
+        return all(event.query() for event in self.events)  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Wait until it has."""
+        for event in self.events:
+            event.synchronize()
+
+
+class Packer:
+    """Packs one stream after another into buckets that are kept.
+
+    Copies are queued on one stream of each device: the one that is current when its first tensor comes.
+
+    Args:
+        make_bucket: Makes a bucket on a device, of a size.
+    """
+
+    def __init__(self, make_bucket: Callable[[torch.device, int], Bucket]) -> None:
+        self._make_bucket = make_bucket
+        self._sets: list[dict[torch.device, Bucket]] = [{} for _ in range(NUM_SETS)]
+        self._refs: dict[str, TensorRef] = {}
+        self._runs: dict[str, messages.Run] = {}
+        self._work: dict[torch.device, WorkStream] = {}
+        self._dropped: list[Bucket] = []
+        self._bucket_bytes = 0
+        self.num_packed = 0
+        """Sets of this stream that were sealed."""
+
+    def begin(self, bucket_bytes: int) -> None:
+        """Begin a stream. Ranks read nothing."""
+        self._bucket_bytes, self.num_packed = bucket_bytes, 0
+        for work in self._work.values():
+            work.synchronize()  # a stream that failed may have left copies, which would come late
+        self._work.clear()
+        self.free_dropped()
+        self._refs.clear()
+        self._runs.clear()
+        self.open_set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing lies in the set that is being filled."""
+        return not self._refs
+
+    @property
+    def buckets(self) -> Mapping[torch.device, Bucket]:
+        """Of the set that is being filled."""
+        return self._sets[self.num_packed % NUM_SETS]
+
+    def open_set(self) -> None:
+        """Fill the next set, which every rank has read."""
+        for bucket in self.buckets.values():
+            bucket.clear()
+
+    def has_room(self, piece: Piece) -> bool:
+        """Whether a piece can be put beside what is there."""
+        if piece.name in self._refs or len(self._refs) == _MOST_REFS:
+            return False
+        bucket = self.buckets.get(piece.tensor.device)
+        return bucket is None or bucket.has_room(piece.tensor)
+
+    def put(self, piece: Piece) -> None:
+        """Queue a copy of a piece, for which there is room.
+
+        Raises:
+            InvalidSourceError: No weight has its dtype.
+            StagingMemoryError: No room on its device for a bucket.
+        """
+        name, tensor = piece.name, piece.tensor
+        if tensor.dtype not in _SENDABLE:
+            raise InvalidSourceError([f"{name}: has dtype {dtype_name(tensor.dtype)}, which no weight has"])
+        buckets = self._sets[self.num_packed % NUM_SETS]
+        if tensor.device not in buckets:
+            buckets[tensor.device] = self._make_bucket(tensor.device, max(self._bucket_bytes, tensor.nbytes))
+        if tensor.device not in self._work:
+            self._work[tensor.device] = WorkStream(tensor.device)
+        with self._work[tensor.device].joined():
+            self._refs[name] = buckets[tensor.device].put(name, tensor.detach())
+        if not piece.is_whole:
+            self._runs[name] = messages.Run(first_row=piece.first_row, full_shape=piece.full_shape)
+
+    def seal(self) -> Packed:
+        """What the ranks are to be told of the set that was filled. The next one may be opened once they have read it."""
+        events = tuple(work.record() for device, work in self._work.items() if device.type == "cuda")
+        segments = tuple(bucket.segment for buckets in self._sets for bucket in buckets.values())
+        told = messages.Packed(segments=segments, refs=tuple(self._refs.values()), runs=dict(self._runs))
+        self._refs.clear()
+        self._runs.clear()
+        self.num_packed += 1
+        return Packed(text=told.encode(), events=events)
+
+    def drop_bucket(self, device: torch.device) -> None:
+        """Take away the bucket of an open set that is too small."""
+        self._dropped.append(self._sets[self.num_packed % NUM_SETS].pop(device))
+
+    def free_dropped(self) -> None:
+        """Give back buckets that were dropped. Every rank was told of a set without them, or reads nothing."""
+        while self._dropped:
+            self._dropped.pop().close()
+
+    def close(self) -> None:
+        """Give the buckets back. Every rank has let go of them."""
+        self.free_dropped()
+        for buckets in self._sets:
+            for bucket in buckets.values():
+                bucket.close()
+            buckets.clear()

@@ -1,0 +1,323 @@
+"""The rank side of an engine in other processes: takes one request after another and answers with values, never errors."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from typing_extensions import override
+
+from fp8refit import __version__
+from fp8refit.errors import RankFailedError, RefitError
+from fp8refit.fill.fills import Prepared
+from fp8refit.live.slots import TensorMeta
+from fp8refit.ranks.rank import Rank
+from fp8refit.remote import messages
+from fp8refit.remote.broadcast.receiver import Receiver
+from fp8refit.remote.messages import Reply, Request
+from fp8refit.sources.row_runs import Piece
+from fp8refit.sources.source import MappingSource, PushedSource, SafetensorsSource, Source
+from fp8refit.transport.memory.ring import Ring
+from fp8refit.transport.memory.shared_tensors import Importer
+from fp8refit.transport.vote import ErrorRecord
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 2e-5
+_LINGERING_S = 0.005
+"""How long a rank looks for more of a stream before it turns to other things."""
+_FOLLOWING_S = 0.25
+"""How long it does nothing else, if something comes all the time."""
+
+
+class RankServer:
+    """Does what a driver asks of one rank.
+
+    Args:
+        make_rank: Gives the rank; called once, at the first request.
+    """
+
+    def __init__(self, make_rank: Callable[[], Rank]) -> None:
+        self._make_rank = make_rank
+        self._rank: Rank | None = None
+        self._importer: Importer | None = None
+        self._mapped: tuple[str, MappingSource] | None = None
+        self._ring: Ring | None = None
+        self._packed: dict[int, tuple[str, list[tuple[str, Tensor] | Piece]]] = {}
+        """What was told last of each set of buckets of a stream, in their order, and the tensors there."""
+        self._receiver: Receiver | None = None
+        self._token = ""
+        self._refit = ""
+        self._prepared: Prepared | None = None
+
+    def handle(self, message: str) -> str:
+        """Answer one request. An error is a value: one that crosses an engine's RPC may end the engine."""
+        request_id = ""
+        try:
+            request = _read(message)
+            request_id = request.id
+            answer = self._obey(request.order)
+        except Exception as error:
+            if not isinstance(error, RefitError):
+                logger.exception("a refit failed on this rank")
+            return self._reply(request_id, error=ErrorRecord.of(error)).encode()
+        return self._reply(request_id, **answer).encode()
+
+    def _reply(self, request_id: str, **fields: Any) -> Reply:
+        rank = self._rank
+        if rank is None:
+            return Reply(id=request_id, package_version=__version__, **fields)
+        return Reply(
+            id=request_id,
+            rank=rank.group.rank,
+            version=rank.target.version,
+            is_dirty=rank.target.is_dirty,
+            package_version=__version__,
+            **fields,
+        )
+
+    def _obey(self, order: messages.Order) -> dict[str, Any]:
+        if self._rank is None:
+            self._rank = self._make_rank()
+        rank, importer = self._rank, self._open_importer(self._rank.target.device)
+        is_taken = isinstance(order, messages.Take) and order.refit == self._refit
+        if self._receiver is not None and not is_taken:
+            self._receiver.recall()
+        if isinstance(order, messages.Prepare):
+            self._refit, self._prepared = order.refit, None
+
+            def receive() -> None:
+                if order.is_under_way:
+                    self._open_receiver(rank).receive_ahead(self._token, order.config)
+
+            self._prepared = rank.prepare(
+                lambda: self._make_source(order.source, importer, rank),
+                order.config,
+                kv=order.kv,
+                is_known=order.is_known,
+                compares=order.compares,
+                on_judged=receive,
+            )
+            return {}
+        if isinstance(order, messages.Join):
+            self._open_receiver(rank).join(order)
+            return {}
+        if isinstance(order, messages.CheckCalibration):
+            rank.check_calibration(order.kv, order.config)
+            return {}
+        if isinstance(order, messages.Calibrate):
+            return {"kv": rank.calibrate(order.kv, order.config)}
+        if isinstance(order, messages.Describe):
+            return {"layout": rank.layout()}
+        if isinstance(order, messages.Fingerprint):
+            return {"fingerprint": rank.fingerprint()}
+        if isinstance(order, messages.Close):
+            self._forget()
+            rank.close()
+            return {}
+        if isinstance(order, messages.Hello):
+            return {}
+        if isinstance(order, messages.Abandon):
+            if order.refit == self._refit:
+                self._prepared = None
+                rank.target.abandon()
+                self._unmap()
+            return {}
+        if order.refit != self._refit:
+            raise RankFailedError("this refit was given up: another one began, or the engine was closed; refit again")
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            raise RankFailedError("nothing is prepared on this rank; refit again")
+        if isinstance(order, messages.Write):
+            reports = rank.write(prepared)
+            if not order.keeps_mapped:
+                self._unmap()
+            return {"reports": tuple(reports)}
+        if isinstance(order, messages.Finish):
+            return {"reports": tuple(rank.finish(prepared))}
+        if isinstance(order, messages.Take):
+            return {"reports": tuple(self._open_receiver(rank).take(order, self._token, prepared))}
+        if isinstance(order, messages.Begin):
+            rank.begin(prepared)
+        else:
+            self._follow(order, rank, importer)
+        self._prepared = prepared
+        return {}
+
+    def _follow(self, order: messages.Stream, rank: Rank, importer: Importer) -> None:
+        """Write what a ring tells of, until nothing comes, or for as long as other things may wait.
+
+        A text is taken when the device has read what it tells of. All that came are when this returns.
+
+        Raises:
+            RefitError: What this rank could not do.
+        """
+        if self._ring is None or self._ring.segment != order.ring:
+            self._ring = Ring.find(order.ring)
+        try:
+            with rank.target.on_device():
+                self._take_from(self._ring, rank, importer)
+        finally:
+            self._ring.leave(rank.group.rank)
+
+    def _take_from(self, ring: Ring, rank: Rank, importer: Importer) -> None:
+        place, is_gpu = rank.group.rank, rank.target.device.type == "cuda"
+        num_received = ring.num_taken_by(place)
+        reading: deque[tuple[int, torch.cuda.Event]] = deque()
+        began_s = came_s = time.monotonic()
+        while (now_s := time.monotonic()) - began_s < _FOLLOWING_S:
+            text = ring.receive(num_received)
+            if text is not None:
+                self._write_packed(num_received, text, rank, importer)
+                num_received, came_s = num_received + 1, now_s
+                if is_gpu:
+                    reading.append((num_received, _recorded()))
+                else:
+                    ring.take(place, num_received)
+            elif ring.is_called_back or now_s - came_s > _LINGERING_S:
+                break
+            else:
+                time.sleep(_POLL_S)
+            while reading and reading[0][1].query():  # type: ignore[no-untyped-call]
+                ring.take(place, reading.popleft()[0])
+        if reading:
+            reading[-1][1].synchronize()
+            ring.take(place, num_received)
+
+    def _write_packed(self, place: int, text: str, rank: Rank, importer: Importer) -> None:
+        """Write what lies in a set of buckets. What was told in the same words the last time lies where it lay."""
+        last, tensors = self._packed.get(place, ("", []))
+        if last != text:
+            told = messages.Packed.model_validate_json(text)
+            self._keep_mapped(segment.id for segment in told.segments)
+            tensors = list(_pieces(importer.open(told.segments, told.refs), told.runs))
+            self._packed[place] = text, tensors
+        rank.push(tensors)
+
+    def _keep_mapped(self, ids: Iterable[str]) -> None:
+        """Let go of all of the trainer's memory but some segments. What was launched may still be reading it."""
+        kept, importer, target = frozenset(ids), self._importer, self._rank.target if self._rank is not None else None
+        if importer is None or importer.mapped <= kept:
+            return
+        if target is not None and target.device.type == "cuda" and target.lost_because is None:
+            with target.on_device():
+                torch.cuda.synchronize(target.device)
+        self._packed.clear()
+        importer.keep_only(kept)
+
+    def _open_receiver(self, rank: Rank) -> Receiver:
+        if self._receiver is None:
+            self._receiver = Receiver(rank)
+        return self._receiver
+
+    def _open_importer(self, device: torch.device) -> Importer:
+        if self._importer is None:
+            self._importer = Importer(device)
+        return self._importer
+
+    def _make_source(
+        self,
+        source: messages.MappedTensors | messages.Files | messages.Pushed | messages.Broadcast,
+        importer: Importer,
+        rank: Rank,
+    ) -> Source:
+        if isinstance(source, messages.MappedTensors):
+            return self._map(source, importer)
+        self._mapped = None
+        if isinstance(source, messages.Broadcast):
+            self._keep_mapped(())
+            self._token = source.token
+            return self._open_receiver(rank).source(source)
+        if isinstance(source, messages.Files):
+            self._keep_mapped(())
+            return SafetensorsSource(Path(source.path), judged=source.stamps)
+        manifest = None if source.manifest is None else _metadata(source.manifest)
+        return PushedSource(manifest, problems=source.problems, odd_scales=source.odd_scales, unfit=source.unfit)
+
+    def _map(self, source: messages.MappedTensors, importer: Importer) -> MappingSource:
+        if source.refs is not None:
+            self._mapped = None
+            self._keep_mapped(segment.id for segment in source.segments)
+            tensors = importer.open(source.segments, source.refs)
+            self._mapped = source.digest, MappedSource(tensors, source.problems)
+        elif self._mapped is None or self._mapped[0] != source.digest:
+            raise RankFailedError("this rank no longer has the tensors of the last refit; refit again")
+        return self._mapped[1]
+
+    def _forget(self) -> None:
+        """Let go of the refit under way, and of everything mapped."""
+        self._refit, self._prepared = "", None
+        if self._rank is not None:
+            self._rank.target.abandon()
+        self._unmap()
+        if self._receiver is not None:
+            self._receiver.forget()
+
+    def _unmap(self) -> None:
+        self._mapped = self._ring = None
+        self._keep_mapped(())
+
+
+class MappedSource(MappingSource):
+    """Tensors of another process, under the names and with the problems that it found."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], problems: tuple[str, ...]) -> None:
+        super().__init__(tensors)
+        self._found = problems
+
+    @property
+    @override
+    def problems(self) -> tuple[str, ...]:
+        return (*super().problems, *self._found)
+
+
+def _read(message: str) -> Request:
+    """The request.
+
+    Raises:
+        RankFailedError: It is none that this version knows.
+    """
+    try:
+        request = Request.model_validate_json(message)
+    except ValidationError as error:
+        raise RankFailedError(
+            f"this rank, fp8refit {__version__}, cannot read what the driver says; install the same version on both sides "
+            f"({messages.first_problem(error)})"
+        ) from error
+    if request.protocol != messages.PROTOCOL:
+        raise RankFailedError(
+            f"the driver speaks protocol {request.protocol} and this rank, fp8refit {__version__}, speaks "
+            f"{messages.PROTOCOL}; install the same version on both sides"
+        )
+    return request
+
+
+def _pieces(tensors: Mapping[str, Tensor], runs: Mapping[str, messages.Run]) -> Iterator[tuple[str, Tensor] | Piece]:
+    for name, tensor in tensors.items():
+        run = runs.get(name)
+        if run is None:
+            yield name, tensor
+        else:
+            yield Piece(name=name, first_row=run.first_row, tensor=tensor, full_shape=run.full_shape)
+
+
+def _recorded() -> torch.cuda.Event:
+    """An event after all that was launched on the current device."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _metadata(manifest: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, TensorMeta]:
+    metadata = {}
+    for name, (shape, dtype) in manifest.items():
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise RankFailedError(f"{name}: {dtype!r} is no dtype of this rank's PyTorch {torch.__version__}")
+        metadata[name] = TensorMeta(shape=shape, dtype=kind)
+    return metadata

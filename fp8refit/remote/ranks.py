@@ -1,0 +1,227 @@
+"""The driver side of an engine whose ranks run in other processes, on this host or on others."""
+
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
+from fp8refit.live.layout import EngineLayout
+from fp8refit.remote import messages
+from fp8refit.remote.broadcast.broadcast import Broadcast
+from fp8refit.remote.channel import NUM_VOTES, AskedRanks, Channel
+from fp8refit.remote.host_route import HostRoute, Offered
+from fp8refit.remote.message_pairs import Pairs
+from fp8refit.report import KvReport, RankReport
+from fp8refit.sources.source import Source
+from fp8refit.transport.caught import Caught
+
+T = TypeVar("T")
+
+
+class RemoteRanks:
+    """Implements `fp8refit.driver.engine.Ranks` over a channel, by two routes: what this host shares, and a broadcast.
+
+    What the ranks have to judge before a write that is laid out as the last one waits for the write, where both can go in one
+    exchange: until then they hear nothing of it, and if they refuse it then, nothing is written. Not where requests are aborted
+    meanwhile: that would have been for nothing.
+
+    Args:
+        channel: Reaches every rank.
+        pairs: Does so with two messages at once, if the engine can.
+    """
+
+    def __init__(self, channel: Channel, pairs: Pairs | None = None) -> None:
+        self.asked = AskedRanks(channel, pairs)
+        self._route = HostRoute(self.asked)
+        self._source: Source | None = None
+        """Which ranks may be reading."""
+        self._offered: Offered | None = None
+        self._broadcast = Broadcast([self])
+        self._take_votes: int | None = None
+        """How often the ranks may wait in a broadcast that was prepared; None if none was."""
+        self._num_buckets = 0
+
+    @property
+    def version(self) -> int:
+        """See `fp8refit.driver.engine.Ranks`."""
+        return self.asked.version
+
+    @property
+    def is_dirty(self) -> bool:
+        """See `fp8refit.driver.engine.Ranks`."""
+        return self.asked.is_dirty
+
+    @property
+    def num_ranks(self) -> int:
+        """See `fp8refit.remote.broadcast.broadcast.Audience`."""
+        return self.asked.num_ranks
+
+    @property
+    def has_refused(self) -> bool:
+        """See `fp8refit.remote.broadcast.broadcast.Audience`."""
+        return self.asked.has_refused
+
+    @property
+    def drops_caches(self) -> bool:
+        """See `fp8refit.driver.engine.Ranks`."""
+        return self.asked.holds
+
+    async def prepare(
+        self,
+        make_source: Callable[[], Source],
+        config: RefitConfig,
+        *,
+        kv: KvOrder | None = None,
+        objection: BaseException | None = None,
+    ) -> None:
+        """See `fp8refit.driver.engine.Ranks`."""
+        if objection is not None:
+            raise objection
+        await self.meet(config)
+        source = make_source()
+        if config.transport == "collective":
+            await self._broadcast.prepare(source, config, kv=kv)
+            return
+        self._broadcast.leave()
+        self._take_votes = None
+        self._source = source
+        self._offered = await self._or_give_up(self._offer(source, kv))
+
+    async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
+        """See `fp8refit.driver.engine.Ranks`."""
+        if self._take_votes is not None and objection is None:
+            (reports,) = await self._broadcast.write(self.version + 1)
+            return reports
+        return await self._or_give_up(self._write(objection))
+
+    async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
+        """See `fp8refit.driver.engine.Ranks`. What ranks on other hosts hold is not compared.
+
+        Raises:
+            UnsupportedEngineError: The transport is a broadcast.
+        """
+        if config.transport == "collective":
+            raise UnsupportedEngineError(
+                'verify() needs memory, or files, that the ranks can read: leave out transport="collective"'
+            )
+        await self.meet(config)
+        self._source = make_source()
+        self._offered = await self._or_give_up(self._offer(self._source, None, compares=True))
+        return await self._or_give_up(self._write(None))
+
+    async def abandon(self) -> None:
+        """See `fp8refit.driver.engine.Ranks`."""
+        await self.asked.abandon()
+        self._source = self._offered = self._take_votes = None
+
+    async def check_calibration(
+        self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None
+    ) -> None:
+        """See `fp8refit.driver.engine.Ranks`."""
+        if objection is not None:
+            raise objection
+        await self.meet(config)
+        await self.asked.ask(messages.CheckCalibration(config=config, kv=kv))
+
+    async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+        """See `fp8refit.driver.engine.Ranks`."""
+        if objection is not None:
+            raise objection
+        with Caught() as caught:
+            report = (await self.asked.ask(messages.Calibrate(config=config, kv=kv)))[0].kv
+            if report is None:
+                raise RankFailedError("a rank calibrated and did not say what came of it; refit again")
+            return report
+        if not isinstance(caught.error, RefitError):
+            with contextlib.suppress(RefitError):
+                await self.asked.ask(messages.Hello())  # interrupted: whether scales were written in part was not heard
+        raise caught.take()
+
+    async def layout(self) -> EngineLayout:
+        """See `fp8refit.driver.engine.Ranks`."""
+        return EngineLayout.merge(await self.layouts())
+
+    async def fingerprints(self) -> list[str]:
+        """See `fp8refit.driver.engine.Ranks`."""
+        replies = await self.asked.ask(messages.Fingerprint())
+        return [reply.fingerprint for reply in sorted(replies, key=lambda reply: reply.rank)]
+
+    async def close(self) -> None:
+        """See `fp8refit.driver.engine.Ranks`."""
+        try:
+            if self.asked.lost_because is None:
+                await self.asked.ask(messages.Close())
+        finally:
+            self._broadcast.close()
+            self._source = self._offered = None
+            self._route.close()
+
+    async def meet(self, config: RefitConfig) -> None:
+        """Learn who is at the other end, for a refit by `config`.
+
+        Raises:
+            EngineLostError: Nobody, any more.
+            RankFailedError: Another version.
+        """
+        self.asked.config = config
+        await self.asked.meet()
+
+    async def join(self, order: messages.Join) -> None:
+        """See `fp8refit.remote.broadcast.broadcast.Audience`."""
+        await self.asked.ask(order)
+
+    async def layouts(self) -> list[EngineLayout]:
+        """See `fp8refit.remote.broadcast.broadcast.Audience`."""
+        replies = sorted(await self.asked.ask(messages.Describe()), key=lambda reply: reply.rank)
+        return [reply.layout for reply in replies if reply.layout is not None]
+
+    async def prepare_offered(
+        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None, may_wait: bool
+    ) -> bool:
+        """See `fp8refit.remote.broadcast.broadcast.Audience`."""
+        asked, asked.has_refused, asked.refit = self.asked, False, refit
+        self._route.forget()
+        self._num_buckets = offer.num_buckets if offer.num_buckets else self._num_buckets
+        # Each bucket, the votes of these ranks, and those of the other engines.
+        self._take_votes = self._num_buckets + 2 * NUM_VOTES
+        order = messages.Prepare(refit=refit, config=config, source=offer, kv=kv)
+        if may_wait and asked.hold(order.model_copy(update={"is_under_way": True})):
+            return True
+        await self._or_give_up(asked.ask(order))
+        return False
+
+    async def take(self, version: int) -> Sequence[RankReport]:
+        """See `fp8refit.remote.broadcast.broadcast.Audience`."""
+        asked, asked.is_dirty = self.asked, True
+        order = messages.Take(refit=asked.refit, version=version)
+        replies = await self._or_give_up(asked.ask(order, num_votes=self._take_votes))
+        asked.check_is_one_policy(replies)
+        asked.refit, self._take_votes = "", None
+        return asked.reports(replies)
+
+    async def _offer(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:
+        return await self._route.prepare(source, kv, compares=compares)
+
+    async def _write(self, objection: BaseException | None) -> Sequence[RankReport]:
+        if objection is not None:
+            raise objection
+        offered = self._offered
+        assert offered is not None, "write() follows a prepare() that returned"
+        if not offered.compares:
+            self.asked.is_dirty = True
+        replies = await self._route.write(offered)
+        self.asked.refit, self._source, self._offered = "", None, None
+        return self.asked.reports(replies)
+
+    async def _or_give_up(self, step: Awaitable[T]) -> T:
+        """On an error let the ranks go of what was prepared. After a lost rank the source stays: somebody may still read it."""
+        with Caught() as caught:
+            return await step
+        self._route.fail()
+        with contextlib.suppress(RefitError):
+            await self.asked.ask(messages.Abandon(refit=self.asked.refit))
+        if self.asked.lost_because is None:
+            self.asked.refit, self._source, self._offered = "", None, None
+        self._take_votes = None
+        raise caught.take()

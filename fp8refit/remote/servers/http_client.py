@@ -1,0 +1,239 @@
+"""The driver's end of a line to a server: orders are posted to the engine's own HTTP server, answers are what it returns.
+
+The driver opens no port. It neither follows redirects nor uses proxies, takes no answer that is too long, and waits for the
+whole of one no longer than it was told.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import cached_property
+from http import HTTPStatus
+from typing import Any, ClassVar
+from urllib.parse import SplitResult, urlsplit
+
+from fp8refit.errors import EngineLostError, UnsupportedEngineError
+from fp8refit.remote.servers.connection import Line
+from fp8refit.remote.servers.orders import (
+    API_KEY_VARIABLE,
+    MAX_BYTES,
+    MEDIA_TYPE,
+    PROTOCOL,
+    PROTOCOL_HEADER,
+    TOKEN_HEADER,
+    Answer,
+    is_header,
+    read_token,
+)
+
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+"""A peer that is silent for 10 s is asked every 5 s, four times, whether it is there; what was sent has to arrive in 30 s."""
+
+
+class Server(Line):
+    """A running server of one kind of engine. An adapter says by which route orders reach our plugin there.
+
+    Args:
+        url: Where it listens, as `http://127.0.0.1:8000`.
+        api_key: Its API key. `FP8REFIT_API_KEY` in the environment if not given.
+        token: What it was told in `FP8REFIT_TOKEN`, if it was. The same variable here if not given.
+
+    Raises:
+        UnsupportedEngineError: It is no URL, or the key or token can be none.
+    """
+
+    engine: ClassVar[str] = ""
+
+    def __init__(self, url: str, *, api_key: str | None = None, token: str | None = None) -> None:
+        self._address = _split(url)
+        self.url = url.rstrip("/")
+        super().__init__(f"the server at {self.url}")
+        self._headers = {}
+        api_key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
+        if api_key:
+            if not is_header(api_key):
+                raise UnsupportedEngineError(
+                    f"an API key is printable ASCII without spaces; pass api_key, or set {API_KEY_VARIABLE}, to the server's"
+                )
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._order_headers = {"Content-Type": MEDIA_TYPE, PROTOCOL_HEADER: str(PROTOCOL)}
+        token = read_token(token)
+        if token is not None:
+            self._order_headers[TOKEN_HEADER] = token
+
+    def recognise(self) -> bool:
+        """Whether this kind of engine answers at the URL.
+
+        Raises:
+            EngineLostError: Nobody answers.
+            UnsupportedEngineError: It asks for another API key.
+        """
+        raise NotImplementedError
+
+    def order(self, route: str, message: str, *, timeout_s: float) -> tuple[str | None, str]:
+        """Post an order. What its clerk says, and None if there is none; then status and whatever was said, for a message.
+
+        Raises:
+            EngineLostError: See `send`.
+            UnsupportedEngineError: See `send`.
+        """
+        status, text = self.send(route, message, timeout_s=timeout_s, headers=self._order_headers)
+        is_answer = status == HTTPStatus.OK or _is_answer(text)
+        return text if is_answer else None, f"{self.url} answered {status}: {text[:200]}"
+
+    def send(
+        self, route: str, body: str | None, *, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
+        """Post `body`, or get if there is none; status and answer.
+
+        Args:
+            route: Where to.
+            body: JSON, unless `headers` say otherwise.
+            timeout_s: For all of it, to the last byte of the answer.
+            headers: Beside the API key.
+
+        Raises:
+            EngineLostError: It cannot be reached, or does not answer in time.
+            UnsupportedEngineError: It asks for another API key, or says more than any answer of ours is long.
+        """
+        sent = self._headers | ({"Content-Type": "application/json"} if headers is None else dict(headers))
+        exchange = _Exchange(self._connection(timeout_s))
+        try:
+            status, text = exchange.run(self._address.path.rstrip("/") + route, body, sent, timeout_s)
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            raise EngineLostError(
+                f"{self.label} cannot be reached ({type(error).__name__}: {error}); start it again"
+            ) from error
+        if text is None:
+            raise UnsupportedEngineError(
+                f"{self.url} answered more than {MAX_BYTES} bytes to {route}, which is none of ours"
+            )
+        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) and not _is_answer(text):
+            raise UnsupportedEngineError(
+                f"{self.url} answered {status} to {route}: it asks for an API key; pass api_key, or set "
+                f"{API_KEY_VARIABLE} ({text[:200]})"
+            )
+        return status, text
+
+    def _connection(self, timeout_s: float) -> "_Connection":
+        host, port = self._address.hostname, self._address.port
+        assert host is not None, "looked at"
+        if self._address.scheme == "https":
+            return _SecureConnection(host, port or http.client.HTTPS_PORT, timeout=timeout_s, context=self._trusted)
+        return _Connection(host, port or http.client.HTTP_PORT, timeout=timeout_s)  # it looks for one in the host else
+
+    @cached_property
+    def _trusted(self) -> ssl.SSLContext:
+        """Read once: a refit is several orders."""
+        return ssl.create_default_context()
+
+
+class _Connection(http.client.HTTPConnection):
+    """Is broken soon after the other host or the network went away, however long an order may take."""
+
+    is_given_up = False
+
+    def connect(self) -> None:
+        super().connect()
+        if self.is_given_up:  # meanwhile; nothing was sent
+            raise TimeoutError("timed out")
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if hasattr(socket, name):  # not on every system
+                self.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def give_up(self) -> None:
+        """End it from another thread, whatever it waits for."""
+        self.is_given_up = True
+        with contextlib.suppress(OSError, AttributeError):  # it is closed, or not open yet
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+class _SecureConnection(_Connection, http.client.HTTPSConnection):
+    """The same, over TLS."""
+
+
+class _Exchange:
+    """One request and its answer, in a thread of its own: no timeout of a socket bounds more than one read of it."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+        self._outcome: Future[tuple[int, str | None]] = Future()
+
+    def run(self, path: str, body: str | None, headers: Mapping[str, str], timeout_s: float) -> tuple[int, str | None]:
+        """Status and answer; None for one that is too long.
+
+        Raises:
+            OSError: It failed, or took too long.
+            HTTPException: What came is no HTTP.
+        """
+        arguments = ("GET" if body is None else "POST", path, None if body is None else body.encode(), headers)
+        threading.Thread(target=self._post, args=arguments, name="fp8refit-http", daemon=True).start()
+        try:
+            return self._outcome.result(timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"timed out: no whole answer within {timeout_s:g} s") from error
+        finally:
+            self._connection.give_up()
+
+    def _post(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> None:
+        try:
+            with contextlib.closing(self._connection):
+                self._connection.request(method, path, body, headers)
+                response = self._connection.getresponse()
+                self._outcome.set_result((response.status, _read(response)))
+        except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
+            self._outcome.set_exception(error)
+
+
+def _read(response: http.client.HTTPResponse) -> str | None:
+    """What a server says, unless it is too long, which is looked at before it is taken in."""
+    if (response.length or 0) > MAX_BYTES:
+        return None
+    text = response.read(MAX_BYTES + 1)
+    if response.length:
+        raise http.client.IncompleteRead(text[:80], response.length)
+    return text.decode(errors="replace") if len(text) <= MAX_BYTES else None
+
+
+def _split(url: str) -> SplitResult:
+    """The parts of a server's URL.
+
+    Raises:
+        UnsupportedEngineError: It is none.
+    """
+    why = "it begins with http:// or https://"
+    if url.startswith(("http://", "https://")):
+        try:
+            parts = urlsplit(url)
+            if not parts.hostname or parts.port == 0:
+                why = "it names a host, and a port from 1 to 65535"
+            elif parts.username is not None:
+                why = f"it has no user name or password; for an API key pass api_key, or set {API_KEY_VARIABLE}"
+            elif parts.query or parts.fragment or not is_header(url):
+                why = "it ends with its path, without ? and #, in printable ASCII without spaces"
+            elif parts.hostname.encode("idna"):
+                return parts
+        except ValueError as error:
+            why = str(error)
+    raise UnsupportedEngineError(f'{url!r} is no URL of a server; pass one like "http://127.0.0.1:8000" ({why})')
+
+
+def _is_answer(text: str) -> bool:
+    """Whether a clerk of ours said it, in any version."""
+    return bool(read_object(text).get("speaker") == Answer.model_fields["speaker"].default)
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """The JSON object that `text` is, or an empty one if it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

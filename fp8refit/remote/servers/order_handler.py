@@ -1,0 +1,200 @@
+"""The end of a driver's line in the process of a server: carries out orders on the engine there, one after another.
+
+A driver that asked for a pause holds the server until it lets requests go on or refuses them. If it dies or falls silent
+before that, the clerk ends the refit: requests go on if every rank holds a whole policy, and are refused if not.
+"""
+
+import asyncio
+import logging
+import os
+import select
+import uuid
+from collections.abc import Sequence
+from typing import Protocol
+
+from fp8refit.errors import EngineBusyError, RefitError
+from fp8refit.remote import messages
+from fp8refit.remote.message_pairs import Pairs
+from fp8refit.remote.servers import orders
+from fp8refit.remote.servers.control import ControlPlane
+from fp8refit.remote.servers.orders import Answer, AnyOrder, Caller, OrderRequest, Place
+from fp8refit.transport.vote import ErrorRecord
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S = 60.0
+"""How much longer than `RefitConfig.timeout_s` a driver may say nothing."""
+_DIED = "the driver of a refit died"
+_HEALED = "the next refit that succeeds heals it"
+
+
+class Controls(ControlPlane, Pairs, Protocol):
+    """What a clerk does with its engine."""
+
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        """Give a message to every rank; their answers."""
+        ...
+
+
+class Clerk:
+    """Carries out drivers' orders in the event loop that drives an engine. Who may give them, others judge before.
+
+    Args:
+        controls: The engine's.
+    """
+
+    def __init__(self, controls: Controls) -> None:
+        self._controls = controls
+        self._id, self._place = uuid.uuid4().hex, Place.here()
+        self._turn = asyncio.Lock()
+        self._holder: Caller | None = None
+        self._silence_s = 0.0
+        self._silence: asyncio.TimerHandle | None = None
+        self._process = -1
+        self._version = 0
+        self._ending: asyncio.Task[None] | None = None
+        self._obeying: asyncio.Task[Answer] | None = None
+
+    async def answer(self, message: str) -> Answer:
+        """Carry out one order, after those before it. Errors are values; a caller that leaves does not stop it.
+
+        Args:
+            message: The order, as `OrderRequest.encode` gives it, of somebody who may give orders.
+        """
+        self._obeying = asyncio.ensure_future(self._answer(message))
+        return await asyncio.shield(self._obeying)
+
+    async def _answer(self, message: str) -> Answer:
+        try:
+            request = OrderRequest.decode(message)
+            async with self._turn:
+                await self._check_is_free_for(request.driver)
+                found = await self._obey_watched(request)
+        except Exception as error:
+            if not isinstance(error, RefitError):
+                logger.exception("an order could not be carried out")
+            found = Answer(error=ErrorRecord.of(error))
+        return found.model_copy(update={"server": self._id, "place": self._place})
+
+    async def _check_is_free_for(self, driver: Caller) -> None:
+        if self._holder in (None, driver):
+            return
+        if self._process < 0 or not _has_ended(self._process):
+            raise EngineBusyError("another driver refits this server; wait for it")
+        await self._end(_DIED)
+
+    async def _obey_watched(self, request: OrderRequest) -> Answer:
+        """Carry out an order. While its driver holds the server, it may not fall silent from then on."""
+        if self._silence is not None:
+            self._silence.cancel()
+        try:
+            return await self._obey(request.order, request.driver)
+        finally:
+            if self._holder is not None:
+                reason = f"the driver of a refit fell silent {self._silence_s:g} s ago"
+                self._silence = asyncio.get_running_loop().call_later(self._silence_s, self._end_soon, reason)
+
+    async def _obey(self, order: AnyOrder, driver: Caller) -> Answer:
+        controls = self._controls
+        if isinstance(order, orders.Pause):
+            num_requests = await controls.pause(order.config)
+            self._hold_for(driver, order.config.timeout_s + SILENCE_S)
+            return Answer(value=num_requests)
+        if isinstance(order, orders.Call):
+            return Answer(said=tuple(await controls.call(order.message, timeout_s=order.timeout_s)))
+        if isinstance(order, orders.Pair):
+            pair = await controls.call_pair(order.first, order.second, timeouts_s=order.timeouts_s)
+            return Answer(said=tuple(pair.answers), is_refused=pair.is_refused, flush_s=pair.flush_s)
+        if isinstance(order, orders.Tokenize):
+            return Answer(token_ids=await controls.tokenize(order.prompts))
+        if isinstance(order, orders.Look):
+            return Answer(value=int(can_read(order.path)))
+        if isinstance(order, orders.Flush):
+            await controls.flush_caches()
+        elif isinstance(order, orders.Refuse):
+            await controls.refuse(order.reason)
+            self._let_go()
+        elif isinstance(order, orders.Resume):
+            if order.version is not None:
+                await self._publish(order.version)
+            await controls.resume()
+            self._let_go()
+        return Answer()
+
+    def _hold_for(self, driver: Caller, silence_s: float) -> None:
+        self._let_go()
+        self._holder, self._silence_s = driver, silence_s
+        if driver.place == self._place:
+            try:
+                self._process = os.pidfd_open(driver.pid)
+            except ProcessLookupError:  # while requests were waited for
+                self._end_soon(_DIED)
+                return
+            except OSError:  # a kernel that has none: silence will tell
+                return
+            asyncio.get_running_loop().add_reader(self._process, self._end_soon, _DIED)
+
+    def _let_go(self) -> None:
+        self._holder = None
+        if self._silence is not None:
+            self._silence.cancel()
+        if self._process >= 0:
+            asyncio.get_running_loop().remove_reader(self._process)
+            os.close(self._process)
+            self._process = -1
+
+    def _end_soon(self, reason: str) -> None:
+        """End the refit of the driver that holds the server, once its last order is done."""
+        if self._process >= 0:
+            asyncio.get_running_loop().remove_reader(self._process)
+        holder = self._holder
+
+        async def end() -> None:
+            async with self._turn:
+                if self._holder == holder:
+                    await self._end(reason)
+
+        self._ending = asyncio.ensure_future(end())
+
+    async def _end(self, reason: str) -> None:
+        self._let_go()
+        logger.warning("%s; its refit is given up", reason)
+        try:
+            version = await self._whole_version()
+            if version is None:
+                await self._controls.refuse(f"{reason}, part way; {_HEALED}")
+                return
+            if version != self._version:
+                await self._publish(version)
+            await self._controls.resume()
+        except Exception as error:
+            if not isinstance(error, RefitError):
+                logger.exception("the refit of a driver that left could not be ended")
+            await self._controls.refuse(
+                f"{reason}, and the engine did not go on ({error}); {_HEALED}"[: orders.MAX_REASON]
+            )
+
+    async def _publish(self, version: int) -> None:
+        await self._controls.publish_version(version)
+        self._version = version
+
+    async def _whole_version(self) -> int | None:
+        """Have every rank let go of an unfinished refit; the version that all hold, or None if there is none."""
+        request = messages.Request(id=uuid.uuid4().hex, order=messages.Close())
+        said = await self._controls.call(request.encode(), timeout_s=self._silence_s)
+        replies = [messages.Reply.model_validate_json(answer) for answer in said]
+        versions = {reply.version for reply in replies}
+        is_whole = len(versions) == 1 and not any(reply.is_dirty or reply.error for reply in replies)
+        return versions.pop() if is_whole else None
+
+
+def _has_ended(process: int) -> bool:
+    """Whether the process of a pidfd has ended. `select` would fail in a server with a thousand connections."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def can_read(path: str) -> bool:
+    """Whether this process may read what is there."""
+    return "\0" not in path and os.access(path, os.R_OK)

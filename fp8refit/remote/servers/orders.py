@@ -1,0 +1,259 @@
+"""What the driver of a refit and the process of a server say to each other over the server's own HTTP.
+
+Orders mirror `Engine`. An order is a line of validated JSON, the head, and after it the texts that the server
+hands on unread: messages to its ranks (`messages`), and prompts. So what the server's process has to parse is small, however
+long an order is. An answer is JSON.
+"""
+
+import os
+import uuid
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SerializationInfo,
+    ValidationError,
+    ValidationInfo,
+)
+
+from fp8refit import __version__
+from fp8refit.config import RefitConfig, Wait
+from fp8refit.errors import RankFailedError, UnsupportedEngineError
+from fp8refit.remote.messages import first_problem
+from fp8refit.transport.vote import ErrorRecord
+
+PROTOCOL: Final = 2
+"""Number of this language; both sides have to speak the same."""
+MAX_BYTES = 1 << 28
+"""Of one answer."""
+MAX_ORDER_BYTES = 1 << 26
+"""Of one order. Tensors never go this way: the longest orders are announcements, about 300 bytes a tensor."""
+MAX_HEAD = 1 << 18
+"""Characters of the head of an order."""
+MAX_REASON = 1 << 13
+"""Characters of a reason to refuse requests; every refused request is told it."""
+MEDIA_TYPE = "application/x-fp8refit"
+"""Of an order. No page can send one to another site without asking that site first."""
+PROTOCOL_HEADER = "X-Fp8refit-Protocol"
+TOKEN_HEADER = "X-Fp8refit-Token"
+TOKEN_VARIABLE = "FP8REFIT_TOKEN"
+"""Environment variable with the secret that drivers have to know, for servers that have no API key."""
+MIN_TOKEN = 16
+"""Characters of a token, at least."""
+API_KEY_VARIABLE = "FP8REFIT_API_KEY"
+"""Environment variable with the API key that drivers show."""
+
+
+def read_token(given: str | None = None) -> str | None:
+    """The token as given, or else as the environment has it; None if it is empty or unset.
+
+    Raises:
+        UnsupportedEngineError: It is short enough to be guessed, or cannot stand in a header of HTTP.
+    """
+    token = os.environ.get(TOKEN_VARIABLE) if given is None else given
+    if not token:
+        return None
+    if len(token) < MIN_TOKEN or not is_header(token):
+        raise UnsupportedEngineError(
+            f"{TOKEN_VARIABLE} has {len(token)} characters; a token has {MIN_TOKEN} or more, printable ASCII without spaces: "
+            "set the same random one for server and driver, as of `openssl rand -hex 32`"
+        )
+    return token
+
+
+def is_header(secret: str) -> bool:
+    """Whether a secret can be sent in a header as it is."""
+    return secret.isascii() and secret.isprintable() and " " not in secret
+
+
+class _Texts:
+    """What follows the head of an order that is read: one text after another."""
+
+    def __init__(self, message: str, start: int) -> None:
+        self._message, self._next = message, start
+
+    def take(self, length: Any) -> str:
+        if type(length) is not int or not 0 <= length <= len(self._message) - self._next:
+            raise ValueError("is not the length of a text that follows")
+        start, self._next = self._next, self._next + length
+        return self._message[start : self._next]
+
+    def check_is_done(self) -> None:
+        if self._next != len(self._message):
+            raise ValueError(f"{len(self._message) - self._next} characters follow that belong to nothing")
+
+
+def _fetch(value: Any, info: ValidationInfo) -> Any:
+    return value if info.context is None else info.context["texts"].take(value)
+
+
+def _put_aside(text: str, info: SerializationInfo) -> str | int:
+    if info.context is None:
+        return text
+    info.context["texts"].append(text)
+    return len(text)
+
+
+Text: TypeAlias = Annotated[str, BeforeValidator(_fetch), PlainSerializer(_put_aside)]
+"""A text that follows the head of an order; in the head stands how many characters it has."""
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Hello(_Message):
+    """Who is there?"""
+
+    step: Literal["hello"] = "hello"
+
+
+class Pause(_Message):
+    """See `fp8refit.driver.engine.Engine.pause`."""
+
+    step: Literal["pause"] = "pause"
+    config: RefitConfig
+
+
+class Resume(_Message):
+    """See `fp8refit.driver.engine.Engine.resume`, and `publish_version`."""
+
+    step: Literal["resume"] = "resume"
+    version: int | None = Field(default=None, ge=0, lt=1 << 63)
+    """Of the policy that is served from then on, if it is a new one."""
+
+
+class Refuse(_Message):
+    """See `fp8refit.driver.engine.Engine.refuse`."""
+
+    step: Literal["refuse"] = "refuse"
+    reason: str = Field(max_length=MAX_REASON)
+
+
+class Flush(_Message):
+    """See `fp8refit.driver.engine.Engine.flush_caches`."""
+
+    step: Literal["flush"] = "flush"
+
+
+class Tokenize(_Message):
+    """See `fp8refit.driver.engine.Engine.tokenize`."""
+
+    step: Literal["tokenize"] = "tokenize"
+    prompts: tuple[Text, ...]
+
+
+class Call(_Message):
+    """See `fp8refit.remote.channel.Channel.call`."""
+
+    step: Literal["call"] = "call"
+    message: Text
+    timeout_s: Wait
+
+
+class Pair(_Message):
+    """See `fp8refit.remote.message_pairs.Pairs.call_pair`."""
+
+    step: Literal["pair"] = "pair"
+    first: Text
+    second: Text
+    timeouts_s: tuple[Wait, Wait]
+
+
+class Look(_Message):
+    """Can this path be read there?"""
+
+    step: Literal["look"] = "look"
+    path: str
+
+
+AnyOrder: TypeAlias = Annotated[
+    Hello | Pause | Resume | Refuse | Flush | Tokenize | Call | Pair | Look, Field(discriminator="step")
+]
+
+
+class Place(_Message):
+    """Where a process runs. Only processes of one place can hand memory to each other and see each other die."""
+
+    boot_id: str
+    """Of the host's kernel."""
+    pid_namespace: int
+
+    @classmethod
+    def here(cls) -> "Place":
+        """Of this process."""
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return cls(boot_id=boot_id, pid_namespace=Path("/proc/self/ns/pid").stat().st_ino)
+
+
+class Caller(_Message):
+    """A driver."""
+
+    place: Place
+    pid: int = Field(ge=0, lt=1 << 31)
+    name: str
+    """Tells drivers of one process apart."""
+
+    @classmethod
+    def new(cls) -> "Caller":
+        """A driver in this process."""
+        return cls(place=Place.here(), pid=os.getpid(), name=uuid.uuid4().hex)
+
+
+class OrderRequest(_Message):
+    """One order of one driver."""
+
+    protocol: Literal[2] = PROTOCOL
+    driver: Caller
+    order: AnyOrder
+
+    def encode(self) -> str:
+        """As it is sent: the head, a line feed, and the texts."""
+        texts: list[str] = []
+        head = self.model_dump_json(by_alias=True, context={"texts": texts})
+        return "".join([head, "\n", *texts])
+
+    @classmethod
+    def decode(cls, message: str) -> "OrderRequest":
+        """What was sent.
+
+        Raises:
+            RankFailedError: It is nothing that this version knows.
+        """
+        end = message.find("\n", 0, MAX_HEAD + 1)
+        texts = _Texts(message, end + 1)
+        try:
+            if end < 0:
+                raise ValueError(f"its first {MAX_HEAD} characters hold no line of JSON")
+            request = cls.model_validate_json(message[:end], context={"texts": texts})
+            texts.check_is_done()
+        except ValueError as error:
+            problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            raise RankFailedError(
+                f"this server, fp8refit {__version__}, cannot read what the driver says; install the same version on both "
+                f"sides ({problem})"
+            ) from error
+        return request
+
+
+class Answer(_Message):
+    """What the server's process says."""
+
+    speaker: Literal["fp8refit"] = "fp8refit"
+    server: str = ""
+    """Another one every time that the server starts."""
+    place: Place | None = None
+    value: int = 0
+    said: tuple[str, ...] = ()
+    """What every rank said, in order of rank."""
+    is_refused: bool = False
+    """Whether that was to the first of two messages; see `fp8refit.remote.message_pairs.PairAnswers`."""
+    flush_s: float = 0.0
+    """See there."""
+    token_ids: list[list[int]] = []
+    error: ErrorRecord | None = None

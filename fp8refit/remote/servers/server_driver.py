@@ -1,0 +1,214 @@
+"""The driver's side of an engine in a process that takes orders, a server's for one, whatever the engine.
+
+Its control plane, the channel to its ranks, and ranks that are found again when the server was started anew.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from typing_extensions import override
+
+from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.errors import InvalidSourceError, RefitError, TransportError
+from fp8refit.remote import messages
+from fp8refit.remote.channel import GRACE_S, Channel
+from fp8refit.remote.host_route import Offered
+from fp8refit.remote.message_pairs import PairAnswers, Pairs
+from fp8refit.remote.ranks import RemoteRanks
+from fp8refit.remote.servers.connection import Line
+from fp8refit.remote.servers.control import ControlPlane
+from fp8refit.remote.servers.orders import (
+    MAX_REASON,
+    Answer,
+    AnyOrder,
+    Call,
+    Flush,
+    Pair,
+    Pause,
+    Refuse,
+    Resume,
+    Tokenize,
+)
+from fp8refit.sources.source import SafetensorsSource, Source, StreamSource
+from fp8refit.transport.in_thread import InThread
+
+T = TypeVar("T")
+
+
+class ServerDriver(ControlPlane, Channel, Pairs):
+    """The control plane of `fp8refit.driver.engine.Engine`, and `fp8refit.remote.channel.Channel`, by orders to a server.
+
+    Args:
+        server: The line to it.
+
+    Raises:
+        EngineLostError: It cannot be reached.
+        UnsupportedEngineError: It does not have our plugin, or does not take orders from here.
+    """
+
+    def __init__(self, server: Line) -> None:
+        self.server = server
+        self._timeout_s = RefitConfig().timeout_s
+        self._new_version: int | None = None
+        self.greeted = server.greet()
+        """Which server it was that answered."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether an event loop runs in this thread."""
+        return asyncio._get_running_loop() is not None
+
+    async def check_ready(self) -> None:
+        """Nothing to refuse: `pause` is for running requests, and the ranks know whether their weights sleep."""
+
+    @override
+    async def pause(self, config: RefitConfig) -> int:
+        self._timeout_s, self._new_version = config.timeout_s, None
+        return (await self._post(Pause(config=config))).value
+
+    @override
+    async def resume(self) -> None:
+        await self._post(Resume(version=self._new_version))
+
+    @override
+    async def refuse(self, reason: str) -> None:
+        await self._post(Refuse(reason=reason[:MAX_REASON]))
+
+    @override
+    async def flush_caches(self) -> None:
+        await self._post(Flush())
+
+    @override
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        return (await self._post(Tokenize(prompts=tuple(prompts)))).token_ids
+
+    @override
+    async def publish_version(self, version: int) -> None:
+        """It is told when it is to go on."""
+        self._new_version = version
+
+    @override
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        return (await self._post(Call(message=message, timeout_s=timeout_s), timeout_s)).said
+
+    @override
+    async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
+        if not self.server.is_shared:
+            return None
+        if self.is_asynchronous:
+            answers = asyncio.ensure_future(self.call(message, timeout_s=timeout_s))
+            await asyncio.sleep(0)
+            return answers
+        return InThread(self.call(message, timeout_s=timeout_s))
+
+    @override
+    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
+        order = Pair(first=first, second=second, timeouts_s=timeouts_s)
+        answer = await self._post(order, sum(timeouts_s) + self._timeout_s)
+        return PairAnswers(answers=answer.said, is_refused=answer.is_refused, flush_s=answer.flush_s)
+
+    async def greet(self) -> str:
+        """Which server answers now."""
+        return await self._do(self.server.greet)
+
+    async def sees(self, path: str) -> bool:
+        """Whether the server can read a path."""
+        return await self._do(partial(self.server.sees, path))
+
+    async def _post(self, order: AnyOrder, timeout_s: float | None = None) -> Answer:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        with self.named():
+            return await self._do(partial(self.server.post, order, timeout_s=timeout_s + GRACE_S))
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Note on an error which server it comes from: it may be one of several."""
+        try:
+            yield
+        except RefitError as error:
+            if self.server.label not in str(error):
+                error.add_note(f"from {self.server.label}")
+            raise
+
+    async def _do(self, step: Callable[[], T]) -> T:
+        """In a thread of its own if others run in this one's loop; otherwise without ever suspending."""
+        return await asyncio.to_thread(step) if self.is_asynchronous else step()
+
+
+class ServedRanks(RemoteRanks):
+    """The ranks of a server, which may be started again between two refits.
+
+    Args:
+        driver: Reaches them.
+    """
+
+    def __init__(self, driver: ServerDriver) -> None:
+        super().__init__(driver, driver)
+        self._driver = driver
+
+    @override
+    async def meet(self, config: RefitConfig) -> None:
+        server = await self._driver.greet()
+        if server != self._driver.greeted or self.asked.lost_because is not None:
+            self._start_over()
+            self._driver.greeted = server
+        self._check_can_be_met(config)
+        await super().meet(config)
+
+    def _check_can_be_met(self, config: RefitConfig) -> None:
+        """Check that a broadcast is not offered on this host's loopback address to a server elsewhere, by default.
+
+        Raises:
+            TransportError: It would be.
+        """
+        server, collective = self._driver.server, config.collective
+        if config.transport == "collective" and not server.is_here and "host" not in collective.model_fields_set:
+            raise TransportError(
+                f"{server.label} runs on another host than this process, or in another container, and meets it at "
+                f'no loopback address: name an address of this host that it can reach, collective={{"host": ADDRESS}}, or '
+                "--host"
+            )
+
+    @override
+    async def prepare_offered(
+        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None, may_wait: bool
+    ) -> bool:
+        with self._driver.named():
+            return await super().prepare_offered(offer, config, refit=refit, kv=kv, may_wait=may_wait)
+
+    def _start_over(self) -> None:
+        """Forget a server that is gone: another one answers in its place."""
+        self._broadcast.close()
+        self._route.close()
+        super().__init__(self._driver, self._driver)
+
+    @override
+    async def _offer(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:
+        """See `RemoteRanks`.
+
+        Raises:
+            TransportError: The server's processes cannot map memory of this one.
+        """
+        server = self._driver.server
+        if isinstance(source, SafetensorsSource) and not await self._driver.sees(str(source.path.resolve())):
+            source = as_stream(source)
+        if not isinstance(source, SafetensorsSource) and not server.is_here:
+            raise TransportError(
+                f"{server.label} runs on another host than this process, or in another container, and cannot map "
+                'its memory; set transport="collective", or pass the path of a checkpoint that the server can read'
+            )
+        return await super()._offer(source, kv, compares=compares)
+
+
+def as_stream(files: SafetensorsSource) -> StreamSource:
+    """The same tensors, read in this process.
+
+    Raises:
+        InvalidSourceError: Names are stored twice.
+    """
+    if files.problems:
+        raise InvalidSourceError(files.problems)
+    return StreamSource(lambda: iter(files), is_repeatable=True, manifest=files.metadata)

@@ -1,0 +1,96 @@
+"""Splits tensors that are larger than a bucket into runs of rows, without cutting through blocks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from fp8refit.live.slots import TensorMeta
+from fp8refit.sources.source import Source, check_readable
+
+BLOCK_ROWS = 128
+"""Rows per block of a weight."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Some or all rows of a tensor."""
+
+    name: str
+    """Checkpoint name of the whole tensor."""
+    first_row: int
+    tensor: Tensor
+    full_shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole tensor."""
+        return tuple(self.tensor.shape) == self.full_shape
+
+    @property
+    def end_row(self) -> int:
+        """The row after its last one."""
+        return self.first_row + (self.tensor.shape[0] if self.tensor.ndim else 1)
+
+
+@runtime_checkable
+class InPieces(Protocol):
+    """A source that can yield large tensors in runs of rows, without holding them whole."""
+
+    def pieces(self, max_bytes: int) -> Iterator[Piece]:
+        """Yield everything once, split as by `cut`: the pieces of a tensor follow each other in row order."""
+        ...
+
+
+def in_pieces(source: Source, max_bytes: int) -> Iterator[Piece]:
+    """Read a source once, with large tensors in runs of rows, sized as by `cut`.
+
+    Raises:
+        InvalidSourceError: A tensor has no readable bytes.
+    """
+    if isinstance(source, InPieces):
+        for piece in source.pieces(max_bytes):
+            check_readable(piece.name, piece.tensor)
+            yield piece
+            del piece
+        return
+    for name, tensor in source:
+        check_readable(name, tensor)
+        yield from cut(name, tensor, max_bytes)
+
+
+def cut(
+    name: str, tensor: Tensor, max_bytes: int, *, first_row: int = 0, full_shape: tuple[int, ...] | None = None
+) -> Iterator[Piece]:
+    """Yield views of `tensor`, each at most `max_bytes` unless one row of blocks is larger.
+
+    Args:
+        name: Name of the whole tensor.
+        tensor: All of it, or some rows.
+        max_bytes: Limit per piece. Pieces of a matrix begin at multiples of 128 rows; pieces of a stack are whole
+            experts.
+        first_row: Position of the first row of `tensor` in the whole.
+        full_shape: Shape of the whole, if `tensor` is only a part.
+    """
+    full_shape = full_shape if full_shape is not None else tuple(tensor.shape)
+    for start, count in row_ranges(TensorMeta.of(tensor), max_bytes):
+        rows = tensor.narrow(0, start, count) if tensor.ndim else tensor
+        yield Piece(name=name, first_row=first_row + start, tensor=rows, full_shape=full_shape)
+
+
+def row_ranges(meta: TensorMeta, max_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield first row and row count of each piece of a tensor.
+
+    A piece has at most `max_bytes`, unless one row of blocks, or one row of a tensor that is not a matrix, is larger.
+    """
+    if prod(meta.shape) * meta.dtype.itemsize <= max_bytes or not meta.shape:
+        yield 0, meta.shape[0] if meta.shape else 1
+        return
+    row_bytes = prod(meta.shape[1:]) * meta.dtype.itemsize
+    step = BLOCK_ROWS if len(meta.shape) == 2 else 1
+    rows = max(max_bytes // row_bytes // step, 1) * step
+    for first in range(0, meta.shape[0], rows):
+        yield first, min(rows, meta.shape[0] - first)

@@ -1,0 +1,198 @@
+"""Tensors that only some ranks of a trainer hold: pipeline stages, and experts that are spread over ranks.
+
+The ranks exchange once who holds what. A tensor that all hold is gathered like any other. Otherwise its owners gather it,
+and the first of them sends it to the rest.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fp8refit.errors import RankFailedError
+from fp8refit.live.slots import TensorMeta, dtype_name
+from fp8refit.sources.sharded.batches import Batch, PartRows, batches
+from fp8refit.sources.sharded.shards import Part
+from fp8refit.transport.process_group import wait_for
+
+_NO_LIMIT = 1 << 62
+
+
+class Holding(BaseModel):
+    """What one rank says about a tensor that it holds whole or in part."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    placed: str
+    device: str
+    """Type of the device, such as `cuda`."""
+
+    @classmethod
+    def of(cls, part: Part) -> "Holding":
+        """Describe a part."""
+        meta = part.meta
+        kind = part.local.device.type
+        return cls(name=part.name, shape=meta.shape, dtype=dtype_name(meta.dtype), placed=part.placed, device=kind)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Shared:
+    """A tensor and its owners. Other ranks have a part without bytes."""
+
+    part: Part
+    owners: tuple[int, ...]
+
+
+def unite(own: Sequence[Part], said: Sequence[Sequence[Holding]]) -> tuple[list[Shared], list[str]]:
+    """Return all tensors that any rank holds, in the same order everywhere, and what is wrong with them.
+
+    Args:
+        own: What this rank holds.
+        said: What every rank holds, in rank order.
+    """
+    mine = {part.name: part for part in own}
+    holders: dict[str, dict[int, Holding]] = {}
+    for rank, holdings in enumerate(said):
+        for holding in holdings:
+            holders.setdefault(holding.name, {})[rank] = holding
+    shared, problems = [], []
+    for name, held in holders.items():
+        views: dict[str, list[int]] = {}
+        for rank, holding in held.items():
+            views.setdefault(f"{holding.dtype} {list(holding.shape)}, {holding.placed}", []).append(rank)
+        if len(views) > 1:
+            told = "; ".join(f"on rank {', '.join(map(str, ranks))} {view}" for view, ranks in views.items())
+            problems.append(f"{name}: {told}")
+            continue
+        shared.append(Shared(part=mine.get(name) or _absent(next(iter(held.values()))), owners=tuple(held)))
+    return shared, problems
+
+
+def _absent(holding: Holding) -> Part:
+    meta = TensorMeta(shape=holding.shape, dtype=getattr(torch, holding.dtype))
+    return Part(name=holding.name, meta=meta, local=torch.empty(0, dtype=meta.dtype), placed=holding.placed)
+
+
+def relayed(
+    shared: Sequence[Shared],
+    max_bytes: int,
+    group: ProcessGroup,
+    said: Sequence[Sequence[Holding]],
+    *,
+    timeout_s: float,
+) -> Iterator[Batch]:
+    """Split tensors into batches of about `max_bytes`, in order. Equal on every rank of `group`."""
+    kinds = {holding.device for holdings in said for holding in holdings}
+    device = torch.device("cuda", torch.cuda.current_device()) if kinds == {"cuda"} else torch.device("cpu")
+    size = torch.distributed.get_world_size(group)
+    for owners, run in groupby(shared, key=lambda each: each.owners):
+        parts = [each.part for each in run]
+        if len(owners) == size:
+            yield from batches(parts, max_bytes)
+            continue
+        waiting: list[Part] = []
+        num_bytes = 0
+        for part in parts:
+            if waiting and num_bytes + _num_bytes(part) > max_bytes:
+                yield Relay(waiting, owners, group, device, timeout_s=timeout_s)
+                waiting, num_bytes = [], 0
+            waiting.append(part)
+            num_bytes += _num_bytes(part)
+        yield Relay(waiting, owners, group, device, timeout_s=timeout_s)
+
+
+class Relay:
+    """Whole tensors that their first owner sends to all other ranks. Implements `fp8refit.sources.sharded.batches.Batch`.
+
+    Peak memory: all of them, and what their owners need to assemble one of their buckets.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        owners: Sequence[int],
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._parts, self._group, self._device, self._timeout_s = parts, group, device, timeout_s
+        self._source = owners[0]
+        self._rank = torch.distributed.get_rank(group)
+        is_owner = self._rank in owners
+        self._inner = list(batches(parts, _NO_LIMIT)) if is_owner else []
+        self._memory: Tensor | None = None
+        self._work: Any = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors in it."""
+        return tuple(part.name for part in self._parts)
+
+    def allocate(self) -> None:
+        """Allocate the memory, and copy in what this rank has."""
+        self._memory = torch.empty(sum(map(_num_bytes, self._parts)), dtype=torch.uint8, device=self._device)
+        for batch in self._inner:
+            batch.allocate()
+
+    def begin(self) -> None:
+        """Gather among the owners, who wait for each other, then start sending. When this returns, the data is on its
+        way, so nobody waits for a rank that stops here.
+        """
+        places = self._places()
+        assert self._memory is not None, "allocated"
+        for batch in self._inner:
+            batch.begin()
+            batch.finish(self._timeout_s)
+            for part, _, tensor in batch.tensors():
+                if self._rank == self._source:
+                    places[part.name].copy_(tensor)
+        try:
+            self._work = torch.distributed.broadcast(
+                self._memory, group_src=self._source, group=self._group, async_op=True
+            )
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until everything has arrived."""
+        try:
+            wait_for(self._work, timeout_s)
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def tensors(self) -> PartRows:
+        """Yield each tensor."""
+        places, self._memory = self._places(), None
+        for part in self._parts:
+            yield part, 0, places.pop(part.name)
+
+    def _places(self) -> dict[str, Tensor]:
+        assert self._memory is not None, "allocated"
+        places, start = {}, 0
+        for part in self._parts:
+            end = start + prod(part.meta.shape) * part.meta.dtype.itemsize
+            places[part.name] = self._memory[start:end].view(part.meta.dtype).view(part.meta.shape)
+            start += _num_bytes(part)
+        return places
+
+
+def _lost(error: RuntimeError) -> RankFailedError:
+    return RankFailedError(
+        f"a rank of the trainer died or did not join while a pipeline stage was sent to all ({error})"
+    )
+
+
+def _num_bytes(part: Part) -> int:
+    """Size of the whole tensor, including its alignment."""
+    return -(-prod(part.meta.shape) * part.meta.dtype.itemsize // 16) * 16

@@ -1,0 +1,150 @@
+"""How a trainer's ranks agree on what they gather: before the first collective operation, at each one, and after the
+last.
+
+Each rank makes a statement and hears all others. Then all go on, or all raise the same error.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Literal, TypeAlias
+
+import torch
+import torch.distributed
+from pydantic import BaseModel, ConfigDict
+from torch.distributed import ProcessGroup
+
+from fp8refit.errors import EngineLostError, RankFailedError, RefitError
+from fp8refit.sources.sharded.relay import Holding
+from fp8refit.transport.process_group import ProcessGroupExchange
+from fp8refit.transport.vote import ErrorRecord, Group, SoloGroup, merge_errors
+
+Step: TypeAlias = Literal["plan", "read", "batch", "end", "done", "follow", "names"]
+
+
+class Statement(BaseModel):
+    """What one rank says at one step."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: Step
+    """What the rank does. `plan`: asks what there is. `read`: wants to gather everything. `batch`, `end`: is within or at
+    the end of that. `done`: will not gather again. `follow`: does what the others do."""
+    place: int = 0
+    """Number of the batch."""
+    max_bytes: int = 0
+    digest: str = ""
+    """Digest of everything that is gathered."""
+    names: tuple[str, ...] = ()
+    """Everything that is gathered, one line each. Sent only after digests differed."""
+    holdings: tuple[Holding, ...] = ()
+    """Everything this rank holds, if ranks may hold different tensors."""
+    error: ErrorRecord | None = None
+
+
+class Trainers:
+    """The ranks of one trainer while they gather one state dict. Every rank must make the same calls in the same order.
+
+    Args:
+        group: How they reach each other.
+        timeout_s: Seconds to wait for the others at each step.
+
+    Attributes:
+        is_over: Whether nothing more will be gathered: all ranks are done or have heard of an error.
+    """
+
+    def __init__(self, group: Group, *, timeout_s: float) -> None:
+        self._group = group
+        self.timeout_s = timeout_s
+        self.is_over = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self._group.size
+
+    def hear(self, own: Statement, error: BaseException | None = None) -> list[Statement]:
+        """Send `own`, or an error, and return every rank's statement in rank order.
+
+        Raises:
+            RefitError: The ranks' errors combined; RankFailedError if a rank died, did not answer in time, or is at
+                another step.
+            BaseException: `error` itself, if it is not one of ours.
+        """
+        if self.is_over:
+            raise RankFailedError(
+                "this state dict can no longer be gathered; make a new one on every rank of the trainer"
+            )
+        if error is not None:
+            own = own.model_copy(update={"error": ErrorRecord.of(error)})
+        try:
+            heard = self._exchange(own)
+            failed = {rank: said.error for rank, said in enumerate(heard) if said.error is not None}
+            if error is not None and not isinstance(error, RefitError):
+                raise error
+            if failed:
+                raise merge_errors(failed, num_ranks=len(heard)) from error
+            _check_are_in_step(heard)
+        except BaseException:
+            self.is_over = True
+            raise
+        return heard
+
+    def _exchange(self, own: Statement) -> list[Statement]:
+        try:
+            messages = self._group.exchange(own.model_dump_json().encode(), timeout_s=self.timeout_s)
+        except EngineLostError as error:
+            raise RankFailedError(
+                f"rank {self._group.rank} of {self._group.size} of the trainer was at {own.step!r} and did not hear from every "
+                f"other rank within {self.timeout_s:g} s, or one of them died. Every rank of the trainer must take part: in "
+                "refit if each has an engine, else in fp8refit.gathered(...), joined or left as a context by those that do "
+                "not refit"
+            ) from error
+        return [Statement.model_validate_json(message) for message in messages]
+
+
+def _check_are_in_step(heard: list[Statement]) -> None:
+    """Check that all ranks do the same, or follow.
+
+    Raises:
+        RankFailedError: They do not.
+    """
+    places = {(said.step, said.place) for said in heard if said.step != "follow"}
+    if len(places) > 1:
+        steps = ", ".join(f"rank {rank} is at {said.step!r} {said.place}" for rank, said in enumerate(heard))
+        raise RankFailedError(
+            f"the ranks of the trainer are out of step: {steps}. All of them must read the state dict alike, or join"
+        )
+
+
+def trainer_group(group: ProcessGroup | None) -> Group:
+    """Return the ranks of `group`, or of the default group, over any device it communicates from."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return SoloGroup()
+    group = group if group is not None else torch.distributed.group.WORLD
+    assert group is not None, "initialized"
+    if torch.distributed.get_world_size(group) == 1:
+        return SoloGroup()
+    devices = [part.partition(":")[0] for part in torch.distributed.get_backend_config(group).split(",")]
+    return ProcessGroupExchange(
+        group, torch.device("cpu") if "cpu" in devices else torch.empty(0, device=devices[0]).device
+    )
+
+
+@contextmanager
+def waits_at_most(group: ProcessGroup | None, timeout_s: float) -> Iterator[None]:
+    """Limit how long operations of a process group, such as a trainer's own, wait for a rank that is gone."""
+    limits = []
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        group = group if group is not None else torch.distributed.group.WORLD
+        assert group is not None, "initialized"
+        backends = {id(each): each for each in map(group._get_backend, group._device_types)}
+        # Older torch has no such limit; the operations' own applies.
+        limits = [(each, each.options._timeout) for each in backends.values() if hasattr(each, "_set_default_timeout")]
+    for backend, longest in limits:
+        backend._set_default_timeout(min(longest, timedelta(seconds=timeout_s)))
+    try:
+        yield
+    finally:
+        for backend, longest in limits:
+            backend._set_default_timeout(longest)

@@ -1,0 +1,347 @@
+"""A trainer and the ranks of one or more engines as a broadcast group: NCCL between GPUs, gloo between CPUs.
+
+The group is separate from torch's default process group and from the engines' groups. Its members meet at a store that
+the trainer opens, on the loopback address unless told otherwise. Every wait has a deadline, notices if the trainer is
+gone or a member gave up, and then leaves nothing pending.
+
+Members that get the same data form a section, to which the trainer sends in addition to what it sends to all. Each
+member's broadcasts run in the same order, first to all, then to each section, so that none waits in a circle.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Literal, Self, TypeAlias
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistNetworkError
+
+from fp8refit.errors import RefitError, TransportError
+from fp8refit.transport.collective.buckets import MAX_SECTIONS
+from fp8refit.transport.collective.links import GlooLink, Link, NcclLink, Seat, Transfer, abort_all, broadcast_all
+from fp8refit.transport.collective.store import find_store, open_store
+from fp8refit.transport.vote import ErrorRecord
+
+Backend: TypeAlias = Literal["nccl", "gloo"]
+
+_SPIN_S = 2e-4
+"""How long a wait spins first. NCCL launches in its own thread, which takes half this time."""
+_POLL_S = 5e-5
+_SLOWEST_POLL_S = 2e-3
+"""After that, a wait polls often while a bucket is sent, and less often the longer it takes."""
+_STORE_POLL_S = 0.2
+"""How often a wait asks the store whether a member gave up or is gone."""
+_ABORTED, _END_OF_WORD = "aborted", "\0"
+_NO_SECTIONS: Mapping[int, Tensor] = MappingProxyType({})
+
+
+class Meeting(BaseModel):
+    """Where the members of a group meet, and how they communicate."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    token: str = Field(min_length=16, max_length=64)
+    """Identifies the group, so that nobody joins by accident."""
+    host: str = Field(max_length=255)
+    port: int = Field(ge=1, le=65535)
+    size: int = Field(ge=2, le=1 << 16)
+    """Number of members: the trainer, which is rank 0, and the ranks of all engines."""
+    backend: Backend
+    sections: tuple[Annotated[int, Field(ge=0, lt=MAX_SECTIONS)], ...] = Field(default=(), max_length=1 << 16)
+    """Section of each member except the trainer; empty if there are none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sections and len(self.sections) != self.size - 1:
+            raise ValueError(f"{len(self.sections)} members have a section, but there are {self.size - 1}")
+        return self
+
+    def members(self, section: int | None) -> tuple[int, ...]:
+        """Members of a section and the trainer, or all members. The trainer comes first."""
+        if section is None:
+            return tuple(range(self.size))
+        return (0, *(rank for rank, found in enumerate(self.sections, 1) if found == section))
+
+
+class Communicator:
+    """One member of a group. Rank 0 is the trainer, which sends.
+
+    The trainer calls `open` and hands its `meeting` to the other members. Every member calls `join`.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, store: Store) -> None:
+        self.meeting = meeting
+        self.rank = rank
+        self._store = store
+        self._links: dict[int | None, Link] = {}
+        self._is_ended = False
+        self._ends_at_s = math.inf
+        self._why = "the group was left"
+        self._num_votes = 0
+
+    @classmethod
+    def open(
+        cls, *, host: str, port: int, size: int, backend: Backend, timeout_s: float, sections: tuple[int, ...] = ()
+    ) -> "Communicator":
+        """Open the store where all members meet, as rank 0.
+
+        Args:
+            host: Address of this host that the members can reach. The store binds to it.
+            port: 0 for any free port.
+            size: Number of members, including this one.
+            backend: What carries the bytes.
+            timeout_s: For every exchange with the store.
+            sections: See `Meeting`.
+
+        Raises:
+            TransportError: The address is not one of this host's, or is in use.
+        """
+        store, token, port = open_store(host=host, port=port, timeout_s=timeout_s)
+        meeting = Meeting(token=token, host=host, port=port, size=size, backend=backend, sections=sections)
+        return cls(meeting, 0, store)
+
+    @classmethod
+    def find(cls, meeting: Meeting, rank: int, *, timeout_s: float) -> "Communicator":
+        """Connect to the trainer's store.
+
+        Raises:
+            TransportError: It cannot be reached.
+        """
+        store = find_store(host=meeting.host, port=meeting.port, token=meeting.token, timeout_s=timeout_s)
+        return cls(meeting, rank, store)
+
+    def join(self, device: torch.device, *, timeout_s: float) -> None:
+        """Wait for every member, and connect to them.
+
+        Args:
+            device: Device of this member's buffers.
+            timeout_s: Total time.
+
+        Raises:
+            TransportError: A member did not come, or cannot be connected to; names the missing ones.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        keys = [f"here/{rank}" for rank in range(self.meeting.size)]
+        with _Failing(self):
+            self._store.set(keys[self.rank], "here")
+            try:
+                self._poll(lambda: self._has(keys), deadline_s)
+            except _TooLateError:
+                absent = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._has([key]))
+                raise TransportError(
+                    f"member(s) {absent or 'that came late'} of {self.meeting.size} did not join within {timeout_s:g} s; 0 is "
+                    "the trainer"
+                ) from None
+            self._connect(None, device, deadline_s)
+            for section in sorted(set(self.meeting.sections)):
+                if self.rank == 0 or section == self.section:
+                    self._connect(section, device, deadline_s)
+        # Nobody may go on, fail and leave while others are still connecting.
+        self.agree(None, timeout_s=max(deadline_s - time.monotonic(), 1.0))
+
+    def broadcast(self, buffer: Tensor, *, timeout_s: float, sections: Mapping[int, Tensor] = _NO_SECTIONS) -> Transfer:
+        """Start sending `buffer` from rank 0 to all others. Every member calls this in the same order.
+
+        Args:
+            buffer: uint8, contiguous, on the device passed to `join`. Earlier work on the current stream comes first. Do
+                not touch it before `wait` returns.
+            timeout_s: Time for the broadcast before it to start. With NCCL this takes 0.2 ms, during which the caller
+                continues.
+            sections: What rank 0 sends to each section in addition; others pass a buffer for their own.
+
+        Raises:
+            TransportError: A member is gone or gave up.
+        """
+        links, deadline_s = self._require_links(), time.monotonic() + timeout_s
+        parts = [(links[section], part) for section, part in ((None, buffer), *sorted(sections.items()))]
+        with _Failing(self):
+            # All of them in one group, so that every member launches the kernels in the same order.
+            self._poll(lambda: all(link.is_settled() for link in links.values()), deadline_s)
+            broadcast_all(parts, timeout_s)
+            return Transfer.of([link.transfer() for link, _ in parts])
+
+    def wait(self, transfer: Transfer, *, timeout_s: float) -> None:
+        """Wait until a broadcast is over, on the device too.
+
+        Raises:
+            TransportError: A member is gone, gave up, or was too late. The group has ended.
+        """
+        with _Failing(self):
+            self._poll(transfer.is_done, time.monotonic() + timeout_s)
+            transfer.finish()
+
+    def agree(self, error: BaseException | None, *, timeout_s: float) -> None:
+        """Wait until every member has succeeded or one has failed. Every member calls this in the same order.
+
+        Args:
+            error: Why this member failed, if it did.
+            timeout_s: Time for the slowest member.
+
+        Raises:
+            RefitError: `error`, or another member's error.
+            TransportError: A member is gone, gave up, or was too late.
+        """
+        if self._is_ended:  # a late answer from the store would be taken for that of this vote
+            raise error if error is not None else self._has_ended()
+        self._num_votes += 1
+        keys = [f"vote/{self._num_votes}/{rank}" for rank in range(self.meeting.size)]
+        failed = f"vote/{self._num_votes}/failed"
+        with _Failing(self):
+            if error is not None:
+                self._store.compare_set(failed, "", ErrorRecord.of(error).model_dump_json())
+            self._store.set(keys[self.rank], "done")
+            # A failing member reports its error before it counts as done.
+            self._poll(lambda: self._has(keys) or self._has([failed]), time.monotonic() + timeout_s)
+            record = self._store.get(failed) if self._has([failed]) else b""
+            if self._num_votes > 1:
+                self._store.delete_key(f"vote/{self._num_votes - 1}/{self.rank}")
+        if error is not None:
+            raise error
+        if record:
+            raise ErrorRecord.model_validate_json(record).error()
+
+    def tell(self, key: str, said: str) -> None:
+        """Leave a message for the other members.
+
+        Raises:
+            TransportError: The trainer is gone.
+        """
+        with _Failing(self):
+            self._store.set(f"said/{key}", said)
+
+    def hear(self, key: str) -> str:
+        """Return the message that a member left; empty if none.
+
+        Raises:
+            TransportError: The trainer is gone.
+        """
+        with _Failing(self):
+            return self._store.get(f"said/{key}").decode() if self._has([f"said/{key}"]) else ""
+
+    def expect_end(self, why: str, *, within_s: float = 2.0) -> None:
+        """Expect, from another thread, that this member's waits end by themselves within a moment; otherwise give them
+        up.
+
+        If all members know of an error, waits end by themselves. If only some do, nothing more arrives.
+        """
+        self._why = why
+        self._ends_at_s = min(self._ends_at_s, time.monotonic() + within_s)
+
+    def abort(self, why: str = "the group was left") -> None:
+        """Leave the group and tell the other members. May be called repeatedly."""
+        if not self._is_ended:
+            self._is_ended = True
+            if self._ends_at_s == math.inf:
+                self._why = why
+        links, self._links = self._links, {}
+        with contextlib.suppress(RuntimeError):  # the store is gone with the trainer
+            # Append, so that the first cause stays first. Do not wait for an answer: the trainer may be silent.
+            self._store.append(_ABORTED, f"member {self.rank}: {self._why}{_END_OF_WORD}")  # type: ignore[attr-defined]
+        abort_all(list(links.values()))
+
+    def first_word(self) -> str:
+        """Return the message of the first member that left the group; empty if none did.
+
+        Raises:
+            RuntimeError: The store is gone with the trainer.
+        """
+        return self._store.get(_ABORTED).decode().partition(_END_OF_WORD)[0] if self._has([_ABORTED]) else ""
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the group can be used."""
+        return bool(self._links) and not self._is_ended
+
+    @property
+    def section(self) -> int | None:
+        """This member's section; None for the trainer, which is in all, and if there are none."""
+        return self.meeting.sections[self.rank - 1] if self.meeting.sections and self.rank else None
+
+    def _require_links(self) -> dict[int | None, Link]:
+        if not self._links:
+            raise self._has_ended()
+        return self._links
+
+    def _has_ended(self) -> TransportError:
+        return TransportError(f"this group has ended ({self._why}); refit again")
+
+    def _connect(self, section: int | None, device: torch.device, deadline_s: float) -> None:
+        """Connect to all members, or to those of a section. All connect in the same order."""
+        members = self.meeting.members(section)
+        seat = Seat(
+            store=PrefixStore("all" if section is None else f"section {section}", self._store),
+            trainer=(self.meeting.host, self.meeting.port),
+            rank=members.index(self.rank),
+            size=len(members),
+            device=device,
+            timeout_s=max(deadline_s - time.monotonic(), 1.0),
+        )
+        first = self._links.get(None)
+        link = NcclLink(seat, first) if self.meeting.backend == "nccl" else GlooLink(seat)
+        self._links[section] = link
+        self._poll(link.is_settled, deadline_s)
+
+    def _poll(self, is_done: Callable[[], bool], deadline_s: float) -> None:
+        """Wait for `is_done`.
+
+        Raises:
+            _TooLateError: The deadline passed.
+            TransportError: A member gave up.
+            RuntimeError: The store is gone, or the operation failed.
+        """
+        start_s = time.monotonic()
+        next_look_s, pause_s = start_s + _STORE_POLL_S, _POLL_S
+        while not is_done():
+            now_s = time.monotonic()
+            if self._is_ended or now_s > self._ends_at_s:
+                raise TransportError(self._why)
+            if now_s > deadline_s:
+                raise _TooLateError("it takes too long, or a member stopped")
+            if now_s > next_look_s:
+                if said := self.first_word():
+                    raise TransportError(said)
+                next_look_s = now_s + _STORE_POLL_S
+            if now_s < start_s + _SPIN_S:
+                time.sleep(0)  # let other threads run
+                continue
+            time.sleep(pause_s)
+            pause_s = min(1.1 * pause_s, _SLOWEST_POLL_S)
+
+    def _has(self, keys: list[str]) -> bool:
+        has: bool = self._store.check(keys)
+        return has
+
+
+class _TooLateError(Exception):
+    """A deadline passed."""
+
+
+class _Failing:
+    """Ends the group on any error, and turns the error into one of ours."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            return
+        said, why = "", str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, DistNetworkError):
+            said = why = f"the trainer's store is gone, or does not answer ({error})"  # so it is not asked again
+        elif isinstance(error, RuntimeError):
+            # A connection may break before the leaving member's message is read.
+            with contextlib.suppress(RuntimeError):
+                said = self._communicator.first_word()
+        self._communicator.abort(why)
+        if isinstance(error, _TooLateError | RuntimeError):
+            raise TransportError(
+                f"the broadcast ended: {said or error}. A member died or does not answer; the next refit connects again"
+            ) from error

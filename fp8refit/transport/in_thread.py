@@ -1,0 +1,41 @@
+"""Runs a blocking call in a thread while its caller continues."""
+
+import threading
+from collections.abc import Coroutine, Generator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class InThread(Generic[T]):
+    """The result of steps that never suspend. Awaiting it blocks without suspending.
+
+    Args:
+        steps: Steps of a synchronous engine's driver. They start at once.
+    """
+
+    def __init__(self, steps: Coroutine[Any, Any, T]) -> None:
+        self._steps = steps
+        self._value: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="fp8refit-call", daemon=True)
+        self._thread.start()
+
+    def __await__(self) -> Generator[None, None, T]:
+        yield from ()
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._value.pop()
+
+    def _run(self) -> None:
+        try:
+            self._steps.send(None)
+        except StopIteration as result:
+            self._value.append(result.value)
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever awaits it
+            self._error = error
+        else:
+            self._steps.close()
+            self._error = AssertionError("a synchronous engine suspended")

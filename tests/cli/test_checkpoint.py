@@ -1,0 +1,610 @@
+"""Quantized checkpoints: the bytes, the files around them, and all or nothing."""
+
+import json
+import re
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fp8refit import InvalidSourceError, NonFiniteError, quantize_blockwise
+from fp8refit.cli import checkpoint
+from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.errors import CheckpointError
+from fp8refit.live.layout import EngineLayout, SlotLayout
+from fp8refit.live.slots import FP8_DTYPE, ScaleFormat
+from fp8refit.sources.source import as_source
+from tests.fakes import FakeModel, live_bytes, make_policy, make_target, refit_target
+
+CONFIG = {"architectures": ["FakeForCausalLM"], "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+LAYER = "model.layers.0"
+Q_PROJ = f"{LAYER}.self_attn.q_proj.weight"
+O_PROJ = f"{LAYER}.self_attn.o_proj.weight"
+NORM = f"{LAYER}.input_layernorm.weight"
+BIAS = f"{LAYER}.mlp.gate.e_score_correction_bias"
+EXTRA = {
+    "lm_head.weight": (10, 192),
+    f"{LAYER}.mlp.gate.weight": (4, 192),
+    f"{LAYER}.mlp.experts.3.w1.weight": (130, 192),
+    f"{LAYER}.mlp.shared_experts.up_proj.weight": (130, 192),
+    f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight": (130, 192),
+    f"{LAYER}.self_attn.q_proj.bias": (256,),
+}
+QUANTIZED = {
+    *(f"{LAYER}.self_attn.{part}_proj.weight" for part in "qkvo"),
+    f"{LAYER}.mlp.up_proj.weight",
+    f"{LAYER}.mlp.down_proj.weight",
+    f"{LAYER}.mlp.experts.3.w1.weight",
+    f"{LAYER}.mlp.shared_experts.up_proj.weight",
+    f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight",
+}
+
+
+def make_weights(dtype: torch.dtype = torch.bfloat16, *, extra: bool = True, seed: int = 1) -> dict[str, Tensor]:
+    weights = make_policy(FakeModel(), seed=seed, dtype=dtype)
+    if extra:
+        generator = torch.Generator().manual_seed(seed)
+        weights |= {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in EXTRA.items()}
+    return weights
+
+
+def write_checkpoint(folder: Path, weights: dict[str, Tensor], **config: object) -> Path:
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    return folder
+
+
+def read_shards(folder: Path) -> dict[str, Tensor]:
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def read_json(file: Path) -> dict:
+    return json.loads(file.read_text())
+
+
+def fake_layout() -> EngineLayout:
+    return make_target(FakeModel()).layout()
+
+
+def assert_quantized(written: dict[str, Tensor], name: str, weight: Tensor, **options: object) -> None:
+    codes, scale = quantize_blockwise(weight, **options)
+    assert torch.equal(written[name].view(torch.uint8), codes.view(torch.uint8)), name
+    assert torch.equal(written[name + "_scale_inv"], scale), name
+
+
+@pytest.fixture
+def src(tmp_path) -> Path:
+    return write_checkpoint(tmp_path / "src", make_weights())
+
+
+@pytest.fixture
+def dst(tmp_path) -> Path:
+    return tmp_path / "dst"
+
+
+def refuse(
+    tmp_path: Path, error: type[BaseException], match: str | None, src: Path, dst: Path, **options: object
+) -> Exception:
+    """Check that nothing is left behind."""
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(error, match=match) as caught:
+        quantize_checkpoint(src, dst, **options)
+    assert sorted(tmp_path.iterdir()) == before
+    return caught.value
+
+
+@pytest.mark.parametrize("scale_format", ScaleFormat)
+def test_linear_weights_are_quantized_and_the_rest_is_copied(scale_format, src, dst):
+    report = quantize_checkpoint(src, dst, scale_format=scale_format)
+    weights, written = load_file(src / "model.safetensors"), read_shards(dst)
+    assert written.keys() == weights.keys() | {name + "_scale_inv" for name in QUANTIZED}
+    for name, weight in weights.items():
+        if name in QUANTIZED:
+            assert_quantized(written, name, weight, scale_format=scale_format)
+        else:
+            assert written[name].dtype == weight.dtype and torch.equal(written[name], weight), name
+    assert (report.num_quantized, report.num_copied) == (len(QUANTIZED), len(weights) - len(QUANTIZED))
+    assert report.scale_formats == {scale_format: len(QUANTIZED)}
+    assert report.bytes_read == sum(tensor.nbytes for tensor in weights.values())
+    assert report.bytes_written == sum(tensor.nbytes for tensor in written.values())
+    assert json.loads(report.model_dump_json())["num_quantized"] == len(QUANTIZED)
+
+
+def test_other_blocks(src, dst):
+    quantize_checkpoint(src, dst, block_size=(64, 32))
+    assert_quantized(read_shards(dst), Q_PROJ, load_file(src / "model.safetensors")[Q_PROJ], block_size=(64, 32))
+    assert read_json(dst / "config.json")["quantization_config"]["weight_block_size"] == [64, 32]
+
+
+def test_config_is_what_vllm_reads(src, dst):
+    quantize_checkpoint(src, dst)
+    config = read_json(dst / "config.json")
+    assert config.pop("quantization_config") == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", f"{LAYER}.mlp.gate"],
+    }
+    assert config == CONFIG
+
+
+def test_other_files_are_copied_and_other_weights_are_not(src, dst):
+    (src / "tokenizer.json").write_text('{"vocab": {}}')
+    (src / "merges.txt").write_text("a b")
+    (src / "pytorch_model.bin").write_bytes(b"weights")
+    (src / "pytorch_model.bin.index.json").write_text("{}")
+    (src / "original").mkdir()
+    quantize_checkpoint(src, dst)
+    assert sorted(file.name for file in dst.iterdir()) == [
+        "config.json",
+        "merges.txt",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    assert (dst / "tokenizer.json").read_text() == '{"vocab": {}}'
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1, 50_000, 100_000])
+def test_shards_stay_below_their_size_and_the_index_finds_every_tensor(max_shard_bytes, src, dst):
+    report = quantize_checkpoint(src, dst, max_shard_bytes=max_shard_bytes)
+    files = sorted(file.name for file in dst.glob("*.safetensors"))
+    count = len(files)
+    assert files == [f"model-{index:05}-of-{count:05}.safetensors" for index in range(1, count + 1)]
+    assert report.shards == tuple(files) and count > 2
+    index = read_json(dst / "model.safetensors.index.json")
+    found, total = {}, 0
+    for file in files:
+        tensors = load_file(dst / file)
+        found |= dict.fromkeys(tensors, file)
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        assert num_bytes <= max_shard_bytes or len([name for name in tensors if not name.endswith("_scale_inv")]) == 1
+        total += num_bytes
+        with safe_open(dst / file, framework="pt") as handle:
+            assert handle.metadata() == {"format": "pt"}
+    assert index == {"metadata": {"total_size": total}, "weight_map": found}
+    assert report.bytes_written == total
+    quantize_checkpoint(src, dst.with_name("one"))
+    whole, parts = read_shards(dst.with_name("one")), read_shards(dst)
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name].view(torch.uint8), parts[name].view(torch.uint8)) for name in whole)
+
+
+def test_a_sharded_source_is_read_through_its_index(tmp_path, src, dst):
+    quantize_checkpoint(src, dst)
+    weights = load_file(src / "model.safetensors")
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    (sharded / "config.json").write_text(json.dumps(CONFIG))
+    files = {name: f"part-{number % 3}.safetensors" for number, name in enumerate(weights)}
+    for file in set(files.values()):
+        save_file({name: weights[name] for name in weights if files[name] == file}, sharded / file)
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    quantize_checkpoint(sharded, tmp_path / "other")
+    one, other = read_shards(dst), read_shards(tmp_path / "other")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
+
+
+def test_fp32_masters_are_rounded_to_bf16_first(tmp_path, dst):
+    weights = make_weights(torch.float32)
+    quantize_checkpoint(write_checkpoint(tmp_path / "src", weights, torch_dtype="float32"), dst)
+    written = read_shards(dst)
+    assert_quantized(written, Q_PROJ, weights[Q_PROJ].bfloat16())
+    assert torch.equal(written[NORM], weights[NORM].bfloat16())
+    assert torch.equal(written[BIAS], weights[BIAS]), "routers add this bias in fp32"
+    assert read_json(dst / "config.json")["torch_dtype"] == "bfloat16"
+
+
+def test_fp16_is_quantized_as_it_is(tmp_path, dst):
+    weights = make_weights(torch.float16)
+    quantize_checkpoint(write_checkpoint(tmp_path / "src", weights, torch_dtype="float16"), dst)
+    written = read_shards(dst)
+    assert_quantized(written, Q_PROJ, weights[Q_PROJ])
+    assert torch.equal(written[NORM], weights[NORM]) and written[NORM].dtype is torch.float16
+    assert read_json(dst / "config.json")["torch_dtype"] == "float16"
+
+
+def test_a_tied_model_is_written_without_its_head(tmp_path, dst):
+    quantize_checkpoint(write_checkpoint(tmp_path / "src", make_weights(), tie_word_embeddings=True), dst)
+    assert "lm_head.weight" not in read_shards(dst)
+    assert "lm_head.weight" not in read_json(dst / "model.safetensors.index.json")["weight_map"]
+
+
+def test_progress_ends_at_the_bytes_of_the_source(src, dst):
+    seen = []
+    report = quantize_checkpoint(src, dst, on_progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert {total for _, total in seen} == {report.bytes_read}
+    assert seen[-1][0] == report.bytes_read and len(seen) == report.num_quantized + report.num_copied
+
+
+# The layout of an engine.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_each_tensor_has_the_format_of_its_slot(dtype, tmp_path, dst):
+    weights = make_weights(dtype, extra=False)
+    report = quantize_checkpoint(write_checkpoint(tmp_path / "src", weights), dst, like=fake_layout())
+    written = read_shards(dst)
+    source = {name: weight.bfloat16() if dtype is torch.float32 else weight for name, weight in weights.items()}
+    assert_quantized(written, Q_PROJ, source[Q_PROJ], scale_format="fp32")
+    assert_quantized(written, O_PROJ, source[O_PROJ], scale_format="ue8m0")
+    assert report.scale_formats == {ScaleFormat.FP32: 5, ScaleFormat.UE8M0: 1}
+    assert torch.equal(written[BIAS], weights[BIAS]), "the engine holds this one in fp32"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("max_shard_bytes", [50_000, 5_000_000])
+def test_a_refit_from_the_checkpoint_equals_one_from_its_source(dtype, max_shard_bytes, tmp_path, dst):
+    # Slices off the block grid cannot be copied from any checkpoint: this engine holds `up_proj` whole.
+    weights = make_weights(dtype, extra=False)
+    direct, booted = FakeModel(), FakeModel()
+    for model in (direct, booted):
+        slots = [slot for slot in model.slots() if slot.name != f"{LAYER}.mlp.up_proj.weight"]
+        model.slots = lambda slots=slots: slots
+        model.layers[0].up.data.view(torch.uint8).zero_()
+    del weights[f"{LAYER}.mlp.up_proj.weight"]
+    src = write_checkpoint(tmp_path / "src", weights)
+    quantize_checkpoint(src, dst, like=make_target(booted).layout(), max_shard_bytes=max_shard_bytes)
+    refit_target(make_target(direct), as_source(src))
+    refit_target(make_target(booted), as_source(dst))
+    assert live_bytes(direct) == live_bytes(booted)
+
+
+def test_only_what_the_engine_quantizes_is_quantized(tmp_path, dst):
+    layout = fake_layout()
+    slots = tuple(
+        slot.model_copy(update={"scale_format": None, "block_size": None, "dtype": "bfloat16"})
+        if slot.name == Q_PROJ
+        else slot
+        for slot in layout.slots
+    )
+    src = write_checkpoint(tmp_path / "src", make_weights(extra=False))
+    quantize_checkpoint(src, dst, like=layout.model_copy(update={"slots": slots}))
+    written = read_shards(dst)
+    assert written[Q_PROJ].dtype is torch.bfloat16 and Q_PROJ + "_scale_inv" not in written
+    kept = read_json(dst / "config.json")["quantization_config"]["modules_to_not_convert"]
+    assert kept == ["lm_head", Q_PROJ.removesuffix(".weight")]
+
+
+def test_aliases_and_rotary_tables_fit_any_layout(tmp_path, dst):
+    weights = make_weights(extra=False)
+    more = {"lm_head.weight": torch.ones(10, 192), "model.rotary_emb.inv_freq": torch.ones(32)}
+    quantize_checkpoint(write_checkpoint(tmp_path / "src", weights | more), dst, like=fake_layout())
+    assert read_shards(dst)["model.rotary_emb.inv_freq"].dtype is torch.float32
+
+
+def test_every_tensor_that_does_not_fit_the_layout_is_named(tmp_path, dst):
+    weights = make_weights(extra=False)
+    del weights[O_PROJ]
+    weights |= {"model.extra.weight": torch.ones(1), "model.more.weight": torch.ones(1), NORM: torch.ones(3)}
+    src = write_checkpoint(tmp_path / "src", weights)
+    error = refuse(tmp_path, CheckpointError, "does not fit the layout of fake", src, dst, like=fake_layout())
+    assert sorted(problem.split(":")[0] for problem in error.problems) == sorted(
+        ["model.extra.weight", "model.more.weight", NORM, O_PROJ]
+    )
+
+
+def test_slots_of_one_tensor_in_two_formats_are_refused(tmp_path, dst):
+    layout = fake_layout()
+    other = next(slot for slot in layout.slots if slot.name == Q_PROJ).model_copy(
+        update={"scale_format": ScaleFormat.UE8M0}
+    )
+    src = write_checkpoint(tmp_path / "src", make_weights(extra=False))
+    like = layout.model_copy(update={"slots": (*layout.slots, other)})
+    refuse(
+        tmp_path, CheckpointError, f"{Q_PROJ}: slots of this engine need it in different formats", src, dst, like=like
+    )
+
+
+def test_blocks_of_two_sizes_are_refused(tmp_path, dst):
+    layout = fake_layout()
+    slots = tuple(
+        slot.model_copy(update={"block_size": (64, 64)}) if slot.name == Q_PROJ else slot for slot in layout.slots
+    )
+    src = write_checkpoint(tmp_path / "src", make_weights(extra=False))
+    like = layout.model_copy(update={"slots": slots})
+    refuse(tmp_path, CheckpointError, "has several block sizes", src, dst, like=like)
+
+
+# What is refused, and what is left behind: nothing.
+
+
+@pytest.mark.parametrize("name", [Q_PROJ, NORM, "lm_head.weight"])
+@pytest.mark.parametrize("max_shard_bytes", [1, 5_000_000])
+def test_nan_is_named_and_leaves_nothing_behind(name, max_shard_bytes, tmp_path, dst):
+    weights = make_weights()
+    for bad in (name, O_PROJ):
+        weights[bad].view(-1)[-1] = float("nan")
+    src = write_checkpoint(tmp_path / "src", weights)
+    error = refuse(tmp_path, NonFiniteError, "Nothing was written", src, dst, max_shard_bytes=max_shard_bytes)
+    assert sorted(error.names) == sorted([name, O_PROJ])
+
+
+def test_fp32_beyond_bf16_is_not_finite(tmp_path, dst):
+    weights = make_weights(torch.float32)
+    for name in (Q_PROJ, NORM, BIAS):
+        weights[name].view(-1)[0] = 3.4e38
+    src = write_checkpoint(tmp_path / "src", weights)
+    assert sorted(refuse(tmp_path, NonFiniteError, "NaN or Inf", src, dst).names) == sorted([Q_PROJ, NORM])
+
+
+def test_a_quantized_checkpoint_is_refused(tmp_path, src, dst):
+    quantize_checkpoint(src, dst)
+    refuse(tmp_path, CheckpointError, "is quantized already", dst, tmp_path / "again")
+
+
+def test_fp8_tensors_are_refused_even_without_a_config_that_says_so(tmp_path, dst):
+    weights = make_weights() | {Q_PROJ: torch.zeros(256, 192, dtype=FP8_DTYPE), Q_PROJ + "_scale_inv": torch.ones(2, 2)}
+    error = refuse(tmp_path, CheckpointError, "FP8 already", write_checkpoint(tmp_path / "src", weights), dst)
+    assert sorted(problem.split(":")[0] for problem in error.problems) == [Q_PROJ, Q_PROJ + "_scale_inv"]
+
+
+def test_experts_in_one_tensor_are_refused_but_by_a_layout_that_keeps_them(tmp_path, dst):
+    stack = f"{LAYER}.mlp.experts.gate_up_proj"
+    weights = make_weights(extra=False) | {stack: torch.ones(2, 4, 4)}
+    src = write_checkpoint(tmp_path / "src", weights)
+    with pytest.raises(CheckpointError, match="save_pretrained") as caught:
+        quantize_checkpoint(src, dst)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [stack]
+    assert not dst.exists()
+    layout = fake_layout()
+    kept = SlotLayout(
+        name=stack,
+        module="experts",
+        full_shape=(2, 4, 4),
+        shape=(2, 4, 4),
+        offset=(0, 0, 0),
+        dtype="float32",
+        scale_format=None,
+        block_size=None,
+        kernel="",
+    )
+    quantize_checkpoint(src, dst, like=layout.model_copy(update={"slots": (*layout.slots, kept)}))
+    assert torch.equal(read_shards(dst)[stack], weights[stack])
+
+
+def test_a_checkpoint_without_linear_weights_is_refused(tmp_path, dst):
+    src = write_checkpoint(tmp_path / "src", {NORM: torch.ones(3)})
+    refuse(tmp_path, CheckpointError, "no weight to quantize", src, dst)
+
+
+def test_a_result_that_exists_is_not_touched(tmp_path, src, dst):
+    dst.mkdir()
+    (dst / "notes.txt").write_text("mine")
+    refuse(tmp_path, CheckpointError, "not an empty folder", src, dst)
+    refuse(tmp_path, CheckpointError, "not an empty folder", src, dst / "notes.txt")
+    assert [file.name for file in dst.iterdir()] == ["notes.txt"]
+
+
+def test_an_empty_folder_is_filled(src, dst):
+    dst.mkdir()
+    quantize_checkpoint(src, dst)
+    assert (dst / "config.json").is_file()
+
+
+def test_a_missing_parent_is_made(src, dst):
+    quantize_checkpoint(src, dst / "deep" / "er")
+    assert (dst / "deep" / "er" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_source_without_a_config_is_refused(content, tmp_path, src, dst):
+    (src / "config.json").unlink()
+    if content is not None:
+        (src / "config.json").write_text(content)
+    refuse(tmp_path, CheckpointError, r"config\.json: .* pass a Hugging Face checkpoint folder", src, dst)
+
+
+def test_a_truncated_source_is_refused(tmp_path, src, dst):
+    file = src / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    refuse(tmp_path, InvalidSourceError, "cannot be read", src, dst)
+
+
+def test_a_shard_size_of_nothing_is_refused(tmp_path, src, dst):
+    refuse(tmp_path, ValueError, "at least 1", src, dst, max_shard_bytes=0)
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, src, dst, monkeypatch):
+    saved = []
+
+    def save_until_full(tensors, file, **options):
+        if saved:
+            raise OSError(28, "No space left on device")
+        saved.append(file)
+        save_file(tensors, file, **options)
+
+    monkeypatch.setattr("safetensors.torch.save_file", save_until_full)
+    refuse(tmp_path, CheckpointError, "No space left on device", src, dst, max_shard_bytes=50_000)
+    assert saved and not saved[0].exists()
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path, src, dst):
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    refuse(tmp_path, KeyboardInterrupt, None, src, dst, on_progress=interrupt)
+
+
+def test_a_layout_of_an_engine_that_cannot_be_refitted_is_refused(tmp_path, dst):
+    like = fake_layout().model_copy(update={"refusals": ("a.b: its kernel repacks weights. Set y",)})
+    refuse(
+        tmp_path, CheckpointError, "its kernel repacks weights", write_checkpoint(tmp_path / "src", {}), dst, like=like
+    )
+
+
+# Where it is written.
+
+
+def place(tmp_path: Path, kind: str) -> Path:
+    """A destination."""
+    place = tmp_path / kind
+    match kind:
+        case "empty":
+            place.mkdir()
+        case "link":
+            (tmp_path / "behind").mkdir()
+            place.symlink_to("behind")
+        case "dangling":
+            place.symlink_to("nowhere")
+        case "far":
+            place = place / "away"
+    return place
+
+
+PLACES = ["new", "empty", "link", "dangling", "far"]
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_every_free_place_is_taken_and_kept(kind, src, tmp_path):
+    dst = place(tmp_path, kind)
+    inode = dst.stat().st_ino if dst.exists() else None
+    quantize_checkpoint(src, dst)
+    assert read_json(dst / "config.json")["quantization_config"]
+    assert read_shards(dst).keys() == read_json(dst / "model.safetensors.index.json")["weight_map"].keys()
+    assert sorted(path.name for path in dst.iterdir()) == [
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert inode in (None, dst.stat().st_ino)
+
+
+def test_a_place_inside_of_the_source(src):
+    quantize_checkpoint(src, src / "fp8")
+    assert read_shards(src / "fp8")
+    with pytest.raises(CheckpointError, match="not an empty folder"):
+        quantize_checkpoint(src, src)
+
+
+def test_what_can_be_no_folder_is_refused_before_the_work(src, tmp_path, work):
+    (tmp_path / "loop").symlink_to("loop")
+    refuse(tmp_path, CheckpointError, "loop: cannot be written", src, tmp_path / "loop")
+    refuse(tmp_path, CheckpointError, "cannot be written .*File name too long", src, tmp_path / ("n" * 300) / "dst")
+    (tmp_path / "file").touch()
+    refuse(
+        tmp_path,
+        CheckpointError,
+        "could not be written .*(File exists|Not a directory)",
+        src,
+        tmp_path / "file" / "dst",
+    )
+    assert work == []
+
+
+@pytest.fixture
+def work(monkeypatch) -> list[str]:
+    """Files that were written."""
+    files: list[str] = []
+    save = checkpoint._save
+    monkeypatch.setattr(checkpoint, "_save", lambda tensors, file: (files.append(file.name), save(tensors, file)))
+    return files
+
+
+def test_too_little_room_is_seen_before_the_work(src, tmp_path, work, monkeypatch):
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
+    error = refuse(tmp_path, CheckpointError, "too little room", src, tmp_path / "far" / "dst")
+    assert re.search(r"it needs 0\.\d MB, and 0\.0 MB are free", str(error))
+    assert work == []
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize(
+    ("num_bytes", "file"), [(100_000, "model-00001"), (300, "model.safetensors.index.json"), (5000, "tokenizer.json")]
+)
+def test_a_disk_that_is_full_in_the_middle_is_named_with_its_file(kind, num_bytes, file, src, tmp_path, monkeypatch):
+    (src / "tokenizer.json").write_text(6000 * " ")
+    if not file.startswith("model-"):
+        monkeypatch.setattr(checkpoint, "_save", lambda tensors, file: file.touch())
+    if file.startswith("tokenizer"):
+        monkeypatch.setattr(checkpoint, "_write_index", lambda shards, file: None)
+    dst = place(tmp_path, kind)
+    before = sorted(tmp_path.rglob("*"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=rf"could not be written \({file}.*too large.* MB are free"):
+            quantize_checkpoint(src, dst)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_it_leaves_nothing(kind, error, src, tmp_path):
+    def end(done, total):
+        if done == total:
+            raise error
+
+    dst = place(tmp_path, kind)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error):
+        quantize_checkpoint(src, dst, on_progress=end)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", ["new", "empty"])
+def test_two_at_once_do_not_mix(kind, src, tmp_path):
+    """One has begun when the other does all of its work: either is refused."""
+    dst = place(tmp_path, kind)
+    errors = []
+
+    def run_another(done, total):
+        if done == total:
+            try:
+                quantize_checkpoint(src, dst, scale_format=ScaleFormat.UE8M0)
+            except CheckpointError as error:
+                errors.append(str(error))
+
+    try:
+        quantize_checkpoint(src, dst, on_progress=run_another)
+    except CheckpointError as error:
+        errors.append(str(error))
+    (error,) = errors
+    assert "not an empty folder" in error or "not empty" in error
+    written = read_shards(dst)
+    form = ScaleFormat.UE8M0 if kind == "new" else ScaleFormat.FP32
+    assert_quantized(written, Q_PROJ, load_file(src / "model.safetensors")[Q_PROJ], scale_format=form)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([kind, "src"])
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_what_others_write_into_the_folder_meanwhile_is_theirs(src, tmp_path):
+    dst = place(tmp_path, "empty")
+    with pytest.raises(CheckpointError, match=r"another process wrote config\.json"):
+        quantize_checkpoint(src, dst, on_progress=lambda *_: (dst / "config.json").write_text("theirs"))
+    assert [path.name for path in dst.iterdir()] == ["config.json"]
+    assert (dst / "config.json").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"{", b"5"])
+def test_a_config_that_cannot_be_read_is_named(content, src, dst, tmp_path):
+    (src / "config.json").write_bytes(content)
+    refuse(tmp_path, CheckpointError, "config.json: (cannot be read|is not a JSON object)", src, dst)
+
+
+def test_matrices_that_cannot_be_quantized_are_named(tmp_path, dst):
+    src = write_checkpoint(tmp_path / "src", make_weights() | {"a.q_proj.weight": torch.ones(4, 4, dtype=torch.int64)})
+    error = refuse(tmp_path, CheckpointError, "cannot be quantized", src, dst)
+    assert error.problems[0].startswith("a.q_proj.weight: is int64 with shape [4, 4]")
+
+
+def test_weights_without_values_are_written(tmp_path, dst):
+    quantize_checkpoint(write_checkpoint(tmp_path / "src", {Q_PROJ: torch.ones(3, 0).bfloat16()}), dst)
+    assert {name: list(tensor.shape) for name, tensor in read_shards(dst).items()} == {
+        Q_PROJ: [3, 0],
+        Q_PROJ + "_scale_inv": [1, 0],
+    }

@@ -1,0 +1,387 @@
+"""The command line: what it writes where, and its exit codes. Engines are real or, where that does not matter, fake."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from fp8refit_transformers import TransformersEngine, to_block_fp8
+from transformers import AutoModelForCausalLM, Qwen3Config
+from typer.testing import CliRunner
+
+from fp8refit import Refitter, __version__
+from fp8refit.cli import commands as cli
+from fp8refit.cli import demo
+from fp8refit.cli.checkpoint import CheckpointReport
+from fp8refit.live.layout import EngineLayout, KvLayout, SlotLayout
+from fp8refit.live.slots import SCALE_SUFFIX
+
+BAD_TENSOR = "model.layers.0.mlp.up_proj.weight"
+
+
+def run(*arguments):
+    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=160,
+        intermediate_size=192,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "policy"
+    make_model().save_pretrained(folder)
+    return folder
+
+
+def fake_result(*, falls):
+    losses = [(5.0, 5.0), (2.0, 2.0) if falls else (4.9, 4.9)]
+    rounds = tuple(
+        demo.Round(
+            step=10 * index,
+            version=index,
+            train_loss=None if index == 0 else 3.25,
+            trainer_loss=trainer,
+            refitted_loss=refitted,
+            stale_loss=5.0,
+            refit_ms=None if index == 0 else 7.5,
+            gb_per_s=None if index == 0 else 2.5,
+        )
+        for index, (trainer, refitted) in enumerate(losses)
+    )
+    return demo.DemoResult(rounds=rounds, seconds=1.0, chart="out/demo.png", sample="The [bold] word")
+
+
+def fake_demo(result, configs):
+    def run_demo(config, *, on_round):
+        configs.append(config)
+        for row in result.rounds:
+            on_round(row)
+        return result
+
+    return run_demo
+
+
+def test_version():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"{__version__}\n")
+
+
+def test_help_names_every_command_and_imports_no_engine():
+    result = run("--help")
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in ("demo", "inspect", "quantize"))
+    code = "import sys, fp8refit.cli; print([name for name in ('transformers', 'vllm', 'matplotlib') if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "[]\n"
+
+
+def test_inspect_json_is_the_layout_and_nothing_else(checkpoint):
+    result = run("inspect", checkpoint, "--engine", "transformers", "--json")
+    assert result.exit_code == 0, result.output
+    expected = Refitter(TransformersEngine.boot(str(checkpoint))).layout()
+    assert EngineLayout.model_validate_json(result.stdout) == expected
+    assert result.stdout.count("\n") == 1
+
+
+def test_inspect_json_survives_an_engine_that_writes_to_standard_output(checkpoint, tmp_path):
+    noisy = (
+        "import ctypes, os, sys\n"
+        "from fp8refit_transformers import TransformersEngine\n"
+        "from fp8refit import cli\n"
+        "boot = TransformersEngine.boot\n"
+        "def noisy_boot(model):\n"
+        "    print('noise from Python')\n"
+        "    os.write(1, b'noise from below')\n"
+        "    booted = boot(model)\n"
+        "    ctypes.CDLL(None).puts(b'noise from C')\n"
+        "    return booted\n"
+        "TransformersEngine.boot = noisy_boot\n"
+        "cli.app(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", noisy, "inspect", str(checkpoint), "--engine", "transformers", "--json"]
+    buffering = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=buffering)
+    assert EngineLayout.model_validate_json(done.stdout).engine == "transformers"
+    assert all(f"noise from {source}" in done.stderr for source in ("Python", "below", "C"))
+
+
+def test_inspect_shows_kinds_slots_and_aliases(checkpoint):
+    result = run("inspect", checkpoint, "--engine", "transformers")
+    assert result.exit_code == 0, result.output
+    rows = [" ".join(line.replace("│", " ").split()) for line in result.stdout.splitlines()]
+    layers = make_model().model.layers
+    linears = [module for module in layers.modules() if isinstance(module, torch.nn.Linear)]
+    num_bytes = sum(
+        linear.weight.numel() + 4 * -(-linear.out_features // 128) * -(-linear.in_features // 128) for linear in linears
+    )
+    kind = "float8_e4m3fn, fp32 scales per 128x128 block"
+    assert f"BlockFp8Linear {kind} {len(linears)} {num_bytes / 1e6:.2f}" in rows
+    assert f"{BAD_TENSOR} [192, 160] [192, 160] {kind} BlockFp8Linear" in rows
+    assert "lm_head.weight shares the slot of model.embed_tokens.weight" in rows
+
+
+def test_inspect_shows_a_row_for_each_tensor_of_all_layers_and_experts(monkeypatch, capsys):
+    def slot(name, rows):
+        return SlotLayout(
+            name=name,
+            module="m",
+            full_shape=(rows, 128),
+            shape=(rows, 128),
+            offset=(0, 0),
+            dtype="bfloat16",
+            scale_format=None,
+            block_size=None,
+            kernel="",
+        )
+
+    layers = [f"model.layers.{index}" for index in range(48)]
+    slots = [
+        slot(f"{layer}.mlp.experts.{e}.{part}.weight", 768) for layer in layers for e in range(128) for part in "abc"
+    ]
+    slots += [slot(f"{layer}.mlp.gate.weight", 128 if index else 64) for index, layer in enumerate(layers)]
+    aliases = {f"{layer}.moe.gate.weight": f"{layer}.mlp.gate.weight" for layer in layers}
+    layout = EngineLayout(engine="fake", versions={}, device="cpu", slots=slots, aliases=aliases, refusals=())
+    monkeypatch.setenv("COLUMNS", "160")
+    cli._show_layout(layout)
+    shown = capsys.readouterr().out
+    assert shown.count(".mlp.") == 3 + 2 + 1
+    assert "model.layers.{0..47}.mlp.experts.{0..127}.b.weight" in shown
+    assert "model.layers.{1..47}.mlp.gate.weight" in shown
+    assert "model.layers.{0..47}.moe.gate.weight shares the slot of model.layers.{0..47}.mlp.gate.weight" in shown
+
+
+def test_inspect_shows_slices_and_refusals(monkeypatch, capsys):
+    slot = SlotLayout(
+        name="a.weight",
+        module="a",
+        full_shape=(256, 128),
+        shape=(128, 128),
+        offset=(128, 0),
+        dtype="float8_e4m3fn",
+        scale_format="ue8m0",
+        block_size=(128, 128),
+        kernel="Kernel",
+    )
+    scales = {"layers.0.attn": ("q", "k", "v"), "layers.1.attn": ("k", "v")}
+    kv = KvLayout(dtype="fp8_e4m3", backend="FLASHINFER", scales=scales, refusals=("c: keeps [numbers]. Set z",))
+    layout = EngineLayout(
+        engine="fake", versions={}, device="cpu", slots=(slot,), aliases={}, refusals=("b: repacked [x]. Set y",), kv=kv
+    )
+    monkeypatch.setenv("COLUMNS", "160")
+    cli._show_layout(layout)
+    shown = capsys.readouterr().out
+    assert "[128, 128] at [128, 0]" in shown and "ue8m0" in shown
+    assert "cannot be refitted: b: repacked [x]. Set y" in shown
+    assert "KV cache: fp8_e4m3 under FLASHINFER; scales: 1 of q, 2 of k, 2 of v" in shown
+    assert "KV scales cannot be set: c: keeps [numbers]. Set z" in shown
+
+
+def test_names_are_whole_in_a_narrow_terminal_and_in_a_pipe(checkpoint, monkeypatch):
+    arguments = ["inspect", str(checkpoint), "--engine", "transformers"]
+    narrow = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, arguments).stdout.splitlines()
+    assert narrow[narrow.index(BAD_TENSOR) + 1] == (
+        "  [192, 160] of [192, 160], float8_e4m3fn, fp32 scales per 128x128 block, BlockFp8Linear"
+    )
+    monkeypatch.delenv("COLUMNS", raising=False)
+    piped = CliRunner().invoke(cli.app, arguments).stdout
+    names = {slot.name for slot in Refitter(TransformersEngine.boot(str(checkpoint))).layout().slots}
+    rows = {cells[0].strip(): cells[3].strip() for cells in re.findall(r"^│" + 5 * r"([^│\n]*)│", piped, re.MULTILINE)}
+    assert rows.keys() == names
+    assert rows[BAD_TENSOR] == "float8_e4m3fn, fp32 scales per 128x128 block"
+    assert re.search("^KV scales cannot be set: .*kv_cache_dtype=.*$", piped, re.MULTILINE)
+
+
+def broken(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"model_type": "nope"}', "transformers cannot boot .*`nope`"),
+        (b'{"model_type": "qwen3", "head_dim": "x"}', "transformers cannot boot .*head_dim"),
+        (b"{", "transformers cannot boot .*not a valid JSON"),
+        (b"\xff", "transformers cannot boot "),
+        (b"[]", "transformers cannot boot "),
+    ],
+)
+def test_a_model_that_the_engine_does_not_know_is_refused_with_the_engine_s_words(tmp_path, content, words):
+    result = run("inspect", broken(tmp_path, content), "--engine", "transformers")
+    assert result.exit_code == cli.EXIT_REFUSED, result.exception
+    assert re.search(words, result.stderr) and "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("inspect", "/absent", "--engine", "transformers"), "no config.json"),
+        (("inspect", "/absent", "--engine", "nothing"), "no adapter is called 'nothing'"),
+    ],
+    ids=["no model", "no adapter"],
+)
+def test_a_refusal_is_a_message_on_standard_error(arguments, words):
+    result = run(*arguments)
+    assert result.exit_code == cli.EXIT_REFUSED
+    assert words in result.stderr and "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_other_errors_keep_their_traceback(monkeypatch):
+    def boot(model):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(TransformersEngine, "boot", boot)
+    assert isinstance(run("inspect", "/absent", "--engine", "transformers").exception, ZeroDivisionError)
+
+
+def test_quantize_writes_what_the_engine_then_holds(checkpoint, tmp_path):
+    layout = tmp_path / "layout.json"
+    layout.write_text(run("inspect", checkpoint, "--engine", "transformers", "--json").stdout)
+    result = run("quantize", checkpoint, tmp_path / "fp8", "--like", layout, "--json")
+    assert result.exit_code == 0, result.output
+    report = CheckpointReport.model_validate_json(result.stdout)
+    assert report.num_quantized == 7
+
+    engine = to_block_fp8(make_model(seed=1))
+    Refitter(engine).refit(tmp_path / "fp8")
+    expected = to_block_fp8(make_model()).state_dict()
+    for name, tensor in engine.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
+
+
+def test_quantize_in_a_format(checkpoint, tmp_path):
+    result = run("quantize", checkpoint, tmp_path / "fp8", "--scale-format", "ue8m0")
+    assert result.exit_code == 0, result.output
+    assert "num quantized" in result.stdout and "ue8m0" in result.stdout
+    engine = to_block_fp8(make_model(seed=1))
+    Refitter(engine).refit(tmp_path / "fp8")
+    scale = engine.state_dict()[BAD_TENSOR + SCALE_SUFFIX]
+    assert torch.equal(torch.log2(scale), torch.log2(scale).round())
+
+
+def test_quantize_refuses_nan_and_names_the_tensor(tmp_path):
+    model = make_model()
+    with torch.no_grad():
+        model.get_parameter(BAD_TENSOR)[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "policy")
+    result = run("quantize", tmp_path / "policy", tmp_path / "fp8")
+    assert result.exit_code == cli.EXIT_REFUSED
+    assert BAD_TENSOR in result.stderr
+    assert not (tmp_path / "fp8").exists()
+
+
+ENDED = """
+import sys, time
+from fp8refit.cli import checkpoint, commands as cli
+def save(tensors, file):
+    file.write_bytes(b"half of it")
+    print("writing", flush=True)
+    time.sleep(60)
+checkpoint._save = save
+cli.app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_quantize_leaves_nothing(checkpoint, tmp_path, number):
+    before = sorted(tmp_path.rglob("*"))
+    command = [sys.executable, "-c", ENDED, "quantize", str(checkpoint), str(tmp_path / "far" / "fp8")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "writing\n"
+        assert [path.name for path in tmp_path.rglob("*.safetensors") if "far" in str(path)]
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with cli._ended_in_order():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_quantize_into_the_current_folder(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    result = run("quantize", checkpoint, ".")
+    assert result.exit_code == 0, result.output
+    assert {"config.json", "model-00001-of-00001.safetensors"} < set(os.listdir("."))
+
+
+def test_the_demo_s_folder_is_made_before_it_trains(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "run_demo", fake_demo(fake_result(falls=True), configs := []))
+    (tmp_path / "file").write_text("")
+    result = run("demo", "--out", tmp_path / "file" / "out")
+    assert result.exit_code == 2 and "--out" in result.stderr
+    assert configs == []
+
+
+def test_quantize_refuses_a_file_that_is_no_layout(checkpoint, tmp_path):
+    layout = tmp_path / "layout.json"
+    layout.write_text(json.dumps({"engine": "x"}))
+    result = run("quantize", checkpoint, tmp_path / "fp8", "--like", layout)
+    assert result.exit_code == cli.EXIT_REFUSED
+    assert "not a layout" in result.stderr
+
+
+@pytest.mark.parametrize("changed", [{"dtype": "nonsense"}, {"dtype": "nn"}, {"block_size": [0, 128]}])
+def test_quantize_refuses_a_layout_that_no_engine_has(checkpoint, tmp_path, changed):
+    layout = json.loads(run("inspect", checkpoint, "--engine", "transformers", "--json").stdout)
+    layout["slots"][1] |= changed
+    (tmp_path / "layout.json").write_text(json.dumps(layout))
+    result = run("quantize", checkpoint, tmp_path / "fp8", "--like", tmp_path / "layout.json")
+    assert result.exit_code == cli.EXIT_REFUSED, result.exception
+    assert "not a layout" in result.stderr
+
+
+def test_demo_json_is_one_object_a_round_and_the_result(monkeypatch):
+    configs = []
+    monkeypatch.setattr(demo, "run_demo", fake_demo(fake_result(falls=True), configs))
+    result = run("demo", "--json", "--steps", 10, "--refit-every", 5, "--seed", 3, "--out", "there")
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["kind"] for row in rows] == ["round", "round", "result"]
+    assert rows[1]["refitted_loss"] == 2.0 and rows[1]["refit_ms"] == 7.5
+    assert rows[2]["fall"] == pytest.approx(0.6) and rows[2]["problems"] == []
+    (config,) = configs
+    assert (config.steps, config.refit_every, config.seed, str(config.out)) == (10, 5, 3, "there")
+
+
+def test_demo_shows_a_table_and_what_the_engine_wrote(monkeypatch):
+    monkeypatch.setattr(demo, "run_demo", fake_demo(fake_result(falls=True), []))
+    result = run("demo")
+    assert result.exit_code == 0, result.output
+    cells = [line.replace("│", " ").split() for line in result.stdout.splitlines()]
+    assert ["10", "1", "3.250", "2.0000", "2.0000", "5.0000", "7.5", "2.50"] in cells
+    assert "The [bold] word" in result.stdout
+    assert "fell by 60.0%" in result.stdout
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["table", "json"])
+def test_demo_fails_if_the_loss_did_not_fall(monkeypatch, flags):
+    monkeypatch.setattr(demo, "run_demo", fake_demo(fake_result(falls=False), []))
+    result = run("demo", *flags)
+    assert result.exit_code == cli.EXIT_FAILED
+    assert "fell by 2.0%" in result.output

@@ -1,0 +1,71 @@
+"""A gate: requests wait, are admitted or are refused; and what they are told."""
+
+import asyncio
+
+import pytest
+
+from fp8refit.driver.admission import Gate, cache_kept, refusal, still_running, unfinished
+from fp8refit.errors import CacheFlushError, EngineBusyError, EngineDirtyError
+
+
+async def knock(gate: Gate) -> asyncio.Task:
+    task = asyncio.create_task(gate.pass_through())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return task
+
+
+def test_requests_wait_at_a_gate_until_it_is_opened():
+    async def steps():
+        gate = Gate()
+        waiting = [await knock(gate) for _ in range(2)]
+        assert not any(task.done() for task in waiting)
+        gate.open()
+        await asyncio.wait_for(asyncio.gather(*waiting, gate.pass_through()), 5)
+
+    asyncio.run(steps())
+
+
+def test_a_gate_that_refuses_does_so_until_it_is_closed_or_opened():
+    async def steps():
+        gate = Gate()
+        waiting = await knock(gate)
+        gate.refuse("half written")
+        for task in (waiting, await knock(gate)):
+            with pytest.raises(EngineDirtyError, match="this engine refuses requests: half written"):
+                await asyncio.wait_for(task, 5)
+        gate.close()
+        assert gate.reason is None
+        waiting = await knock(gate)
+        assert not waiting.done()
+        gate.refuse("again")
+        gate.open()
+        await asyncio.wait_for(waiting, 5)
+        assert gate.reason is None
+
+    asyncio.run(steps())
+
+
+def test_who_only_waits_for_the_end_is_not_refused():
+    async def steps():
+        gate = Gate()
+        task = asyncio.create_task(gate.until_decided())
+        await asyncio.sleep(0)
+        assert not task.done()
+        gate.refuse("half written")
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(steps())
+
+
+def test_messages_say_what_to_do():
+    assert isinstance(refusal("why"), EngineDirtyError)
+    assert isinstance(unfinished("LLM"), EngineBusyError)
+    assert "a synchronous LLM cannot drain them" in str(unfinished("LLM"))
+    assert isinstance(still_running(3, 0.5), EngineBusyError)
+    assert str(still_running(3, 0.5)).startswith("3 request(s) did not finish within 0.5 s; they go on.")
+    kept = cache_kept("X kept its cache", "sessions", said="no")
+    assert isinstance(kept, CacheFlushError)
+    assert str(kept).startswith("X kept its cache because blocks of it are still held; nothing was written")
+    assert str(kept).endswith("(sessions), then refit again (no)")
+    assert str(cache_kept("X kept its cache", "sessions")).endswith("refit again")

@@ -1,0 +1,472 @@
+"""The drop-in's rule, on ranks of every layout: what begins a policy, what completes it, and what may never become one."""
+
+import json
+import logging
+import re
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+import fp8refit
+from fp8refit.driver.completeness import Claims, Stream
+from fp8refit.driver.drop_in import DropIn, DropInOptions
+from fp8refit.errors import (
+    EngineDirtyError,
+    InvalidSourceError,
+    NonFiniteError,
+    RankFailedError,
+    UnsupportedEngineError,
+)
+from fp8refit.live.slots import Refusal
+from tests import fakes
+from tests.fake_kv import ATTENTION, K_SCALE
+from tests.fake_ranks import LAYOUTS, NORM, ClientEntryPoint, Cluster, Drivers, stack_experts, together
+
+logger = logging.getLogger("tests.drop_in")
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture(autouse=True)
+def fake_engine(monkeypatch):
+    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
+    monkeypatch.setitem(LAYOUTS, "alone", [LAYOUTS["replicated"][0]])
+
+
+class Site:
+    """The ranks of one engine, and what their trainer loads on each at once."""
+
+    def __init__(self, layout="tensor", *, kv=(), **options):
+        self.cluster = Cluster(layout, kv=kv)
+        self.clients = Drivers(self.cluster).clients
+        options = DropInOptions(drop_in=True, **options)
+        pairs = zip(self.clients, self.cluster.ranks, strict=True)
+        self.drop_ins = together([partial(DropIn, client, rank, options, logger) for client, rank in pairs])
+
+    def each(self, call):
+        """What `call` gives or raises on every rank, which all make it at once."""
+        return together([partial(call, drop_in) for drop_in in self.drop_ins])
+
+    def load(self, *buckets):
+        """Bucket after bucket; the outcome of each, on every rank."""
+        return [self.each(lambda drop_in, bucket=bucket: drop_in.load(bucket)) for bucket in buckets]
+
+    def load_policy(self, policy, size=1):
+        items = list(policy.items())
+        return self.load(*(items[start : start + size] for start in range(0, len(items), size)))
+
+    @property
+    def versions(self):
+        return [target.version for target in self.cluster.targets]
+
+    @property
+    def is_dirty(self):
+        return [target.is_dirty for target in self.cluster.targets] == [True] * len(self.clients)
+
+    def assert_holds(self, policy, version):
+        self.cluster.assert_holds(policy, version=version)
+        assert [client.blocked for client in self.clients] == [None] * len(self.clients)
+
+
+@pytest.fixture(params=["alone", "tensor", "pipeline", "expert", "experts in parts", "experts apart"])
+def site(request):
+    return Site(request.param)
+
+
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_a_policy_is_whole_with_its_last_tensor_and_not_before(size, site):
+    for version, seed in enumerate((3, 4, 3), start=1):
+        policy = site.cluster.make_policy(seed)
+        items = list(policy.items())
+        for start in range(0, len(items), size):
+            assert site.versions == [version - 1] * len(site.clients)
+            came = site.load(items[start : start + size])[0]
+            assert came == [set(dict(items[start : start + size]))] * len(site.clients)
+        site.assert_holds(policy, version)
+
+
+def test_tensors_are_taken_from_iterators_and_mappings_in_any_order_but_the_first(site):
+    for version, make in enumerate((iter, dict, list, tuple), start=1):
+        policy = site.cluster.make_policy(version)
+        items = list(policy.items())
+        items[1:] = items[1:][:: -1 if version % 2 else 1]
+        site.each(lambda drop_in, make=make, items=items: drop_in.load(make(items)))
+        site.assert_holds(policy, version)
+
+
+def test_what_an_iterator_lends_is_read_before_it_is_asked_for_the_next():
+    site = Site()
+    policy = site.cluster.make_policy(3)
+
+    def lend():
+        for name, tensor in policy.items():
+            lent = tensor.clone()
+            yield name, lent
+            lent.fill_(torch.nan)
+
+    site.each(lambda drop_in: drop_in.load(lend()))
+    site.assert_holds(policy, 1)
+
+
+def test_two_policies_in_one_bucket_are_two(site):
+    first, second = site.cluster.make_policy(1), site.cluster.make_policy(2)
+    site.load([*first.items(), *second.items()])
+    site.assert_holds(second, 2)
+
+
+def test_wrapped_names_and_stacked_experts_are_those_of_the_engine():
+    for layout in ("experts in parts", "experts apart"):
+        site = Site(layout)
+        policy = site.cluster.make_policy(1)
+        site.load_policy({f"module._orig_mod.{name}": tensor for name, tensor in stack_experts(policy).items()})
+        site.assert_holds(policy, 1)
+
+
+def test_block_fp8_is_whole_with_its_last_scale():
+    site = Site("alone")
+    policy = site.cluster.make_policy(1)
+    items = []
+    for name, tensor in policy.items():
+        if tensor.ndim == 2:
+            codes, scale = fp8refit.quantize_blockwise(tensor)
+            items += [(name, codes), (f"{name}_scale_inv", scale)]
+        else:
+            items.insert(0, (name, tensor))
+    o_proj = next(index for index, (name, _) in enumerate(items) if name.endswith("o_proj.weight"))
+    codes, scale = fp8refit.quantize_blockwise(policy[items[o_proj][0]], scale_format="ue8m0")
+    items[o_proj : o_proj + 2] = [(items[o_proj][0], codes), (items[o_proj + 1][0], scale)]
+    outcomes = site.load(*([item] for item in items[:-1]))
+    assert site.versions == [0], outcomes
+    site.load(items[-1:])
+    site.assert_holds(policy, 1)
+
+
+@pytest.mark.parametrize("fault", ["nan", "shape"])
+def test_a_fault_leaves_all_ranks_dirty_and_the_next_policy_heals_them(fault, site):
+    policy, whole = site.cluster.make_policy(1), site.cluster.make_policy(2)
+    for place in range(len(policy)):
+        name = list(policy)[place]
+        bad = torch.full_like(policy[name], torch.nan) if fault == "nan" else policy[name][:1]
+        outcomes = site.load_policy(policy | {name: bad})
+        kind = NonFiniteError if fault == "nan" else InvalidSourceError
+        assert all(isinstance(error, kind) and name in str(error) for error in outcomes[-1]), outcomes[-1]
+        assert site.is_dirty
+        assert all("failed part way" in client.blocked for client in site.clients)
+        site.load_policy(whole)
+        site.assert_holds(whole, place + 1)
+
+
+def test_a_stream_that_breaks_off_is_never_completed_by_another_policy(site, caplog):
+    # Cut everywhere, and everywhere the rest of the one and the beginning of the other would be a whole policy.
+    first, second = site.cluster.make_policy(1), site.cluster.make_policy(2)
+    items = list(first.items())
+    for version, place in enumerate(range(1, len(items)), start=1):
+        site.load(*([item] for item in items[:place]))
+        assert site.is_dirty
+        caplog.clear()
+        site.load_policy(second)
+        assert f"{len(items) - place} tensors were missing" in caplog.text
+        assert all(name in caplog.text for name in list(first)[place : place + 8])
+        site.assert_holds(second, version)
+
+
+def test_what_broke_off_within_a_call_is_not_completed_by_the_next_one(site):
+    items = list(site.cluster.make_policy(1).items())
+
+    def broken():
+        yield items[0]
+        raise ConnectionError("the trainer is gone")
+
+    outcomes = site.each(lambda drop_in: drop_in.load(broken()))
+    assert [type(outcome) for outcome in outcomes] == [ConnectionError] * len(site.clients)
+    outcomes = site.load(*([item] for item in items[1:]))
+    assert all(isinstance(error, EngineDirtyError) for error in outcomes[-1]), outcomes
+    assert site.is_dirty
+    policy = site.cluster.make_policy(2)
+    site.load_policy(policy)
+    site.assert_holds(policy, 1)
+
+
+def test_a_bucket_that_is_sent_again_is_no_beginning(site):
+    policy = site.cluster.make_policy(1)
+    items = list(policy.items())
+    outcomes = site.load(*([item] for item in (*items[:-1], items[1], items[-1], *items[:-1])))
+    assert all(isinstance(error, EngineDirtyError) for error in outcomes[len(items) - 1]), outcomes
+    assert all(isinstance(error, EngineDirtyError) for error in outcomes[len(items)]), outcomes
+    assert site.is_dirty
+    site.load(items[-1:])
+    site.assert_holds(policy, 1)
+    assert not site.drop_ins[0].is_open
+
+
+def test_a_rank_whose_stream_breaks_is_told_of_by_all_at_their_end():
+    site = Site("tensor")
+    items, policy = list(site.cluster.make_policy(1).items()), site.cluster.make_policy(2)
+
+    def broken():
+        yield from items[:2]
+        raise ConnectionError("the trainer is gone")
+
+    def run(drop_in, weights):
+        with pytest.raises((ConnectionError, RankFailedError)) as caught:
+            drop_in.load(weights)
+        drop_in.load(list(policy.items()))
+        return caught.type
+
+    weights = [broken(), items]
+    kinds = together([partial(run, *pair) for pair in zip(site.drop_ins, weights, strict=True)])
+    assert kinds == [ConnectionError, RankFailedError]
+    site.assert_holds(policy, 1)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "expert"])
+def test_ranks_that_are_given_two_policies_notice_it(layout):
+    site = Site(layout)
+    policies = [site.cluster.make_policy(seed) for seed in (1, 2)]
+    calls = [
+        partial(drop_in.load, list(policy.items())) for drop_in, policy in zip(site.drop_ins, policies, strict=True)
+    ]
+    outcomes = together(calls)
+    assert all(isinstance(error, InvalidSourceError) and "values" in str(error) for error in outcomes), outcomes
+    assert site.is_dirty
+    site.load_policy(policies[0], size=99)
+    site.assert_holds(policies[0], 1)
+
+
+def test_unexpected_names_begin_nothing(site):
+    policy = site.cluster.make_policy(1)
+    site.load_policy(policy)
+    outcomes = site.load([("model.layers.99.q_proj.weight", torch.zeros(4, 4))])[0]
+    assert all(isinstance(error, InvalidSourceError) and "layers.99" in str(error) for error in outcomes)
+    site.assert_holds(policy, 1)
+
+
+def test_skipped_names_begin_and_complete_nothing(site):
+    policy = site.cluster.make_policy(1)
+    skipped = ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))
+    site.load([skipped])
+    assert site.versions == [0] * len(site.clients)
+    assert not site.drop_ins[0].is_open
+    site.load_policy(policy)
+    site.load([skipped])
+    assert not site.drop_ins[0].is_open
+    site.assert_holds(policy, 1)
+
+
+def test_what_is_frozen_need_not_come():
+    site = Site("tensor", keep=(NORM,))
+    policy = site.cluster.make_policy(1)
+    site.load_policy(policy)  # it may
+    site.load_policy({name: tensor for name, tensor in site.cluster.make_policy(1).items() if name != NORM})
+    site.assert_holds(policy, 2)
+    outcomes = site.load([(NORM, policy[NORM])])[0]
+    assert all("came after the policy was whole" in str(error) for error in outcomes), outcomes
+    site.assert_holds(policy, 2)
+
+
+def test_marks_are_the_beginning_and_the_end(site):
+    policy = site.cluster.make_policy(1)
+    items = list(policy.items())
+    for version in (1, 2):
+        site.each(DropIn.begin)
+        site.load(*([item] for item in items))
+        assert site.versions == [version - 1] * len(site.clients)
+        assert site.each(DropIn.end) == [None] * len(site.clients)
+        site.assert_holds(policy, version)
+    site.load(items[:1])
+    site.each(DropIn.begin)  # instead of what broke off
+    site.load(items[1:])
+    errors = site.each(DropIn.end)
+    assert all(isinstance(error, InvalidSourceError) and f"{items[0][0]}: missing" in str(error) for error in errors)
+    assert site.is_dirty
+    site.load_policy(policy)
+    site.assert_holds(policy, 3)
+
+
+def test_what_failed_between_marks_stays_failed_until_the_next_beginning():
+    site = Site("alone")
+    policy = site.cluster.make_policy(1)
+    site.each(DropIn.begin)
+    (outcome,) = site.load(iter([("a", torch.zeros(1)), 5]))[0]
+    assert isinstance(outcome, InvalidSourceError)
+    (outcome,) = site.load(list(policy.items()))[0]
+    (ended,) = site.each(DropIn.end)
+    assert isinstance(ended, Exception)
+    assert site.is_dirty
+    site.each(DropIn.begin)
+    site.load_policy(policy)
+    site.each(DropIn.end)
+    site.assert_holds(policy, 1)
+
+
+def test_refusals_are_told_by_every_rank_at_once(monkeypatch):
+    cluster = Cluster("tensor")
+    cluster.shards[-1].refusals = (Refusal(module="x", reason="is packed", remedy="Boot otherwise"),)
+    pairs = zip(Drivers(cluster).clients, cluster.ranks, strict=True)
+    outcomes = together([partial(DropIn, client, rank, DropInOptions(), logger) for client, rank in pairs])
+    assert all(isinstance(error, UnsupportedEngineError) and "is packed" in str(error) for error in outcomes), outcomes
+
+
+def test_reports_are_kept_and_logged(caplog):
+    site = Site("alone")
+    with caplog.at_level(logging.INFO, logger="tests.drop_in"):
+        site.load_policy(site.cluster.make_policy(1))
+    report = fp8refit.last_report()
+    assert report.version == 1
+    assert [record.message for record in caplog.records if record.name == "tests.drop_in"] == [report.summary()]
+    assert report.num_old_scales == 0
+
+
+def test_kv_scales_are_calibrated_at_every_commit_or_said_to_be_old(tmp_path, caplog):
+    old = Site("tensor", kv=[(ATTENTION,), (ATTENTION,)])
+    for _ in range(2):
+        old.load_policy(old.cluster.make_policy(1))
+    assert fp8refit.last_report().num_old_scales == old.cluster.targets[0].num_kv_scales > 0
+    assert re.search(r"scales +\d+ old", str(fp8refit.last_report()))
+    assert caplog.text.count("FP8REFIT_CALIBRATION") == len(old.clients)  # once
+    (tmp_path / "ids.json").write_text(json.dumps([[1, 2, 3]]))
+    site = Site("tensor", kv=[(ATTENTION,), (ATTENTION,)], calibration=tmp_path / "ids.json")
+    site.load_policy(site.cluster.make_policy(1))
+    assert fp8refit.last_report().kv.num_tokens == 3
+    assert fp8refit.last_report().num_old_scales == 0
+    among = Site("tensor", kv=[(ATTENTION,), (ATTENTION,)])
+    among.load_policy({K_SCALE: torch.tensor(0.5)} | among.cluster.make_policy(1))
+    assert fp8refit.last_report().kv.scales == {K_SCALE: 0.5}
+
+
+class Tied:
+    """A model whose LM head is its embedding."""
+
+    def __init__(self):
+        self.model = fakes.FakeModel()
+        self.refitter = fp8refit.Refitter(self.model)
+        rank = self.refitter.engine.ranks.rank
+        self.drop_in = DropIn(self.model, rank, DropInOptions(), logger)
+        self.policies = [fakes.make_policy(self.model, seed) for seed in (1, 2)]
+
+    def load(self, policy, *names):
+        """What the tensors named `names` give one after another; of all if none is named."""
+        for name in names or policy:
+            self.drop_in.load([(name, policy[name])])
+
+    def assert_holds(self, policy, version):
+        fakes.assert_holds(self.model, policy)
+        assert (self.refitter.version, self.refitter.is_dirty) == (version, False)
+
+
+@pytest.fixture
+def tied(monkeypatch):
+    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [fakes.FakeEntryPoint()])
+    return Tied()
+
+
+def order_of(policy, first, last):
+    """All names, some at either end."""
+    return [*first, *(name for name in policy if name not in (*first, *last)), *last]
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        ((EMBED,), (HEAD,)),
+        ((HEAD,), (EMBED,)),
+        ((HEAD, EMBED), ()),
+        ((), (HEAD, EMBED)),
+        ((), (EMBED, HEAD)),
+        ((EMBED, HEAD), ()),
+    ],
+)
+def test_a_second_name_of_a_tied_tensor_begins_and_completes_nothing(first, last, tied):
+    for version, seed in enumerate((0, 1, 1, 0), start=1):
+        policy = tied.policies[seed]
+        both = policy | {HEAD: policy[EMBED]}
+        tied.load(both, *order_of(both, first, last))
+        tied.assert_holds(policy, version)
+        assert not tied.drop_in.is_open
+
+
+@pytest.mark.parametrize("name", [EMBED, HEAD])
+def test_a_tied_tensor_may_come_under_either_name_alone(name, tied):
+    for version, seed in enumerate((0, 1, 1), start=1):
+        policy = tied.policies[seed]
+        items = [(name if each == EMBED else each, tensor) for each, tensor in policy.items()]
+        tied.load(dict(items))
+        tied.assert_holds(policy, version)
+
+
+@pytest.mark.parametrize(("first", "last"), [((EMBED,), (HEAD,)), ((EMBED, HEAD), ()), ((HEAD, EMBED), ())])
+def test_a_tied_tensor_that_differs_under_its_second_name_is_an_error(first, last, tied):
+    policy = tied.policies[0]
+    both = policy | {HEAD: policy[EMBED] + 1}
+    with pytest.raises(InvalidSourceError, match="is tied, and differs"):
+        tied.load(both, *order_of(both, first, last))
+    if last:  # it came when the policy was whole, which it stays
+        tied.assert_holds(policy, 1)
+    else:
+        assert tied.refitter.is_dirty
+    other = tied.policies[1]
+    tied.load(other | {HEAD: other[EMBED]}, *order_of(both, first, last))
+    tied.assert_holds(other, tied.refitter.version)
+
+
+def test_a_refit_heals_what_a_stream_left_and_streams_go_on_after_it(tied):
+    names = list(tied.policies[0])
+    tied.load(tied.policies[0], *names[:2])
+    tied.drop_in.close()
+    assert tied.refitter.is_dirty
+    tied.refitter.refit(tied.policies[1])
+    tied.assert_holds(tied.policies[1], 1)
+    tied.load(tied.policies[0])
+    tied.assert_holds(tied.policies[0], 2)
+
+
+def test_no_policy_is_of_two_streams_wherever_they_break_off():
+    """Every sequence of streams in one order, each of which may break off, lose a tensor, or repeat one."""
+    names = "abc"
+    streams = [names[:length] for length in (1, 2, 3)] + ["ac", "abb", "abcc", "abbc"]
+    windows_of = {given: list(windows(given)) for given in product(streams, repeat=4)}
+    assert all(len(set(window)) == 1 for found in windows_of.values() for window in found)
+    assert len(windows_of[names, names, names, names]) == 4
+    assert all(
+        any(window[0] == 3 for window in found) for given, found in windows_of.items() if given[2:] == (names, names)
+    )
+
+
+def windows(streams):
+    """Of which streams the tensors of each whole policy are, by the rule of `DropIn`."""
+    stream, taken = Stream(Claims(needed=frozenset("abc"))), None
+    for number, names in enumerate(streams):
+        for name in names:
+            if taken is not None and name in stream.came:
+                taken = None
+            if taken is None and stream.first in (None, name):
+                stream.begin_anew(name)
+                taken = []
+            if taken is not None:
+                stream.note(name, None)
+                taken.append(number)
+                if stream.is_whole:
+                    yield taken
+                    taken = None
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "expected"),
+    [
+        ({}, None, {"drop_in": False, "keep": ()}),
+        ({"FP8REFIT_DROP_IN": "1"}, None, {"drop_in": True}),
+        ({"FP8REFIT_DROP_IN": "0", "FP8REFIT_KEEP": "*norm*,a.b"}, {}, {"drop_in": False, "keep": ("*norm*", "a.b")}),
+        ({"FP8REFIT_DROP_IN": "1"}, {"drop_in": False}, {"drop_in": False}),
+        ({"FP8REFIT_QUANTIZATION": "fp8_per_block"}, None, {"quantization": "fp8_per_block", "drop_in": False}),
+    ],
+)
+def test_options_come_from_the_environment_and_from_the_engine(environment, options, expected):
+    read = DropInOptions.read(environment, options)
+    assert {name: getattr(read, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("options", [{"drop_inn": True}, {"drop_in": "perhaps"}])
+def test_wrong_options_are_errors(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        DropInOptions.read({}, options)

@@ -1,0 +1,166 @@
+"""Engines in processes of the user's own: what is ordered in one place is done in the other. Here both are this process."""
+
+import asyncio
+import subprocess
+
+import pytest
+import torch
+
+from fp8refit import (
+    Broadcaster,
+    EngineBusyError,
+    EngineHost,
+    EngineLostError,
+    HostedEngine,
+    InvalidSourceError,
+    NonFiniteError,
+    RefitConfig,
+    Refitter,
+    UnsupportedEngineError,
+)
+from fp8refit.remote.servers.orders import Caller, OrderRequest, Pause, Place
+from tests.fake_ranks import NORM, Q_PROJ, ClientEngine, ClientEntryPoint, Cluster, Drivers, Remote
+from tests.fakes import FakeEntryPoint, FakeModel, assert_holds, make_policy
+
+
+@pytest.fixture(autouse=True)
+def adapters(monkeypatch):
+    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
+
+
+class Hosted:
+    """An engine of two ranks, its host, and what asks it from elsewhere."""
+
+    def __init__(self, *, is_asynchronous=False):
+        remote = Remote(Cluster(), suspends=is_asynchronous)
+        self.cluster, self.client = remote.cluster, remote.client
+        self.host = EngineHost(self.client)
+        self.timeouts_s = []
+
+    def ask(self, message, timeout_s):
+        self.timeouts_s.append(timeout_s)
+        return self.host.answer(message)
+
+
+@pytest.fixture
+def hosted():
+    return Hosted()
+
+
+def test_policies_arrive_one_after_another(hosted):
+    refitter = Refitter(HostedEngine(hosted.ask))
+    for version in (1, 2):
+        policy = hosted.cluster.make_policy(version)
+        assert refitter.refit(policy).version == version
+        hosted.cluster.assert_holds(policy, version=version)
+    steps = [event for event in hosted.client.events if event in ("pause", "flush", "resume")]
+    assert steps == ["pause", "flush", "resume"] * 2
+    assert min(hosted.timeouts_s) >= RefitConfig().timeout_s
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+def test_a_model_in_the_process_of_its_host(transport, monkeypatch):
+    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [FakeEntryPoint()])
+    model = FakeModel()
+    host = EngineHost(model)
+    with Refitter(HostedEngine(lambda message, _: host.answer(message)), transport=transport) as refitter:
+        for seed in (1, 2):
+            policy = make_policy(model, seed)
+            refitter.refit(policy)
+            assert_holds(model, policy)
+
+
+def test_several_take_one_broadcast():
+    replicas = [Hosted(), Hosted()]
+    policy = replicas[0].cluster.make_policy(1)
+    with Broadcaster([HostedEngine(each.ask) for each in replicas], timeout_s=40) as broadcaster:
+        broadcaster.push(policy)
+    for each in replicas:
+        each.cluster.assert_holds(policy, version=1)
+
+
+def test_one_that_is_busy_is_named_and_leaves_all_as_they_were():
+    replicas = [Hosted(), Hosted()]
+    policy = replicas[0].cluster.make_policy(1)
+    engines = [HostedEngine(each.ask, label=f"replica {place}") for place, each in enumerate(replicas)]
+    replicas[1].client.is_busy = True
+    with Broadcaster(engines, timeout_s=40) as broadcaster:
+        with pytest.raises(EngineBusyError, match="2 requests are unfinished") as caught:
+            broadcaster.push(policy)
+        assert caught.value.__notes__ == ["from replica 1"]
+        for each in replicas:
+            assert each.cluster.states == [(False, 0)] * 2
+            assert each.client.blocked is None
+        replicas[1].client.is_busy = False
+        broadcaster.push(policy)
+    replicas[1].cluster.assert_holds(policy, version=1)
+
+
+def test_an_asynchronous_engine_is_asked_in_its_event_loop(monkeypatch):
+    monkeypatch.setattr(ClientEngine, "is_asynchronous", True)
+    hosted = Hosted(is_asynchronous=True)
+    policy = hosted.cluster.make_policy(1)
+
+    async def refit() -> None:
+        loop = asyncio.get_running_loop()
+
+        def ask(message, timeout_s):
+            return asyncio.run_coroutine_threadsafe(hosted.host.answer_async(message), loop).result(timeout_s)
+
+        refitter = Refitter(await asyncio.to_thread(HostedEngine, ask))
+        await refitter.refit_async(policy)
+
+    asyncio.run(refit())
+    hosted.cluster.assert_holds(policy, version=1)
+    with pytest.raises(UnsupportedEngineError, match="await answer_async"):
+        hosted.host.answer("")
+
+
+def test_what_goes_wrong_comes_back_and_the_next_refit_heals(hosted):
+    refitter = Refitter(HostedEngine(hosted.ask))
+    with pytest.raises(InvalidSourceError, match=NORM):
+        refitter.refit({NORM: torch.zeros(3)})
+    policy = hosted.cluster.make_policy(1)
+    with pytest.raises(NonFiniteError):
+        refitter.refit(policy | {Q_PROJ: torch.full_like(policy[Q_PROJ], torch.nan)})
+    assert refitter.is_dirty
+    assert hosted.client.blocked.startswith("the last refit failed part way")
+    refitter.refit(policy)
+    hosted.cluster.assert_holds(policy, version=1)
+    assert hosted.client.blocked is None
+
+
+def test_an_engine_that_does_not_answer_is_lost_and_found_again_when_another_one_does(hosted):
+    refitter = Refitter(HostedEngine(lambda message, timeout_s: hosted.ask(message, timeout_s), label="the actor"))
+    policy = hosted.cluster.make_policy(1)
+    refitter.refit(policy)
+    hosted.host = None
+    with pytest.raises(EngineLostError, match=r"the actor does not answer \(AttributeError"):
+        refitter.refit(policy)
+    again = Hosted()
+    hosted.host = again.host
+    assert refitter.refit(policy).version == 1
+    again.cluster.assert_holds(policy, version=1)
+
+
+def test_a_driver_keeps_others_out_until_it_dies(hosted):
+    process = subprocess.Popen(["sleep", "60"])
+    driver = Caller(place=Place.here(), pid=process.pid, name="dying")
+    hosted.host.answer(OrderRequest(driver=driver, order=Pause(config=RefitConfig())).encode())
+    with pytest.raises(EngineBusyError, match="another driver"):
+        HostedEngine(hosted.ask)
+    process.kill()
+    process.wait()
+    policy = hosted.cluster.make_policy(1)
+    Refitter(HostedEngine(hosted.ask)).refit(policy)
+    hosted.cluster.assert_holds(policy, version=1)
+
+
+def test_ranks_with_a_driver_each_have_no_host():
+    with pytest.raises(UnsupportedEngineError, match="a driver for each rank"):
+        EngineHost(Drivers(Cluster()).clients[0])
+
+
+def test_what_cannot_be_asked_is_refused():
+    with pytest.raises(TypeError, match="ask is of type str; pass a function"):
+        HostedEngine("http://127.0.0.1:8000")

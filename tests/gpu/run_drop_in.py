@@ -1,0 +1,289 @@
+"""A vLLM engine fed as trainers feed it, with the drop-in and by vLLM's own reload of the same stream. Writes JSON.
+
+    python tests/gpu/run_drop_in.py --out benchmarks/results/drop_in_vllm_qwen3-8b_h200.json     # both ways, about 5 minutes
+
+`trl`: the engine is in the trainer's process, and gets one tensor a call (TRL, colocated). `verl`: it is in another process on
+the same GPU, and gets buckets of 512 MiB through one CUDA IPC handle, each acknowledged before the next, and a larger tensor by
+a handle of its own (verl's protocol). Times are of the whole transfer, everything synchronised before and after; the drop-in
+and vLLM's own reload in turn, round by round, on one engine. vLLM's keeps tensors of a bucket that is overwritten, until it has
+a layer: its time counts, its bytes are not looked at.
+"""
+
+import argparse
+import gc
+import json
+import os
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+WAYS = {"trl": "0", "verl": "1"}
+"""Whether the engine has a process of its own."""
+OURS, OWN = "drop-in", "vLLM's own reload"
+BUCKET_BYTES = 512 << 20
+ALIGNMENT_BYTES = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--way", choices=WAYS)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--here", action="store_true", help="in this process, which then is the trainer's")
+    arguments = parser.parse_args()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.here:
+        measure(arguments)
+        return
+    found: dict[str, Any] = {"command": f"python {' '.join(sys.argv)}", "shape": arguments.shape, "ways": {}}
+    codes = []
+    for way in [arguments.way] if arguments.way else WAYS:
+        part = arguments.out.with_name(f"{arguments.out.stem}.{way}.part.json")
+        part.unlink(missing_ok=True)
+        command = [sys.executable, __file__, "--here", "--way", way, "--out", str(part), "--shape", arguments.shape]
+        ended = subprocess.run([*command, "--rounds", str(arguments.rounds)], check=False, env=environment(way))
+        codes.append(abs(ended.returncode))
+        found["ways"][way] = json.loads(part.read_text()) if part.exists() else {}
+        part.unlink(missing_ok=True)
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    for way, result in found["ways"].items():
+        print(way, json.dumps({key: value for key, value in result.items() if key != "ms"}, indent=1))
+    sys.exit(max(codes))
+
+
+def environment(way: str) -> dict[str, str]:
+    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {
+        "FP8REFIT_DROP_IN": "1",
+        "FP8REFIT_QUANTIZATION": "fp8_per_block",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "VLLM_DEEP_GEMM_WARMUP": "skip",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": WAYS[way],
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+
+
+def load(worker: Any, way: str, buckets: Iterator[list]) -> None:
+    """What a trainer does in a worker: with the drop-in its own calls, without it vLLM's reload around the same calls."""
+    import torch
+    from vllm.model_executor.model_loader import reload
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    model, config = worker.model_runner.model, worker.vllm_config.model_config
+    if way == OWN:
+        reload.initialize_layerwise_reload(worker.model_runner.get_model())
+    with torch.no_grad():
+        for bucket in buckets:
+            model.load_weights(bucket)
+    if way == OWN:
+        reload.finalize_layerwise_reload(worker.model_runner.get_model(), config)
+    else:
+        process_weights_after_loading(worker.model_runner.get_model(), config, worker.device)
+    torch.cuda.synchronize()
+
+
+def switch(worker: Any, way: str) -> None:
+    """Put the drop-in in, or take it out."""
+    from fp8refit_vllm import drop_in
+    from fp8refit_vllm.worker import rank_of
+
+    if way == OURS:
+        drop_in.install(worker, lambda: rank_of(worker))
+    else:
+        drop_in.remove(worker)
+
+
+class Receiver:
+    """For `worker_extension_cls`: the other end of `Sender`."""
+
+    def switch_way(self, way: str) -> None:
+        switch(self, way)
+
+    def receive_weights(self, way: str, address: str) -> dict:
+        import torch
+        import zmq
+
+        def shared(handle: tuple) -> torch.Tensor:
+            rebuild, described = handle
+            described = list(described)
+            described[6] = self.device.index
+            return rebuild(*described)
+
+        socket = zmq.Context.instance().socket(zmq.REP)
+        socket.connect(address)
+        buffer = shared(pickle.loads(socket.recv()))
+        socket.send(b"")
+
+        def buckets() -> Iterator[list]:
+            while (message := socket.recv()) != b"":
+                names, handle = pickle.loads(message)
+                memory = buffer if handle is None else shared(handle).view(-1).view(torch.uint8)
+                yield [
+                    (name, memory[start : start + size].view(dtype).view(shape))
+                    for name, dtype, shape, start, size in names
+                ]
+                torch.cuda.synchronize()  # as verl's receiver does before it lets the buffer be overwritten
+                socket.send(b"")
+            socket.send(b"")
+
+        torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
+        load(self, way, buckets())
+        socket.close()
+        return {"peak_extra_bytes": torch.cuda.max_memory_allocated() - allocated}
+
+
+class Sender:
+    """Gives tensors through one buffer."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.buffer = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device="cuda")
+
+    def send(self, address: str, items: list) -> None:
+        import torch
+        import zmq
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        socket = zmq.Context.instance().socket(zmq.REQ)
+        socket.bind(address)
+        ask(socket, pickle.dumps(reduce_tensor(self.buffer)))
+        names: list[tuple] = []
+        start = 0
+        for name, tensor in items:
+            described = (name, tensor.dtype, tuple(tensor.shape))
+            if tensor.nbytes > BUCKET_BYTES:
+                ask(socket, pickle.dumps(([(*described, 0, tensor.nbytes)], reduce_tensor(tensor))))
+                continue
+            if start + tensor.nbytes > BUCKET_BYTES:
+                torch.cuda.synchronize()
+                ask(socket, pickle.dumps((names, None)))
+                names, start = [], 0
+            into = self.buffer[start : start + tensor.nbytes]
+            into.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+            names.append((*described, start, tensor.nbytes))
+            start += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        torch.cuda.synchronize()
+        ask(socket, pickle.dumps((names, None)))
+        ask(socket, b"")
+        socket.close()
+
+
+def ask(socket: Any, message: bytes) -> None:
+    socket.send(message)
+    socket.recv()
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Write what was found after every round."""
+    sys.path += [str(HERE.parent), str(HERE.parents[1])]
+    import policies
+    import torch
+    import vllm
+    from vllm import LLM
+
+    from fp8refit import Refitter
+
+    with tempfile.TemporaryDirectory() as folder:
+        policies.write_config(arguments.shape, Path(folder))
+        llm = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=2048,
+            max_num_seqs=16,
+            gpu_memory_utilization=0.3,
+            enforce_eager=True,
+            worker_extension_cls="run_drop_in.Receiver",
+        )
+    policy = policies.fill_policy(policies.allocate(arguments.shape), 1)
+    items = list(policy.items())
+    refitter = Refitter(llm)
+    prompt = {"prompt_token_ids": list(range(100, 140))}
+    sampling = vllm.SamplingParams(max_tokens=8, temperature=0, detokenize=False)
+
+    def tokens() -> list[int]:
+        return list(llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0].token_ids)
+
+    transfers: dict[str, Callable[[str], dict]] = {"trl": one_by_one(llm, items), "verl": by_ipc(llm, items)}
+    transfer = transfers[arguments.way]
+    refitter.refit(policy)
+    expected, told = refitter.fingerprints(), tokens()
+    ms: dict[str, list[float]] = {OURS: [], OWN: []}
+    checks: dict[str, object] = {"bytes": sum(tensor.nbytes for tensor in policy.values()), "tensors": len(policy)}
+    for round_ in range(arguments.rounds + 2):  # the first two compile
+        for way, times in ms.items():
+            llm.collective_rpc("switch_way", args=(way,))
+            gc.collect()
+            torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            found = transfer(way)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - start_s
+            if round_ >= 2:
+                times.append(1e3 * seconds)
+            else:
+                checks[f"{way}: call {round_ + 1}, ms"] = round(1e3 * seconds, 2)
+            checks[f"{way}: peak extra MiB"] = found["peak_extra_bytes"] >> 20
+            if way == OURS:
+                checks["same bytes as a refit"] = (
+                    checks.get("same bytes as a refit", True) and refitter.fingerprints() == expected
+                )
+                checks["same tokens as a refit"] = checks.get("same tokens as a refit", True) and tokens() == told
+        result = {
+            "gpu": torch.cuda.get_device_name(),
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "median_ms": {way: round(statistics.median(times), 2) for way, times in ms.items() if times},
+            "checks": checks,
+            "ms": ms,
+        }
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def one_by_one(llm: Any, items: list) -> Callable[[str], dict]:
+    """TRL's transfer."""
+
+    def transfer(way: str) -> dict:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
+        load(llm.llm_engine.model_executor.driver_worker.worker, way, ([item] for item in items))
+        return {"peak_extra_bytes": torch.cuda.max_memory_allocated() - allocated}
+
+    return transfer
+
+
+def by_ipc(llm: Any, items: list) -> Callable[[str], dict]:
+    """verl's transfer."""
+    sender: list[Sender] = []
+
+    def transfer(way: str) -> dict:
+        if not sender:
+            sender.append(Sender())
+        address = f"ipc:///tmp/fp8refit-run-drop-in-{os.getpid()}.sock"
+        thread = threading.Thread(target=sender[0].send, args=(address, items), daemon=True)
+        thread.start()
+        (found,) = llm.collective_rpc("receive_weights", args=(way, address))
+        thread.join()
+        return found
+
+    return transfer
+
+
+if __name__ == "__main__":
+    main()

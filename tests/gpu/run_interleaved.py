@@ -1,0 +1,200 @@
+"""Refits by several builds of fp8refit, in turn, on one GPU: has a commit made them slower? Writes JSON.
+
+    pip wheel . --no-deps -w before/                  # of each commit, in folders of their own
+    python tests/gpu/run_interleaved.py --out FILE before=before/fp8refit-0.1.0-py3-none-any.whl after=after/fp8refit-...whl
+    ... --place outside                               # vLLM's engine in a process of its own
+    ... --engine sglang
+
+Every build has an engine in a process of its own. All live side by side and take turns, refit by refit, so that whatever slows
+the machine slows them all. The Qwen3-8B shape takes 26 GiB per build. `--shape tiny` tries it on a CPU.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+IN_PROCESS = {"inside": "0", "outside": "1"}
+NUM_ROUNDS, NUM_WARM_UP = 40, 6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("builds", nargs="+", metavar="NAME=WHEEL")
+    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--place", choices=IN_PROCESS, default="inside", help="of vLLM's engine")
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        serve(options)
+    else:
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Start an engine per build, then ask each in turn."""
+    builds = dict(build.split("=", 1) for build in options.builds)
+    with tempfile.TemporaryDirectory() as folder:
+        children = {name: start(name, Path(wheel), Path(folder), options) for name, wheel in builds.items()}
+        try:
+            about = {name: answer_of(child, name, options) for name, child in children.items()}
+            seconds: dict[str, list[float]] = {name: [] for name in children}
+            for _ in range(NUM_WARM_UP + options.rounds):
+                for name, child in children.items():
+                    print("refit", file=child.stdin, flush=True)
+                    seconds[name].append(answer_of(child, name, options)["wall_s"])
+        finally:
+            for child in children.values():
+                child.kill()
+    milliseconds = {name: 1e3 * statistics.median(found[NUM_WARM_UP:]) for name, found in seconds.items()}
+    first = milliseconds[next(iter(builds))]
+    result = {
+        "command": shlex.join(["python", "tests/gpu/run_interleaved.py", *sys.argv[1:]]),
+        "about": about,
+        "first_refit_s": {name: found[0] for name, found in seconds.items()},
+        "median_ms": milliseconds,
+        "against_the_first": {name: found / first for name, found in milliseconds.items()},
+        "seconds": seconds,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    for name, found in milliseconds.items():
+        print(f"{name:20} {found:8.2f} ms  {found / first:6.3f} x")
+
+
+def start(name: str, wheel: Path, folder: Path, options: argparse.Namespace) -> "subprocess.Popen[str]":
+    """A process that has one build before all others on its path."""
+    site = folder / name
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(site)
+    path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": IN_PROCESS[options.place],
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_DEEP_GEMM_WARMUP": "skip",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with open(options.out.with_suffix(f".{name}.log"), "w") as log:
+        return subprocess.Popen(
+            [sys.executable, __file__, "--child", *sys.argv[1:]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            text=True,
+        )
+
+
+def answer_of(child: "subprocess.Popen[str]", name: str, options: argparse.Namespace) -> dict[str, Any]:
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    if not line:
+        raise SystemExit(f"{name} has ended; see {options.out.with_suffix(f'.{name}.log')}")
+    return json.loads(line)
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Boot an engine, and refit it once per line on standard input."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # engines print to standard output
+    sys.path[:0] = [str(HERE)]
+    sys.path.append(str(HERE.parents[1]))
+    import policies
+    import torch
+
+    import fp8refit
+    from fp8refit import Refitter
+
+    with tempfile.TemporaryDirectory() as folder:
+        policies.write_config(options.shape, Path(folder))
+        engine = BOOTS[options.engine](folder)
+    policy = policies.fill_policy(policies.allocate(options.shape), 1)
+    refitter = Refitter(engine)
+
+    def wait_for_gpu() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def tell(answer: dict) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    tell(
+        {
+            "fp8refit": fp8refit.__file__,
+            "torch": torch.__version__,
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+            "shape": options.shape,
+        }
+    )
+    for _ in sys.stdin:
+        wait_for_gpu()
+        start_s = time.perf_counter()
+        refitter.refit(policy)
+        wait_for_gpu()
+        tell({"wall_s": time.perf_counter() - start_s})
+
+
+def boot_vllm(model: str) -> Any:
+    import torch
+    from vllm import LLM
+
+    from tests.tiny_models import FP8_CONFIG
+
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05}
+    if not torch.cuda.is_available():
+        sys.path.append(str(HERE.parent / "vllm"))
+        import cpu_kernel
+
+        torch.compiler.set_stance("force_eager")
+        cpu_kernel.register("fp32")
+        options = {"dtype": "bfloat16", "num_gpu_blocks_override": 64, "gpu_memory_utilization": 0.1}
+    return LLM(
+        model=model,
+        load_format="dummy",
+        hf_overrides={"quantization_config": FP8_CONFIG},
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        max_num_seqs=16,
+        enforce_eager=True,
+        **options,
+    )
+
+
+def boot_sglang(model: str) -> Any:
+    import sglang
+
+    from tests.tiny_models import FP8_CONFIG
+
+    return sglang.Engine(
+        model_path=model,
+        load_format="dummy",
+        json_model_override_args=json.dumps({"quantization_config": FP8_CONFIG}),
+        skip_tokenizer_init=True,
+        context_length=512,
+        max_total_tokens=4096,
+        max_running_requests=16,
+        mem_fraction_static=0.5,
+        disable_cuda_graph=True,
+        attention_backend="fa3",
+        sampling_backend="pytorch",
+    )
+
+
+BOOTS = {"vllm": boot_vllm, "sglang": boot_sglang}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,431 @@
+"""Slots of live models by what the loaders of their twins do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fp8refit.live.slots import ScaleFormat, Stacked, TensorMeta
+from fp8refit.live.tracing.twin import Naming, read_inventory, refreshes_of_constants, trace_twin
+from tests.live.tracing.models import FP8, SPLITS, BlockLinear, check_ranks, checkpoint_of, model_of
+from tests.live.tracing.twins import KERNEL, FakeKernelRules, copying, identity_twin, naming_of, twin_of_rank
+
+BF16 = torch.bfloat16
+
+
+def read(model, twin=None):
+    return read_inventory(model, FakeKernelRules(), twin if twin is not None else identity_twin(model))
+
+
+def only_refusal(model, twin=None) -> str:
+    (refusal,) = read(model, twin).refusals
+    return str(refusal)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_kv_heads", "vocabulary"), SPLITS)
+def test_each_rank_holds_what_its_slots_say(num_ranks, num_kv_heads, vocabulary):
+    checkpoint = checkpoint_of(num_kv_heads, vocabulary)
+    ranks = iter(range(num_ranks))
+
+    def read_rank(model):
+        return read(model, twin_of_rank(model, checkpoint, next(ranks), num_ranks))
+
+    check_ranks(read_rank, checkpoint, num_ranks)
+
+
+def test_a_parameter_that_no_tensor_fills_is_refused_and_one_that_is_filled_in_part():
+    model = model_of(a=BlockLinear(), b=BlockLinear(), c=BlockLinear())
+    named = dict(model.named_parameters())
+
+    def load(tensors):
+        for name, tensor in tensors:
+            if name != "a.weight":
+                named[name][: 200 if name == "b.weight" else None].copy_(tensor[: 200 if name == "b.weight" else None])
+
+    twin = trace_twin(model, naming_of(model), load)
+    assert [str(refusal).split(". ")[0] for refusal in read(model, twin).refusals] == [
+        "a: `weight`: 65536 of its 65536 elements are not loaded from any checkpoint tensor",
+        "b: `weight`: 14336 of its 65536 elements are not loaded from any checkpoint tensor",
+    ]
+
+
+def test_a_tensor_of_which_a_part_is_read_is_refused():
+    model = model_of(a=BlockLinear(), b=BlockLinear())
+    named = dict(model.named_parameters())
+    metas = {name: TensorMeta(shape=(512, 256), dtype=BF16) for name in ("a.weight", "b.weight")}
+
+    def load(tensors):
+        for name, tensor in tensors:
+            named[name].copy_(tensor[:256])
+
+    refusals = read(model, trace_twin(model, Naming(tensors=metas), load)).refusals
+    assert [refusal.module for refusal in refusals] == ["a.weight", "b.weight"]
+    assert all("65536 of its 131072 elements are read by no rank" in refusal.reason for refusal in refusals)
+
+
+def test_names_that_the_loader_does_not_take_are_refused_together_and_have_no_slot():
+    model = model_of(proj=BlockLinear())
+    naming = naming_of(model)
+    names = ("proj.bias", "other.weight", "model.rotary_emb.inv_freq")
+    extra = {**naming.tensors, **dict.fromkeys(names, TensorMeta(shape=(256,), dtype=BF16))}
+    inventory = read(model, trace_twin(model, Naming(tensors=extra), copying(model)))
+    assert [refusal.module for refusal in inventory.refusals] == ["proj.bias", "other.weight"]
+    assert all("256 of its 256 elements are read by no rank" in refusal.reason for refusal in inventory.refusals)
+    assert all("is not taken by the model's loader (KeyError" in refusal.reason for refusal in inventory.refusals)
+    assert inventory.names == {"proj.weight"}
+
+
+def test_parameters_that_are_not_those_of_the_twin_are_refused():
+    twin = identity_twin(model_of(proj=BlockLinear(), norm=nn.LayerNorm(8)))
+    changed = model_of(proj=BlockLinear(), norm=nn.LayerNorm(16))
+    assert "holds `weight` as float32 [16], and was built with float32 [8]" in only_refusal(changed, twin)
+    grown = model_of(proj=BlockLinear(), norm=nn.LayerNorm(8), late=nn.LayerNorm(8))
+    assert "holds `weight`, which is not there when the model is built" in only_refusal(grown, twin)
+
+
+def test_heads_that_take_turns_are_slots_of_blocks_of_their_own():
+    model = model_of(qkv=BlockLinear(rows=768))
+
+    def load(tensors):
+        for _, tensor in tensors:
+            model.qkv.weight.copy_(tensor.view(2, 3, 128, 256).transpose(0, 1).reshape(768, 256))
+
+    inventory = read(model, trace_twin(model, naming_of(model), load))
+    assert inventory.refusals == inventory.refreshes == ()
+    places = {(slot.weight.data_ptr() - model.qkv.weight.data_ptr()) // 256: slot.origin[0] for slot in inventory.slots}
+    assert places == {0: 0, 128: 384, 256: 128, 384: 512, 512: 256, 640: 640}
+    assert all(slot.scale.shape == (1, 2) for slot in inventory.slots)
+
+
+@pytest.mark.parametrize("how", ["heads of 64", "transposed", "cat"])
+def test_what_does_not_lie_on_blocks_is_put_in_order_and_quantized_after_a_fill(how):
+    from fp8refit import quantize_blockwise
+
+    model = model_of(proj=BlockLinear(rows=384))
+    full_shape = (256, 384) if how == "transposed" else (384, 256)
+
+    def ordered(tensor):
+        if how == "transposed":
+            return tensor.t()
+        heads = tensor.view(2, 3, 64, 256)
+        return (
+            torch.cat([heads[:, i].reshape(128, 256) for i in range(3)])
+            if how == "cat"
+            else (heads.transpose(0, 1).reshape(384, 256))
+        )
+
+    def load(tensors):
+        for _, tensor in tensors:
+            model.proj.weight.copy_(ordered(tensor))
+
+    naming = Naming(tensors={"proj.weight": TensorMeta(shape=full_shape, dtype=BF16)})
+    inventory = read(model, trace_twin(model, naming, load))
+    assert inventory.refusals == ()
+    (slot,) = inventory.slots
+    assert (slot.full_shape, slot.weight.dtype, slot.is_rearranged) == (full_shape, BF16, True)
+    policy = torch.randn(full_shape).to(BF16)
+    slot.weight.copy_(policy)
+    for refresh in inventory.refreshes:
+        refresh.run()
+    codes, scale = quantize_blockwise(ordered(policy))
+    assert torch.equal(model.proj.weight.data.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(model.proj.weight_scale_inv, scale)
+
+
+def test_a_buffer_that_is_computed_from_another_weight_follows_it():
+    """As norms of Gemma keep `1 + weight`."""
+    model = model_of(norm=nn.LayerNorm(8, bias=False), proj=BlockLinear())
+    model.norm.register_buffer("plus_one", torch.ones(8))
+
+    def load(tensors):
+        for name, tensor in tensors:
+            dict(model.named_parameters())[name].data.copy_(tensor)
+            if name == "norm.weight":
+                model.norm.plus_one.copy_(model.norm.weight.data).add_(1.0)
+
+    inventory = read(model, trace_twin(model, naming_of(model), load))
+    assert inventory.refusals == ()
+    assert {slot.name for slot in inventory.slots} == {"norm.weight", "proj.weight"}
+    model.norm.weight.data.copy_(torch.arange(8.0))
+    for refresh in inventory.refreshes:
+        refresh.run()
+    assert torch.equal(model.norm.plus_one, 1 + torch.arange(8.0))
+
+
+def test_a_buffer_of_which_nobody_knows_what_the_loader_writes_is_refused():
+    model = model_of(norm=nn.LayerNorm(8, bias=False), proj=BlockLinear())
+    model.norm.register_buffer("halves", torch.ones(8))
+
+    def load(tensors):
+        for name, tensor in tensors:
+            dict(model.named_parameters())[name].data.copy_(tensor)
+        model.norm.halves.fill_(0.5)
+
+    refusal = only_refusal(model, trace_twin(model, naming_of(model), load))
+    assert refusal.startswith("norm: `halves`: is changed by aten.fill_.Scalar when it is loaded")
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_a_buffer_that_is_computed_from_what_the_engine_keeps_otherwise_is_refused(is_quantized):
+    model = model_of(norm=nn.LayerNorm(8, bias=False), proj=BlockLinear())
+    model.norm.register_buffer("other", torch.ones(8))
+    naming = naming_of(model)
+    model.norm.late = nn.Parameter(torch.ones(8))
+    other = model.proj.weight[0, :8] if is_quantized else model.norm.late
+
+    def load(tensors):
+        for name, tensor in tensors:
+            dict(model.named_parameters())[name].data.copy_(tensor)
+        model.norm.other.copy_(other.data)
+
+    twin = trace_twin(model, naming, load)
+    del model.norm.late
+    assert "`other` is computed from weights that the engine keeps in another form" in only_refusal(model, twin)
+
+
+def test_constants_that_no_checkpoint_holds_are_those_that_the_model_was_built_with():
+    model = model_of(proj=BlockLinear())
+    model.register_buffer("normalizer", torch.tensor(16.0))
+    model.register_buffer("rope", torch.ones(4), persistent=False)
+    twin = identity_twin(model)
+    live = model_of(proj=BlockLinear())
+    live.register_buffer("normalizer", torch.tensor(0.001))
+    live.register_buffer("rope", torch.zeros(4), persistent=False)
+    (refresh,) = refreshes_of_constants(live, twin)
+    refresh.run()
+    assert live.normalizer == 16.0
+    assert [tensor is live.normalizer for tensor in refresh.written] == [True]
+    assert not live.rope.any()
+
+
+def test_a_quantized_weight_that_is_padded_is_refused():
+    model = model_of(proj=BlockLinear(rows=384))
+
+    def load(tensors):
+        for _, tensor in tensors:
+            model.proj.weight[:256].copy_(tensor)
+            model.proj.weight[256:].fill_(0)
+
+    naming = Naming(tensors={"proj.weight": TensorMeta(shape=(256, 256), dtype=BF16)})
+    refusal = only_refusal(model, trace_twin(model, naming, load))
+    assert refusal.startswith("proj: `weight` is padded when it is loaded, and the scales of the padding are unknown")
+
+
+def test_why_a_loader_does_not_take_a_name_is_told_beside_what_is_not_filled():
+    model = model_of(proj=BlockLinear(), other=BlockLinear())
+
+    def load(tensors):
+        for name, tensor in tensors:
+            if name == "other.weight":
+                raise KeyError("other")
+            model.proj.weight.copy_(tensor)
+
+    inventory = read(model, trace_twin(model, naming_of(model), load))
+    assert [refusal.module for refusal in inventory.refusals] == ["other", "other.weight"]
+    assert "is not taken by the model's loader (KeyError: 'other')" in inventory.refusals[1].reason
+
+
+def test_arithmetic_on_a_quantized_weight_is_refused_by_name():
+    model = model_of(proj=BlockLinear(), other=BlockLinear())
+
+    def load(tensors):
+        for name, tensor in tensors:
+            dict(model.named_parameters())[name].copy_(tensor * 2 if name == "proj.weight" else tensor)
+
+    refusal = only_refusal(model, trace_twin(model, naming_of(model), load))
+    assert refusal.startswith("proj: `weight` is computed (aten.mul.Tensor) before it is quantized")
+
+
+def test_a_slot_says_what_the_rules_say_of_its_layer():
+    powers = replace(KERNEL, name="Another", scale_format=ScaleFormat.UE8M0)
+    a, b = read(model_of(a=BlockLinear(), b=BlockLinear(kernel=powers))).slots
+    assert (a.kernel, a.scale_format, a.block_size, a.module) == (KERNEL.name, ScaleFormat.FP32, (128, 128), "a")
+    assert (b.kernel, b.scale_format) == ("Another", ScaleFormat.UE8M0)
+
+
+def test_a_tied_weight_is_a_second_name_and_a_bias_beside_it_a_slot():
+    embed, head = nn.Embedding(64, 128), nn.Linear(128, 64)
+    head.weight = embed.weight
+    model = model_of(embed=embed, head=head, proj=BlockLinear())
+    naming = replace(naming_of(model), tied={"head.weight": "embed.weight"})
+    inventory = read(model, trace_twin(model, naming, copying(model)))
+    assert inventory.aliases == {"head.weight": "embed.weight"}
+    assert [slot.name for slot in inventory.slots] == ["embed.weight", "head.bias", "proj.weight"]
+
+
+def test_a_layer_that_another_holds_too_has_one_name():
+    layer, attention = BlockLinear(), nn.Module()
+    attention.o_proj = layer
+    inventory = read(model_of(o_proj=layer, attn=attention))
+    assert [slot.name for slot in inventory.slots] == ["o_proj.weight"]
+    assert inventory.aliases == {}
+
+
+def test_what_is_kept_has_no_slot_and_is_watched():
+    attention = nn.Module()
+    attention.k_scale = nn.Parameter(torch.tensor(0.5))
+    attention.kept = ("k_scale",)
+    model = model_of(attn=attention, proj=BlockLinear())
+    model.register_buffer("rotary", torch.ones(4))
+    inventory = read(model)
+    assert [slot.name for slot in inventory.slots] == ["proj.weight"]
+    assert {entry.name for entry in inventory.live} >= {"attn.k_scale", "rotary"}
+    assert inventory.refusals == ()
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (BlockLinear(kernel=replace(KERNEL, is_row_major=False)), "its kernel Plain repacks weights"),
+        (BlockLinear(base_layer=nn.Module()), "holds `weight`, `weight_scale_inv` around a layer, for LoRA"),
+        (BlockLinear(why_refused=("is odd", "Take another")), "is odd. Take another"),
+    ],
+)
+def test_what_cannot_be_refitted_is_refused_by_name(module, reason):
+    refusal = only_refusal(model_of(thing=module))
+    assert refusal.startswith("thing: ")
+    assert reason in refusal
+
+
+def test_the_rules_may_refuse_a_module_without_parameters_and_the_model_itself():
+    attention = nn.Module()
+    attention.why_refused = ("is odd", "Take another")
+    assert only_refusal(model_of(attention=attention, proj=BlockLinear())) == "attention: is odd. Take another"
+    model = model_of(proj=BlockLinear())
+    model.why_refused = ("is odd", "Take another")
+    assert only_refusal(model) == "Module: is odd. Take another"
+
+
+@pytest.mark.parametrize("dtype", [FP8, BF16, torch.uint8])
+def test_another_quantization_is_refused(dtype):
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(128, 128, dtype=dtype), requires_grad=False)
+    layer.weight_scale = nn.Parameter(torch.ones(1))
+    refusal = only_refusal(model_of(layer=layer))
+    assert "not block FP8" in refusal
+    assert FakeKernelRules.remedies.other_quantization in refusal
+
+
+def test_a_model_without_block_fp8_is_refused():
+    assert only_refusal(model_of(proj=nn.Linear(8, 8))) == "Module: holds no block-FP8 weight. Quantize it"
+
+
+def test_a_layer_wrapped_for_lora_keeps_its_name():
+    wrapper = nn.Module()
+    wrapper.base_layer = BlockLinear()
+    inventory = read(model_of(proj=wrapper), identity_twin(model_of(proj=BlockLinear())))
+    assert inventory.refusals == ()
+    (slot,) = inventory.slots
+    assert (slot.name, slot.module) == ("proj.weight", "proj.base_layer")
+
+
+def test_experts_wrapped_for_lora_are_refused_by_name():
+    experts, wrapper = nn.Module(), nn.Module()
+    experts.w13_weight = nn.Parameter(torch.zeros(2, 256, 128, dtype=FP8), requires_grad=False)
+    wrapper.base_layer = experts
+    refusal = only_refusal(model_of(proj=BlockLinear(), experts=wrapper), identity_twin(model_of(proj=BlockLinear())))
+    assert refusal.startswith("experts.base_layer: is a layer of experts inside a LoRA wrapper")
+
+
+def test_a_buffer_that_is_a_view_of_a_parameter_has_no_slots_of_its_own():
+    """As Mamba mixers keep their convolution's weight without a dimension."""
+    mixer = nn.Module()
+    mixer.conv1d = nn.Conv1d(8, 8, 4, groups=8, bias=False)
+    mixer.register_buffer("conv_weights", mixer.conv1d.weight.data.squeeze(1))
+    model = model_of(mixer=mixer, proj=BlockLinear())
+    inventory = read(model)
+    assert inventory.refusals == ()
+    assert [slot.name for slot in inventory.slots] == ["mixer.conv1d.weight", "proj.weight"]
+
+
+def test_a_weight_that_the_engine_ties_after_loading_is_a_second_name():
+    embed, head = nn.Embedding(64, 128), nn.Linear(128, 64, bias=False)
+    twin = identity_twin(model_of(embed=embed, head=head, proj=BlockLinear()))
+    head.weight = embed.weight
+    inventory = read(model_of(embed=embed, head=head, proj=BlockLinear()), twin)
+    assert inventory.refusals == ()
+    assert inventory.aliases == {"head.weight": "embed.weight"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"weight_scale_inv": torch.ones(2, 2, dtype=torch.int32)}, "its `weight_scale_inv` is int32 [2, 2], not"),
+        ({"weight_scale_inv": torch.ones(1, 2)}, "its `weight_scale_inv` is float32 [1, 2], not"),
+        ({"weight_scale_inv": torch.ones(2, 1).expand(2, 2)}, "not row-major float32 [2, 2]"),
+        ({"weight": torch.zeros(256, 256, dtype=FP8).t()}, "its `weight` is not a row-major float8_e4m3fn matrix"),
+        ({"weight": torch.zeros(0, dtype=FP8)}, "its kernel removed `weight`"),
+    ],
+)
+def test_storage_in_another_layout_is_refused(changed, reason):
+    layer = BlockLinear()
+    twin = identity_twin(model_of(proj=BlockLinear()))
+    for name, tensor in changed.items():
+        setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+    assert reason in only_refusal(model_of(proj=layer), twin)
+
+
+def test_experts_in_mxfp4_are_refused_by_name():
+    experts = nn.Module()
+    for name, shape in {"w13_weight": (2, 256, 64), "w13_weight_scale": (2, 256, 4), "w2_weight": (2, 128, 64)}.items():
+        setattr(experts, name, nn.Parameter(torch.zeros(shape, dtype=torch.uint8), requires_grad=False))
+    refusal = only_refusal(model_of(proj=BlockLinear(), experts=experts))
+    assert refusal.startswith("experts: holds w13_weight (uint8), w13_weight_scale (uint8), w2_weight (uint8)")
+
+
+@pytest.mark.parametrize("is_up_first", [False, True])
+def test_matrices_of_a_stack_are_slots_wherever_the_rank_has_them(is_up_first):
+    layer = nn.Module()
+    layer.is_up_first = is_up_first
+    for name, shape in {"w13_weight": (2, 256, 128), "w2_weight": (2, 128, 128)}.items():
+        setattr(layer, name, nn.Parameter(torch.zeros(shape, dtype=FP8), requires_grad=False))
+        grid = torch.arange(shape[0] * shape[1] // 128, dtype=torch.float32).view(2, -1, 1)
+        setattr(layer, f"{name}_scale_inv", nn.Parameter(grid, requires_grad=False))
+    model = model_of(experts=layer)
+    metas = {
+        "gate_up": TensorMeta(shape=(4, 256, 128), dtype=BF16),
+        "down": TensorMeta(shape=(4, 128, 128), dtype=BF16),
+    }
+
+    def load(tensors):
+        for name, tensor in tensors:
+            for place, expert in enumerate((3, 1)):
+                if name == "gate_up":
+                    for half, part in enumerate(tensor[expert].chunk(2)):
+                        layer.w13_weight[place, 128 * half : 128 * (half + 1)].copy_(part)
+                else:
+                    layer.w2_weight[place].copy_(tensor[expert])
+
+    inventory = read(model, trace_twin(model, Naming(tensors=metas), load, num_ranks=2))
+    assert inventory.refusals == ()
+    parts = {f"gate_up[{expert}]": (expert, 0) for expert in (3, 1)}
+    assert inventory.stacked[0] == Stacked(name="gate_up", shape=(4, 256, 128), parts=parts)
+    for slot in inventory.slots:
+        is_down, expert = slot.name.startswith("down"), int(slot.name[-2])
+        place = {3: 0, 1: 1}[expert]
+        half = 0 if is_down else (slot.origin[0] // 128) ^ is_up_first
+        held = layer.w2_weight if is_down else layer.w13_weight
+        scale = layer.w2_weight_scale_inv if is_down else layer.w13_weight_scale_inv
+        assert slot.weight.data_ptr() == held[place, 128 * half :].data_ptr()
+        assert slot.scale.data_ptr() == scale[place, half:].data_ptr()
+    assert len(inventory.slots) == 6
+
+
+def test_a_name_of_transformers_own_and_one_without_a_prefix_are_second_names():
+    model = model_of(proj=BlockLinear())
+    naming = Naming(
+        tensors={"model.proj.weight": TensorMeta(shape=(256, 256), dtype=BF16)},
+        aliases={"backbone.proj.weight": "model.proj.weight"},
+        others={"proj.weight": "model.proj.weight"},
+        tied={"head.weight": "model.proj.weight"},
+    )
+
+    def load(tensors):
+        for name, tensor in tensors:
+            dict(model.named_parameters())[name.removeprefix("model.")].copy_(tensor)
+
+    inventory = read(model, trace_twin(model, naming, load))
+    assert inventory.aliases == dict.fromkeys(
+        ("head.weight", "backbone.proj.weight", "proj.weight"), "model.proj.weight"
+    )

@@ -1,0 +1,459 @@
+"""A refit like the last one in one exchange: what waits for the write, and what becomes of it when that does not come."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from torch import Tensor
+
+import fp8refit.driver.engine
+from fp8refit import (
+    Broadcaster,
+    CacheFlushError,
+    EngineAsleepError,
+    EngineBusyError,
+    RankFailedError,
+    Refitter,
+    TransportError,
+)
+from fp8refit.remote.channel import GRACE_S, NUM_VOTES
+from fp8refit.remote.message_pairs import PairAnswers, call_in_turn
+from fp8refit.remote.messages import Fingerprint, Request
+from fp8refit.remote.ranks import RemoteRanks
+from fp8refit.sources.source import MappingSource, as_source
+from fp8refit.transport.memory.shared_tensors import Importer
+from fp8refit.transport.vote import Ballot
+from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE
+from tests.fake_ranks import (
+    Client,
+    ClientEngine,
+    Cluster,
+    Remote,
+    ThreadChannel,
+    ThreadGroup,
+    arm,
+    as_announced_iterator,
+    fail_once,
+)
+from tests.remote.test_rank_server import exporter_of, on_the_gpu
+from tests.transport.memory.test_shared_tensors import FakeDriver
+
+FLUSH_S = 5.0
+TIMEOUT_S = 40.0
+
+
+class PairChannel(ThreadChannel):
+    """See `fp8refit.remote.message_pairs.Pairs` too. Notes what goes in which exchange, caches among it."""
+
+    def __init__(self, remote: Remote) -> None:
+        super().__init__(remote.servers)
+        self.exchanges: list[list[str]] = []
+        self.pair_timeouts_s: tuple[float, float] | None = None
+        self.keeps_caches = False
+        self.while_flushing: Callable[[], None] = lambda: None
+
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        self.exchanges.append([])
+        return await self._pass_on(message, timeout_s=timeout_s)
+
+    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
+        self.pair_timeouts_s = timeouts_s
+        self.exchanges.append([])
+        pair = await call_in_turn(self._pass_on, self.flush_beside, first, second, timeouts_s=timeouts_s)
+        return pair if pair.is_refused else replace(pair, flush_s=FLUSH_S)
+
+    async def flush_beside(self) -> None:
+        self.flush()
+
+    def flush(self) -> None:
+        self.exchanges[-1].append("flush")
+        self.while_flushing()
+        if self.keeps_caches:
+            raise CacheFlushError("the prefix cache holds blocks")
+
+    async def _pass_on(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        self.exchanges[-1].append(Request.model_validate_json(message).order.step)
+        return await super().call(message, timeout_s=timeout_s)
+
+
+class PairEngine(ClientEngine):
+    """A fake engine whose caches are dropped in an exchange: in one of its own, if nothing waits for the next."""
+
+    async def flush_caches(self) -> None:
+        channel = self._model.ranks.asked.channel
+        channel.exchanges.append([])
+        channel.flush()
+
+
+class PairEntryPoint:
+    """Entry point of `PairEngine`."""
+
+    name = "fake"
+
+    def load(self) -> type[PairEngine]:
+        return PairEngine
+
+
+class Steady:
+    """An engine that knows what policies look like; every refit brings it another one."""
+
+    def __init__(self, transport: str, driver: FakeDriver) -> None:
+        self.remote = Remote(Cluster(kv=[[ATTENTION], [ATTENTION]]))
+        self.cluster = self.remote.cluster
+        self.channel = PairChannel(self.remote)
+        self.ranks = RemoteRanks(self.channel, self.channel)
+        self.client = Client(self.ranks)
+        self.refitter = Refitter(self.client, transport=transport, timeout_s=TIMEOUT_S)
+        made = self.cluster.make_policy(0)
+        self.policy = made if transport == "collective" else on_the_gpu(made, driver)
+        self.orders = ["prepare", "flush", "take" if transport == "collective" else "write"]
+        for seed in range(2):
+            self.refit(seed)
+        self.first = list(self.channel.exchanges)
+        self.channel.exchanges.clear()
+
+    def fill(self, seed: int) -> dict[str, Tensor]:
+        """The next policy, where the last one was."""
+        for tensor, new in zip(self.policy.values(), self.cluster.make_policy(seed).values(), strict=True):
+            tensor.copy_(new)
+        return self.policy
+
+    def refit(self, seed: int):
+        report = self.refitter.refit(self.fill(seed))
+        self.cluster.assert_holds(self.policy, version=report.version)
+        assert (self.ranks.version, self.ranks.is_dirty, self.client.blocked) == (report.version, False, None)
+        return report
+
+    def refuse(self, error: type[BaseException], match: str = "") -> None:
+        """Check that a refit writes nothing, and that the next one does."""
+        before, version = self.cluster.live_bytes(), self.ranks.version
+        with pytest.raises(error, match=match):
+            self.refitter.refit(self.fill(7))
+        assert self.cluster.live_bytes() == before
+        assert self.cluster.states == [(False, version)] * 2
+        assert (self.ranks.version, self.ranks.is_dirty, self.client.blocked) == (version, False, None)
+        self.channel.keeps_caches = False
+        exchanges = list(self.channel.exchanges)
+        assert self.refit(8).version == version + 1
+        self.channel.exchanges[:] = exchanges
+
+
+@pytest.fixture(autouse=True)
+def adapter(monkeypatch):
+    monkeypatch.setattr(fp8refit.driver.engine, "entry_points", lambda group: [PairEntryPoint()])
+
+
+@pytest.fixture
+def open_steady(monkeypatch):
+    driver, opened = FakeDriver(), []
+    monkeypatch.setattr("fp8refit.remote.host_route.Exporter", lambda: exporter_of(driver))
+    monkeypatch.setattr("fp8refit.remote.rank_server.Importer", lambda device: Importer(device, driver=driver))
+
+    def open_steady(transport):
+        opened.append(Steady(transport, driver))
+        return opened[-1]
+
+    yield open_steady
+    for steady in opened:
+        steady.refitter.close()
+
+
+@pytest.fixture(params=["auto", "collective"])
+def steady(open_steady, request):
+    return open_steady(request.param)
+
+
+def test_a_refit_like_the_last_is_one_exchange(steady):
+    for seed in (2, 3):
+        report = steady.refit(seed)
+        assert report.phases_s["flush"] >= FLUSH_S
+    assert steady.channel.exchanges == [steady.orders] * 2
+
+
+def test_ranks_agree_once_before_they_write_what_they_know(steady, monkeypatch):
+    phases = []
+
+    def exchange(group, message, *, timeout_s):
+        if group.rank == 0:
+            phases.append(Ballot.model_validate_json(message).phase)
+        return exchange_for_real(group, message, timeout_s=timeout_s)
+
+    exchange_for_real = ThreadGroup.exchange
+    monkeypatch.setattr(ThreadGroup, "exchange", exchange)
+    steady.refit(2)
+    assert phases == ["prepared", "written"]
+
+
+def test_ranks_that_hold_other_tensors_than_before_are_told_everything_again(steady):
+    def forget():
+        for server in steady.remote.servers:
+            server._rank._foreign = ("other", "tensors"), frozenset()
+
+    forget()
+    if steady.orders[-1] == "write":
+        steady.refuse(TransportError, "hold other tensors than at the last refit")
+    else:
+        steady.refit(2)  # as ranks that another trainer refitted
+        assert steady.channel.exchanges[-1] == steady.orders
+    steady.refit(3)
+
+
+def test_a_policy_that_lies_where_the_last_one_did_is_not_looked_at_tensor_by_tensor(steady, monkeypatch):
+    policy, looked_at = steady.fill(2), []
+    with monkeypatch.context() as patch:
+        patch.setattr(MappingSource, "_read", property(lambda source: looked_at.append(source)))
+        report = steady.refitter.refit(policy)
+    assert looked_at == []
+    steady.cluster.assert_holds(policy, version=report.version)
+    prefixed = {f"module.{name}": tensor for name, tensor in steady.fill(3).items()}
+    for _ in range(2):
+        report = steady.refitter.refit(prefixed)
+        steady.cluster.assert_holds(policy, version=report.version)
+
+
+def test_what_is_new_to_the_ranks_is_judged_before_the_engine_is_paused(steady):
+    place = steady.first.index(["prepare"])
+    assert steady.first[place : place + 3] == [[step] for step in steady.orders]
+
+
+def test_no_request_is_aborted_for_what_ranks_refuse(steady):
+    steady.refitter = Refitter(steady.client, transport=steady.refitter._config.transport, in_flight="abort")
+    steady.refit(2)
+    steady.channel.exchanges.clear()
+    steady.refit(3)
+    assert steady.channel.exchanges == [[step] for step in steady.orders]
+
+
+def test_the_ranks_have_as_long_for_each_of_both_as_for_each_alone(steady):
+    steady.refit(2)
+    alone = {
+        request.order.step: s for request, s in zip(steady.channel.requests, steady.channel.timeouts_s, strict=True)
+    }
+    assert steady.channel.pair_timeouts_s == (alone["prepare"], alone[steady.orders[-1]])
+    assert steady.channel.pair_timeouts_s[0] == NUM_VOTES * TIMEOUT_S + GRACE_S
+
+
+@pytest.mark.parametrize("fault", ["ready", "judged", "prepared"])
+def test_what_a_rank_refuses_then_is_refused_as_ever(fault, steady):
+    arm(steady.cluster.targets[1], fault, EngineAsleepError("the weights sleep"))
+    steady.refuse(EngineAsleepError, "the weights sleep")
+    assert steady.channel.exchanges == [["prepare"], ["abandon"]]
+
+
+def test_caches_that_stay_leave_the_old_policy(steady):
+    steady.channel.keeps_caches = True
+    steady.refuse(CacheFlushError, "holds blocks")
+    assert steady.channel.exchanges == [["prepare", "flush"], ["abandon"]]
+
+
+def test_caches_that_stay_do_not_make_a_dirty_engine_whole(steady):
+    for target in steady.cluster.targets:
+        target.is_dirty = True  # by somebody else
+    steady.channel.keeps_caches = True
+    with pytest.raises(CacheFlushError):
+        steady.refitter.refit(steady.fill(2))
+    assert steady.ranks.is_dirty
+    assert "failed part way" in steady.client.blocked
+    steady.channel.keeps_caches = False
+    steady.refit(3)
+
+
+def wait_for_the_first_bucket(steady):
+    receivers, give_up_s = [server._receiver for server in steady.remote.servers], time.monotonic() + TIMEOUT_S
+    while not all(receiver._arriving and receiver._arriving[0].is_done() for receiver in receivers):
+        assert time.monotonic() < give_up_s
+        time.sleep(0.001)
+
+
+def test_weights_travel_already_while_caches_are_dropped(open_steady):
+    steady = open_steady("collective")
+    seen = []
+
+    def while_flushing():
+        if "prepare" in steady.channel.exchanges[-1]:
+            wait_for_the_first_bucket(steady)
+            seen.append(steady.cluster.live_bytes())
+
+    steady.channel.while_flushing = while_flushing
+    before = steady.cluster.live_bytes()
+    steady.refit(2)
+    assert seen == [before]
+    steady.channel.keeps_caches = True
+    start_s = time.monotonic()
+    steady.refuse(CacheFlushError, "holds blocks")
+    assert len(seen) == 2
+    assert time.monotonic() - start_s < 10
+
+
+def test_whatever_ranks_are_asked_for_before_they_take_it_ends_what_comes(open_steady):
+    steady = open_steady("collective")
+    before = steady.cluster.live_bytes()
+
+    def ask():
+        for server in steady.remote.servers:
+            server.handle(Request(id="other", order=Fingerprint()).encode())
+
+    steady.channel.while_flushing = ask
+    with pytest.raises(TransportError, match="not in the group"):
+        steady.refitter.refit(steady.fill(2))
+    assert steady.cluster.live_bytes() == before
+    steady.channel.while_flushing = lambda: None
+    steady.refit(3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_to_which_nothing_can_come_is_joined_again(rank, open_steady):
+    steady = open_steady("collective")
+    fail_once(steady.remote.servers[rank]._receiver, "receive_ahead", TransportError("a wire broke"))
+    steady.refit(2)
+    assert steady.channel.exchanges[-1] == steady.orders
+
+
+def test_an_engine_that_is_not_paused_hears_nothing(steady):
+    fail_once(steady.refitter._engine, "pause", EngineBusyError("requests run"))
+    steady.refuse(EngineBusyError, "requests run")
+    assert steady.channel.exchanges == [["abandon"]]
+
+
+def test_whatever_else_comes_first_ends_what_waits(steady):
+    config = steady.refitter._config
+    before = steady.cluster.live_bytes()
+
+    def source():
+        return as_source(steady.fill(2))
+
+    ranks = steady.ranks
+    finish(ranks.prepare(source, config))
+    finish(ranks.fingerprints())
+    with pytest.raises(RankFailedError, match="this refit was given up"):
+        finish(ranks.write())
+    assert steady.cluster.live_bytes() == before
+    assert (ranks.is_dirty, steady.cluster.states) == (False, [(False, 2)] * 2)
+    assert ["prepare"] not in steady.channel.exchanges
+    steady.refit(3)
+
+
+def finish(step):
+    """Do what never suspends."""
+    with pytest.raises(StopIteration):
+        step.send(None)
+
+
+@pytest.mark.parametrize("step", ["prepare", "last"])
+def test_an_interrupt_leaves_what_the_ranks_say(step, steady):
+    step = steady.orders[-1] if step == "last" else step
+
+    def lose(answers):
+        if steady.channel.steps[-1] == step:
+            steady.channel.on_answers = lambda answers: answers
+            raise KeyboardInterrupt
+        return answers
+
+    steady.channel.on_answers = lose
+    with pytest.raises(KeyboardInterrupt):
+        steady.refitter.refit(steady.fill(2))
+    version = 2 if step == "prepare" else 3
+    assert steady.cluster.states == [(False, version)] * 2
+    assert (steady.ranks.version, steady.ranks.is_dirty, steady.client.blocked) == (version, False, None)
+    steady.refit(3)
+
+
+def another_trainer(steady):
+    """Refits the same ranks."""
+    ranks = RemoteRanks(ThreadChannel(steady.remote.servers))
+    client = Client(ranks)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(PairEngine, "flush_caches", ClientEngine.flush_caches)
+    other = Refitter(client, transport="collective", timeout_s=TIMEOUT_S)
+    return other, patch
+
+
+@pytest.mark.parametrize("is_dirty", [False, True])
+def test_ranks_that_another_trainer_refitted_are_joined_again(is_dirty, open_steady):
+    steady = open_steady("collective")
+    other, patch = another_trainer(steady)
+    other.refit(steady.cluster.make_policy(5))
+    patch.undo()
+    for target in steady.cluster.targets:
+        target.is_dirty = is_dirty
+    start_s = time.monotonic()
+    assert steady.refit(6).version == 4
+    assert time.monotonic() - start_s < 10
+    assert steady.channel.exchanges == [
+        ["prepare"],
+        ["abandon"],
+        ["describe"],
+        ["join"],
+        ["prepare", "flush", "take"],
+    ]
+    steady.channel.exchanges.clear()
+    steady.refit(7)
+    assert steady.channel.exchanges == [steady.orders]
+    other.close()
+
+
+def test_ranks_that_cannot_be_joined_again_refuse_once_more(open_steady):
+    steady = open_steady("collective")
+    for server in steady.remote.servers:
+        server._receiver.leave()
+        server._receiver.source = partial(refuse_always, TransportError("nobody is here"))
+    before = steady.cluster.live_bytes()
+    with pytest.raises(TransportError, match="nobody is here"):
+        steady.refitter.refit(steady.fill(2))
+    assert steady.cluster.live_bytes() == before
+    assert (steady.ranks.is_dirty, steady.client.blocked) == (False, None)
+    assert [exchange for exchange in steady.channel.exchanges if "prepare" in exchange] == [["prepare"]] * 2
+    for server in steady.remote.servers:
+        del server._receiver.source
+        fail_once(server._receiver, "take", TransportError("gone in the middle"))
+    with pytest.raises(TransportError, match="gone in the middle"):  # which is nothing that was refused
+        steady.refitter.refit(steady.fill(3))
+    steady.refit(4)
+
+
+def refuse_always(error, offer):
+    raise error
+
+
+def test_a_stream_is_announced_before_it_is_begun(open_steady, tmp_path):
+    steady = open_steady("collective")
+    for seed in (2, 3):
+        policy = steady.cluster.make_policy(seed)
+        steady.refitter.refit(**as_announced_iterator(policy, tmp_path))
+        steady.cluster.assert_holds(policy, version=seed + 1)
+        assert steady.channel.exchanges[-3:] == [["prepare"], ["flush"], ["take"]]
+
+
+def test_no_engine_of_several_writes_while_another_may_refuse(open_steady):
+    steadies = [open_steady("collective") for _ in range(2)]
+    with Broadcaster([steady.client for steady in steadies], timeout_s=TIMEOUT_S) as broadcaster:
+        for seed in (2, 3):
+            broadcaster.push(steadies[0].fill(seed))
+        for steady in steadies:
+            steady.cluster.assert_holds(steadies[0].policy, version=4)
+            assert steady.channel.exchanges[-3:] == [["prepare"], ["flush"], ["take"]]
+
+
+def test_one_engine_of_a_broadcaster_is_one_exchange(open_steady):
+    steady = open_steady("collective")
+    with Broadcaster([steady.client], timeout_s=TIMEOUT_S) as broadcaster:
+        for seed in (2, 3):
+            broadcaster.push(steady.fill(seed))
+        steady.cluster.assert_holds(steady.policy, version=4)
+        assert steady.channel.exchanges[-1] == steady.orders
+
+
+def test_kv_scales_are_judged_before_the_engine_is_paused(steady):
+    scales = {K_SCALE: 2.0, V_SCALE: 3.0}
+    report = steady.refitter.refit(steady.fill(2), kv_scales=scales)
+    steady.cluster.assert_holds(steady.policy, version=3)
+    assert report.kv.scales == scales
+    assert steady.channel.exchanges == [[step] for step in steady.orders]
+
+
+def test_a_channel_that_takes_one_message_at_a_time_is_given_one_at_a_time(steady):
+    steady.ranks.asked.pairs = None
+    steady.refit(2)
+    assert steady.channel.exchanges == [[step] for step in steady.orders]

@@ -1,0 +1,147 @@
+"""vLLM's own calls that load weights, with the drop-in: what a trainer calls, in every layout. `drop_ins.py` does it."""
+
+import pytest
+
+from tests.tiny_models import save_model
+from tests.updating import FAULTS
+from tests.vllm.processes import run_scenario
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
+
+CASES = {
+    "in process": ("llama_tied", 1, False),
+    "tensor parallel": ("qwen2_wide", 1, True),
+    "external launcher": ("qwen2_wide", 2, False),
+    "pipeline parallel": ("llama_tied", 1, True),
+    "expert parallel": ("qwen3_moe", 1, True),
+}
+"""Family, number of drivers, and whether the engine core has a process of its own."""
+WAYS = ("tensor by tensor", "buckets", "generators", "layerwise", "reload_weights", "weight transfer")
+PLACES = [
+    f"{way}: {fault} {place}"
+    for way in WAYS
+    if way in ("tensor by tensor", "layerwise")
+    for fault in FAULTS
+    for place in range(4)
+]
+ON = {"FP8REFIT_DROP_IN": "1", "FP8REFIT_TEST_START_METHOD": "fork"}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def drivers(request, starter, tmp_path_factory):
+    family, num_drivers, has_own_core = CASES[request.param]
+    folder = tmp_path_factory.mktemp("drop-in")
+    save_model(family, 1, folder / "bf16")
+    (folder / "ids.json").write_text(str([[(7 * i + 3 * j) % 256 for j in range(16)] for i in range(4)]))
+    calibration = {"FP8REFIT_CALIBRATION": str(folder / "ids.json")} if request.param == "tensor parallel" else {}
+    outcome = run_scenario(
+        starter,
+        "drop-in",
+        {"layout": request.param, "family": family, "model": folder / "bf16"},
+        folder,
+        timeout_s=260,
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(has_own_core)), **ON, **calibration},
+        num_drivers=num_drivers,
+    )
+    assert outcome.left == []
+    return outcome.drivers
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_trainer_loads_is_a_refit(way, drivers):
+    for driver in drivers:
+        found = driver["ways"][way]
+        assert [one.get("version") for one in found["loaded"]] == [3 + WAYS.index(way)] * len(found["loaded"]), found
+        assert driver["differ"]
+        assert found["same"]
+
+
+def test_kv_scales_are_calibrated_where_ids_are_given(drivers):
+    for driver in drivers:
+        for found in driver["ways"].values():
+            kv = [one["kv"] for one in found["loaded"]]
+            assert all(one["num_tokens"] == 64 for one in kv) if driver["layout"] == "tensor parallel" else not any(kv)
+
+
+def test_no_live_tensor_moves(drivers):
+    assert all(driver["placed"] for driver in drivers)
+
+
+@pytest.mark.parametrize("fault", PLACES)
+def test_a_fault_in_any_bucket_serves_nothing_until_it_is_healed(fault, drivers):
+    for driver in drivers:
+        found = driver["faults"][fault]
+        if "missing" not in fault or "layerwise" in fault:  # or known when the first tensor of a policy comes again
+            assert all("error" in one for one in found["loaded"]), found
+        if "layerwise" not in fault and fault.endswith("raise 0"):
+            assert found["dirty"] == [False] * len(found["dirty"])  # nothing came
+        else:
+            assert found["dirty"] == [True] * len(found["dirty"])
+            assert found["generate"]["error"] == "EngineDirtyError"
+        assert all("version" in one for one in found["healed"]), found
+        assert found["same"]
+
+
+def test_a_policy_that_broke_off_is_not_completed_by_the_next(drivers):
+    for driver in drivers:
+        found = driver["cut"]
+        assert found["dirty"] == [True] * len(found["dirty"])
+        assert all("version" in one for one in found["loaded"]), found
+        assert found["same"]
+        assert driver["healed by a refit"]
+
+
+def test_all_that_was_wrapped_is_given_back(drivers):
+    for driver in drivers:
+        for there, removed in zip(driver["traces"], driver["removed"], strict=True):
+            assert removed == []
+            assert {"network.load_weights", "worker.fp8refit_last_report"} <= set(there)
+            assert "vllm.model_executor.model_loader.reload.initialize_layerwise_reload" in there
+            assert (
+                len([name for name in there if name.endswith(".finalize_layerwise_reload")]) > 2
+            )  # wherever it is imported
+            assert "vllm.model_executor.model_loader.utils.process_weights_after_loading" in there
+
+
+@pytest.fixture(scope="module")
+def boots(starter, tmp_path_factory):
+    """An engine that is quantized by the environment and loaded into, and a fresh one."""
+    work = tmp_path_factory.mktemp("boots")
+    for seed in (1, 2):
+        save_model("qwen3", seed, work / f"policy-{seed}")
+
+    def run(name, environment, **arguments):
+        asked = {"work": work, **arguments}
+        return run_scenario(starter, name, asked, work, timeout_s=120, environment=environment).drivers[0]
+
+    quantized = {"FP8REFIT_QUANTIZATION": "fp8_per_block"}
+    return {
+        "loaded": run("drop-in boot", ON | quantized, family="qwen3"),
+        "fresh": run("drop-in fresh", {}),
+        "refused": run("drop-in refused", ON),
+    }
+
+
+def test_what_was_loaded_is_what_a_fresh_engine_boots(boots):
+    loaded, fresh = boots["loaded"], boots["fresh"]
+    assert loaded["loaded"]["version"] == 1
+    assert loaded["live"] == fresh["live"]
+    assert loaded["outputs"] == fresh["outputs"]
+    assert loaded["placed"]
+
+
+def test_without_the_drop_in_nothing_is_touched_and_the_same_calls_do_not_refit(boots):
+    assert boots["fresh"]["traces"] == []
+    assert {"network.load_weights", "EngineArgs.create_engine_config"} <= set(boots["loaded"]["traces"])
+    assert boots["loaded"]["removed"] == []
+    assert boots["loaded"]["control"]["error"] in (
+        "AttributeError",
+        "AssertionError",
+    )  # live parameters have no loaders
+
+
+def test_engines_that_cannot_be_dropped_into_do_not_boot_and_others_are_left_alone(boots):
+    found = boots["refused"]
+    assert "cannot be refitted" in found["repacking"]["message"]
+    assert found["bfloat16"] == []
+    assert found["option"] == []
