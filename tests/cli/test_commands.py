@@ -289,7 +289,8 @@ def test_quantize_refuses_nan_and_names_the_tensor(tmp_path):
 
 
 ENDED = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup, which ignores it
 from fp8refit.cli import checkpoint, commands as cli
 def save(tensors, file):
     file.write_bytes(b"half of it")
