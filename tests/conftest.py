@@ -41,5 +41,5 @@ def one_thread():
 @pytest.fixture
 def model(monkeypatch):
     """A fake engine of one layer; its adapter is the only one installed."""
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [FakeEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [FakeEntryPoint()])
     return FakeModel()

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fp8refit import EngineLostError, Refitter
-from fp8refit.driver.engine import LocalRanks
+from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import (
     FP8_DTYPE,

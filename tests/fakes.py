@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver.engine import AttachedEngine, LocalRanks
+from fp8refit.driver.attach import AttachedEngine
+from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import CacheFlushError, EngineBusyError
 from fp8refit.fill.kernels.reference import quantize_reference
 from fp8refit.live.parameters import live_tensors

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
-import fp8refit.driver.engine
+import fp8refit.driver.adapters
 import fp8refit.sources.sharded.gather
 from fp8refit import RefitError, Refitter, gathered
 from fp8refit.megatron import MegatronNames, global_names
@@ -155,7 +155,7 @@ def gather_oddly(rank: int) -> list[str]:
 
 def engine() -> FakeModel:
     """A fake engine, the only one whose adapter is installed."""
-    fp8refit.driver.engine.entry_points = lambda group: [FakeEntryPoint()]
+    fp8refit.driver.adapters.entry_points = lambda group: [FakeEntryPoint()]
     return FakeModel()
 
 

@@ -5,7 +5,7 @@ import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import fp8refit.driver.engine
+import fp8refit.driver.adapters
 from fp8refit import Broadcaster, RefitError, gathered
 from fp8refit.ranks.kv.calibration import to_float32
 from fp8refit.ranks.kv.scales import MARGIN
@@ -18,7 +18,7 @@ GIVEN = {K_SCALE: 0.5, V_SCALE: 0.25}
 
 def push_shards(rank: int) -> list[str]:
     """Policies that every rank holds half of: one with KV scales, one with NaN, one too early, and one that is calibrated."""
-    fp8refit.driver.engine.entry_points = lambda group: [ClientEntryPoint()]
+    fp8refit.driver.adapters.entry_points = lambda group: [ClientEntryPoint()]
     mesh = init_device_mesh("cpu", (2,))
     remotes = [Remote(Cluster(kv=[[ATTENTION]] * 2)) for _ in range(2)] if rank == 0 else []
     group = torch.distributed.group.WORLD
@@ -53,7 +53,7 @@ def push_shards(rank: int) -> list[str]:
 
 def push_stacks(rank: int, layout: str) -> list[str]:
     """Experts stacked in one tensor a layer, which every rank holds half of, gathered expert by expert and broadcast."""
-    fp8refit.driver.engine.entry_points = lambda group: [ClientEntryPoint()]
+    fp8refit.driver.adapters.entry_points = lambda group: [ClientEntryPoint()]
     mesh = init_device_mesh("cpu", (2,))
     remotes = [Remote(Cluster(layout)) for _ in range(2)] if rank == 0 else []
     broadcaster = Broadcaster([remote.client for remote in remotes], timeout_s=TIMEOUT_S) if remotes else None

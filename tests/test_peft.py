@@ -193,7 +193,7 @@ def network_of(policy):
 
 @pytest.mark.parametrize("place", ["in this process", "elsewhere"])
 def test_an_engine_holds_the_merged_policy(place, monkeypatch):
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [ClientEntryPoint()])
     cluster = Cluster("replicated")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "up_proj"])
     for version in (1, 2):

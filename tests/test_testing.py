@@ -38,7 +38,7 @@ def under_test(broken: Broken):
             return broken.adapter()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp8refit.driver.engine.entry_points", lambda group: [EntryPoint()])
+        patch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [EntryPoint()])
         yield broken.subject(broken.model())
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver import driven
+from fp8refit.driver import engine
 from fp8refit.driver.admission import cache_kept, unfinished
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.remote.channel import Channel
@@ -27,7 +27,7 @@ _SETTLING_S = 1.0
 """How long a scheduler may take to notice that its last request has finished."""
 
 
-class Driver(driven.Driver, Channel, Pairs):
+class Driver(engine.Driver, Channel, Pairs):
     """The control plane of `fp8refit.driver.engine.Engine`, and `fp8refit.remote.channel.Channel`, over an engine's controls.
 
     Args:

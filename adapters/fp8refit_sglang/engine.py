@@ -4,8 +4,9 @@ import json
 import sys
 from typing import Any
 
-from fp8refit.driver.driven import DrivenEngine
-from fp8refit.driver.engine import LocalRanks, booting
+from fp8refit.driver.adapters import booting
+from fp8refit.driver.engine import DelegatingEngine
+from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
@@ -27,7 +28,7 @@ BLOCK_FP8 = {
 }
 
 
-class SglangEngine(DrivenEngine):
+class SglangEngine(DelegatingEngine):
     """Implements `fp8refit.driver.engine.Engine` for `sglang.Engine`, `SglangServer`, and a scheduler from within.
 
     Args:

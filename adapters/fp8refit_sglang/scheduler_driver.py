@@ -7,8 +7,8 @@ from typing_extensions import override
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.admission import cache_kept
-from fp8refit.driver.driven import Driver
-from fp8refit.driver.engine import hold
+from fp8refit.driver.attach import hold
+from fp8refit.driver.engine import Driver
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_sglang.compat import Scheduler, refuse_requests
 

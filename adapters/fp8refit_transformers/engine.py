@@ -9,7 +9,9 @@ from torch import nn
 from typing_extensions import override
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver.engine import Adapter, LocalRanks, booting
+from fp8refit.driver.adapters import booting
+from fp8refit.driver.engine import Adapter
+from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import EngineBusyError, UnsupportedEngineError
 from fp8refit.ranks.rank import Rank

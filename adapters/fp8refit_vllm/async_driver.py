@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.admission import refusal, still_running
-from fp8refit.driver.driven import Driver
+from fp8refit.driver.engine import Driver
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
 from fp8refit.remote.channel import Channel
 from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn

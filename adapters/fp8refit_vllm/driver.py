@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.admission import cache_kept, refusal, unfinished
-from fp8refit.driver.driven import Driver
+from fp8refit.driver.engine import Driver
 from fp8refit.errors import (
     CacheFlushError,
     EngineAsleepError,

@@ -4,8 +4,9 @@ import os
 import sys
 from typing import Any
 
-from fp8refit.driver.driven import DrivenEngine
-from fp8refit.driver.engine import LocalRanks, booting
+from fp8refit.driver.adapters import booting
+from fp8refit.driver.engine import DelegatingEngine
+from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
@@ -18,7 +19,7 @@ from fp8refit_vllm.worker import rank_of
 from fp8refit_vllm.worker_driver import WorkerDriver
 
 
-class VllmEngine(DrivenEngine):
+class VllmEngine(DelegatingEngine):
     """Implements `fp8refit.driver.engine.Engine` for `vllm.LLM`, `AsyncLLM` and `VllmServer`.
 
     Args:

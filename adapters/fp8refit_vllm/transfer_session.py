@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from typing_extensions import override
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver.engine import AttachedEngine, Engine
+from fp8refit.driver.attach import AttachedEngine
+from fp8refit.driver.engine import Engine
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError, TransportError, UnsupportedEngineError
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues

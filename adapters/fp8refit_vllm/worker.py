@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8refit.driver.engine import hold
+from fp8refit.driver.attach import hold
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.slots import Inventory, KvCache, Refresh, Refusal
 from fp8refit.live.tracing.twin import Twin

@@ -6,7 +6,7 @@ from typing import Any
 from typing_extensions import override
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver.driven import Driver
+from fp8refit.driver.engine import Driver
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_vllm.worker import board_of
 

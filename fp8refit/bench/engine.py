@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fp8refit.driver.engine import booting, find_adapter
+from fp8refit.driver.adapters import booting, find_adapter
 from fp8refit.errors import UnsupportedEngineError
 
 

@@ -23,7 +23,7 @@ from fp8refit.bench import policies
 from fp8refit.bench.clock import Count, Percentiles
 from fp8refit.bench.engine import adapter_module
 from fp8refit.bench.shapes import folder_of
-from fp8refit.driver.engine import booting
+from fp8refit.driver.adapters import booting
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout

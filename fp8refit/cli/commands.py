@@ -35,7 +35,7 @@ from rich.table import Column, Table
 
 from fp8refit import __version__
 from fp8refit.config import RefitConfig
-from fp8refit.driver.engine import find_adapter
+from fp8refit.driver.adapters import find_adapter
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import CheckpointError, RefitError, UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout, SlotLayout

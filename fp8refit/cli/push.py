@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from fp8refit.config import RefitConfig, Transport
+from fp8refit.driver.adapters import connect
+from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.broadcaster import Broadcaster
-from fp8refit.driver.engine import attach_engine, connect
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import RefitError
 from fp8refit.live.slots import TensorMeta

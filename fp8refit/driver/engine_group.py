@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from fp8refit.config import KvOrder, RefitConfig
-from fp8refit.driver.engine import AttachedEngine, Engine, Ranks, Turn, attach_engine
+from fp8refit.driver.attach import AttachedEngine, Turn, attach_engine
+from fp8refit.driver.engine import Engine, Ranks
 from fp8refit.errors import EngineLostError, RefitError, UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.remote.broadcast.broadcast import Broadcast

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver.driven import DrivenEngine
-from fp8refit.driver.engine import AttachedEngine, Engine, LocalRanks, Ranks, attach_engine
+from fp8refit.driver.attach import AttachedEngine, attach_engine
+from fp8refit.driver.engine import DelegatingEngine, Engine, Ranks
+from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
 from fp8refit.remote.rank_server import RankServer
@@ -115,7 +116,7 @@ class _Asked(Line):
             ) from error
 
 
-class _HostControls(DrivenEngine):
+class _HostControls(DelegatingEngine):
     """See `fp8refit.remote.servers.order_handler.Controls`."""
 
     def __init__(self, engine: Engine) -> None:

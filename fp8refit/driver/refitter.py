@@ -7,7 +7,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from fp8refit.config import KvOrder, RefitConfig
-from fp8refit.driver.engine import Engine, attach_engine
+from fp8refit.driver.attach import attach_engine
+from fp8refit.driver.engine import Engine
 from fp8refit.errors import (
     EngineBusyError,
     EngineDirtyError,

@@ -12,7 +12,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver.engine import LocalRanks
+from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import EngineDirtyError, RefitError, UnsupportedEngineError
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues

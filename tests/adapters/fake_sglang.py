@@ -181,7 +181,7 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(HookRegistry, "_hooks", {})
     monkeypatch.setattr(HookRegistry, "_patched", set())
     monkeypatch.setattr(Graphs, "backends", {"decode": "full", "prefill": "tc_piecewise"})
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [EntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [EntryPoint()])
     monkeypatch.setattr("fp8refit_sglang.worker.ProcessGroupExchange", lambda group: group)
     monkeypatch.setattr("fp8refit_sglang.worker.twin_of", lambda *_, **__: None)
     monkeypatch.setattr("fp8refit_sglang.worker.read_inventory", lambda network, _: network.read_inventory())

@@ -24,7 +24,7 @@ OTHER = "http://fake:2"
 def running(monkeypatch):
     running = Running()
     entry_point = entry_point_of(running)
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [entry_point])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [entry_point])
     yield running
     running.close()
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import fp8refit.driver.engine
+import fp8refit.driver.adapters
 from fp8refit import (
     Broadcaster,
     CacheFlushError,
@@ -76,7 +76,7 @@ class Replicas:
 
 @pytest.fixture(autouse=True)
 def adapter(monkeypatch):
-    monkeypatch.setattr(fp8refit.driver.engine, "entry_points", lambda group: [ClientEntryPoint()])
+    monkeypatch.setattr(fp8refit.driver.adapters, "entry_points", lambda group: [ClientEntryPoint()])
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_a_group_of_engines_is_verified_engine_by_engine(replicas):
 def test_a_server_takes_broadcasts_and_after_it_was_started_again_too(monkeypatch):
     running = Running()
     entry_point = entry_point_of(running)
-    monkeypatch.setattr(fp8refit.driver.engine, "entry_points", lambda group: [entry_point])
+    monkeypatch.setattr(fp8refit.driver.adapters, "entry_points", lambda group: [entry_point])
     broadcaster = Broadcaster([URL], timeout_s=TIMEOUT_S)
     try:
         for seed in (1, 2):

@@ -8,7 +8,7 @@ from tests.fake_ranks import ClientEntryPoint, Cluster, Drivers
 
 @pytest.fixture(autouse=True)
 def fake_engine(monkeypatch):
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [ClientEntryPoint()])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("of the engine's own")])

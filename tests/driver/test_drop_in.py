@@ -30,7 +30,7 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @pytest.fixture(autouse=True)
 def fake_engine(monkeypatch):
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [ClientEntryPoint()])
     monkeypatch.setitem(LAYOUTS, "alone", [LAYOUTS["replicated"][0]])
 
 
@@ -357,7 +357,7 @@ class Tied:
 
 @pytest.fixture
 def tied(monkeypatch):
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [fakes.FakeEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [fakes.FakeEntryPoint()])
     return Tied()
 
 

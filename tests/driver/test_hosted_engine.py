@@ -25,7 +25,7 @@ from tests.fakes import FakeEntryPoint, FakeModel, assert_holds, make_policy
 
 @pytest.fixture(autouse=True)
 def adapters(monkeypatch):
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [ClientEntryPoint()])
 
 
 class Hosted:
@@ -60,7 +60,7 @@ def test_policies_arrive_one_after_another(hosted):
 
 @pytest.mark.parametrize("transport", ["auto", "collective"])
 def test_a_model_in_the_process_of_its_host(transport, monkeypatch):
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [FakeEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [FakeEntryPoint()])
     model = FakeModel()
     host = EngineHost(model)
     with Refitter(HostedEngine(lambda message, _: host.answer(message)), transport=transport) as refitter:

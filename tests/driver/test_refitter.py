@@ -29,7 +29,8 @@ from fp8refit import (
     UnsupportedEngineError,
     refit,
 )
-from fp8refit.driver.engine import LocalRanks, Turn
+from fp8refit.driver.attach import Turn
+from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.report import RankReport
 from tests.fake_kv import K_SCALE, V_SCALE, FakeKvCache
 from tests.fakes import FakeEngine, FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy, unchanged
@@ -356,7 +357,7 @@ def test_an_adapter_that_cannot_be_imported_stands_in_nobody_s_way(model, monkey
         def load(self):
             raise ImportError("No module named 'flux'")
 
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [Broken(), FakeEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [Broken(), FakeEntryPoint()])
     Refitter(model).refit(make_policy(model, seed=1))
     with pytest.raises(UnsupportedEngineError, match=r"adapter broken cannot be imported: No module named 'flux'"):
         Refitter({})
@@ -483,7 +484,7 @@ def async_model(model, monkeypatch):
         def load(self):
             return AsyncEngine
 
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [AsyncEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [AsyncEntryPoint()])
     return model
 
 
@@ -710,7 +711,7 @@ def test_scales_written_in_part_are_refused_until_the_next_refit(model, cache, m
     with pytest.raises(RuntimeError, match="boom"):
         refitter.calibrate(BATCH)
     monkeypatch.undo()
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [FakeEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [FakeEntryPoint()])
     assert cache.held == SEEN
     assert_dirty_until_refitted(refitter, model, "RuntimeError: boom")
     assert cache.held == BOOTED, "a refit without scales goes back to the last whole set"

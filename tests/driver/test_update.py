@@ -23,7 +23,7 @@ from tests.fake_ranks import LAYOUTS, NORM, ClientEntryPoint, Cluster, Drivers, 
 
 @pytest.fixture(autouse=True)
 def fake_engine(monkeypatch):
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [ClientEntryPoint()])
 
 
 def cut(policy, size):
@@ -298,7 +298,7 @@ def test_a_fault_in_a_stream_that_begins_like_the_last_one_is_found(fault, site)
 def test_a_tied_name_counts_whoever_came_before_it(monkeypatch):
     from tests import fakes
 
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [fakes.FakeEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [fakes.FakeEntryPoint()])
     model = fakes.FakeModel()
     policy = fakes.make_policy(model, 1)
     head = ("lm_head.weight", torch.full_like(policy["model.embed_tokens.weight"], 7.0))

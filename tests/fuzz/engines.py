@@ -23,7 +23,7 @@ ROUTES = {
 def fake_engine():
     """The only adapter that is installed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp8refit.driver.engine.entry_points", lambda group: [FakeEntryPoint()])
+        patch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [FakeEntryPoint()])
         yield
 
 

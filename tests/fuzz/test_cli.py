@@ -576,7 +576,7 @@ def test_push_reaches_the_server_or_says_why_not(chosen, what, as_json):
                 next(iter(sent.values())).view(-1)[0] = torch.nan
             save_file(sent, folder / "model.safetensors")
         entry_point = entry_point_of(running)
-        with mock.patch("fp8refit.driver.engine.entry_points", lambda group: [entry_point]):
+        with mock.patch("fp8refit.driver.adapters.entry_points", lambda group: [entry_point]):
             result = world.run(
                 "push", "absent" if what == "absent" else "policy", *options, *(["--json"] if as_json else [])
             )

@@ -350,7 +350,7 @@ def test_ranks_with_drivers_of_their_own_take_one_checkpoint(change, fraction, s
     """It changes when one rank has opened it and the other has not: no policy is committed on any, and a whole one is then."""
     cluster = Cluster()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as scratch:
-        patch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
+        patch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [ClientEntryPoint()])
         drivers, folder = Drivers(cluster), Path(scratch) / "latest"
         files = save(cluster.make_policy(seed=1), folder, shards, with_index=with_index)
         first = {"state_dict": as_source(folder)}

@@ -400,7 +400,7 @@ class Entry:
 
     def __enter__(self):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
+        self.patch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [ClientEntryPoint()])
 
     def __exit__(self, *_):
         self.patch.undo()

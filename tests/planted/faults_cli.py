@@ -83,7 +83,7 @@ FAULTS = [
     ),
     Fault(
         name="a model that an engine does not know is a raw error",
-        path="fp8refit/driver/engine.py",
+        path="fp8refit/driver/adapters.py",
         before='    except Exception as error:\n        raise UnsupportedEngineError(f"{engine} cannot ',
         after='    except ZeroDivisionError as error:\n        raise UnsupportedEngineError(f"{engine} cannot ',
         found_by=INSPECT,

@@ -20,7 +20,7 @@ LONG_S = 20.0
 
 @pytest.fixture(autouse=True)
 def fake_engine(monkeypatch):
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [ClientEntryPoint()])
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from torch import Tensor
 
-import fp8refit.driver.engine
+import fp8refit.driver.adapters
 from fp8refit import (
     Broadcaster,
     CacheFlushError,
@@ -142,7 +142,7 @@ class Steady:
 
 @pytest.fixture(autouse=True)
 def adapter(monkeypatch):
-    monkeypatch.setattr(fp8refit.driver.engine, "entry_points", lambda group: [PairEntryPoint()])
+    monkeypatch.setattr(fp8refit.driver.adapters, "entry_points", lambda group: [PairEntryPoint()])
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def fake_engine(monkeypatch):
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [ClientEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [ClientEntryPoint()])
 
 
 @pytest.fixture
@@ -901,7 +901,7 @@ def asynchronous(cluster, monkeypatch) -> Remote:
         def load(self):
             return AsyncClientEngine
 
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [AsyncEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [AsyncEntryPoint()])
     return Remote(cluster, suspends=True)
 
 
@@ -1142,7 +1142,7 @@ def test_a_calibration_that_is_cancelled_leaves_an_engine_that_is_whole_or_refus
         def load(self):
             return AsyncClientEngine
 
-    monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [AsyncEntryPoint()])
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [AsyncEntryPoint()])
     cluster = with_caches(Cluster(kv=[[ATTENTION], [ATTENTION]]))
     remote = Remote(cluster, suspends=True, config=KV_CONFIG)
     if is_failing:

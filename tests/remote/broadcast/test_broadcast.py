@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 
-import fp8refit.driver.engine
+import fp8refit.driver.adapters
 from fp8refit import (
     EngineLostError,
     InvalidSourceError,
@@ -57,7 +57,7 @@ every_way = pytest.mark.parametrize("layout", ["tensor", "replicated"])
 
 @pytest.fixture(autouse=True)
 def adapter(monkeypatch):
-    monkeypatch.setattr(fp8refit.driver.engine, "entry_points", lambda group: [ClientEntryPoint()])
+    monkeypatch.setattr(fp8refit.driver.adapters, "entry_points", lambda group: [ClientEntryPoint()])
 
 
 @pytest.fixture

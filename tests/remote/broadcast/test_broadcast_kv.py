@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-import fp8refit.driver.engine
+import fp8refit.driver.adapters
 from fp8refit import (
     Broadcaster,
     CalibrationError,
@@ -36,7 +36,7 @@ BOOTED = {K_SCALE: 1.0, V_SCALE: 1.0}
 
 @pytest.fixture(autouse=True)
 def adapter(monkeypatch):
-    monkeypatch.setattr(fp8refit.driver.engine, "entry_points", lambda group: [ClientEntryPoint()])
+    monkeypatch.setattr(fp8refit.driver.adapters, "entry_points", lambda group: [ClientEntryPoint()])
 
 
 class Replicas:

@@ -38,7 +38,7 @@ def make_running(monkeypatch):
     def make(**options) -> Running:
         made.append(Running(**options))
         entry_point = entry_point_of(made[-1])
-        monkeypatch.setattr("fp8refit.driver.engine.entry_points", lambda group: [entry_point])
+        monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [entry_point])
         return made[-1]
 
     yield make

@@ -1,0 +1,79 @@
+"""Finds installed adapters. They register in the entry-point group `fp8refit.engines`; the core never imports an engine."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+
+from fp8refit.driver.engine import Adapter
+from fp8refit.errors import RefitError, UnsupportedEngineError
+from fp8refit.remote.servers.http_client import Server
+
+ENTRY_POINT_GROUP = "fp8refit.engines"
+
+
+def connect(url: str, *, api_key: str | None = None, token: str | None = None) -> Server:
+    """Find out which engine's server listens at `url`.
+
+    Args:
+        url: As `http://127.0.0.1:8000`.
+        api_key: See `fp8refit.remote.servers.http_client.Server`.
+        token: See there.
+
+    Raises:
+        EngineLostError: Nobody answers.
+        UnsupportedEngineError: None that an installed adapter knows, or it asks for another API key.
+    """
+    adapters, broken = find_adapters()
+    kinds: dict[str, type[Server]] = {
+        name: adapter.server for name, adapter in adapters.items() if hasattr(adapter, "server")
+    }
+    for kind in kinds.values():
+        server = kind(url, api_key=api_key, token=token)
+        if server.recognise():
+            return server
+    raise UnsupportedEngineError(
+        f"{url} is no server of an engine that an installed adapter knows ({name_adapters(kinds)})", broken
+    )
+
+
+def find_adapters() -> tuple[dict[str, type[Adapter]], list[str]]:
+    """Every installed adapter by name, and one line for each that cannot be imported."""
+    adapters, broken = {}, []
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            adapters[point.name] = point.load()
+        except ImportError as error:
+            broken.append(f"the adapter {point.name} cannot be imported: {error}")
+    return adapters, broken
+
+
+def find_adapter(name: str) -> type[Adapter]:
+    """The adapter that is installed under `name`.
+
+    Raises:
+        UnsupportedEngineError: There is none.
+    """
+    adapters, broken = find_adapters()
+    if name not in adapters:
+        raise UnsupportedEngineError(f"no adapter is called {name!r}; installed are {name_adapters(adapters)}", broken)
+    return adapters[name]
+
+
+@contextmanager
+def booting(engine: str, model: object, *, act: str = "boot") -> Iterator[None]:
+    """Around an engine's own code: what it raises over a model or setting that it does not know is its own affair.
+
+    Raises:
+        UnsupportedEngineError: It raised something, which is named.
+    """
+    try:
+        yield
+    except RefitError:
+        raise
+    except Exception as error:
+        raise UnsupportedEngineError(f"{engine} cannot {act} {model}: {type(error).__name__}: {error}") from error
+
+
+def name_adapters(adapters: Iterable[str]) -> str:
+    """The names, for a message."""
+    return ", ".join(sorted(adapters)) or "none: install fp8refit, a path alone has no entry points"

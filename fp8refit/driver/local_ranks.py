@@ -1,0 +1,125 @@
+"""The ranks of an engine whose model is in this process."""
+
+from collections.abc import Callable, Sequence
+
+from typing_extensions import override
+
+from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.driver.engine import Ranks
+from fp8refit.errors import RankFailedError
+from fp8refit.fill.fills import Prepared
+from fp8refit.live.layout import EngineLayout
+from fp8refit.ranks.rank import Rank
+from fp8refit.report import KvReport, RankReport
+from fp8refit.sources.handover import HandedSource
+from fp8refit.sources.source import Source
+from fp8refit.transport.caught import Caught
+
+
+class LocalRanks(Ranks):
+    """Implements `Ranks` for a rank in this process: alone, or one of several whose drivers call alike.
+
+    Args:
+        rank: The rank.
+    """
+
+    drops_caches = False
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._prepared: Prepared | None = None
+
+    @property
+    def rank(self) -> Rank:
+        """The rank itself."""
+        return self._rank
+
+    @property
+    @override
+    def version(self) -> int:
+        return self._rank.target.version
+
+    @property
+    @override
+    def is_dirty(self) -> bool:
+        return self._rank.target.is_dirty
+
+    @override
+    async def prepare(
+        self,
+        make_source: Callable[[], Source],
+        config: RefitConfig,
+        *,
+        kv: KvOrder | None = None,
+        objection: BaseException | None = None,
+    ) -> None:
+        self._prepared = None
+        self._prepared = self._rank.prepare(make_source, config, kv=kv, objection=objection)
+
+    @override
+    async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
+        prepared, self._prepared = self._prepared, None
+        assert prepared is not None, "write() follows a prepare() that returned"
+        self._rank.agree(prepared, objection=objection)
+        if isinstance(prepared.source, HandedSource):
+            return await self._take(prepared, prepared.source)
+        return self._rank.write(prepared)
+
+    async def _take(self, prepared: Prepared, source: HandedSource) -> Sequence[RankReport]:
+        """Write what is handed over.
+
+        A rank that cannot goes on taking it, if there are others: they may wait for it where the buckets come from.
+        """
+        rank, error = self._rank, None
+        with Caught() as failed:
+            rank.begin(prepared)
+        while failed.error is None or rank.group.size > 1:
+            with Caught() as ended:
+                bucket = await source.next_bucket()
+            if ended.error is not None:
+                error = ended.take()
+                if isinstance(error, GeneratorExit):
+                    error = RankFailedError("an update was left in its middle")
+                break
+            if bucket is None:
+                break
+            if failed.error is not None:
+                for _ in bucket:
+                    pass
+                continue
+            with Caught() as failed:
+                rank.push(bucket, drain=rank.group.size > 1)
+            del bucket
+        error = failed.error if failed.error is not None else error
+        return rank.finish(prepared, objection=error)
+
+    @override
+    async def check_calibration(
+        self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None
+    ) -> None:
+        self._rank.check_calibration(kv, config, objection=objection)
+
+    @override
+    async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+        return self._rank.calibrate(kv, config, objection=objection)
+
+    @override
+    async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
+        return self._rank.write(self._rank.prepare(make_source, config, compares=True))
+
+    @override
+    async def abandon(self) -> None:
+        self._prepared = None
+        self._rank.target.abandon()
+
+    @override
+    async def layout(self) -> EngineLayout:
+        return self._rank.layout()
+
+    @override
+    async def fingerprints(self) -> Sequence[str]:
+        return [self._rank.fingerprint()]
+
+    @override
+    async def close(self) -> None:
+        self._rank.close()
