@@ -120,9 +120,13 @@ def tiny_config(architecture: str) -> PretrainedConfig:
         Exception: transformers has no such class, or cannot make it small; whatever it says.
     """
     config_class = getattr(transformers, architecture).config_class
+    return config_class(**small_values(config_class, EXTRA.get(architecture, {})), architectures=[architecture])
+
+
+def small_values(config_class: type[PretrainedConfig], extra: dict[str, Any]) -> dict[str, Any]:
+    """What makes a config small: `extra`, and for every other field its value in `SMALL`."""
     default = config_class()
     fields = {name for name in {*default.to_dict(), *inspect.signature(config_class).parameters} if name != "kwargs"}
-    extra = EXTRA.get(architecture, {})
     small = {name: value for name, value in SMALL.items() if name in fields and name not in extra}
     if "qk_rope_head_dim" in fields:
         small.pop("head_dim", None)
@@ -132,8 +136,7 @@ def tiny_config(architecture: str) -> PretrainedConfig:
         name = getattr(config_class, "attribute_map", {}).get(name, name)
         if kinds and not isinstance(getattr(config_class, name, None), property):
             small[name] = _first_of_each(kinds, num_layers)
-    small |= extra
-    return config_class(**small, architectures=[architecture])
+    return small | extra
 
 
 def _first_of_each(kinds: Any, num_layers: int) -> Any:

@@ -2,11 +2,12 @@
 
 What is real: SGLang's engine, tokenizer manager, scheduler processes, loaders, post-processing, torch-native attention,
 sampling, radix cache, tensor parallelism over gloo. What is not: the block-FP8 product, which is torch's (`cpu_linear.py`),
-and `sgl_kernel` and `cutlass`, stubs of which nothing runs (`stubs/`). Scheduler processes are forks of one that has imported
-SGLang, but for those that `run_engine.SPAWNED` names, and those of the server, which begin as SGLang has it. Nothing here
-speaks for GPU kernels, for DeepGEMM, CUTLASS or FlashInfer and the layouts that they pack weights into, for CUDA graphs, for
-CUDA IPC, for the memory saver, for an FP8 KV cache, or for speed. SGLang and torchvision are installed without their
-dependencies, on a CPU build of a torch that SGLang does not pin: `requirements-*.txt` are what they need here.
+and `sgl_kernel` and `cutlass`, stubs of which nothing runs (`stubs/`; `tests/stubs` lets torchvision be imported). Scheduler
+processes are forks of one that has imported SGLang, but for those that `run_engine.SPAWNED` names, and those of the server,
+which begin as SGLang has it. Nothing here speaks for GPU kernels, for DeepGEMM, CUTLASS or FlashInfer and the layouts that
+they pack weights into, for CUDA graphs, for CUDA IPC, for the memory saver, for an FP8 KV cache, or for speed. SGLang and
+torchvision are installed without their dependencies, on a CPU build of a torch that SGLang does not pin: `requirements-*.txt`
+are what they need here.
 """
 
 import importlib.util
@@ -43,7 +44,14 @@ def environment(tmp_path_factory):
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 1.0\n")
     (folder / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{PLUGIN} = cpu_plugin:register\n")
     # Not this folder's parent: `import sglang` would still find the real one, but only because this one is no package.
-    paths = [HERE / "stubs", HERE, HERE.parents[1], plugins, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        HERE / "stubs",
+        HERE.parent / "stubs",
+        HERE,
+        HERE.parents[1],
+        plugins,
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     return {"PYTHONPATH": os.pathsep.join(map(str, paths)), "SGLANG_USE_CPU_ENGINE": "1"}
 
 

@@ -36,7 +36,7 @@ def environment(tmp_path_factory):
     groups = [f"[{group}]\n{PLUGIN} = {found}\n" for group, found in entry_points.items()]
     (folder / "entry_points.txt").write_text("".join(groups))
     # Not this folder's parent: `import vllm` would still find the real one, but only because this one is no package.
-    paths = [HERE.parents[1], HERE, plugins, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [HERE.parent / "stubs", HERE.parents[1], HERE, plugins, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 

@@ -1,7 +1,8 @@
 """Lets `import torchvision` pass on a CPU, in every process whose PYTHONPATH has this folder.
 
-SGLang imports torchvision. Its PyPI build registers its operators from a CUDA library, which does not load here, and then
-describes two of them to torch: they are declared before, without any code behind them.
+SGLang imports torchvision, and so do the image processors that vision-language models name. Its PyPI build registers its
+operators from a CUDA library, which does not load here, and then describes two of them to torch: they are declared before,
+without any code behind them.
 """
 
 import importlib.abc
