@@ -50,21 +50,23 @@ def _launch(kernel: Any, x: Tensor, is_ue8m0: bool, is_transposed: bool) -> tupl
     padded_rows, padded_cols = (-(-size // GROUP) * GROUP for size in (rows, cols))
     codes = torch.empty((padded_rows, padded_cols), dtype=FP8_DTYPE, device=x.device)
     scale = torch.empty((padded_cols // GROUP, padded_rows), dtype=torch.float32, device=x.device)
-    kernel[padded_rows // _TILE_ROWS, padded_cols // GROUP](
-        x,
-        codes,
-        scale,
-        rows,
-        cols,
-        *seen.stride(),
-        padded_rows,
-        padded_cols,
-        IS_UE8M0=is_ue8m0,
-        FLOOR=AMAX_FLOOR,
-        TILE_ROWS=_TILE_ROWS,
-        GROUP=GROUP,
-        num_warps=_NUM_WARPS,
-    )
+    # Triton launches on the current device.
+    with torch.cuda.device(x.device if x.is_cuda else -1):
+        kernel[padded_rows // _TILE_ROWS, padded_cols // GROUP](
+            x,
+            codes,
+            scale,
+            rows,
+            cols,
+            *seen.stride(),
+            padded_rows,
+            padded_cols,
+            IS_UE8M0=is_ue8m0,
+            FLOOR=AMAX_FLOOR,
+            TILE_ROWS=_TILE_ROWS,
+            GROUP=GROUP,
+            num_warps=_NUM_WARPS,
+        )
     return codes, scale
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 _TILE_N = 128
 _TILE_K = 128
-_LEAST_RANK, _MOST_RANK = 16, 64
+_LEAST_RANK, _MOST_RANK_BYTES = 16, 128
 """Of one step along the rank: what a product of tiles takes at least, and at most without spilling registers."""
 _NUM_WARPS = 8
 
@@ -21,7 +21,7 @@ def add_product_triton(weight: Tensor, up: Tensor, down: Tensor, scale: float, *
     num_tiles = -(-rows // _TILE_N) * -(-cols // _TILE_K)
     if not num_tiles:
         return out
-    step = min(max(triton.next_power_of_2(rank), _LEAST_RANK), _MOST_RANK)
+    step = min(max(triton.next_power_of_2(rank), _LEAST_RANK), _MOST_RANK_BYTES // weight.itemsize)
     # Triton launches on the current device.
     with torch.cuda.device(weight.device if weight.is_cuda else -1):
         _add_product[num_tiles,](
@@ -40,9 +40,10 @@ def _add_product(
 ):  # fmt: skip
     """One program makes one tile; those of a row of tiles follow each other."""
     tiles_per_row = tl.cdiv(num_cols, TILE_K)
+    # Places times strides are wider than int32 in large tensors.
     n = (tl.program_id(0) // tiles_per_row * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-    k = tl.program_id(0) % tiles_per_row * TILE_K + tl.arange(0, TILE_K)
-    r = tl.arange(0, STEP)
+    k = (tl.program_id(0) % tiles_per_row * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)
+    r = tl.arange(0, STEP).to(tl.int64)
     is_row, is_col = n < num_rows, k < num_cols
     total = tl.zeros((TILE_N, TILE_K), dtype=tl.float32)
     for first in range(0, rank, STEP):
