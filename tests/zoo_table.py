@@ -17,9 +17,10 @@ IN_BF16 = "to a boot from the BF16 checkpoint, quantized afterwards"
 OUTCOMES = (EQUAL, SILENT, WRONG, REFUSED, NOT_BOOTED, NOT_WALKED)
 _HEAD = """# Which models refit
 
-Every causal language model that an engine's registry names and that transformers can make small, in block FP8 on the CPU:
-refitted from noise with every parameter changed, and held against a fresh engine that loaded the same policy from a checkpoint
-that a second quantizer wrote.
+Every causal language model that an engine's registry names and that transformers can make small, and some vision-language
+models, in block FP8 on the CPU: refitted from noise with every parameter changed, and held against a fresh engine that loaded
+the same policy from a checkpoint that a second quantizer wrote. Of a vision-language model the language half alone comes in the
+last refit, and the tower is kept (`keep=`).
 
 - *equal*: every byte, tokens and log-probabilities. Some models hold blocks that lie in no checkpoint as they are, and of some
   the engine does not load block scales; those are held against a fresh engine of the BF16 checkpoint, whose weights a second
@@ -32,15 +33,19 @@ that a second quantizer wrote.
 `nox -s zoo` makes this page anew; a few of each engine's run in every test.
 """
 _ERROR = re.compile(
-    r"^(?:E\s+|\[rank\d+\]: )?(?:\w+\.)*(\w*(?:Error|Exception|Failure|Interrupt)): (.+)$", re.MULTILINE
+    r"^(?:E\s+|\[rank\d+\]: )*(?:\w+\.)*(\w*(?:Error|Exception|Failure|Interrupt)): (.+)(?:\n(?:\[rank\d+\]: )*\s+(.+))?$",
+    re.MULTILINE,
 )
-_LONGEST = 160
+_SENTENCE = re.compile(r".+?(?=[.!?](?:\s+[A-Z]|$)|$)")
+_OF_PYDANTIC = re.compile(r" \[type=\w+, input_value=.*")
+_OURS = ("InvalidSourceError", "UnsupportedEngineError")
 
 
 def outcome_of(found: dict[str, Any], *, speaks: bool) -> dict[str, Any]:
     """One line of the table, of what a walk found."""
     if "error" in found:
-        kind = REFUSED if "cannot be refitted" in found["error"] else NOT_BOOTED
+        is_refused = any(said in found["error"] for said in ("cannot be refitted", *_OURS))
+        kind = REFUSED if is_refused else NOT_BOOTED
         return {"outcome": kind, "why": shortened(found["error"])}
     (refitted, *_), (fresh, *_) = found["refitted"], found["fresh"]
     unlike = [name for name in fresh if refitted.get(name) != fresh[name]]
@@ -55,10 +60,15 @@ def outcome_of(found: dict[str, Any], *, speaks: bool) -> dict[str, Any]:
 
 
 def shortened(text: str) -> str:
-    """The last error that a text tells of, on one line."""
+    """The first sentence of the last error that a text tells of, on one line."""
     told = _ERROR.findall(text)
-    line = f"{told[-1][0]}: {told[-1][1]}" if told else " ".join(text.removeprefix("cannot be refitted: ").split())
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
+    if not told and "ended with -9" in text:
+        return "does not come to an end in the time that a walk gives it"
+    kind, message, listed = told[-1] if told else ("", text.removeprefix("cannot be refitted: "), "")
+    # Of an error that heads a list, the first of it says more.
+    line = " ".join((listed if message.endswith(":") or "validation error" in message else message).split())
+    line = _OF_PYDANTIC.sub("", line.removeprefix("- ").removeprefix("Value error, "))
+    return f"{kind}: {_SENTENCE.match(line)[0]}" if kind and kind not in _OURS else _SENTENCE.match(line)[0]
 
 
 def asked_of(engine: str, named: set[str], asked: str) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from tests import zoo_models
 from tests.tiny_models import fill
@@ -24,10 +25,13 @@ TOWER: dict[str, Any] = {
     **{"intermediate_size": 256, "head_dim": 64, "image_size": 56, "patch_size": 14, "num_position_embeddings": 16},
     **{"out_hidden_size": 256, "projection_dim": 256, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0]},
     **{"projector_input_dim": 128, "projector_output_dim": 128, "vision_output_dim": 128, "num_patches": 16},
+    "vision_use_head": False,  # as published
 }
 """For every field of this name that the config of a tower has. A tower's output is as wide as the language model."""
 
-LANGUAGE: dict[str, dict[str, Any]] = {"Qwen3VLMoeForConditionalGeneration": {"mlp_only_layers": []}}
+LANGUAGE: dict[str, dict[str, Any]] = {
+    "Qwen3VLMoeForConditionalGeneration": {"mlp_only_layers": [], "norm_topk_prob": True},
+}
 """What a family's language model wants beyond `zoo_models.SMALL`."""
 _IMAGE_TOKENS = {"image_token_id": 250, "image_token_index": 250, "video_token_id": 251, "video_token_index": 251}
 _MARKS = {"boi_token_index": 252, "eoi_token_index": 253, "vision_start_token_id": 252, "vision_end_token_id": 253}
@@ -67,7 +71,9 @@ def tiny_config(architecture: str) -> PretrainedConfig:
     small = {name: value for name, value in WHOLE.items() if hasattr(default, name)}
     parts = {
         "text_config": zoo_models.small_values(type(text), LANGUAGE.get(architecture, {})),
-        "vision_config": {name: value for name, value in TOWER.items() if hasattr(vision, name)},
+        "vision_config": {
+            name: value for name, value in TOWER.items() if hasattr(vision, name) or name == "vision_use_head"
+        },
     }
     for part, kind in (("text_config", text), ("vision_config", vision)):
         parts[part] = {"model_type": kind.model_type, **parts[part]}
@@ -79,10 +85,20 @@ def tiny_config(architecture: str) -> PretrainedConfig:
     return config_class(**small, **parts, architectures=[architecture])
 
 
+def build(architecture: str) -> PreTrainedModel:
+    """A model, as transformers makes it."""
+    return getattr(transformers, architecture)(tiny_config(architecture))
+
+
 def make(architecture: str, seed: int) -> PreTrainedModel:
-    """A BF16 model; every seed is another policy of the same shape, with every parameter changed."""
+    """A BF16 model; every seed is another policy of the same shape, with every parameter changed.
+
+    It is saved under published names, as if it had been loaded from a published checkpoint.
+    """
     torch.manual_seed(seed)
-    return fill(getattr(transformers, architecture)(tiny_config(architecture)).to(torch.bfloat16))
+    model = fill(build(architecture).to(torch.bfloat16))
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return model
 
 
 def is_of_tower(name: str) -> bool:

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fp8refit_transformers.naming import naming_of, plain_config
+from fp8refit_transformers.naming import namings_of, plain_config
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_twin
+from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named
 
 _MAY_DOWNCAST = "SGLANG_QUANT_ALLOW_DOWNCASTING"
 """Without it, some loaders take no BF16 for an FP8 weight, although they would put it into the same place."""
@@ -29,12 +29,13 @@ def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
     try:
         overrides = config.model_override_args or {}
         options = {"revision": config.revision, "trust_remote_code": False}
-        naming = naming_of(plain_config(config.model_path, config.hf_config, overrides, **options))
-        if naming is None:
+        namings = namings_of(plain_config(config.model_path, config.hf_config, overrides, **options))
+        with _built(config, load_config) as model:
+            twin = trace_as_named(model, namings, num_ranks=num_ranks)
+        if twin is None:
             reason = "is no class of transformers', which alone says what a checkpoint of it holds"
             return Refusal(module=name, reason=reason, remedy="Boot a model that transformers knows")
-        with _built(config, load_config) as model:
-            return trace_twin(model, naming, num_ranks=num_ranks)
+        return twin
     except Exception as error:  # noqa: BLE001 - a model that cannot be built without memory says so in its own way
         reason = f"cannot be built without memory ({type(error).__name__}: {error})"
         return Refusal(module=name, reason=reason, remedy="fp8refit does not know how to look at it yet")

@@ -4,6 +4,8 @@ It is built on the meta device, and transformers' own conversion from a state di
 """
 
 import copy
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,22 +42,40 @@ def plain_config(model: str, config: Any, overrides: Any, **options: Any) -> Any
     return plain
 
 
-def naming_of(config: Any) -> Naming | None:
-    """The naming of the model that `config` describes; None if transformers does not know its class.
+def namings_of(config: Any) -> Iterator[Naming]:
+    """What checkpoints of the model that `config` describes hold; nothing if transformers does not know its class.
+
+    First as transformers saves a model that it made. Then, if that differs, as it saves one that it loaded from a published
+    checkpoint: with prefixes inside of names that it takes away, such as `vision_model` of a tower.
 
     Args:
         config: A Hugging Face config.
     """
-    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
     model_class = _class_of(config)
     if model_class is None:
-        return None
+        return
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
     with torch.device("meta"):
         model = model_class._from_config(plain)
+    made = _naming_of(model)
+    yield made
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if any(type(conversion).__name__ == "PrefixChange" for conversion in conversions):
+        model._weight_conversions = conversions
+        published = _naming_of(model)
+        others = dict(zip(made.tensors, published.tensors, strict=True))
+        if any(name != other for name, other in others.items()):
+            yield replace(published, aliases={**others, **published.aliases})
+
+
+def _naming_of(model: Any) -> Naming:
+    """How transformers saves this model."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     trace = Trace()
     state: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
@@ -85,7 +105,7 @@ def naming_of(config: Any) -> Naming | None:
     others = {name.removeprefix(prefix): name for name in saved if name.startswith(prefix)}
     return Naming(
         tensors={name: TensorMeta.of(tensor) for name, tensor in saved.items()},
-        tied=tied,
+        tied={second: aliases.get(first, first) for second, first in tied.items()},
         aliases=aliases,
         stacked=tuple(stacks.values()),
         others={other: name for other, name in others.items() if other not in saved},

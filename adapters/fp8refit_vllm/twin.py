@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fp8refit_transformers.naming import naming_of, plain_config
+from fp8refit_transformers.naming import namings_of, plain_config
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_twin
+from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named
 
 
 def twin_of(config: Any) -> Twin | Refusal:
@@ -27,12 +27,13 @@ def twin_of(config: Any) -> Twin | Refusal:
     name = ", ".join(config.model_config.hf_config.architectures or ())
     with set_current_vllm_config(config):  # which models of the Transformers backend ask for when they are built
         try:
-            naming = naming_of(_plain_config(config.model_config))
-            if naming is None:
+            namings = namings_of(_plain_config(config.model_config))
+            with _built(config) as model:
+                twin = trace_as_named(model, namings, num_ranks=config.parallel_config.world_size)
+            if twin is None:
                 reason = "is no class of transformers', which alone says what a checkpoint of it holds"
                 return Refusal(module=name, reason=reason, remedy="Boot a model that transformers knows")
-            with _built(config) as model:
-                return trace_twin(model, naming, num_ranks=config.parallel_config.world_size)
+            return twin
         except Exception as error:  # noqa: BLE001 - a model that cannot be built without memory says so in its own way
             reason = f"cannot be built without memory ({type(error).__name__}: {error})"
             return Refusal(module=name, reason=reason, remedy="fp8refit does not know how to look at it yet")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.processes import ProcessFailure
-from tests.zoo_table import EQUAL, SILENT, WRONG, asked_of, outcome_of, outcomes_of, shortened, write
+from tests.zoo_table import EQUAL, SILENT, WRONG, asked_of, outcome_of, outcomes_of, write
 
 ASKED = os.environ.get("FP8REFIT_ZOO")
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -84,7 +84,7 @@ def walk_to(architecture, run_engine):
             found = run_engine("zoo", architecture=architecture, speaks=speaks)
         except ProcessFailure as failure:
             print(failure, flush=True)
-            found = {"error": shortened(str(failure))}
+            found = {"error": str(failure)}
         if "error" not in found or "cannot be refitted" in found["error"]:
             break
     return outcome_of(found, speaks=speaks)

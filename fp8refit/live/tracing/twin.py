@@ -5,7 +5,7 @@ shapes, and shows which box of each goes where. This module compares that with t
 copies do not cover exactly once, or that the engine's kernels keep in another form.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -108,6 +108,23 @@ def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_rank
         constants=dict(_constants(model, traced)),
         is_alone=num_ranks == 1,
     )
+
+
+def trace_as_named(model: Any, namings: Iterable[Naming], *, num_ranks: int) -> Twin | None:
+    """Return `trace_twin` of the first naming of which the model's loader takes every name, or else of the first one.
+
+    Args:
+        model: The twin.
+        namings: What its checkpoints may hold, under which names. If empty, there is no trace.
+        num_ranks: How many ranks share a checkpoint.
+    """
+    first = None
+    for naming in namings:
+        twin = trace_twin(model, naming, num_ranks=num_ranks)
+        if not any(objection.source and not objection.parameter for objection in twin.traced.objections):
+            return twin
+        first = first or twin
+    return first
 
 
 def _constants(model: nn.Module, traced: Traced) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fp8refit.live.slots import ScaleFormat, Stacked, TensorMeta
-from fp8refit.live.tracing.twin import Naming, read_inventory, refreshes_of_constants, trace_twin
+from fp8refit.live.tracing.twin import Naming, read_inventory, refreshes_of_constants, trace_as_named, trace_twin
 from tests.live.tracing.models import FP8, SPLITS, BlockLinear, check_ranks, checkpoint_of, model_of
 from tests.live.tracing.twins import KERNEL, FakeKernelRules, copying, identity_twin, naming_of, twin_of_rank
 
@@ -197,6 +197,17 @@ def test_constants_that_no_checkpoint_holds_are_those_that_the_model_was_built_w
     assert live.normalizer == 16.0
     assert [tensor is live.normalizer for tensor in refresh.written] == [True]
     assert not live.rope.any()
+
+
+def test_a_checkpoint_has_the_first_names_that_the_loader_takes_and_else_the_first():
+    model = model_of(proj=BlockLinear())
+    model.load_weights = copying(model)
+    meta = TensorMeta(shape=(256, 256), dtype=BF16)
+    wrong, right = (Naming(tensors={name: meta}) for name in ("tower.proj.weight", "proj.weight"))
+    for namings, taken in (([wrong, right], right), ([right, wrong], right), ([wrong, wrong], wrong)):
+        twin = trace_as_named(model, namings, num_ranks=1)
+        assert twin.naming.tensors == taken.tensors
+    assert trace_as_named(model, [], num_ranks=1) is None
 
 
 def test_a_quantized_weight_that_is_padded_is_refused():
