@@ -90,7 +90,7 @@ class ServingEngine(FakeEngine):
 
     async def check_ready(self) -> None:
         if self.model.is_asleep:
-            raise EngineAsleepError("the weights sleep")
+            raise EngineAsleepError("the weights are asleep")
         await super().check_ready()
 
     async def flush_caches(self) -> None:

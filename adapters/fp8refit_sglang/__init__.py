@@ -1,4 +1,4 @@
-"""fp8refit on SGLang: an `Engine` whose schedulers run in processes of their own, or a server on this host."""
+"""The SGLang adapter: refits an `Engine`, whose schedulers run in other processes, a scheduler, or a running server."""
 
 from fp8refit_sglang.engine import SglangEngine
 from fp8refit_sglang.server import SglangServer

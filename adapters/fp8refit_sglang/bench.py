@@ -1,4 +1,4 @@
-"""SGLang in the benchmark, and its own way to take new weights."""
+"""SGLang in the refit benchmark, beside SGLang's own way to update weights."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 
 _BUCKETS_BYTES = {"512 MiB": 512 << 20, "2 GiB": 2 << 30}
-"""What RL frameworks take, and more."""
+"""A bucket size that RL frameworks use, and a larger one."""
 
 
 class SglangBench:
-    """See `fp8refit.bench.engine.BenchEngine`. The schedulers are in other processes.
+    """Implements `fp8refit.bench.engine.BenchEngine`, with schedulers in other processes.
 
     Args:
         model: Folder with a `config.json`.
@@ -87,14 +87,14 @@ class SglangBench:
 
 
 def _check(answer: Any) -> None:
-    """SGLang answers (success, message), or an object with both, or nothing."""
+    """Raise if an update failed. SGLang returns (success, message), an object with both, or None."""
     success = answer[0] if isinstance(answer, tuple) else getattr(answer, "success", True)
     if not success:
         raise AssertionError(f"SGLang refused an update in a benchmark: {answer}")
 
 
 def _buckets(named: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in order, a new bucket before one would be larger; a larger tensor is a bucket of its own."""
+    """Pack tensors, in order, into buckets of at most `max_bytes`. A larger tensor gets a bucket of its own."""
     bucket: list[tuple[str, Tensor]] = []
     num_bytes = 0
     for name, tensor in named:
@@ -107,7 +107,7 @@ def _buckets(named: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[li
 
 
 def boot(model: Path, *, tp: int) -> SglangBench:
-    """An engine of random weights.
+    """Boot an engine with random weights.
 
     Raises:
         UnsupportedEngineError: SGLang is not installed.

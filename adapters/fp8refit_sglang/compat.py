@@ -1,7 +1,7 @@
-"""The only file that reaches into a live SGLang engine. It probes attributes, not versions (seen with 0.5.15, 0.5.17, 0.5.23).
+"""Access to SGLang's internals that differ between versions. It probes attributes (tested with 0.5.15 to 0.5.23).
 
-The way in is SGLang's own request for weights by IPC handles: it reaches the scheduler of every rank, its handles are free
-text, and it asks for no update session.
+Messages travel in SGLang's own request for weights by IPC handles: it reaches the scheduler of every rank, its handles
+are free text, and it needs no update session.
 """
 
 import asyncio
@@ -26,24 +26,24 @@ VERSIONS = Versions(engine="SGLang", oldest="0.5.15", newest="0.5.23")
 IN_SCHEDULER = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_ipc"
 )
-"""What a scheduler calls when it is asked for weights by IPC handles."""
+"""Runs in a scheduler for a request for weights by IPC handles."""
 
 IN_SERVER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_ipc"
-"""What a server's process calls before that."""
+"""Runs in a server's process before that."""
 
 IN_START = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators"
-"""What the process that takes requests calls once, before it serves any."""
+"""Runs once in the process that takes requests, before it serves any."""
 
 IN_ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.__init__"
-"""What makes an attention layer while a model is built."""
+"""Creates an attention layer."""
 
 IN_ADMISSION = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
-"""What a scheduler calls with all that came since its last step."""
+"""Runs in a scheduler with the requests that arrived since its last step."""
 
 IN_SLEEP = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation"
 )
-"""What a scheduler calls to give memory back."""
+"""Runs in a scheduler to release memory."""
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 _HANDLE = "fp8refit"
@@ -51,14 +51,14 @@ _ORDER = "fp8refit.order"
 
 
 def register_hook(target: str, hook: Callable[..., Any]) -> None:
-    """Have SGLang call `hook(original, ...)` instead of `target`."""
+    """Make SGLang call `hook(original, ...)` instead of `target`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def is_hooked(target: str, hook: Callable[..., Any]) -> bool:
-    """Whether SGLang has replaced `target` by `hook`, in this process and so in those it starts."""
+    """Whether SGLang has replaced `target` with `hook`, in this process and therefore in those it starts."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     is_registered = any(entry[1] is hook for entry in HookRegistry._hooks.get(target, ()))
@@ -66,64 +66,64 @@ def is_hooked(target: str, hook: Callable[..., Any]) -> bool:
 
 
 def call_for(address: str) -> Any:
-    """The request that has every rank answer at `address`."""
+    """The request that makes every rank connect to `address`."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput
 
     return UpdateWeightsFromIPCReqInput(zmq_handles={_HANDLE: address}, flush_cache=False)
 
 
 def address_in(request: Any) -> str | None:
-    """Where an answer is wanted, or None if the request is none of ours."""
+    """The address to connect to, or None if the request is not ours."""
     address: str | None = request.zmq_handles.get(_HANDLE)
     return address
 
 
 def handles_for(order: str) -> dict[str, str]:
-    """What drivers posted to a server's process before orders came in bodies of their own."""
+    """The handles that older drivers posted to a server to send an order."""
     return {_ORDER: order}
 
 
 def has_order(request: Any) -> bool:
-    """Whether a request is one of such a driver."""
+    """Whether a request comes from such an older driver."""
     return _ORDER in request.zmq_handles
 
 
 def api_keys(manager: Any) -> list[str]:
-    """Those that a server asks for one of, where weights are concerned: the admin's if there is one."""
+    """The API keys that a server accepts for weight updates: the admin key if there is one."""
     arguments = manager.server_args
     key = getattr(arguments, "admin_api_key", None) or getattr(arguments, "api_key", None)
     return [key] if key else []
 
 
 def app_to_start() -> Any | None:
-    """The FastAPI app of this process, if one may be about to serve.
+    """The FastAPI app of this process, if it has not started serving.
 
-    None in a user's process that has an engine, and in one of several workers, whose app runs already.
+    None in a user's process with an engine, and in one of several HTTP workers, whose app already runs.
     """
     app = getattr(sys.modules.get(_HTTP_SERVER), "app", None)
     return app if app is not None and app.middleware_stack is None else None
 
 
 def http_refusal(reason: str, request: Any) -> Exception:
-    """What a server answers to a request that is not admitted: 503, with the reason."""
+    """The error that makes a server answer 503, with the reason."""
     from fastapi import HTTPException
 
     kind: type[Exception] = HTTPException
     if getattr(request, "stream", False):
-        # The stream of `/generate` has begun to answer by then, and tells of ValueErrors alone.
+        # By then the stream of `/generate` has begun to answer, and it only reports ValueErrors.
         kind = type("StreamRefusal", (HTTPException, ValueError), {})
     return kind(status_code=503, detail=str(refusal(reason)))
 
 
 def loses_weights(request: Any, scheduler: Any) -> bool:
-    """Whether a request to give memory back takes the weights, of which nothing is kept."""
+    """Whether a request to release memory discards the weights."""
     tags = getattr(request, "tags", None)
     is_kept = getattr(scheduler.server_args, "enable_weights_cpu_backup", False)
     return (not tags or "weights" in tags) and not is_kept
 
 
 def refuse_requests(scheduler: Any, requests: Sequence[Any], reason: str) -> list[Any]:
-    """Answer with 503 to those of `requests` that want something computed, and end those that wait; gives the others."""
+    """Answer 503 to the requests that need computation, abort those that wait, and return the others."""
     from sglang.srt.managers.io_struct import (
         AbortReq,
         BatchTokenizedEmbeddingReqInput,
@@ -150,14 +150,14 @@ def refuse_requests(scheduler: Any, requests: Sequence[Any], reason: str) -> lis
 
 
 def receipt(*, success: bool, message: str) -> Any:
-    """What a scheduler returns for a request."""
+    """A scheduler's answer to our request."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqOutput
 
     return UpdateWeightsFromIPCReqOutput(success=success, message=message)
 
 
 def weights_receipt(method: str, message: str) -> Any:
-    """What a scheduler returns for a request for weights that failed, by the method that took it."""
+    """A scheduler's answer to a failed weight update, for the method that took it."""
     from sglang.srt.managers import io_struct
 
     answers = {
@@ -172,14 +172,14 @@ def weights_receipt(method: str, message: str) -> Any:
 
 
 def has_sessions() -> bool:
-    """Whether updates of weights have a begin and an end (0.5.23; 0.5.15 has none)."""
+    """Whether weight updates have a begin and an end (0.5.23 has, 0.5.15 has not)."""
     from sglang.srt.managers import io_struct
 
     return hasattr(io_struct, "BeginWeightUpdateReqOutput")
 
 
 def close_session(manager: Any) -> None:
-    """Let the next update of weights begin, whatever became of the last one."""
+    """Mark the weight update as ended, so that the next one can begin."""
     if hasattr(manager, "_session"):
         manager._session = None
 
@@ -269,36 +269,36 @@ class Tokenizer:
 
 
 def why_not_refitted(arguments: Any) -> str | None:
-    """What in an engine's arguments keeps it from being refitted, with the remedy; or None."""
+    """Why an engine with these arguments cannot be refitted, with the remedy; None if it can."""
 
     def value(name: str, default: Any = None) -> Any:
         return getattr(arguments, name, default)
 
     if value("dp_size", 1) > 1 or value("enable_dp_attention"):
-        return "it runs data-parallel replicas, or attention that is; start one engine a replica, and refit each"
+        return "it uses data-parallel replicas or data-parallel attention; start one engine per replica, and refit each"
     if value("pp_size", 1) > 1:
         return "it is pipeline-parallel; leave out pp_size"
     if value("nnodes", 1) > 1:
-        return "it spans several hosts; start one engine a host"
+        return "it spans several hosts; start one engine per host"
     if value("tokenizer_worker_num", 1) > 1:
         return "it has several tokenizer processes; leave out tokenizer_worker_num"
     if value("disaggregation_mode", "null") != "null":
         return "prefill and decode are disaggregated, and the other side keeps the old policy; leave out disaggregation_mode"
     if value("hicache_storage_backend"):
-        return "it reads KV of the old policy back from storage; leave out hicache_storage_backend"
+        return "it would read KV of the old policy back from storage; leave out hicache_storage_backend"
     if value("enable_lmcache") or value("enable_flexkv"):
-        return "it keeps KV of the old policy outside its radix cache; leave out enable_lmcache and enable_flexkv"
+        return "it would keep KV of the old policy outside its radix cache; leave out enable_lmcache and enable_flexkv"
     if value("enable_eplb") or value("elastic_ep_backend"):
-        return "it moves experts between places while it runs; leave out enable_eplb and elastic_ep_backend"
+        return "it moves experts between ranks while it runs; leave out enable_eplb and elastic_ep_backend"
     if value("enable_cp_decode_attn_tp"):
-        return "it decodes by copies that it cut from weights; leave out enable_cp_decode_attn_tp"
+        return "it decodes with copies of slices of the weights; leave out enable_cp_decode_attn_tp"
     if value("weight_cache_mode", "off") not in (None, "off"):
         return 'its weights are shared with other engines; set weight_cache_mode="off"'
     return None
 
 
 def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
-    """The event loop that an `sglang.Engine` was made with."""
+    """The event loop that an `sglang.Engine` was created with."""
     loop: asyncio.AbstractEventLoop = engine.loop
     return loop
 
@@ -307,7 +307,7 @@ class Scheduler:
     """The scheduler of one rank.
 
     Args:
-        scheduler: SGLang's.
+        scheduler: SGLang's scheduler object.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -315,7 +315,7 @@ class Scheduler:
 
     @property
     def itself(self) -> Any:
-        """SGLang's."""
+        """SGLang's scheduler object."""
         return self._scheduler
 
     @property
@@ -326,28 +326,28 @@ class Scheduler:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The CPU group of this engine's ranks."""
+        """The CPU process group of this engine's ranks."""
         group: ProcessGroup = self._scheduler.tp_group.cpu_group
         return group
 
     @property
     def rank(self) -> int:
-        """Which of the ranks this is."""
+        """This rank's number."""
         return int(self._scheduler.tp_group.rank_in_group)
 
     @property
     def num_ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return int(self._scheduler.tp_group.world_size)
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether tokens are drafted by a model with weights of its own."""
+        """Whether a draft model with its own weights is used."""
         return getattr(self._scheduler, "draft_worker", None) is not None
 
     @property
     def has_dummy_weights(self) -> bool:
-        """Whether the engine was booted without a checkpoint's values."""
+        """Whether the engine was booted with dummy weights."""
         load_format = self._scheduler.server_args.load_format
         return str(getattr(load_format, "value", load_format)) == "dummy"
 
@@ -358,37 +358,37 @@ class Scheduler:
 
     @property
     def sleeping_tags(self) -> frozenset[str]:
-        """What `release_memory_occupation` took away."""
+        """What `release_memory_occupation` released."""
         return frozenset(self._scheduler.weight_updater.offload_tags)
 
     @property
     def has_open_session(self) -> bool:
-        """Whether somebody began an update of weights and has not ended it."""
+        """Whether one of SGLang's own weight updates has begun and not ended."""
         return getattr(self._scheduler.weight_updater, "_session", None) is not None
 
     @property
     def model_config(self) -> Any:
-        """What the model was built from, by SGLang's reading."""
+        """SGLang's `ModelConfig`."""
         return self._runner.model_config
 
     @property
     def load_config(self) -> Any:
-        """How it was loaded."""
+        """SGLang's `LoadConfig`."""
         return self._runner.load_config
 
     @property
     def cache_dtype(self) -> str:
-        """The dtype of the KV cache: for E4M3, in which SGLang holds several formats, as `kv_cache_dtype` spells it."""
+        """The dtype of the KV cache. For E4M3, which SGLang uses for several formats, the value of `kv_cache_dtype`."""
         runner = self._runner
         if runner.kv_cache_dtype is not FP8_DTYPE:
             return dtype_name(runner.kv_cache_dtype)
-        # 0.5.15 has the arguments alone, and writes into them what it made of `auto`.
+        # 0.5.15 has only the arguments, and replaces `auto` in them by what it chose.
         has_name = hasattr(runner, "kv_cache_dtype_str")
         return str(runner.kv_cache_dtype_str if has_name else runner.server_args.kv_cache_dtype)
 
     @property
     def attention_backends(self) -> tuple[str, str]:
-        """SGLang's attention for prefill and for decode, which may be one."""
+        """SGLang's attention backends for prefill and for decode."""
         runner = self._runner
         return str(runner.prefill_attention_backend_str), str(runner.decode_attention_backend_str)
 
@@ -399,35 +399,35 @@ class Scheduler:
 
     @property
     def has_decode_graphs(self) -> bool:
-        """Whether decoding is captured in CUDA graphs."""
+        """Whether CUDA graphs capture decoding."""
         from sglang.srt.model_executor.cuda_graph_config import check_cuda_graph_backend
 
         return not check_cuda_graph_backend("decode", "disabled")
 
     @property
     def has_full_prefill_graphs(self) -> bool:
-        """Whether prefill is captured with its attention; other prefill graphs leave attention to Python."""
+        """Whether CUDA graphs capture prefill with its attention; other prefill graphs leave attention to Python."""
         from sglang.srt.model_executor.cuda_graph_config import check_cuda_graph_backend
 
         return bool(check_cuda_graph_backend("prefill", "full"))
 
     def check_can_recapture(self) -> None:
-        """Check that graphs can be captured now.
+        """Check that CUDA graphs can be captured now.
 
         Raises:
-            EngineAsleepError: A part of the engine sleeps.
+            EngineAsleepError: A part of the engine is asleep.
         """
         if self.sleeping_tags:
             raise EngineAsleepError(
-                "new KV scales want CUDA graphs captured anew, over memory that sleeps; call resume_memory_occupation() "
-                "before refit"
+                "new KV scales require recapturing CUDA graphs, and part of the engine is asleep; call "
+                "resume_memory_occupation() before refit"
             )
 
     def recapture(self) -> None:
-        """Capture decode graphs anew, as SGLang does for whoever updates weights with `recapture_cuda_graph`.
+        """Recapture decode graphs, as SGLang's own updates do with `recapture_cuda_graph`.
 
         Raises:
-            EngineAsleepError: A part of the engine sleeps.
+            EngineAsleepError: A part of the engine is asleep.
         """
         self.check_can_recapture()
         updater = getattr(self._runner, "weight_updater", None)
@@ -435,22 +435,22 @@ class Scheduler:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model knows."""
+        """Number of tokens in the vocabulary."""
         return int(self._scheduler.model_config.vocab_size)
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Maximum number of tokens in a sequence."""
         return int(self._scheduler.model_config.context_len)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the largest prefill that SGLang itself runs at once."""
+        """Maximum number of tokens that SGLang prefills at once."""
         chunk = self._scheduler.chunked_prefill_size
         return int(chunk if chunk is not None else self._scheduler.max_prefill_tokens)
 
     def forward_scope(self) -> AbstractContextManager[None]:
-        """What SGLang puts around every forward of its model."""
+        """The context in which SGLang runs every forward of its model."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
         scope: AbstractContextManager[None] = forward_context(ForwardContext(attn_backend=self._runner.attn_backend))
@@ -461,7 +461,7 @@ class Scheduler:
         return self._scheduler.tp_worker.model_runner
 
     def flush(self) -> bool:
-        """Drop the KV cache; requests that wait hold none. False if something that runs holds blocks of it."""
+        """Drop the KV cache. Returns False if a running request uses it; waiting requests do not."""
         waiting = self._scheduler.waiting_queue
         self._scheduler.waiting_queue = type(waiting)()
         try:
@@ -471,22 +471,22 @@ class Scheduler:
 
 
 def decoder_of(model: nn.Module) -> nn.Module | None:
-    """The part of a language model between token ids and logits, if it is called as those of SGLang's own models are."""
+    """The part of a language model between token ids and logits, if it takes the arguments of SGLang's own models."""
     decoder = getattr(model, "model", None)
     if not isinstance(decoder, nn.Module):
         return None
-    # Of the class: piecewise CUDA graphs put a function of their own before it, which runs it as it is outside of them.
+    # From the class: piecewise CUDA graphs wrap the instance's method.
     names = list(inspect.signature(type(decoder).forward).parameters)
     return decoder if names[1:4] == ["input_ids", "positions", "forward_batch"] else None
 
 
 def prefill_batch(token_ids: Tensor, positions: Tensor, lengths: Sequence[int]) -> Any:
-    """A batch of whole sequences that no request stands behind, and that has no place in the KV cache.
+    """A batch of whole sequences without requests and without space in the KV cache.
 
     Args:
         token_ids: (N,) int64, one sequence after another.
-        positions: (N,) int64: of each token, its place in its own sequence.
-        lengths: Tokens of each sequence.
+        positions: (N,) int64, each token's position in its sequence.
+        lengths: Number of tokens of each sequence.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -504,14 +504,14 @@ def prefill_batch(token_ids: Tensor, positions: Tensor, lengths: Sequence[int]) 
 
 
 def is_cache_fp8() -> bool:
-    """Whether the engine that this process builds was asked for an FP8 (E4M3) KV cache."""
+    """Whether the engine being built in this process is to have an FP8 (E4M3) KV cache."""
     from sglang.srt.runtime_context import get_server_args
 
     return bool(get_server_args().kv_cache_dtype == "fp8_e4m3")
 
 
 def make_kv_scales(layer: Any) -> None:
-    """Give an attention layer that is being built the KV scales that SGLang gives others: parameters, and their handling."""
+    """Add to an attention layer under construction the KV scales that SGLang adds to others, and their quant method."""
     from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 
     layer.quant_method = BaseKVCacheMethod(None)

@@ -1,4 +1,4 @@
-"""The control plane of an SGLang engine in the process that takes its requests."""
+"""Pauses, resumes and refuses the requests of an SGLang engine, in the process that takes them."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ _POLL_S = 0.005
 
 
 class TokenizerControls:
-    """Keeps requests from one engine, in the event loop that drives it.
+    """Controls one engine's requests. All methods run in the event loop that drives the engine.
 
     Args:
         manager: The engine's tokenizer manager.
-        loop: The event loop that drives the engine, until the manager has chosen one.
-        refuse_with: Gives the error for a reason to refuse requests, and for one of them.
+        loop: The event loop to use until the manager has chosen one.
+        refuse_with: Makes the error for a refused request, from the reason and the request.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class TokenizerControls:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop in which these methods are awaited, unless one runs in this thread."""
+        """The event loop in which to await these methods, unless one is running in this thread."""
         return self._tokenizer.loop or self._first_loop
 
     @property
@@ -46,20 +46,20 @@ class TokenizerControls:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the engine has."""
+        """Number of the engine's ranks."""
         return self._tokenizer.num_ranks
 
     @property
     def num_unfinished(self) -> int:
-        """How many requests wait or run."""
+        """Number of requests that wait or run."""
         return self._tokenizer.num_unfinished
 
     async def pause(self, config: RefitConfig, *, may_wait: bool) -> int:
-        """See `fp8refit.driver.engine.Engine`. New requests wait at a gate of ours, and so are refused if the refit fails.
+        """Stop generation; return how many requests that affects. New requests wait at our gate.
 
         Args:
-            config: How to refit.
-            may_wait: Whether new requests can wait for the end of the refit; else they are refused meanwhile.
+            config: Options of the refit.
+            may_wait: Whether new requests can wait for the refit; otherwise they are refused until it ends.
         """
         refused_because = self._gate.reason if self._gate is not None else None
         num_unfinished = self._tokenizer.num_unfinished
@@ -70,7 +70,7 @@ class TokenizerControls:
             async with asyncio.timeout(config.timeout_s):
                 await self._stop(config)
         except BaseException as error:
-            # Also when the caller is cancelled: nothing may wait at a gate that nobody opens.
+            # Also on cancellation: no request may be left waiting at a gate that nobody will open.
             if refused_because is not None:
                 gate.refuse(refused_because)
             else:
@@ -91,14 +91,14 @@ class TokenizerControls:
         await self._tokenizer.pause()
 
     async def _settle(self) -> None:
-        """Let generation be paused, or not, as it was before or as somebody wanted it since."""
+        """Restore the pause state from before the refit, or what users have asked for since."""
         if self._was_paused and not self._tokenizer.is_paused:
             await self._tokenizer.pause()
         elif self._tokenizer.is_paused and not self._was_paused:
             await self._tokenizer.go_on()
 
     async def resume(self) -> None:
-        """See `fp8refit.driver.engine.Engine`. Generation that was paused before the refit stays paused."""
+        """Let requests continue, unless the user had paused generation before the refit."""
         if self._gate is None:
             return
         if not self._was_paused:
@@ -106,7 +106,7 @@ class TokenizerControls:
         self._open_gate()
 
     async def refuse(self, reason: str) -> None:
-        """See `fp8refit.driver.engine.Engine`. The schedulers stay paused: what they might still hold may not run."""
+        """Refuse requests. The schedulers stay paused, because requests they still hold must not run."""
         self._close_gate().refuse(reason)
         self._tokenizer.abort_all()
         await self._tokenizer.wake_those_that_wait()
@@ -116,7 +116,7 @@ class TokenizerControls:
         token_ids = self._tokenizer.tokenize(prompts)
         if token_ids is None:
             raise UnsupportedEngineError(
-                "this engine was booted with skip_tokenizer_init; calibrate with token ids instead of prompts"
+                "this engine was booted with skip_tokenizer_init; pass token ids instead of prompts"
             )
         return token_ids
 
@@ -125,11 +125,11 @@ class TokenizerControls:
         await self._tokenizer.set_version(str(version))
 
     async def ring(self, address: str) -> tuple[bool, str]:
-        """Have every rank answer at `address`; whether rank 0 did, and what SGLang said."""
+        """Make every rank connect to `address`; return rank 0's success and SGLang's message."""
         return await self._tokenizer.ring(address)
 
     def _close_gate(self) -> TokenizerGate:
-        # If an earlier refit failed, generation is still paused by it; only what was asked for since then counts.
+        # After a failed refit generation is still paused by us; only what users asked for since then counts.
         if self._gate is None:
             self._was_paused = self._tokenizer.is_paused
             self._gate = TokenizerGate(self._tokenizer.manager, self._decide, self._refuse_with)
@@ -139,7 +139,7 @@ class TokenizerControls:
     def _open_gate(self) -> None:
         if self._gate is not None:
             self._gate.open()
-            self._gate = None  # not before it is open: an interrupt in between would leave requests at it for ever
+            self._gate = None  # only now: an interrupt before this line must leave a gate that a later call can open
 
     def _decide(self, is_paused: bool) -> None:
         self._was_paused = is_paused

@@ -1,4 +1,4 @@
-"""The driver's side of an SGLang engine, in the process that takes its requests: the user's, or a server's."""
+"""Drives an SGLang engine from the process that takes its requests, which is the user's or a server's."""
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Sequence
@@ -24,14 +24,14 @@ NOT_LOADED = (
 )
 POLL_S = 0.005
 _SETTLING_S = 1.0
-"""How long a scheduler may take to notice that its last request has finished."""
+"""Seconds that a scheduler may need to notice that its last request has finished."""
 
 
 class Driver(engine.Driver, Channel, Pairs):
-    """The control plane of `fp8refit.driver.engine.Engine`, and `fp8refit.remote.channel.Channel`, over an engine's controls.
+    """Controls an engine's requests, and implements `fp8refit.remote.channel.Channel` to its ranks.
 
     Args:
-        controls: The engine's.
+        controls: The engine's controls.
     """
 
     def __init__(self, controls: TokenizerControls) -> None:
@@ -47,7 +47,7 @@ class Driver(engine.Driver, Channel, Pairs):
 
     @override
     async def check_ready(self) -> None:
-        """The ranks know whether their weights sleep."""
+        """Refuse if requests are unfinished. The ranks themselves check whether their weights are asleep."""
         if not self.is_asynchronous and self._controls.num_unfinished:
             raise unfinished("SGLang engine")
 
@@ -66,7 +66,7 @@ class Driver(engine.Driver, Channel, Pairs):
 
     @override
     async def flush_caches(self) -> None:
-        """The KV of requests that are kept is computed anew."""
+        """Drop caches. The KV cache of requests that were kept is recomputed."""
         for _ in range(round(_SETTLING_S / POLL_S)):
             if KEPT not in await self.call(FLUSH, timeout_s=self._timeout_s):
                 return
@@ -87,7 +87,7 @@ class Driver(engine.Driver, Channel, Pairs):
 
     @override
     async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
-        """The engine's event loop stands still until the answers are awaited."""
+        """Send a message. The engine's event loop does not run until the answers are awaited."""
         return self._drive_to_end(await self._drive(self._tell(message, timeout_s)))
 
     async def _drive_to_end(self, answers: asyncio.Future[Sequence[str]]) -> Sequence[str]:
@@ -97,7 +97,7 @@ class Driver(engine.Driver, Channel, Pairs):
         return await self._drive(wait())
 
     async def _tell(self, message: str, timeout_s: float) -> asyncio.Future[Sequence[str]]:
-        """Give every rank a message; what comes of it is still awaited."""
+        """Send a message to every rank, and return the pending answers."""
         told = asyncio.Event()
         asking = self._switchboard.ask(message, self._ring, timeout_s=timeout_s, on_told=told.set)
         answers, waiting = asyncio.ensure_future(asking), asyncio.ensure_future(told.wait())
@@ -117,21 +117,22 @@ class Driver(engine.Driver, Channel, Pairs):
             return
         if not self._switchboard.has_been_called:
             raise UnsupportedEngineError(f"{NOT_LOADED} (SGLang says: {said})")
-        raise EngineLostError(f"a rank could not answer ({said}); start the engine again")
+        raise EngineLostError(f"a rank failed to answer ({said}); restart the engine")
 
     async def _drive(self, steps: Coroutine[Any, Any, T]) -> T:
-        """Run steps in the event loop that drives the engine: in this one, or in the engine's own, until they are done.
+        """Run a coroutine in the event loop that drives the engine: the running one, or the engine's own.
 
         Raises:
-            UnsupportedEngineError: Another loop drives the engine, where this one would wait for ever, or one that is closed.
+            UnsupportedEngineError: The engine is bound to another loop, or to a closed one; waiting here would never
+                end.
         """
         loop, bound = self._controls.loop, self._controls.bound_loop
-        assert loop is not None, "an engine that no loop has driven yet was made with one"
+        assert loop is not None, "an engine without a loop so far was created with one"
         if bound is not None and (bound.is_closed() or (_is_in_loop() and asyncio.get_running_loop() is not bound)):
             steps.close()
             raise UnsupportedEngineError(
-                "this SGLang engine is driven by another event loop, or by one that is closed: call refit outside any loop, or "
-                "await refit_async in the loop in which the engine was first used"
+                "this SGLang engine is bound to another event loop, or to a closed one: call refit outside any loop, "
+                "or await refit_async in the loop in which the engine was first used"
             )
         return await steps if _is_in_loop() else loop.run_until_complete(steps)
 

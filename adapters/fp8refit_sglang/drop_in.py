@@ -1,8 +1,8 @@
-"""SGLang's own ways to load weights into a live engine, carried out by `fp8refit.update`. Off unless `FP8REFIT_DROP_IN=1`.
+"""The drop-in: SGLang's own calls that load weights into a live engine become refits. Off unless `FP8REFIT_DROP_IN=1`.
 
-The only file that wraps what loads weights in SGLang: `load_weights` of the network of each scheduler, and what SGLang does
-around it, with begin and end where it has them (`begin_weight_update`, and loading from disk). It is put in place when a
-scheduler takes its first requests in, so booting is never touched, and `remove` takes all of it away.
+It wraps `load_weights` of each scheduler's network, and SGLang's code around it that marks begin and end of an update
+(`begin_weight_update`, loading from disk). Installation happens when a scheduler receives its first requests, so
+booting is unaffected. `remove` undoes everything.
 """
 
 import logging
@@ -22,7 +22,7 @@ from fp8refit_sglang.worker import rank_of
 logger = logging.getLogger("sglang.fp8refit")
 
 IN_UPDATES = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-"""Whose methods a scheduler calls when it is asked for weights. What they raise would end the engine."""
+"""The class whose methods handle weight updates in a scheduler. An exception from them would end the engine."""
 ANSWERED = (
     "begin_weight_update",
     "end_weight_update",
@@ -32,12 +32,12 @@ ANSWERED = (
 )
 _HELD = "_fp8refit_drop_in"
 _networks: WeakSet[nn.Module] = WeakSet()
-"""Those of this process that are dropped into. While there is any, SGLang's loader is wrapped."""
+"""Networks in this process with the drop-in. SGLang's loader stays wrapped while there are any."""
 _replaced: dict[str, Any] = {}
 
 
 def register() -> None:
-    """Have SGLang answer with what a refit raises, if the drop-in is on; otherwise nothing is wrapped."""
+    """If the drop-in is on, make SGLang answer a failed update with its error. Otherwise wrap nothing."""
     if DropInOptions.read(os.environ).drop_in:
         for name in ANSWERED if has_sessions() else ANSWERED[2:]:
             register_hook(f"{IN_UPDATES}.{name}", _answer_of(name))
@@ -57,16 +57,16 @@ def _answer_of(name: str) -> Callable[..., Any]:
 
 
 def install(scheduler: Any) -> None:
-    """Drop into the network of a scheduler that has booted, if that is wanted, and if it is block FP8. All ranks do so at once.
+    """Install the drop-in on a booted scheduler, if it is enabled and the model is block FP8. Called on every rank.
 
-    What keeps an engine from being refitted is raised by whatever loads weights into it: an error here would end it.
+    If the engine cannot be refitted, the next weight update raises the reason: raising it here would end the engine.
     """
     options = DropInOptions.read(os.environ)
     network = Scheduler(scheduler).model
     if not options.drop_in or hasattr(network, _HELD):
         return
     if not any(parameter.dtype is FP8_DTYPE for parameter in network.parameters()):
-        logger.warning("fp8refit: this engine is not block FP8, and loads weights as ever")
+        logger.warning("fp8refit: this engine is not block FP8 and loads weights as usual")
         return
     load: Callable[..., set[str]]
     try:
@@ -82,7 +82,7 @@ def install(scheduler: Any) -> None:
 
 
 def remove(scheduler: Any) -> None:
-    """Give an engine its own methods back. A policy that came in part leaves it dirty."""
+    """Restore SGLang's own methods. If a policy has only partly arrived, the engine stays dirty."""
     network = Scheduler(scheduler).model
     if not hasattr(network, _HELD):
         return
@@ -97,7 +97,7 @@ def remove(scheduler: Any) -> None:
 
 
 def of(network: Any) -> DropIn | None:
-    """What is dropped into a network."""
+    """The network's `DropIn`, if installed."""
     found = getattr(network, _HELD, None)
     return found if isinstance(found, DropIn) else None
 
@@ -110,7 +110,7 @@ def _refuse_with(error: RefitError) -> Callable[..., set[str]]:
 
 
 def _load_to_the_end(drop_in: DropIn, model: Any, weights: Iterable[Any], *_: Any) -> None:
-    """Load the rest of a policy that has begun. Where that fails nobody else ends it."""
+    """Load the rest of a policy and end the update, also after an error: SGLang does not end it then."""
     try:
         drop_in.load(weights)
     except BaseException:
@@ -130,11 +130,11 @@ _INSTEAD: dict[str, Callable[..., None]] = {
     "postprocess_weights": lambda drop_in, *_: drop_in.end(),
 }
 _INSTEAD_BEFORE: dict[str, Callable[..., None]] = {"load_weights_and_postprocess": _load_whole}
-"""Where those are not apart (0.5.15)."""
+"""For versions without the other two functions (0.5.15)."""
 
 
 def _wrap() -> None:
-    """Wrap SGLang's loader, if it is not."""
+    """Wrap SGLang's loader, unless that is done already."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     has_both = all(hasattr(DefaultModelLoader, name) for name in _INSTEAD)
@@ -146,7 +146,7 @@ def _wrap() -> None:
 
 
 def _unwrap() -> None:
-    """Give it back."""
+    """Restore SGLang's loader."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     for name, original in _replaced.items():

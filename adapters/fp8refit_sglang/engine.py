@@ -1,4 +1,4 @@
-"""SGLang as an engine: `sglang.Engine`, with its schedulers in other processes."""
+"""SGLang's implementation of `Engine`: picks the driver for an `sglang.Engine`, a scheduler or a server."""
 
 import json
 import sys
@@ -29,14 +29,14 @@ BLOCK_FP8 = {
 
 
 class SglangEngine(DelegatingEngine):
-    """Implements `fp8refit.driver.engine.Engine` for `sglang.Engine`, `SglangServer`, and a scheduler from within.
+    """Implements `fp8refit.driver.engine.Engine` for `sglang.Engine`, `SglangServer` and a scheduler.
 
     Args:
         candidate: The engine, the server, or the scheduler.
 
     Raises:
-        UnsupportedEngineError: It is something else of SGLang's, is laid out in a way that cannot be refitted, or its processes
-            do not have our plugin.
+        UnsupportedEngineError: `candidate` is another SGLang object, is too old, has a layout that cannot be refitted,
+            or did not load our plugin.
         EngineLostError: The server cannot be reached.
     """
 
@@ -63,7 +63,7 @@ class SglangEngine(DelegatingEngine):
 
     @classmethod
     def boot(cls, model: str) -> Any:
-        """See `fp8refit.driver.engine.Engine`. A checkpoint that is not FP8 is taken as one that was quantized."""
+        """See `fp8refit.driver.engine.Engine`. A checkpoint that is not FP8 is booted as if it were block FP8."""
         try:
             import sglang
             from transformers import AutoConfig
@@ -84,13 +84,13 @@ class SglangEngine(DelegatingEngine):
 
 
 def _controls_of(candidate: Any) -> TokenizerControls:
-    """What keeps requests from an engine in this process.
+    """The controls of an engine in this process.
 
     Raises:
         UnsupportedEngineError: See `SglangEngine`.
     """
     if not hasattr(candidate, "tokenizer_manager") or not hasattr(candidate, "server_args"):
-        raise UnsupportedEngineError(f"{type(candidate).__name__} is no sglang.Engine; pass the engine itself")
+        raise UnsupportedEngineError(f"{type(candidate).__name__} is not an sglang.Engine; pass the engine itself")
     _check_arguments(candidate.server_args)
     if not is_loaded():
         raise UnsupportedEngineError(NOT_LOADED)

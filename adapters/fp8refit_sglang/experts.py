@@ -1,4 +1,6 @@
-"""What SGLang's products over experts do to block-FP8 weights, and what it keeps of routers beside them."""
+"""SGLang's expert kernels: which of them read block-FP8 weights in checkpoint layout, and the routers' float32
+copies.
+"""
 
 from functools import partial
 from typing import Any
@@ -9,7 +11,7 @@ from fp8refit.live.slots import Refresh, ScaleFormat
 from fp8refit.live.tracing.rules import Kernel, Why
 
 ROW_MAJOR_RUNNERS = frozenset({"cutlass", "deep_gemm", "triton"})
-"""SGLang's products that read block-FP8 experts as a checkpoint stores them, on the GPUs where scales stay float32."""
+"""SGLang's expert kernels that read block-FP8 weights in checkpoint layout, on GPUs where scales stay float32."""
 
 _METHOD = "Fp8MoEMethod"
 _ROUTER_COPY = "_weight_fp32"
@@ -21,22 +23,22 @@ _ANOTHER_RUNNER = 'Boot with moe_runner_backend="triton" or "deep_gemm", and wit
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether `module` holds the matrices of experts."""
+    """Whether `module` holds expert weights."""
     return "w13_weight" in module._parameters
 
 
 def why_not_read(layer: Any) -> Why:
-    """What is against `layer` beside its kernel and the shapes of its tensors."""
+    """Why `layer` cannot be refitted, apart from its kernel and tensor shapes; None if it can."""
     if getattr(layer, "_dwdp_bound", False):
-        return "reads experts of other ranks from copies of them", "Boot without dwdp_size"
+        return "reads other ranks' experts from copies", "Boot without dwdp_size"
     scales = (layer._parameters.get(f"{name}_weight_scale_inv") for name in ("w13", "w2"))
     if any(getattr(scale, "format_ue8m0", False) or getattr(scale, "power_of_two", False) for scale in scales):
-        return "its kernel takes scales that are powers of two (UE8M0)", 'Boot with moe_runner_backend="triton"'
+        return "its kernel needs scales that are powers of two (UE8M0)", 'Boot with moe_runner_backend="triton"'
     return None
 
 
 def kernel_of_experts(layer: Any) -> Kernel:
-    """The runner that SGLang chose; 0.5.15 and 0.5.17 say it of the method alone, and not of all runners."""
+    """The runner that SGLang chose. 0.5.15 and 0.5.17 record it only on the quant method, and not for every runner."""
     method = layer.quant_method
     runner = getattr(layer, "runner_backend", None) or getattr(getattr(method, "runner", None), "runner_backend", None)
     method_name = type(method).__name__
@@ -52,7 +54,7 @@ def kernel_of_experts(layer: Any) -> Kernel:
 
 
 def refreshes_of_routers(model: nn.Module) -> tuple[Refresh, ...]:
-    """The float32 copies by which GLM's routers multiply, which the first forward makes (seen with 0.5.15 and 0.5.17)."""
+    """Refresh the float32 copies of GLM's router weights, which the first forward makes (in 0.5.15 and 0.5.17)."""
     return tuple(
         Refresh(name=f"{name}: float32 copy", run=partial(_copy_router, module))
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Where requests to one SGLang engine wait for the end of a refit, or are refused."""
+"""Holds or refuses new requests to an SGLang engine during a refit."""
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -9,19 +9,20 @@ from fp8refit.driver.admission import Gate
 
 
 class TokenizerGate(Gate):
-    """Replaces a tokenizer manager's entries, until it is opened.
+    """Replaces the entry points of a tokenizer manager until it is opened.
 
-    Whoever pauses generation meanwhile, or lets it go on, is told that it will be so, once the refit is over.
+    Calls that pause or resume generation in the meantime return at once and take effect after the refit.
 
     Args:
         manager: The tokenizer manager.
-        on_decision: What to do when somebody wants generation paused (True) or to go on (False).
-        refuse_with: Gives the error for a reason to refuse requests, and for one of them.
+        on_decision: Called when a user pauses (True) or resumes (False) generation.
+        refuse_with: Makes the error for a refused request, from the reason and the request.
     """
 
     _ENTRIES = ("generate_request", "pause_generation", "continue_generation")
     _LAST_STEP = "_validate_and_resolve_lora"
-    """Every request, and every part of one, passes here after it waited for pauses and before the schedulers have it."""
+    """Every request, and every part of one, passes this method after waiting for pauses and before the schedulers get
+    it."""
 
     def __init__(
         self, manager: Any, on_decision: Callable[[bool], None], refuse_with: Callable[[str, Any], Exception]
@@ -40,7 +41,7 @@ class TokenizerGate(Gate):
 
     @override
     def refuse(self, reason: str) -> None:
-        """Those that were being taken in when the gate was closed are refused too."""
+        """Also refuse requests that were past the gate but not yet with the schedulers when it closed."""
         super().refuse(reason)
 
         async def refuse_late(request: Any) -> None:
@@ -50,13 +51,13 @@ class TokenizerGate(Gate):
 
     @override
     def open(self) -> None:
-        """The manager gets its own entries back."""
+        """Also restore the manager's own entry points."""
         super().open()
         for name in (*self._ENTRIES, self._LAST_STEP):
             self._manager.__dict__.pop(name, None)
 
     async def generate_request(self, obj: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """Replaces the manager's own."""
+        """Wait at the gate, then call the manager's own method."""
         await self.until_decided()
         if self.reason is not None:
             raise self._refuse_with(self.reason, obj)
@@ -64,9 +65,9 @@ class TokenizerGate(Gate):
             yield output
 
     async def pause_generation(self, *_: Any, **__: Any) -> None:
-        """Replaces the manager's own: takes effect when a refit is over."""
+        """Record the pause; it takes effect when the refit is over."""
         self._on_decision(True)
 
     async def continue_generation(self, *_: Any, **__: Any) -> None:
-        """Replaces the manager's own: takes effect when a refit has succeeded."""
+        """Record the resumption; it takes effect once a refit has succeeded."""
         self._on_decision(False)

@@ -1,8 +1,8 @@
-"""The FP8 KV cache of one SGLang rank: where its scales are, what reads them, and how the live model is run to measure them.
+"""The FP8 KV cache of one SGLang rank: finds its scales, and runs the live model to calibrate them.
 
-SGLang divides keys and values by a layer's scales when it writes them into its cache, and multiplies by them when it reads it.
-Queries have no scale: they are cast as they are. SGLang itself clamps nothing (`MHATokenToKVPool.set_kv_buffer` of 0.5.15,
-0.5.17 and 0.5.23 calls `Tensor.to`): PyTorch's cast does, or makes NaN of what lies beyond 464 times its scale.
+SGLang divides keys and values by a layer's scales when it writes the cache, and multiplies when it reads. Queries have
+no scale. SGLang does not clamp (`MHATokenToKVPool.set_kv_buffer` calls `Tensor.to`): depending on PyTorch's version and
+the device, values beyond 464 times the scale saturate or become NaN.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from fp8refit_sglang.compat import Scheduler, decoder_of, is_cache_fp8, make_kv_
 
 _FP8 = "fp8_e4m3"
 _READS_TENSORS = frozenset({"fa3"})
-"""Attention backends whose kernels read scales from the device's tensors, when they run."""
+"""Attention backends whose kernels read the scales from device tensors at run time."""
 _READS_NUMBERS = frozenset({"flashinfer", "triton"})
-"""Those that are given SGLang's copies of them as Python numbers, which a CUDA graph keeps."""
+"""Attention backends that take SGLang's copies of the scales as Python numbers, which a CUDA graph freezes."""
 _MAX_FA3_HEAD = 256
-"""Heads beyond it are written divided by their scales, and read as if these were 1."""
+"""fa3 writes larger heads divided by their scales, but reads them as if the scales were 1."""
 _BOOT_FP8 = f'Boot with kv_cache_dtype="{_FP8}"'
 _BOOT_FA3 = 'Boot with attention_backend="fa3"'
 _GIVE_SCALES = "Give the scales instead (kv_scales=)"
@@ -32,7 +32,7 @@ _GIVE_SCALES = "Give the scales instead (kv_scales=)"
 
 @dataclass(frozen=True, slots=True)
 class HeldScale:
-    """One scale of an attention layer: a tensor, and SGLang's copy of it as a Python number."""
+    """One scale of an attention layer: a tensor, and SGLang's copy as a Python number."""
 
     module: nn.Module
     kind: str
@@ -41,7 +41,7 @@ class HeldScale:
 
     @property
     def number(self) -> float:
-        """The copy, which sleep does not lose."""
+        """The copy, which survives sleep."""
         return float(getattr(self.module, f"{self.kind}_scale_float"))
 
     def set_number(self, value: float) -> None:
@@ -50,10 +50,10 @@ class HeldScale:
 
 
 class HeldScales:
-    """Every KV scale of a model, in an FP8 cache or beside another.
+    """All KV scales of a model, whatever the dtype of its cache.
 
     Args:
-        is_noise: Whether a dummy boot filled them, tensors and copies, with noise.
+        is_noise: Whether a dummy boot filled the tensors and their copies with noise.
     """
 
     def __init__(self, *, is_noise: bool) -> None:
@@ -61,16 +61,16 @@ class HeldScales:
         self._scales: list[HeldScale] = []
 
     def read(self, model: nn.Module) -> None:
-        """Take those that `model` holds now."""
+        """Find the scales that `model` has now."""
         self._scales = [scale for module in model.modules() for scale in scales_of(module)]
 
     def write_copy(self, scale: HeldScale, value: float) -> None:
-        """Write SGLang's copy of a scale whose tensor is written."""
+        """Write SGLang's copy of a scale."""
         self._forget_noise()
         scale.set_number(value)
 
     def restore(self) -> None:
-        """Write every tensor from its copy, in two launches."""
+        """Restore every tensor from its copy, in two kernel launches."""
         self._forget_noise()
         if self._scales:
             tensors = [scale.tensor for scale in self._scales]
@@ -78,7 +78,7 @@ class HeldScales:
             torch._foreach_add_(tensors, [scale.number for scale in self._scales])
 
     def _forget_noise(self) -> None:
-        """Let all be 1, as after a boot from a checkpoint without KV scales."""
+        """After a dummy boot, set all copies to 1, as booting from a checkpoint without KV scales does."""
         if self._is_noise:
             for scale in self._scales:
                 scale.set_number(1.0)
@@ -86,21 +86,21 @@ class HeldScales:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether it is an attention layer over the KV cache."""
+    """Whether `module` is an attention layer with a KV cache."""
     return hasattr(module, "k_scale_float")
 
 
 def scales_of(module: nn.Module) -> list[HeldScale]:
-    """The scales of one attention layer; none of any other module."""
+    """The scales of an attention layer; empty for other modules."""
     found = {kind: module._parameters.get(f"{kind}_scale") for kind in ("k", "v")} if is_attention(module) else {}
     return [HeldScale(module, kind, scale.data) for kind, scale in found.items() if scale is not None]
 
 
 def give_scales(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Around the making of an attention layer: with an FP8 cache, give it scales if SGLang does not.
+    """Wrap the constructor of attention layers: with an FP8 cache, add scales if SGLang does not.
 
-    Some models (Qwen3) tell their attention nothing of quantization. The scales are made before CUDA graphs are captured, and
-    are 1 until somebody sets them, which computes what SGLang does without them.
+    Some models (Qwen3) do not pass their quantization to attention. The scales exist before CUDA graphs are captured,
+    and are 1 until they are set, so results stay the same.
     """
     original(layer, *args, **kwargs)
     if layer.quant_method is None and layer.k_scale is None and is_cache_fp8():
@@ -108,17 +108,17 @@ def give_scales(original: Callable[..., None], layer: Any, *args: Any, **kwargs:
 
 
 def casts_saturate(device: torch.device) -> bool:
-    """Whether PyTorch's cast to E4M3 clamps what does not fit, on `device`; by version and device it gives NaN instead."""
+    """Whether PyTorch's cast to E4M3 saturates on `device`. Depending on version and device it returns NaN instead."""
     large = torch.full((1,), 1e4, dtype=torch.bfloat16, device=device)
     return bool(large.to(torch.float8_e4m3fn).float().isfinite().all())
 
 
 def read_kv_cache(scheduler: Scheduler, scales: HeldScales) -> KvCache:
-    """What a rank says of its KV cache.
+    """Describe the KV cache of a rank.
 
     Args:
         scheduler: A scheduler whose model is loaded.
-        scales: What it holds.
+        scales: The model's scales.
     """
     dtype, backends = scheduler.cache_dtype, dict.fromkeys(scheduler.attention_backends)
     if dtype != _FP8:
@@ -134,7 +134,7 @@ def read_kv_cache(scheduler: Scheduler, scales: HeldScales) -> KvCache:
             scheduler.check_can_recapture()
 
     def finish() -> None:
-        scales.restore()  # the others, if they were noise until now
+        scales.restore()  # also the scales that were noise until now
         if has_numbers_in_graphs():
             scheduler.recapture()
 
@@ -165,7 +165,7 @@ class _Layer:
         )
 
     def why_not_measured(self) -> str | None:
-        """What plain causal attention would compute otherwise than this layer does."""
+        """Why plain causal attention would not compute what this layer computes; None if it would."""
         module = self.module
         kind = getattr(module.attn_type, "value", module.attn_type)
         if module.is_cross_attention or kind != "decoder":
@@ -173,7 +173,7 @@ class _Layer:
         if module.pos_encoding_mode != "NONE":
             return f"encodes positions itself ({module.pos_encoding_mode})"
         if module.xai_temperature_len > 0:
-            return "scales its scores with the position"
+            return "scales its scores by position"
         if module.use_irope:
             return "attends within chunks"
         if module.logit_cap and module.logit_capping_method != "tanh":
@@ -190,15 +190,15 @@ class _Layer:
             scale=float(module.scaling),
             window=module.sliding_window_size + 1
             if module.sliding_window_size > -1
-            else None,  # SGLang counts those before
+            else None,  # SGLang excludes the token itself
             soft_cap=module.logit_cap or None,
         )
 
 
 class LivePrefill:
-    """Implements `fp8refit.live.slots.Prefill` on a scheduler's live model: eager, without requests, without the KV cache.
+    """Implements `fp8refit.live.slots.Prefill` on a scheduler's live model: eagerly, without requests or KV cache.
 
-    With tensor parallelism every rank runs it at the same time.
+    With tensor parallelism, all ranks must run it together.
 
     Args:
         scheduler: A scheduler whose model is loaded.
@@ -229,42 +229,42 @@ def _writer(scales: HeldScales, held: HeldScale) -> Callable[[float], None]:
 
 
 def _why_not_written(scheduler: Scheduler, layers: Sequence[_Layer]) -> list[Refusal]:
-    """What keeps the scales as they are, and what to set."""
+    """Why the scales cannot be set, with remedies."""
     refusals = list(_why_not_reached(scheduler))
     without = [layer.name for layer in layers if not scales_of(layer.module)]
     if without:
-        reason = f"has no KV scales, as one of {len(without)} layers"
+        reason = f"has no KV scales (one of {len(without)} such layers)"
         remedy = f"{_BOOT_FP8}, with fp8refit installed where the engine runs"
         refusals.append(Refusal(module=without[0], reason=reason, remedy=remedy))
     wide = [layer.name for layer in layers if layer.module.qk_head_dim > _MAX_FA3_HEAD]
     if wide and _READS_TENSORS.intersection(scheduler.attention_backends):
-        reason = f"has heads of more than {_MAX_FA3_HEAD}, which fa3 reads without their scales"
+        reason = f"has heads larger than {_MAX_FA3_HEAD}, which fa3 reads without their scales"
         refusals.append(Refusal(module=wide[0], reason=reason, remedy='Boot with attention_backend="triton"'))
     return refusals
 
 
 def _why_not_reached(scheduler: Scheduler) -> list[Refusal]:
-    """What is against all layers at once."""
+    """Reasons that apply to all layers."""
     if scheduler.has_latent_cache:
         reason = "holds latents, which SGLang writes as if their scale were 1"
         return [Refusal(module="KV cache", reason=reason, remedy="fp8refit sets no scales of latent caches")]
     refusals = []
     for backend in dict.fromkeys(scheduler.attention_backends):
         if backend not in _READS_TENSORS | _READS_NUMBERS:
-            reason = "is not known to read KV scales when it runs"
+            reason = "is not known to read KV scales at run time"
             refusals.append(Refusal(module=f"attention backend {backend}", reason=reason, remedy=_BOOT_FA3))
         elif backend in _READS_NUMBERS and scheduler.has_full_prefill_graphs:
-            reason = "is given KV scales as numbers, which graphs of a whole prefill keep"
+            reason = "takes KV scales as numbers, which graphs of a whole prefill freeze"
             remedy = f"{_BOOT_FA3}, or with disable_prefill_cuda_graph=True"
             refusals.append(Refusal(module=f"attention backend {backend}", reason=reason, remedy=remedy))
     return refusals
 
 
 def _why_not_measured(model: nn.Module, layers: Sequence[_Layer]) -> list[Refusal]:
-    """What the live model has that a pass of ours would not compute as the engine does."""
+    """Parts of the live model that our calibration pass would not compute as the engine does."""
     found: dict[str, str] = {}
     if decoder_of(model) is None:
-        found["is built otherwise than language models are"] = type(model).__name__
+        found["is not built like SGLang's language models"] = type(model).__name__
     for layer in layers:
         why = layer.why_not_measured()
         if why is not None:

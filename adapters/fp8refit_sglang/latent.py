@@ -1,7 +1,7 @@
-"""Latent attention (MLA) of a live SGLang model: the absorbed copies that it keeps of `kv_b_proj`.
+"""Latent attention (MLA) in SGLang: the absorbed copies of `kv_b_proj`.
 
-On CUDA SGLang dequantizes `kv_b_proj` by its block scales and keeps both parts of it as plain attributes, `w_kc` and `w_vc`.
-Its other forms of them, quantized anew or gathered from other ranks, are refused.
+On CUDA, SGLang dequantizes `kv_b_proj` and keeps its two parts as plain attributes, `w_kc` and `w_vc`. Copies that it
+quantizes again or gathers from other ranks are refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,39 +22,41 @@ _OF_OTHER_RANKS = ("w_kc_qrep", "q_b_proj_qrep", "q_b_proj_qrep_weight")
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Whether it is attention that may keep absorbed copies."""
+    """Whether `module` is an attention layer that may keep absorbed copies."""
     return hasattr(module, _KEYS)
 
 
 def has_known_rule(model: nn.Module) -> bool:
-    """Whether it makes its absorbed copies as DeepSeek's models do; others scale them."""
+    """Whether `model` makes its absorbed copies like DeepSeek's models; others scale them."""
     rule = getattr(type(model), "post_load_weights", None)
     return getattr(rule, "__qualname__", "") == _KNOWN_RULE
 
 
 def why_not_absorbed(module: Any, *, is_known_rule: bool) -> Why:
-    """What is against computing the absorbed copies of one attention layer again."""
+    """Why the absorbed copies of an attention layer cannot be recomputed; None if they can."""
     if not is_known_rule:
-        return "absorbs its latent projections by a rule of its own", "fp8refit does not know this rule yet"
+        return "absorbs its latent projections in a way of its own", "fp8refit does not support it yet"
     if getattr(module, "use_deep_gemm_bmm", False):
         return (
             "keeps absorbed copies in FP8 for DeepGEMM",
             "Boot without SGLANG_USE_DEEPGEMM_BMM, SGL_USE_DEEPGEMM_BMM in older versions",
         )
     if any(getattr(module, name, None) is not None for name in _OF_OTHER_RANKS):
-        return "keeps the absorbed keys of other ranks too", "Boot without dcp_replicate_q_proj"
+        return "also keeps the absorbed keys of other ranks", "Boot without dcp_replicate_q_proj"
     copies = [getattr(module, name, None) for name in (_KEYS, _VALUES)]
     is_scaled = any(isinstance(getattr(module, name, None), Tensor) for name in _SCALES)
     if is_scaled or not all(copy is not None and copy.dtype in (torch.bfloat16, torch.float16) for copy in copies):
         return (
-            "quantizes its absorbed copies anew, or has made none",
-            "Refit engines on CUDA GPUs, of checkpoints in blocks of 128x128",
+            "quantizes its absorbed copies again, or has made none",
+            "Use CUDA GPUs and checkpoints with 128x128 blocks",
         )
     return None
 
 
 def absorbed_copies(model: nn.Module, block_size_of: Callable[[nn.Module], tuple[int, int]]) -> Iterator[Absorbed]:
-    """What every layer of latent attention keeps of its `kv_b_proj`; none of those that `why_not_absorbed` refuses."""
+    """The copies of `kv_b_proj` that latent attention layers keep, without the layers that `why_not_absorbed`
+    refuses.
+    """
     is_known_rule = has_known_rule(model)
     for name, module in model.named_modules():
         if is_latent(module) and why_not_absorbed(module, is_known_rule=is_known_rule) is None:
@@ -70,7 +72,7 @@ def absorbed_copies(model: nn.Module, block_size_of: Callable[[nn.Module], tuple
 
 
 def _dequantized(layer: Any, block_size_of: Callable[[nn.Module], tuple[int, int]], dtype: torch.dtype) -> Tensor:
-    """The weight of a linear layer, which may not be quantized."""
+    """The weight of a linear layer, dequantized if it is quantized."""
     weight: Tensor = layer.weight.detach()
     scale = layer._parameters.get("weight_scale_inv")
     if scale is None:

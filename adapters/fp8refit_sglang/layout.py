@@ -1,8 +1,8 @@
-"""Reads slots off a live SGLang model: what the core's reading of twins needs to know of SGLang's kernels.
+"""Reads the slots of a live SGLang model, and tells the core what SGLang's kernels do to weights after loading.
 
-SGLang registers the scales of an FP8 KV cache as parameters of its attention layers, whatever the cache's dtype is. They are
-no weights: no slot holds them, a trainer need not send them, and a refit leaves them as they are, as vLLM's buffers are left.
-They are listed as live, so one that was replaced is noticed.
+SGLang registers KV-cache scales as parameters of its attention layers, whatever the cache's dtype. They are not
+weights: they have no slots, trainers need not send them, and a refit leaves them alone. They are listed as live, so
+that a replaced one is noticed.
 """
 
 from collections.abc import Collection
@@ -29,7 +29,7 @@ ROW_MAJOR_KERNELS = frozenset(
         "triton_w8a8_block_fp8_linear",
     }
 )
-"""SGLang's products that read block-FP8 weights as a checkpoint stores them, on the GPUs where scales stay float32."""
+"""SGLang's kernels that read block-FP8 weights in checkpoint layout, on GPUs where scales stay float32."""
 
 _DERIVED_SCALES = ("weight_scale_inv_deepgemm", "weight_scale_inv_shuffled", "weight_scale_inv_swizzled")
 _COPIED_NORMS = (
@@ -43,11 +43,11 @@ _ANOTHER_KERNEL = 'Boot with fp8_gemm_runner_backend="triton", "deep_gemm" or "c
 
 
 def read_inventory(model: nn.Module, traced: Twin | Refusal) -> Inventory:
-    """Everything a refit of `model` writes, and everything it cannot.
+    """List everything that a refit of `model` writes, and everything that cannot be refitted.
 
     Args:
         model: The live model.
-        traced: What the loader of its twin did, or why there is none.
+        traced: The trace of the model's loader, or why it could not be traced.
     """
     if isinstance(traced, Refusal):
         return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
@@ -57,7 +57,7 @@ def read_inventory(model: nn.Module, traced: Twin | Refusal) -> Inventory:
 
 
 class SglangRules:
-    """A `fp8refit.live.tracing.rules.KernelRules` (seen with 0.5.15, 0.5.17 and 0.5.23).
+    """Implements `fp8refit.live.tracing.rules.KernelRules` for SGLang.
 
     Args:
         model: The live model.
@@ -72,18 +72,18 @@ class SglangRules:
         self._absorbs_as_known = has_known_rule(model)
 
     def why_refused(self, module: nn.Module) -> Why:
-        """Tensors that SGLang derived from weights, and layouts that it packed them into."""
+        """Refuse modules with tensors derived from weights that nothing refreshes, and modules with packed weights."""
         why = _why_derived(module) or _why_packed(module)
         if why is None and is_latent(module):
             why = why_not_absorbed(module, is_known_rule=self._absorbs_as_known)
         return why or (why_not_read(module) if is_experts(module) else None)
 
     def kernel_of(self, module: nn.Module) -> Kernel:
-        """The function that SGLang's dispatch gave a linear layer, or the runner of its product over experts."""
+        """The function that SGLang selected for a linear layer, or its expert runner."""
         if is_experts(module):
             return kernel_of_experts(module)
         name = _product_of(module)
-        # Where SGLang rounds scales to powers of two it marks them, and those are refused.
+        # SGLang marks scales that it rounds to powers of two; those are refused.
         return Kernel(
             name=name,
             is_row_major=name in ROW_MAJOR_KERNELS,
@@ -92,22 +92,22 @@ class SglangRules:
         )
 
     def block_size_of(self, module: nn.Module) -> tuple[int, int]:
-        """Of the weight as it is after loading."""
+        """The block size of the weight after loading."""
         method: Any = module.quant_method
         block_n, block_k = getattr(method, "weight_block_size", None) or method.quant_config.weight_block_size
         return int(block_n), int(block_k)
 
     def swaps_halves(self, module: nn.Module) -> bool:
-        """No kernel that is known to be row-major does."""
+        """Never true of the kernels that read weights in checkpoint layout."""
         return False
 
     def kept(self, module: nn.Module) -> Collection[str]:
-        """The KV scales of an attention layer, which keeps a copy of each as a Python number."""
+        """The KV scales of an attention layer."""
         return _KV_SCALES if hasattr(module, "k_scale_float") else ()
 
 
 def _why_derived(module: nn.Module) -> Why:
-    """What SGLang computed from weights at boot and nothing refreshes after a write."""
+    """Why a module is refused for tensors that SGLang derived from its weights at boot; None if there are none."""
     if getattr(module, "_block_fp8_bf16_weight", None) is not None:
         return "keeps a BF16 copy of its weight", "Boot with SGLANG_OPT_HOPPER_BLOCK_FP8_BF16=0"
     for name in (*_DERIVED_SCALES, *_COPIED_NORMS, *_SPLIT_WEIGHTS):
@@ -120,20 +120,23 @@ def _why_derived(module: nn.Module) -> Why:
 
 
 def _why_packed(module: nn.Module) -> Why:
-    """What is against the layout of a weight or of its scales."""
+    """Why a module is refused for the layout of its weight or scales; None if it is not."""
     if getattr(module, "use_intel_amx_backend", False):
-        return "its weight is packed for Intel AMX", "Refit engines on GPUs"
+        return "its weight is packed for Intel AMX", "Use a GPU"
     if getattr(getattr(module, "quant_method", None), "use_marlin", False):
-        return "its kernel Marlin repacks weights", "Boot without SGLANG_FORCE_FP8_MARLIN, on a GPU that multiplies FP8"
+        return (
+            "its kernel Marlin repacks weights",
+            "Boot without SGLANG_FORCE_FP8_MARLIN, on a GPU with FP8 matrix products",
+        )
     scale = module._parameters.get("weight_scale_inv")
     is_marked = getattr(scale, "format_ue8m0", False) or getattr(scale, "power_of_two", False)
     if scale is not None and (is_marked or scale.dtype is torch.int32):
-        return "its kernel takes scales that are powers of two (UE8M0)", 'Boot with fp8_gemm_runner_backend="triton"'
+        return "its kernel needs scales that are powers of two (UE8M0)", 'Boot with fp8_gemm_runner_backend="triton"'
     return None
 
 
 def _product_of(module: nn.Module) -> str:
-    """The name of the function that multiplies by a block-FP8 module's weight, else that of the method that does."""
+    """The name of the function that multiplies by a block-FP8 weight; otherwise of the quant method."""
     method = getattr(module, "quant_method", None)
     product = getattr(method, "w8a8_block_fp8_linear", None)
     product = getattr(product, "func", product)  # of a partial

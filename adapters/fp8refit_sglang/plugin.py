@@ -1,4 +1,4 @@
-"""What SGLang loads, in every process of an engine, from the entry-point group `sglang.srt.plugins`."""
+"""The plugin that SGLang loads in every process of an engine, from the entry-point group `sglang.srt.plugins`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ from fp8refit_sglang.worker import note_sleep, serve
 
 
 def take_in(original: Callable[..., Any], scheduler: Any, requests: list[Any]) -> Any:
-    """Around the method by which a scheduler takes requests in."""
+    """Wraps the scheduler method that receives requests."""
     if not is_known(scheduler):
         drop_in.install(scheduler)
     return admit(original, scheduler, requests)
@@ -36,7 +36,7 @@ _DOORS: dict[str, Callable[..., Any]] = {
 
 
 def register() -> None:
-    """Let drivers reach schedulers and servers, and let every FP8 KV cache have scales."""
+    """Register the hooks that let drivers reach schedulers and servers, and give every FP8 KV cache scales."""
     for target, hook in _DOORS.items():
         register_hook(target, hook)
     register_hook(IN_ATTENTION, give_scales)
@@ -45,5 +45,5 @@ def register() -> None:
 
 
 def is_loaded() -> bool:
-    """Whether SGLang has loaded it in this process, and so does in those it starts."""
+    """Whether SGLang has loaded the plugin in this process, and therefore in those it starts."""
     return all(is_hooked(target, hook) for target, hook in _DOORS.items())

@@ -1,4 +1,4 @@
-"""SGLang in the benchmark of rollouts, as it is booted for one: with CUDA graphs."""
+"""SGLang in the rollout benchmark, with its usual settings: with CUDA graphs."""
 
 import json
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from fp8refit.bench.shapes import block_fp8
 from fp8refit.errors import UnsupportedEngineError
 
 _RESERVED_TOKENS = 8
-"""More than SGLang keeps for itself of a context."""
+"""Context length that SGLang reserves for itself, rounded up."""
 
 
 class SglangRollout:
-    """See `fp8refit.bench.rollout.RolloutEngine`."""
+    """Implements `fp8refit.bench.rollout.RolloutEngine`."""
 
     def __init__(self, wanted: RolloutBoot) -> None:
         import sglang
@@ -54,7 +54,7 @@ class SglangRollout:
 
 
 def boot(wanted: RolloutBoot) -> SglangRollout:
-    """An engine of noise.
+    """Boot an engine with random weights.
 
     Raises:
         UnsupportedEngineError: SGLang is not installed.

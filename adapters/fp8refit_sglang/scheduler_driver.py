@@ -1,4 +1,4 @@
-"""The control plane of `Engine` for a scheduler of SGLang, driven from within: it is where requests come in."""
+"""Drives a single SGLang scheduler from inside, where requests arrive."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,12 +16,12 @@ _REASON, _IS_HELD = "_fp8refit_refuses", "_fp8refit_is_held"
 
 
 def is_known(scheduler: Any) -> bool:
-    """Whether a scheduler has taken requests in before."""
+    """Whether a scheduler has received requests before."""
     return hasattr(scheduler, _IS_HELD)
 
 
 def admit(original: Callable[..., Any], scheduler: Any, requests: list[Any]) -> Any:
-    """Around the method by which a scheduler takes requests in: refuses them while no whole policy is there."""
+    """Wraps the scheduler method that receives requests: refuses them during an update and after a failed one."""
     if not is_known(scheduler):
         setattr(scheduler, _IS_HELD, True)
         hold(Scheduler(scheduler).model, scheduler)
@@ -30,15 +30,15 @@ def admit(original: Callable[..., Any], scheduler: Any, requests: list[Any]) -> 
 
 
 def admit_again(scheduler: Any) -> None:
-    """Requests are served again."""
+    """Serve requests again."""
     scheduler.__dict__.pop(_REASON, None)
 
 
 class SchedulerDriver(Driver):
-    """One scheduler. It does nothing else while it is driven.
+    """Drives one scheduler, which does nothing else in the meantime.
 
     Args:
-        scheduler: SGLang's, with its model loaded.
+        scheduler: An SGLang scheduler whose model is loaded.
     """
 
     is_asynchronous = False
@@ -48,11 +48,11 @@ class SchedulerDriver(Driver):
 
     @override
     async def check_ready(self) -> None:
-        """Its rank knows."""
+        """Nothing to check: the rank does it."""
 
     @override
     async def pause(self, config: RefitConfig) -> int:
-        """Requests that wait have computed nothing yet; those that run keep their cache."""
+        """Refuse new requests. Waiting ones have computed nothing yet; running ones keep their cache."""
         await self.refuse("an update is under way")
         return 0
 
@@ -75,4 +75,4 @@ class SchedulerDriver(Driver):
 
     @override
     async def publish_version(self, version: int) -> None:
-        """What shows one is in another process."""
+        """Nothing to do: the process that publishes versions is another one."""

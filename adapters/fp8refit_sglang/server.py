@@ -1,8 +1,8 @@
-"""A running SGLang server: orders are posted to the route by which SGLang takes weights, and our plugin answers them there.
+"""Refits a running SGLang server: our middleware answers orders that are posted to SGLang's weight-update route.
 
-They are told from SGLang's own requests by a header, and never reach SGLang's route: it would read the whole body of whoever
-asks. What comes is carried out in the server's process as `Refitter(engine)` would. The ranks are asked over a line within the
-server's host, so the driver need not be on it: only tensors that are to be mapped have to be.
+A header tells orders from SGLang's own requests. They never reach SGLang's handler, which would read the whole body of
+an unchecked caller. The server's process carries them out as `Refitter(engine)` would. The driver may be on another
+host, unless the ranks are to map its tensors.
 """
 
 import asyncio
@@ -30,19 +30,19 @@ _INFO_ROUTES = ("/server_info", "/get_server_info")
 
 
 def open_door(original: Callable[..., Any], manager: Any, *arguments: Any) -> None:
-    """Around a step of the start of the process that takes requests: have orders answered, if it is a server's.
+    """Wraps a startup step of the process that takes requests: if it is a server, add the middleware.
 
     Raises:
         UnsupportedEngineError: `FP8REFIT_TOKEN` is too short. The server does not start.
     """
     original(manager, *arguments)
     app = app_to_start()
-    if app is not None:  # what is added later, as SGLang's look at the API key, comes before it
+    if app is not None:  # middleware added later, such as SGLang's check of the API key, runs first
         app.add_middleware(OrderMiddleware, manager=manager, token=read_token())
 
 
 async def refuse_older(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> tuple[bool, str]:
-    """Around the method behind SGLang's route for weights: tell a driver of an older version what is wrong."""
+    """Wraps the method behind SGLang's route: tell drivers of an older version to upgrade."""
     if has_order(obj):
         return True, Answer(error=ErrorRecord.of(other_version(None))).model_dump_json()
     success, message = await original(manager, obj, request)
@@ -50,12 +50,12 @@ async def refuse_older(original: Callable[..., Any], manager: Any, obj: Any, req
 
 
 class OrderMiddleware:
-    """Answers orders instead of SGLang's routes; every other request goes on to those.
+    """Answers orders, and passes every other request on.
 
     Args:
-        app: What comes after it.
+        app: The next ASGI app.
         manager: SGLang's tokenizer manager.
-        token: What a driver has to show, if anything.
+        token: The token that drivers must present, if any.
     """
 
     def __init__(self, app: Callable[..., Any], *, manager: Any, token: str | None) -> None:
@@ -92,12 +92,12 @@ class SglangServer(Server):
     """A running SGLang server, for `Refitter(SglangServer("http://127.0.0.1:30000"))`.
 
     Args:
-        url: Where it listens.
-        api_key: Its API key, or admin API key if it has one.
-        token: What it was told in `FP8REFIT_TOKEN`, if it was.
+        url: The server's base URL.
+        api_key: The server's API key, or its admin API key if it has one.
+        token: The value of `FP8REFIT_TOKEN` in the server's environment, if set.
 
     Raises:
-        UnsupportedEngineError: It is no URL, or the key or token can be none.
+        UnsupportedEngineError: `url` is not a URL, or the key or token is malformed.
     """
 
     engine = "sglang"
@@ -107,16 +107,16 @@ class SglangServer(Server):
         return self._arguments() is not None
 
     def arguments(self) -> SimpleNamespace:
-        """What the server was started with.
+        """The arguments that the server was started with.
 
         Raises:
-            EngineLostError: It cannot be reached.
-            UnsupportedEngineError: It is none of SGLang's.
+            EngineLostError: The server cannot be reached.
+            UnsupportedEngineError: It is not an SGLang server.
         """
         found = self._arguments()
         if found is None:
             raise UnsupportedEngineError(
-                f"{self.url} is no SGLang server: it answered otherwise than one to {_INFO_ROUTES[0]}"
+                f"{self.url} is not an SGLang server: it does not answer {_INFO_ROUTES[0]} like one"
             )
         return SimpleNamespace(**found)
 
@@ -138,7 +138,7 @@ class SglangServer(Server):
         return answer
 
     def _ask_older(self, timeout_s: float) -> str | None:
-        """What a plugin of another version says, which takes orders otherwise; None if there is none."""
+        """The answer of an older plugin, which takes orders in another form; None if there is none."""
         body = json.dumps({"zmq_handles": handles_for("an order of another version"), "flush_cache": False})
         status, text = self.send(_ROUTE, body, timeout_s=timeout_s)
         said = read_object(text).get("message")

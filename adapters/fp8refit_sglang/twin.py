@@ -1,4 +1,6 @@
-"""An SGLang model built once more on the meta device, as the engine itself builds it, and nothing left behind."""
+"""Builds this rank's SGLang model again on the meta device, to trace its loader. Leaves no trace in SGLang's own
+state.
+"""
 
 import copy
 import os
@@ -14,16 +16,16 @@ from fp8refit.live.slots import Refusal
 from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named
 
 _MAY_DOWNCAST = "SGLANG_QUANT_ALLOW_DOWNCASTING"
-"""Without it, some loaders take no BF16 for an FP8 weight, although they would put it into the same place."""
+"""Without it, some loaders reject BF16 tensors for FP8 weights."""
 
 
 def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
-    """What the loader of this rank's model does with a checkpoint, or why nobody can know.
+    """Trace the loader of this rank's model; a refusal if that is impossible.
 
     Args:
         config: SGLang's `ModelConfig`.
         load_config: Its `LoadConfig`.
-        num_ranks: Among how many ranks a checkpoint is shared out.
+        num_ranks: Number of ranks that share a checkpoint.
     """
     name = ", ".join(config.hf_config.architectures or ())
     try:
@@ -43,7 +45,7 @@ def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
 
 @contextmanager
 def _built(config: Any, load_config: Any) -> Iterator[nn.Module]:
-    """The model without memory, whose loader does nothing but to load."""
+    """Build the model on the meta device, with a loader that only loads."""
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.model_loader import loader
 
@@ -58,7 +60,7 @@ def _built(config: Any, load_config: Any) -> Iterator[nn.Module]:
         with EmptyOnMeta():
             model = loader._initialize_model(config, load_config, quantization)
         for module in model.modules():
-            if hasattr(module, "post_load_weights"):  # absorbs latent projections, of values that are not there
+            if hasattr(module, "post_load_weights"):  # absorbs latent projections, which needs values
                 module.post_load_weights = lambda *_, **__: None
         yield model
     finally:

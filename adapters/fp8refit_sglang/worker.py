@@ -1,6 +1,6 @@
-"""The rank's side: what runs in a scheduler's process, beside the live model.
+"""The rank's side: the `Rank` of a live model, in the process of its SGLang scheduler.
 
-SGLang puts `serve` around the method by which a scheduler takes weights. A request that is not ours goes on to SGLang's own.
+SGLang wraps its weight-update method with `serve`, which passes on requests that are not ours.
 """
 
 import logging
@@ -36,7 +36,7 @@ _CLERK, _RANK = "_fp8refit_clerk", "_fp8refit_rank"
 
 
 def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Answer a driver, if it is one that asks. An error that leaves a scheduler ends the engine, so none does."""
+    """Answer a driver, if the request is ours. Never raises: an exception from a scheduler ends the engine."""
     address = address_in(request)
     if address is None:
         return original(manager, request)
@@ -47,7 +47,7 @@ def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     try:
         clerk.answer(address)
     except RefitError as error:
-        logger.warning("a refit's driver is gone: %s", error)
+        logger.warning("the driver of a refit is gone: %s", error)
         return receipt(success=False, message=str(error))
     except Exception as error:
         logger.exception("a driver could not be answered")
@@ -56,14 +56,14 @@ def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def note_sleep(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around the method by which a scheduler gives memory back."""
+    """Wraps the scheduler method that releases memory."""
     if manager.scheduler is not None and loses_weights(request, manager.scheduler):
         rank_of(Scheduler(manager.scheduler)).target.forget_values()
     return original(manager, request)
 
 
 class Clerk:
-    """Takes what a driver says to one rank, and answers.
+    """Receives a driver's messages to one rank, and answers them.
 
     Args:
         scheduler: The scheduler that holds the rank's model.
@@ -74,7 +74,7 @@ class Clerk:
         self._server = RankServer(lambda: rank_of(scheduler))
 
     def answer(self, address: str) -> None:
-        """Hear one message of the driver that waits at `address`, and answer it.
+        """Receive one message from the driver at `address`, and answer it.
 
         Raises:
             RankFailedError: The driver is gone.
@@ -92,7 +92,7 @@ class Clerk:
 
 
 def rank_of(scheduler: Scheduler) -> Rank:
-    """The rank that `scheduler` is: one, whoever drives it."""
+    """The `Rank` of `scheduler`: always the same one, whoever drives it."""
     rank: Rank | None = getattr(scheduler.itself, _RANK, None)
     if rank is None:
         rank = _make_rank(scheduler)
@@ -117,7 +117,7 @@ def _make_rank(scheduler: Scheduler) -> Rank:
 
 
 class LiveModel:
-    """What one rank holds.
+    """The live model of one rank.
 
     Args:
         scheduler: A scheduler whose model is loaded.
@@ -134,33 +134,37 @@ class LiveModel:
         return self._scheduler.model
 
     def check_ready(self) -> None:
-        """Refuse to write weights that sleep, or that SGLang itself is about to write.
+        """Refuse to write weights that are asleep, or that SGLang itself is updating.
 
         Raises:
-            EngineAsleepError: They sleep.
-            EngineBusyError: An update session is open.
+            EngineAsleepError: The weights are asleep.
+            EngineBusyError: A weight-update session is open.
         """
         if "weights" in self._scheduler.sleeping_tags:
-            raise EngineAsleepError('the weights sleep; call resume_memory_occupation(tags=["weights"]) before refit')
+            raise EngineAsleepError(
+                'the weights are asleep; call resume_memory_occupation(tags=["weights"]) before refit'
+            )
         if self._scheduler.has_open_session:
-            raise EngineBusyError("an update of weights by SGLang itself is under way; end_weight_update(), then refit")
+            raise EngineBusyError(
+                "an update of weights by SGLang itself is in progress; call end_weight_update(), then refit"
+            )
 
     def read_inventory(self) -> Inventory:
-        """Slots of the model, refusals and refreshes of the engine around it."""
+        """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
         if self._twin is None:
             scheduler = self._scheduler
             self._twin = twin_of(scheduler.model_config, scheduler.load_config, num_ranks=scheduler.num_ranks)
         inventory = read_inventory(self.network, self._twin)
         refusals = list(inventory.refusals)
         if self._scheduler.has_draft_model:
-            reason = "drafts tokens with weights of its own, which a refit would leave behind"
+            reason = "drafts tokens with its own weights, which a refit would not update"
             refusals.append(Refusal(module="draft model", reason=reason, remedy="Boot without speculative_algorithm"))
         if self._scheduler.is_multimodal:
-            reason = "keeps what its other encoders made of earlier requests"
+            reason = "caches encoder outputs of earlier requests"
             refusals.append(
-                Refusal(module="multimodal model", reason=reason, remedy="fp8refit refits language models so far")
+                Refusal(module="multimodal model", reason=reason, remedy="fp8refit only refits language models so far")
             )
-        # Sleep loses the KV scales, and a dummy boot fills them with noise.
+        # Sleep discards the KV scales, and a dummy boot fills them with noise.
         self._scales.read(self.network)
         refreshes = [*inventory.refreshes, Refresh(name="KV scales", run=self._scales.restore)]
         if self._scheduler.has_dummy_weights and isinstance(self._twin, Twin):

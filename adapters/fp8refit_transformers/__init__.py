@@ -1,4 +1,4 @@
-"""The embedded default engine: any Hugging Face causal LM with block-FP8 linears, refitted where it lies."""
+"""The transformers adapter: makes any Hugging Face causal LM a block-FP8 engine, and refits it in place."""
 
 from fp8refit_transformers.convert import to_block_fp8
 from fp8refit_transformers.engine import TransformersEngine

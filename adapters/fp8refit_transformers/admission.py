@@ -1,7 +1,7 @@
-"""Refuses requests to a model, whichever of its modules they enter, and finds those that are under way.
+"""Refuses calls to any module of a model, and finds calls in progress.
 
-A hook would not do: compiled code does not look at hooks that come later. It does look at the class of every module that it
-runs, so a refused module has another class for as long as it is refused, and an admitted one carries nothing.
+A hook would not work, because compiled code ignores hooks that are added later. But it checks the class of every module
+it runs, so a refused module gets another class until it is admitted again.
 """
 
 import copyreg
@@ -21,9 +21,9 @@ from fp8refit.errors import EngineDirtyError
 
 _REFUSAL = "_fp8refit_refusal"
 _CALLS = frozenset({"_call_impl", "_wrapped_call_impl", "generate", "generate_batch"})
-"""Functions of `torch.nn.Module` and transformers that stand on the stack of a thread while a model works for it."""
+"""Functions of `torch.nn.Module` and transformers that are on a thread's stack while it runs a model."""
 _BATCHING_LOOP = "_run_generation_loop"
-"""The thread of transformers' continuous batching."""
+"""The function that runs in the thread of transformers' continuous batching."""
 
 
 @dataclass(slots=True)
@@ -32,11 +32,11 @@ class _Refusal:
 
     reason: str
     exempt: int | None = None
-    """The thread that measures the model meanwhile."""
+    """The thread that may still run the model, to calibrate it."""
 
 
 class _Refused:
-    """What a module's class begins with while the module is refused."""
+    """Mixed in before a module's own class while the module is refused."""
 
     @torch.compiler.disable(reason="the model refuses requests until a refit succeeds")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ class _Refused:
         return super().forward(*args, **kwargs)  # type: ignore[misc]  # of the class that this is mixed into
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is refused too, also in a process that has not made the class yet."""
+        """Copies are refused too, even in a process that has not created the class yet."""
         make, arguments, *state = super().__reduce_ex__(protocol)
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]
             return _make_refused, (_own_class(type(self)),), *state
@@ -57,17 +57,19 @@ class _Refused:
 
 
 def refuse(model: nn.Module, reason: str) -> None:
-    """Let every module of `model` raise `EngineDirtyError`, in compiled code too. May be repeated: the last reason is told."""
+    """Make every module of `model` raise `EngineDirtyError`, also in compiled code. May be repeated to change the
+    reason.
+    """
     refusal = _Refusal(reason)
     for module in model.modules():
         vars(module)[_REFUSAL] = refusal
         if not issubclass(type(module), _Refused):
-            # Not as an attribute: the wrapper of a compiled module would give it to the module inside.
+            # Plain assignment would set it on the module inside a compiled module's wrapper.
             object.__setattr__(module, "__class__", _refused_class(type(module)))
 
 
 def admit(model: nn.Module) -> None:
-    """End what `refuse` began. The model itself is the last module that is admitted."""
+    """Undo `refuse`. The model itself is admitted last."""
     for module in reversed(list(model.modules())):
         if issubclass(type(module), _Refused):
             object.__setattr__(module, "__class__", _own_class(type(module)))
@@ -75,7 +77,7 @@ def admit(model: nn.Module) -> None:
 
 
 def refusal_of(model: nn.Module) -> str | None:
-    """Why `model`, or a module of it, is refused; None if none is."""
+    """Why `model` or one of its modules is refused; None if none is."""
     for module in model.modules():
         if issubclass(type(module), _Refused):
             return _reason(module)
@@ -83,14 +85,14 @@ def refusal_of(model: nn.Module) -> str | None:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that `module` has while it is not refused."""
+    """The class of `module` when it is not refused."""
     kind = type(module)
     return _own_class(kind) if issubclass(kind, _Refused) else kind
 
 
 @contextmanager
 def exempt(model: nn.Module) -> Iterator[None]:
-    """Let this thread run `model` although it is refused."""
+    """Let this thread run `model` while it is refused."""
     refusal: _Refusal | None = vars(model).get(_REFUSAL)
     if refusal is None:
         yield
@@ -103,9 +105,11 @@ def exempt(model: nn.Module) -> Iterator[None]:
 
 
 def find_call(model: nn.Module) -> str | None:
-    """What some thread, this one too, runs on `model` now, read off the threads' stacks; None if nothing.
+    """Name a call of `model` that some thread (including this one) is in, found on the threads' stacks; None if there
+    is none.
 
-    A function that was compiled as a whole and only mentions the model is not seen: nothing on its stack is the model's.
+    A user's function that was compiled as a whole, with the model inside, is not found: its stack has no frame of the
+    model.
     """
     inside = set(map(id, model.modules()))
     for thread, top in sys._current_frames().items():
@@ -129,12 +133,12 @@ def _check(module: object) -> None:
 
 def _reason(module: object) -> str:
     refusal: _Refusal | None = vars(module).get(_REFUSAL)
-    return refusal.reason if refusal is not None else "it is a part of a model that does"
+    return refusal.reason if refusal is not None else "it is part of a model that does"
 
 
 @functools.cache
 def _refused_class(kind: type) -> type:
-    """`kind`, refused. One class for each, so that compiled code is compiled once for it."""
+    """The refused class for `kind`: always the same one, so that code is compiled only once for it."""
 
     def fill(namespace: dict[str, Any]) -> None:
         namespace.update({name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")})

@@ -1,4 +1,4 @@
-"""The embedded engine in the benchmark."""
+"""The transformers engine in the refit benchmark."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from fp8refit_transformers.linear import BlockFp8Linear
 
 
 class TransformersBench:
-    """See `fp8refit.bench.engine.BenchEngine`.
+    """Implements `fp8refit.bench.engine.BenchEngine`.
 
     Args:
         model: A model that `to_block_fp8` converted.
@@ -52,10 +52,10 @@ class TransformersBench:
 
 
 def boot(model: Path, *, tp: int) -> TransformersBench:
-    """A model of random weights.
+    """Make an engine with random weights.
 
     Raises:
-        UnsupportedEngineError: More than one rank was asked for, or `model` is no model folder.
+        UnsupportedEngineError: `tp` is not 1, or `model` is not a model folder.
     """
     if tp != 1:
         raise UnsupportedEngineError(f"transformers runs on one rank, not on {tp}; leave out --tp")

@@ -1,6 +1,7 @@
-"""Whose keys and values a cache holds: one that was begun under another policy than the served one is refused.
+"""Refuses KV caches that hold tokens of an older policy than the served one.
 
-Compiled code checks it too, and is not compiled anew when the policy changes: it asks whether two objects are one.
+Compiled code checks this too, by comparing two objects by identity, so it need not be recompiled when the policy
+changes.
 """
 
 from typing import Any, Self
@@ -16,10 +17,10 @@ _BEGUN_UNDER = "_fp8refit_policy"
 
 
 class Policy:
-    """Stands for one policy. A copy of a model or a cache shares it, for it serves or holds the same; a refit makes another.
+    """Identifies one policy. Copies of a model or a cache share it; a refit creates a new one.
 
     Args:
-        version: Its number.
+        version: The policy version.
     """
 
     def __init__(self, version: int) -> None:
@@ -33,16 +34,16 @@ class Policy:
 
 
 class Served:
-    """What one model serves now. All its layers share it."""
+    """The policy that a model serves now. Shared by all its layers."""
 
     def __init__(self) -> None:
         self.policy = Policy(0)
         self.was_refitted = False
-        """Whether tokens of unknown origin may be those of an older policy."""
+        """Whether cached tokens of unknown origin may belong to an older policy."""
 
 
 def watch_caches(model: nn.Module) -> Served:
-    """Let every layer of `model` refuse caches of another policy than the served one. May be repeated."""
+    """Make every layer of `model` refuse caches of another policy than the served one. May be repeated."""
     layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     known = (getattr(layer, _SERVED) for layer in layers if hasattr(layer, _SERVED))
     served: Served = next(known, None) or Served()
@@ -79,19 +80,19 @@ def _check_cache(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @torch.compiler.disable(reason="past_key_values was begun under another policy")
 def _judge(cache: Any, served: Served) -> None:
-    """Refuse a cache that holds tokens of another policy. Not compiled: the code would not look again whether it is another."""
+    """Refuse a cache that holds tokens of another policy. Not compiled, because the result must not be baked in."""
     policy: Policy | None = getattr(cache, _BEGUN_UNDER, None)
     if policy is not served.policy and _holds_tokens(cache):
         whose = f"of policy version {policy.version}" if policy is not None else "of an unknown policy"
         raise StaleCacheError(
-            f"past_key_values holds tokens {whose}, and the model serves version {served.policy.version}; begin with an empty "
-            "cache"
+            f"past_key_values holds tokens {whose}, but the model serves version {served.policy.version}; start with "
+            "an empty cache"
         )
     setattr(cache, _BEGUN_UNDER, served.policy)
 
 
 def _is_begun(cache: Any) -> bool:
-    """Whether a cache may hold something, without a look at its tensors."""
+    """Whether a cache may hold tokens, judged without reading its tensors."""
     return not hasattr(cache, "layers") or any(
         getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
         for layer in cache.layers
@@ -99,7 +100,7 @@ def _is_begun(cache: Any) -> bool:
 
 
 def _holds_tokens(cache: Any) -> bool:
-    """Whether any layer holds keys, values or a recurrent state. May wait for the device."""
+    """Whether any layer holds keys, values or a recurrent state. May synchronize with the device."""
     return not hasattr(cache, "layers") or any(
         (getattr(layer, "is_initialized", False) and int(layer.get_seq_length()) > 0)
         or any(getattr(layer, "has_previous_state", {}).values())

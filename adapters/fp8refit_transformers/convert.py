@@ -1,4 +1,4 @@
-"""Makes a Hugging Face causal LM a block-FP8 engine, in place."""
+"""Converts a Hugging Face causal LM into a block-FP8 engine, in place."""
 
 import fnmatch
 from collections.abc import Iterable, Mapping
@@ -13,9 +13,9 @@ from fp8refit_transformers.kv_cache import find_attentions, use_fp8_cache
 from fp8refit_transformers.linear import BlockFp8Linear
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-"""Names of the modules that choose experts: small, and ruined by coarse values."""
+"""Names of modules that choose experts. They are small and lose too much by quantization."""
 IGNORE_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
-"""Where a checkpoint's `quantization_config` lists the modules to leave alone."""
+"""Keys of `quantization_config` under which checkpoints list modules that are not quantized."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -27,27 +27,27 @@ def to_block_fp8(
     scale_format: str = ScaleFormat.FP32,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
 ) -> Model:
-    """Replace every `nn.Linear` of `model` by a `BlockFp8Linear` of the same weights, in place.
+    """Replace every `nn.Linear` of `model` with a `BlockFp8Linear` of the same weights, in place.
 
-    The LM head, the routers of mixtures of experts and the modules that `model.config`'s quantization config ignores
-    keep their dtype; so do experts that are held as one stacked parameter. A cache (`past_key_values`) that was filled before
-    a refit is refused after it. Peak extra memory: one layer.
+    The LM head, MoE routers, experts in one stacked parameter, and modules that `model.config`'s quantization config
+    ignores keep their dtype. After a refit, caches (`past_key_values`) from before it are refused. Peak extra memory:
+    one layer.
 
     Args:
         model: A Hugging Face causal LM.
         block_size: Rows and columns of one block.
         scale_format: `"fp32"` or `"ue8m0"`.
-        kv_cache_dtype: `"auto"` leaves caches in the model's dtype. With `"fp8"` every `DynamicCache` of the model, those of
-            `generate` too, holds float8_e4m3fn, with one scale a layer for keys and one for values, 1.0 until a `Refitter`
-            writes them.
+        kv_cache_dtype: `"auto"` keeps caches in the model's dtype. With `"fp8"`, every `DynamicCache` of the model,
+            including those of `generate`, holds float8_e4m3fn, with one scale per layer for keys and one for values.
+            They are 1.0 until a `Refitter` writes them.
 
     Returns:
         `model`.
 
     Raises:
-        UnsupportedEngineError: There is no `nn.Linear` to replace, or a layer that cannot have an FP8 KV cache; nothing is
+        UnsupportedEngineError: There is no `nn.Linear` to replace, or a layer cannot have an FP8 KV cache; nothing was
             replaced.
-        NonFiniteError: A weight holds NaN or Inf; the layers before it are replaced.
+        NonFiniteError: A weight holds NaN or Inf; the layers before it have been replaced.
 
     Examples:
         >>> engine = to_block_fp8(AutoModelForCausalLM.from_pretrained(path))   # doctest: +SKIP
@@ -91,5 +91,5 @@ def _ignore_list(model: nn.Module) -> list[str]:
 
 
 def _matches(name: str, entry: str) -> bool:
-    """Whether an entry of an ignore list means the module `name`: its own name, a parent's, their ends, or a pattern."""
+    """Whether an ignore-list entry matches module `name`: its name or a parent's, a part of them, or a pattern."""
     return f".{entry}." in f".{name}." or fnmatch.fnmatchcase(name, entry)

@@ -1,4 +1,4 @@
-"""A Hugging Face model in this process as an engine: one rank, admission at every module, no caches of its own."""
+"""A Hugging Face model in this process as an engine: one rank, no request queue, no caches of its own."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -25,13 +25,13 @@ from fp8refit_transformers.linear import BlockFp8Linear
 
 
 class TransformersEngine(Adapter):
-    """See `fp8refit.driver.engine.Engine`.
+    """Implements `fp8refit.driver.engine.Engine` for a converted Hugging Face model.
 
     Args:
         candidate: A model that `to_block_fp8` converted.
 
     Raises:
-        UnsupportedEngineError: It holds no block-FP8 layer, or lies on more than one device.
+        UnsupportedEngineError: It has no block-FP8 layer, or is on more than one device.
     """
 
     name = "transformers"
@@ -40,7 +40,7 @@ class TransformersEngine(Adapter):
     def __init__(self, candidate: nn.Module) -> None:
         if not any(isinstance(module, BlockFp8Linear) for module in candidate.modules()):
             raise UnsupportedEngineError(
-                f"{type(candidate).__name__} is not block FP8; make it so first: "
+                f"{type(candidate).__name__} is not block FP8; convert it first: "
                 "`from fp8refit_transformers import to_block_fp8; to_block_fp8(model)`"
             )
         self._model = candidate
@@ -51,7 +51,7 @@ class TransformersEngine(Adapter):
             engine=self.name,
             versions={package: version(package) for package in ("torch", "transformers")},
         )
-        target.is_dirty = refusal_of(candidate) is not None  # a copy of a dirty model is as dirty
+        target.is_dirty = refusal_of(candidate) is not None  # the model may be a copy of a dirty one
         self.ranks = LocalRanks(Rank(target))
 
     @classmethod
@@ -64,11 +64,11 @@ class TransformersEngine(Adapter):
     def boot(cls, model: str) -> nn.Module:
         """Load a model folder in BF16 and make it block FP8; one with only `config.json` gets random weights.
 
-        A folder that is block FP8 already is read as it is, bit for bit.
+        A folder that is already block FP8 is loaded bit for bit.
 
         Raises:
-            UnsupportedEngineError: transformers is not installed, `model` is no model folder, or one that transformers or
-                `to_block_fp8` cannot make a model of.
+            UnsupportedEngineError: transformers is not installed, `model` is not a model folder, or transformers or
+                `to_block_fp8` does not support the model.
             InvalidSourceError: A safetensors file is missing or corrupt.
         """
         try:
@@ -80,7 +80,7 @@ class TransformersEngine(Adapter):
         folder = Path(model)
         with booting(cls.name, model):
             if not (folder / "config.json").is_file():
-                raise UnsupportedEngineError(f"{model} is no model folder: it has no config.json")
+                raise UnsupportedEngineError(f"{model} is not a model folder: it has no config.json")
             suffixes = {file.suffix for file in folder.iterdir()}
             has_weights = bool(suffixes & {".safetensors", ".bin"})
             if ".safetensors" in suffixes:
@@ -97,23 +97,23 @@ class TransformersEngine(Adapter):
 
     @override
     async def check_ready(self) -> None:
-        """Requests are calls of the model.
+        """Check that nobody is calling the model.
 
         Raises:
-            EngineBusyError: One is under way: in another thread, or this is called in the middle of it.
+            EngineBusyError: A call is in progress, in another thread or further up this one's stack.
         """
         call = find_call(self._model)
         if call is not None:
             raise EngineBusyError(
-                f"the model is at work ({call}), and would go on with another policy; let it finish, then refit"
+                f"the model is in use ({call}) and would continue with another policy; let it finish, then refit"
             )
 
     @override
     async def pause(self, config: RefitConfig) -> int:
-        """See `fp8refit.driver.engine.Engine`.
+        """Refuse calls to the model.
 
         Raises:
-            EngineBusyError: A call came just before requests were refused.
+            EngineBusyError: A call began just before.
         """
         await self.refuse("a refit is under way")
         await self.check_ready()
@@ -129,7 +129,7 @@ class TransformersEngine(Adapter):
 
     @override
     async def flush_caches(self) -> None:
-        """Every `generate` call begins with a cache of its own."""
+        """Nothing to drop: every `generate` call starts with its own cache."""
 
     @override
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
@@ -137,7 +137,7 @@ class TransformersEngine(Adapter):
 
     @override
     async def publish_version(self, version: int) -> None:
-        """Outputs of a model carry no version, but caches do, and older ones are refused."""
+        """Mark older caches as stale. A model's outputs carry no version."""
         self._served.policy, self._served.was_refitted = Policy(version), True
 
 
@@ -150,6 +150,6 @@ def _only_device(model: nn.Module) -> torch.device:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:
         raise UnsupportedEngineError(
-            f"{type(model).__name__} lies on {', '.join(sorted(map(str, devices)))}; load it onto one device"
+            f"{type(model).__name__} is on {', '.join(sorted(map(str, devices)))}; load it onto one device"
         )
     return devices.pop()

@@ -1,8 +1,8 @@
-"""An FP8 KV cache for Hugging Face decoders: keys and values are kept as E4M3 codes, and attention sees what the codes mean.
+"""An FP8 KV cache for Hugging Face decoders: keys and values are stored as E4M3 codes and dequantized for attention.
 
-transformers creates, grows, crops and reorders its `DynamicCache` as ever, also for `generate`: a hook of each attention
-module puts one of our layers into it before the first token is cached there. As in engines, the tokens of the current forward
-are seen through their codes too; a forward without a cache quantizes nothing. Queries are never quantized.
+transformers still creates, grows, crops and reorders its `DynamicCache`, also in `generate`. A hook on each attention
+module replaces the cache's layer with one of ours before the first token is stored. As in engines, attention also sees
+the current tokens after quantization. A forward without a cache quantizes nothing, and queries are never quantized.
 """
 
 import inspect
@@ -21,16 +21,16 @@ KINDS = ("k", "v")
 DTYPE = "fp8_e4m3"
 E4M3_MAX = 448.0
 MODULE = "attn"
-"""Where in an attention module the scales are: engines spell them `self_attn.attn.k_scale`."""
+"""Name of the submodule with the scales, as in engines: `self_attn.attn.k_scale`."""
 
 
 class Fp8Kv(nn.Module):
-    """What one attention layer knows of its FP8 cache: a scale for its keys and one for its values.
+    """The FP8 cache scales of one attention layer, one for keys and one for values.
 
-    The scales are buffers that no state dict holds: 0-d, float32 even if the model is converted to another dtype.
+    They are non-persistent 0-d buffers that stay float32 when the model is converted to another dtype.
 
     Args:
-        device: Where the model is.
+        device: The model's device.
     """
 
     k_scale: Tensor
@@ -49,7 +49,7 @@ class Fp8Kv(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow the model to its device, but not to its dtype."""
+        """Move to the model's device, but keep the dtype."""
 
         def keep_dtype(scale: Tensor) -> Tensor:
             moved = fn(scale)
@@ -60,14 +60,14 @@ class Fp8Kv(nn.Module):
 
 
 class _Codes:
-    """A layer of a cache that holds codes, under the scales that it was begun with: they never change beneath its codes."""
+    """A cache layer that holds codes. It copies the scales when it is created, so that they always fit its codes."""
 
     def __init__(self, *args: Any, kv: Fp8Kv) -> None:
         super().__init__(*args)
         self.k_scale, self.v_scale = kv.k_scale.clone(), kv.v_scale.clone()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append codes of (B, H, L, D), and give what all codes mean, in the dtype that came."""
+        """Append the codes of (B, H, L, D) tensors, and return all keys and values, dequantized to the given dtype."""
         grow: Callable[..., tuple[Tensor, Tensor]] = super().update  # type: ignore[misc]  # of the layer that this is mixed into
         keys, values = grow(quantize(key_states, self.k_scale), quantize(value_states, self.v_scale), *args, **kwargs)
         dtype = key_states.dtype
@@ -83,24 +83,24 @@ class Fp8SlidingWindowLayer(_Codes, DynamicSlidingWindowLayer):  # type: ignore[
 
 
 class UnquantizedCache(DynamicCache):  # type: ignore[misc]  # transformers is not typed
-    """A cache that is let be, on a model whose caches are FP8 otherwise."""
+    """A cache that stays unquantized on a model with FP8 caches."""
 
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
-    """E4M3 codes of `x / scale`, clamped to what E4M3 holds and rounded to the nearest, ties to even. NaN stays NaN."""
+    """E4M3 codes of `x / scale`, clamped to the E4M3 range and rounded to nearest, ties to even. NaN stays NaN."""
     return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the codes mean."""
+    """The values of codes, in `dtype`."""
     return (codes.float() * scale).to(dtype)
 
 
 def use_fp8_cache(model: nn.Module) -> None:
-    """Let every attention layer of `model` keep its keys and values as FP8, with scales of 1. May be repeated.
+    """Make every attention layer of `model` cache keys and values in FP8, with scales of 1. May be repeated.
 
     Raises:
-        UnsupportedEngineError: Some layer is no causal self-attention with a growing cache of keys and values.
+        UnsupportedEngineError: A layer is not causal self-attention with a growing cache of keys and values.
     """
     for attention in find_attentions(model).values():
         if not isinstance(getattr(attention, MODULE, None), Fp8Kv):
@@ -110,7 +110,7 @@ def use_fp8_cache(model: nn.Module) -> None:
 
 
 def fp8_kvs(model: nn.Module) -> Iterator[tuple[str, Fp8Kv]]:
-    """Every FP8 cache's scales by the name of their module, in the order of layers."""
+    """Module names and FP8 cache scales, in layer order."""
     for name, module in model.named_modules():
         if isinstance(module, Fp8Kv):
             yield name, module
@@ -123,15 +123,15 @@ def find_decoder(model: nn.Module) -> nn.Module:
 
 
 def find_attentions(model: nn.Module) -> dict[str, nn.Module]:
-    """The attention module of every layer by name, in the order of layers.
+    """The attention module of every layer by name, in layer order.
 
     Raises:
-        UnsupportedEngineError: Not every layer is causal self-attention with a growing cache of keys and values.
+        UnsupportedEngineError: A layer is not causal self-attention with a growing cache of keys and values.
     """
     decoder = find_decoder(model)
     config = getattr(decoder, "config", None)
     if config is None or getattr(model.config, "is_encoder_decoder", False):
-        raise _unsupported(model, "it is no decoder-only language model")
+        raise _unsupported(model, "it is not a decoder-only language model")
     layers = DynamicCache(config=config).layers
     others = {type(layer).__name__ for layer in layers} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
     if others:
@@ -167,10 +167,10 @@ def _unsupported(model: nn.Module, reason: str) -> UnsupportedEngineError:
 
 
 def _put_fp8_layer(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook: see that the attention's layer of the cache that it is given is one of ours.
+    """A forward pre-hook: make sure that this attention's layer of the given cache is one of ours.
 
     Raises:
-        TypeError: It is a kind of cache that holds no FP8.
+        TypeError: The cache is of a kind that cannot hold FP8.
         ValueError: It holds tokens of another dtype.
     """
     cache = find_cache(args, kwargs)
@@ -178,7 +178,7 @@ def _put_fp8_layer(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         return
     if not isinstance(cache, DynamicCache):
         raise TypeError(
-            f"this model keeps its KV cache as FP8 in a DynamicCache, and was given a {type(cache).__name__}; pass none"
+            f"this model stores its KV cache as FP8 in a DynamicCache but was given a {type(cache).__name__}; pass none"
         )
     kv, index = attention.get_submodule(MODULE), attention.layer_idx
     assert isinstance(kv, Fp8Kv) and isinstance(index, int), f"{kv=} {index=}"
@@ -189,12 +189,13 @@ def _put_fp8_layer(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         cache.layers[index] = _begin_layer(layer, kv)
     elif not isinstance(layer, _Codes):
         raise ValueError(
-            "this model keeps its KV cache as FP8, and past_key_values holds tokens of another dtype; begin with an empty cache"
+            "this model stores its KV cache as FP8, but past_key_values holds tokens of another dtype; start with an "
+            "empty cache"
         )
 
 
 def _begin_layer(layer: DynamicLayer, kv: Fp8Kv) -> DynamicLayer:
-    """An empty layer of FP8 instead of an empty one."""
+    """An empty FP8 layer to replace the empty `layer`."""
     if not isinstance(layer, DynamicSlidingWindowLayer):
         return Fp8Layer(kv=kv)
     sliding = Fp8SlidingWindowLayer(layer.sliding_window, kv=kv)

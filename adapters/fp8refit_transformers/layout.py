@@ -1,4 +1,4 @@
-"""Reads a live model: which checkpoint tensor lies where."""
+"""Reads the slots of a live Hugging Face model: its state dict names are the checkpoint's names."""
 
 import dataclasses
 from collections.abc import Hashable, Iterator
@@ -15,9 +15,9 @@ from fp8refit_transformers.prefill import DecoderPrefill
 
 
 def read_inventory(model: nn.Module) -> Inventory:
-    """Give a slot to every tensor of the model's state dict that holds floating-point values.
+    """List a slot for every floating-point tensor of the model's state dict.
 
-    Tied tensors share the slot of the first name. Persistent buffers of integers have none: no optimizer changes them.
+    Tied tensors share the slot of the first name. Integer buffers have no slot, since no optimizer changes them.
     """
     slots: list[Slot] = []
     aliases: dict[str, str] = {}
@@ -43,7 +43,7 @@ def read_inventory(model: nn.Module) -> Inventory:
 
 
 def _kv_cache(model: nn.Module) -> KvCache:
-    """The scales of the model's FP8 KV cache, or how it comes to have one."""
+    """The scales of the model's FP8 KV cache, or how to get one."""
     backend = str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
     layers = tuple(
         KvLayer(
@@ -56,14 +56,16 @@ def _kv_cache(model: nn.Module) -> KvCache:
         return KvCache(dtype=DTYPE, backend=backend, layers=layers, prefill=DecoderPrefill(model))
     refusal = Refusal(
         module="past_key_values",
-        reason="the KV cache is held in the model's own dtype, which needs no scales",
+        reason="the KV cache has the model's own dtype, which needs no scales",
         remedy='For one in FP8: to_block_fp8(model, kv_cache_dtype="fp8")',
     )
     return KvCache(dtype="auto", backend=backend, refusals=(refusal,))
 
 
 def _live(model: nn.Module) -> Iterator[LiveTensor]:
-    """What a refit writes; a forward may replace other buffers, such as RoPE frequencies that depend on the length."""
+    """Everything that must stay in place. A forward may replace other buffers, such as length-dependent RoPE
+    frequencies.
+    """
     passing = {
         f"{prefix}.{key}" if prefix else key
         for prefix, module in model.named_modules()
@@ -74,14 +76,14 @@ def _live(model: nn.Module) -> Iterator[LiveTensor]:
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Everything a checkpoint of the model carries, besides block scales."""
+    """All tensors of a checkpoint of the model, except block scales."""
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor) and not name.endswith(SCALE_SUFFIX):
             yield name, tensor
 
 
 def _place(slot: Slot) -> Hashable:
-    """What two names have in common that stand for the same tensor: weights that are tied and scales that are not are two."""
+    """Identifies a tensor's memory. Names with equal places are tied; tied weights with separate scales are not."""
     parts = (slot.weight, slot.scale)
     return tuple((part.data_ptr(), part.shape, part.stride(), part.dtype) for part in parts if part is not None)
 

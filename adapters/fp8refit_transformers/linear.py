@@ -1,8 +1,8 @@
-"""A linear layer over block-FP8 weights and dynamically quantized activations, for inference.
+"""A linear layer with block-FP8 weights and dynamically quantized activations, for inference.
 
-Both operands are E4M3: the weight in blocks, the input in groups along K, one scale a token and group. Where the device
-multiplies such operands itself the layer lets it; elsewhere it multiplies what the codes mean, in float32. A dequantized
-weight lives for one forward, so that the FP8 bytes stay the only copy there is.
+Both operands are E4M3: the weight in blocks, the input in groups along K with one scale per token and group. It uses
+the device's block-scaled product if there is one, and otherwise multiplies dequantized operands in float32. A
+dequantized weight exists only during one forward, so the FP8 bytes are the only copy.
 
 Legend of shape suffixes: M tokens, N outputs, K inputs, G groups of K.
 """
@@ -20,7 +20,7 @@ from fp8refit.fill.kernels import quantize_activations
 from fp8refit.live.slots import ScaleFormat
 
 DEVICE_BLOCK = 128
-"""The one block length that devices multiply natively."""
+"""The only block length that devices support natively."""
 
 
 class BlockFp8Linear(nn.Module):
@@ -28,10 +28,10 @@ class BlockFp8Linear(nn.Module):
 
     Args:
         weight: (N, K) float8_e4m3fn.
-        weight_scale_inv: (ceil(N / block_n), ceil(K / block_k)) float32, the multipliers that dequantize.
+        weight_scale_inv: (ceil(N / block_n), ceil(K / block_k)) float32, the factors that dequantize.
         bias: (N,), or None.
-        block_size: Rows and columns of one weight block; the input's groups are as long as its columns.
-        scale_format: Which values the scales may take, of weights and of inputs, as in DeepGEMM.
+        block_size: Rows and columns of one weight block; input groups are as long as its columns.
+        scale_format: Which values the scales of weights and inputs may have, as in DeepGEMM.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class BlockFp8Linear(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply `x` (..., K) and give (..., N) in its dtype."""
+        """Multiply `x` (..., K); returns (..., N) in the dtype of `x`."""
         x_MK = x.reshape(-1, self.in_features)
         codes_MK, scale_MG = quantize_activations(x_MK, self.scale_format, group_size=self.block_size[1])
         y_MN = self._multiply(codes_MK, scale_MG, x.dtype).to(x.dtype)
@@ -77,7 +77,7 @@ class BlockFp8Linear(nn.Module):
         return y_MN.view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow the model to its device; codes and scales keep their dtypes, whatever the model is converted to."""
+        """Move to the model's device; codes and scales keep their dtypes when the model is converted."""
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             if tensor is not self.weight and tensor is not self.weight_scale_inv:
@@ -117,8 +117,8 @@ def block_scaled_product(
 ) -> Tensor:
     """Multiply E4M3 operands with the device's own 1x128 by 128x128 scaled product (cuBLASLt).
 
-    It takes tokens in fours, input scales with tokens contiguous, and weight scales padded to fours along K; with fewer
-    weight scales it answers wrongly and says nothing (pytorch/pytorch#166752).
+    It needs a multiple of four tokens, input scales that are contiguous along tokens, and weight scales padded to a
+    multiple of four along K. Without that padding its result is silently wrong (pytorch/pytorch#166752).
 
     Args:
         codes_MK: (M, K) float8_e4m3fn.
@@ -149,7 +149,7 @@ def block_scaled_product(
 
 @functools.cache
 def has_block_scaled_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `block_scaled_product` works on `device`, found out by one small product that is compared."""
+    """Whether `block_scaled_product` works on `device`, found by checking one small product."""
     if device.type != "cuda" or not hasattr(functional, "scaled_mm"):
         return False
     generator = torch.Generator(device).manual_seed(0)

@@ -1,6 +1,6 @@
-"""What a checkpoint of a model holds, and what its state dict calls the same: transformers' own model says both.
+"""The tensors of a model's checkpoint and the names its state dict has for them, as transformers defines them.
 
-It is built on the meta device, and transformers' own conversion from a state dict to a checkpoint is run on it, traced.
+transformers' own model is built on the meta device, and its own conversion from state dict to checkpoint is traced.
 """
 
 import copy
@@ -17,13 +17,13 @@ from fp8refit.live.tracing.twin import Naming
 
 
 def plain_config(model: str, config: Any, overrides: Any, **options: Any) -> Any:
-    """The Hugging Face config as it was before an engine changed it for its own models, if it can be read again.
+    """The Hugging Face config before an engine adapted it to its own models, if it can be read again.
 
     Args:
         model: Folder or name.
-        config: What the engine made of it, given back if it cannot be read.
-        overrides: What a user sets beside it: values by name, or a function of the config.
-        options: Of `AutoConfig.from_pretrained`.
+        config: The engine's version, returned if the original cannot be read.
+        overrides: The user's overrides: values by name, or a function of the config.
+        options: Options of `AutoConfig.from_pretrained`.
     """
     from transformers import AutoConfig
 
@@ -113,7 +113,7 @@ def _naming_of(model: Any) -> Naming:
 
 
 def _with_part(places: Copy, part: Tensor, shape: tuple[int, ...], name: str, known: Stacked | None) -> Stacked:
-    """A stack of matrices with one more part of it, which lies in it row by row, or column by column."""
+    """Add one part to a stack of matrices; it is stored in it as it is, or transposed."""
     num_experts, rows, cols = shape
     is_transposed = part.shape[1] > 1 and places.runs[-1].stride != 1
     expert, place = divmod(places.start, rows * cols)

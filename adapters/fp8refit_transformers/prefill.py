@@ -1,4 +1,6 @@
-"""The calibration pass: the live decoder over token ids, with keys and values shown on their way into attention."""
+"""The calibration pass: runs the live decoder on token ids, and observes keys and values on their way into
+attention.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +18,10 @@ MAX_TOKENS = 8192
 
 
 class DecoderPrefill:
-    """See `Prefill`: runs the decoder without its LM head, unquantized, also while the model refuses requests.
+    """Implements `fp8refit.live.slots.Prefill`: runs the decoder without LM head or KV quantization, even while the
+    model refuses calls.
 
-    Nothing is cached and no hook is set: attention shows its keys and values to the cache that it is given.
+    It needs no hook: attention passes its keys and values to the cache that it is given, which only observes them.
 
     Args:
         model: A model with an FP8 KV cache.
@@ -33,15 +36,15 @@ class DecoderPrefill:
         self.max_length: int = self._decoder.config.max_position_embeddings  # type: ignore[union-attr, assignment]
 
     def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
-        """See `fp8refit.live.slots.Prefill`. Sequences of one length are one batch, so that there is no padding."""
-        # Not compiled: compiled code is made for a model that serves.
+        """Run all sequences. Those of equal length form one batch, so there is no padding."""
+        # Not compiled: compiled code is specialized for a model that serves.
         with _evaluating(self._decoder), exempt(self._decoder), torch.compiler.set_stance("force_eager"):
             for _, batch in groupby(sorted(sequences, key=len), key=len):
                 self._decoder(input_ids=torch.stack(list(batch)), past_key_values=_Observed(observe), use_cache=True)
 
 
 class _Observed(UnquantizedCache):
-    """A cache that keeps nothing: it shows the keys and values of a first forward, and hands them back."""
+    """A cache that stores nothing: it passes keys and values to the observer and returns them."""
 
     def __init__(self, observe: Observe) -> None:
         super().__init__()
@@ -50,7 +53,7 @@ class _Observed(UnquantizedCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Show (B, H, L, D) as (B * L, H, D)."""
+        """Observe (B, H, L, D) as (B * L, H, D)."""
         k, v = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
         self._observe(layer_idx, None, k, v)
         return key_states, value_states
@@ -58,7 +61,7 @@ class _Observed(UnquantizedCache):
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and without gradient checkpointing, which takes the cache away."""
+    """Evaluation mode: no dropout, and no gradient checkpointing, which would disable the cache."""
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:

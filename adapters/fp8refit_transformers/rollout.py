@@ -1,4 +1,4 @@
-"""The embedded engine in the benchmark of rollouts: no engine that anybody would roll out with, but the whole path."""
+"""The transformers engine in the rollout benchmark: too slow for real rollouts, but it exercises the whole path."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from fp8refit_transformers.convert import to_block_fp8
 
 
 class TransformersRollout:
-    """See `fp8refit.bench.rollout.RolloutEngine`."""
+    """Implements `fp8refit.bench.rollout.RolloutEngine`."""
 
     num_kv_tokens = None
 
@@ -39,10 +39,10 @@ class TransformersRollout:
 
 
 def boot(wanted: RolloutBoot) -> TransformersRollout:
-    """A model of random weights. A model takes sequences of any length and number.
+    """Make an engine with random weights.
 
     Raises:
-        UnsupportedEngineError: More than one rank was asked for, or something that only engines have.
+        UnsupportedEngineError: `tp` is not 1, or engine arguments were given.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""fp8refit on vLLM: an `LLM` or `AsyncLLM`, with its engine in this process or in others, or a server."""
+"""The vLLM adapter: refits an `LLM`, an `AsyncLLM` (in this process or in others), a worker, or a running server."""
 
 from fp8refit_vllm.engine import VllmEngine
 from fp8refit_vllm.server import VllmServer

@@ -1,4 +1,4 @@
-"""The driver's side of vLLM's `AsyncLLM`: the control plane of `Engine`, and the channel to its workers."""
+"""Drives vLLM's `AsyncLLM`: pauses and resumes requests, drops caches, and sends messages to its workers."""
 
 import asyncio
 import contextlib
@@ -22,16 +22,16 @@ from fp8refit_vllm.gate import LlmGate
 T = TypeVar("T")
 
 _STEPS_TO_SEND = 3
-"""Of an event loop, until what is asked of an engine core is on its way."""
+"""How many iterations of the event loop it takes until a call to the engine core has been sent."""
 
 
 class AsyncDriver(Driver, Channel, Pairs):
-    """A `vllm.v1.engine.async_llm.AsyncLLM`, which it does not keep alive.
+    """Drives a `vllm.v1.engine.async_llm.AsyncLLM`. It holds only a weak reference to it.
 
     Args:
         llm: The AsyncLLM.
-        method: Name of the worker's method that `call` calls.
-        refuse_with: Gives the error for a reason to refuse requests.
+        method: Name of the worker method that `call` invokes.
+        refuse_with: Makes the error that refused requests raise, from the reason.
     """
 
     is_asynchronous = True
@@ -51,19 +51,19 @@ class AsyncDriver(Driver, Channel, Pairs):
     def _llm(self) -> Any:
         llm = self._ref()
         if llm is None:
-            raise EngineLostError("the AsyncLLM is gone; make another one, and a Refitter of it")
+            raise EngineLostError("the AsyncLLM is gone; create a new one, and a new Refitter for it")
         return llm
 
     @override
     async def check_ready(self) -> None:
-        """`pause` is for running requests, and the ranks know whether their weights sleep."""
+        """Nothing to check: `pause` handles running requests, and the ranks know whether their weights are asleep."""
 
     @override
     async def pause(self, config: RefitConfig) -> int:
-        """New requests wait at a gate of ours, and so are refused if the refit fails."""
+        """Stop the scheduler. New requests wait at our gate, where they are refused if the refit fails."""
         self._timeout_s = config.timeout_s
         is_paused = await self._ask(self._llm.is_paused())
-        # If an earlier refit failed, the scheduler is still paused by it; only what was asked for since then counts.
+        # After a failed refit the scheduler is still paused by us; only what users asked for since then counts.
         self._was_paused = is_paused and (self._gate is None or self._was_paused)
         refused_because = self._gate.reason if self._gate is not None else None
         num_unfinished = self._num_unfinished
@@ -71,7 +71,7 @@ class AsyncDriver(Driver, Channel, Pairs):
         try:
             await asyncio.wait_for(pause_generation(self._llm, config.in_flight), config.timeout_s)
         except BaseException as error:
-            # Also when the caller is cancelled: nothing may wait at a gate that nobody opens.
+            # Also on cancellation: no request may be left waiting at a gate that nobody will open.
             if refused_because is not None:
                 self._close_gate().refuse(refused_because)
             else:
@@ -85,17 +85,17 @@ class AsyncDriver(Driver, Channel, Pairs):
 
     @override
     async def resume(self) -> None:
-        """A scheduler that was paused before the refit stays paused."""
+        """Let requests continue, unless the user had paused the scheduler before the refit."""
         if self._gate is None:
             return
         if not self._was_paused:
             await self._ask(type(self._llm).resume_generation(self._llm))
         self._gate.open()
-        self._gate = None  # not before it is open: an interrupt in between would leave requests at it for ever
+        self._gate = None  # only now: an interrupt before this line must leave a gate that a later call can open
 
     @override
     async def refuse(self, reason: str) -> None:
-        """The scheduler stays paused: what it might still hold may not run."""
+        """Refuse requests. The scheduler stays paused, because requests it still holds must not run."""
         self._close_gate().refuse(reason)
         if not self._llm.errored:
             with contextlib.suppress(RefitError):
@@ -103,7 +103,7 @@ class AsyncDriver(Driver, Channel, Pairs):
 
     @override
     async def flush_caches(self) -> None:
-        """The KV of requests that are kept is computed anew."""
+        """Drop caches. The KV cache of requests that were kept is recomputed."""
         try:
             is_empty = await self._ask(self._llm.reset_prefix_cache(True, self.config.kv_transfer_config is not None))
         except RankFailedError as error:
@@ -144,7 +144,7 @@ class AsyncDriver(Driver, Channel, Pairs):
 
     @override
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        """The core names the policy in its outputs too, once every rank has it."""
+        """Send both messages in one exchange. The core publishes the version once every rank has committed it."""
         call_core = pair_caller(self._llm, self._method, keeps_requests=True)
         if call_core is None:
             return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
@@ -162,7 +162,7 @@ class AsyncDriver(Driver, Channel, Pairs):
         return int(self._llm.output_processor.get_num_unfinished_requests())
 
     async def _ask(self, call: Awaitable[T], timeout_s: float | None = None) -> T:
-        """Call vLLM. What its engine core takes too long for is not waited for.
+        """Call vLLM, with a time limit.
 
         Raises:
             EngineLostError: The core is dead or stuck.
@@ -172,7 +172,7 @@ class AsyncDriver(Driver, Channel, Pairs):
             return await asyncio.wait_for(call, self._timeout_s if timeout_s is None else timeout_s)
         except Exception as error:  # see `error_of`
             if self._llm.errored:
-                raise EngineLostError(f"the engine core died ({error}); start the engine again") from error
+                raise EngineLostError(f"the engine core died ({error}); restart the engine") from error
             raise error_of(error) from error
 
     def _close_gate(self) -> LlmGate:

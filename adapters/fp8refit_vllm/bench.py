@@ -1,4 +1,4 @@
-"""vLLM in the benchmark, and its own ways to take new weights."""
+"""vLLM in the refit benchmark, beside vLLM's own ways to update weights."""
 
 import gc
 import os
@@ -20,11 +20,11 @@ from fp8refit_vllm.layout import read_inventory
 from fp8refit_vllm.twin import twin_of
 
 _KV_BYTES = 1 << 30
-"""A small KV cache: a refit does not depend on its size."""
+"""A small KV cache; refits do not depend on its size."""
 
 
 class VllmBench:
-    """See `fp8refit.bench.engine.BenchEngine`.
+    """Implements `fp8refit.bench.engine.BenchEngine`.
 
     Args:
         model: Folder with a `config.json`.

@@ -1,4 +1,4 @@
-"""Which of vLLM's clients can be refitted, and by which method of its workers."""
+"""Checks which vLLM clients can be refitted, and picks the worker method to call."""
 
 from typing import Any
 
@@ -7,17 +7,17 @@ from fp8refit_vllm.compat import is_async_client, loads_plugin, num_api_servers
 from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD, WorkerExtension
 
 PLUGIN = "fp8refit"
-"""Name of our entry points among vLLM's plugins."""
+"""Name of our vLLM plugin entry points."""
 _EXTENSION = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
 
 
 def method_of(config: Any) -> str:
-    """The method that the workers of an engine have for us."""
+    """Name of the worker method that takes our messages."""
     return EXTENSION_METHOD if config.parallel_config.worker_extension_cls == _EXTENSION else PLUGIN_METHOD
 
 
 def check_layout(config: Any) -> None:
-    """Refuse an engine of which one client sees a part.
+    """Refuse an engine whose client sees only a part of it.
 
     Raises:
         UnsupportedEngineError: It runs data-parallel replicas.
@@ -25,16 +25,16 @@ def check_layout(config: Any) -> None:
     num_replicas = config.parallel_config.data_parallel_size
     if num_replicas > 1:
         raise UnsupportedEngineError(
-            f"the engine runs {num_replicas} data-parallel replicas behind one client, which hears from "
-            "one of them; start one engine a replica, and refit each"
+            f"the engine runs {num_replicas} data-parallel replicas behind one client, which reaches only one of them; "
+            "start one engine per replica, and refit each"
         )
 
 
 def check_workers(method: str) -> None:
-    """Refuse an engine whose workers, in other processes, do not have our method.
+    """Refuse an engine whose workers, in other processes, lack our method.
 
     Raises:
-        UnsupportedEngineError: They do not load our plugin.
+        UnsupportedEngineError: The workers do not load our plugin.
     """
     if method == PLUGIN_METHOD and not loads_plugin(PLUGIN):
         raise UnsupportedEngineError(
@@ -45,20 +45,20 @@ def check_workers(method: str) -> None:
 
 
 def check_server(client: Any) -> None:
-    """Refuse a server that one of its processes cannot speak for.
+    """Refuse a server that does not go through a single process, or that has no engine we can refit.
 
     Args:
-        client: What its requests go through.
+        client: The server's engine client.
 
     Raises:
-        UnsupportedEngineError: Several processes take its requests, or its engine cannot be refitted.
+        UnsupportedEngineError: Several processes take requests, or the engine cannot be refitted.
     """
     if client is None or not is_async_client(client):
         raise UnsupportedEngineError(f"this server has no engine to refit ({type(client).__name__})")
     num_processes = num_api_servers(client.vllm_config)
     if num_processes > 1:
         raise UnsupportedEngineError(
-            f"{num_processes} processes take the requests of this server, and do not hear from each other that a refit is "
-            "under way; start it with --api-server-count 1"
+            f"{num_processes} processes take requests for this server, and a refit could pause only one of them; start "
+            "it with --api-server-count 1"
         )
     check_layout(client.vllm_config)

@@ -1,4 +1,4 @@
-"""The only file that reaches into a live vLLM engine. It probes attributes, not versions (seen with 0.26, 0.32, 0.33)."""
+"""Access to vLLM's internals that differ between versions. It probes attributes (tested with 0.26 to 0.33)."""
 
 import asyncio
 import time
@@ -33,9 +33,9 @@ T = TypeVar("T")
 VERSIONS = Versions(engine="vLLM", oldest="0.26", newest="0.33")
 
 StepOutputs: TypeAlias = tuple[dict[int, Any] | None, bool]
-"""Of one step of an engine core: what it has for each of its clients, and whether the model ran."""
+"""The result of one engine-core step: outputs per client, and whether the model ran."""
 _REFUSED = "fp8refit: "
-"""How the reason begins for which a request ended that an engine core refused."""
+"""Prefix of the stop reason of a request that an engine core refused."""
 
 PLUGIN_GROUP = "vllm.general_plugins"
 
@@ -46,19 +46,19 @@ def is_async_client(candidate: Any) -> bool:
 
 
 def num_api_servers(config: Any) -> int:
-    """How many processes take the requests of one server."""
+    """The number of processes that take requests for one server."""
     return int(getattr(config.parallel_config, "_api_process_count", 1))
 
 
 def api_keys(arguments: Any) -> list[str]:
-    """Those that a server asks for one of."""
+    """The API keys that a server accepts; empty if it needs none."""
     import vllm.envs
 
     return [key for key in getattr(arguments, "api_key", None) or [vllm.envs.VLLM_API_KEY] if key]
 
 
 def http_refusal(reason: str) -> Exception:
-    """What a server answers to a request that is not admitted: 503, with the reason."""
+    """The error that makes a server answer 503, with the reason."""
     try:
         from vllm.exceptions import RetryableRequestError as Refused
     except ImportError:  # 0.26
@@ -69,10 +69,10 @@ def http_refusal(reason: str) -> Exception:
 
 
 async def pause_generation(llm: Any, mode: str) -> None:
-    """What `AsyncLLM.pause_generation` does for a mode of `RefitConfig.in_flight`; caches stay.
+    """Pause like `AsyncLLM.pause_generation`, without dropping caches. `mode` is a `RefitConfig.in_flight`.
 
-    It sleeps at its end, for longer than a refit of most models takes, in case outputs are still on their way. Here they are
-    waited for as long, and no longer than until they are there.
+    vLLM's own method ends with a fixed sleep for the last outputs, which is longer than most refits. This one returns
+    as soon as they have arrived.
     """
     await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
     deadline_s = time.monotonic() + _LAST_OUTPUTS_S
@@ -87,7 +87,7 @@ def in_process_executor(engine: Any) -> Any:
 
 
 def core_caller(engine: Any) -> Callable[..., Any] | None:
-    """What calls a method of an engine core by its name, in the core's own process; None if it is in this one.
+    """A function that calls a method of the engine core by name. None if the client cannot do that.
 
     Args:
         engine: The engine of an LLM; or an AsyncLLM, whose calls are awaited.
@@ -99,16 +99,16 @@ def core_caller(engine: Any) -> Callable[..., Any] | None:
 
 
 def add_to_core(name: str, method: Callable[..., Any]) -> None:
-    """Give vLLM's engine core a method that a client can call; in the process of the core, before it is asked."""
+    """Add a method that clients can call to vLLM's engine core. Must run in the core's process."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, name, method)
 
 
 def begin_call(core: Any, method: str, timeout_s: float, message: str) -> Callable[[], list[Any]] | None:
-    """Give every worker of an engine core a message, and what waits for their answers; None if they run where the core does.
+    """Send a message to every worker of an engine core, and return a function that waits for the answers.
 
-    The next call of the workers has to come after that wait.
+    None if the workers run in the core's own process. Wait before you call the workers again.
     """
     executor = core.model_executor
     if getattr(executor, "rpc_broadcast_mq", None) is None:
@@ -118,9 +118,11 @@ def begin_call(core: Any, method: str, timeout_s: float, message: str) -> Callab
 
 
 def begin_in_workers(engine: Any, method: str, timeout_s: float, message: str) -> Callable[[float], list[Any]] | None:
-    """Give every worker of an LLM's engine a message, and what waits for their answers for so long; None if that cannot be.
+    """Send a message to every worker of an LLM's engine, and return a function that waits for the answers with a time
+    limit.
 
-    Its own calls wait where they are made. What is sent to a core in another process is answered by a future, in any order.
+    None if vLLM cannot do that here. vLLM's own calls block, so a core in another process is asked through its client's
+    message queue.
     """
     client = getattr(engine, "engine_core", None)
     core, futures = getattr(client, "engine_core", None), getattr(client, "utility_results", None)
@@ -140,7 +142,7 @@ def begin_in_workers(engine: Any, method: str, timeout_s: float, message: str) -
 
 
 def is_cache_idle(core: Any) -> bool:
-    """Whether an engine core can be told to drop its prefix cache without a refusal: no block is in use but the null block."""
+    """Whether dropping an engine core's prefix cache cannot fail: no block except the null block is in use."""
     try:
         managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
         pools = [manager.block_pool for manager in managers]
@@ -150,7 +152,7 @@ def is_cache_idle(core: Any) -> bool:
 
 
 def on_core_start(call: Callable[[Any], None]) -> None:
-    """Have every engine core of this process, and of those that it starts, call this once it is made. May be repeated."""
+    """Call `call` on every engine core after it is created, in this process and those it starts. May be repeated."""
     from vllm.v1.engine.core import EngineCore
 
     original = EngineCore.__init__
@@ -167,7 +169,7 @@ def on_core_start(call: Callable[[Any], None]) -> None:
 
 
 def on_deep_sleep(worker: Any, call: Callable[[], None]) -> None:
-    """Have a worker call this when it is sent to a sleep (level 2) that keeps no weights. May be repeated."""
+    """Call `call` when a worker goes to a sleep level that discards the weights (2). May be repeated."""
     if "sleep" in worker.__dict__:
         return
 
@@ -180,7 +182,7 @@ def on_deep_sleep(worker: Any, call: Callable[[], None]) -> None:
 
 
 def drop_core_caches(core: Any) -> bool:
-    """Drop all that an engine core keeps of requests; running ones have theirs computed anew. Whether nothing stayed."""
+    """Drop all caches of an engine core; KV of running requests is recomputed. Returns whether that succeeded."""
     has_connector = core.vllm_config.kv_transfer_config is not None
     if not core.reset_prefix_cache(True, has_connector):
         return False
@@ -191,7 +193,7 @@ def drop_core_caches(core: Any) -> bool:
 
 
 def refuse_in_core(core: Any, step: Callable[[], StepOutputs], reason: str) -> StepOutputs:
-    """Do a step in which every request of an engine core ends, with a reason, and nothing is computed for any."""
+    """Do a step that computes nothing and ends every request of an engine core with `reason`."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.request import RequestStatus
 
@@ -207,7 +209,7 @@ def refuse_in_core(core: Any, step: Callable[[], StepOutputs], reason: str) -> S
 
 
 def raise_refusals() -> None:
-    """Have every `LLM` of this process raise what its engine core refused. May be repeated."""
+    """Make every `LLM` of this process raise an error when its engine core refuses a request. May be repeated."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     original = LLMEngine.step
@@ -230,7 +232,7 @@ def raise_refusals() -> None:
 
 
 def publish_in_core(core: Any, version: int) -> bool:
-    """Have an engine core name the policy in its outputs, where vLLM does that (since 0.32)."""
+    """Make an engine core show the policy version in its outputs, if vLLM can (since 0.32). Returns whether it can."""
     if not hasattr(core, "set_weight_version"):
         return False
     core.set_weight_version(str(version))
@@ -238,7 +240,7 @@ def publish_in_core(core: Any, version: int) -> bool:
 
 
 def loads_plugin(name: str) -> bool:
-    """Whether vLLM loads the general plugin `name` in this process and those it starts."""
+    """Whether vLLM loads the general plugin `name`, in this process and those it starts."""
     import vllm.envs
 
     allowed = vllm.envs.VLLM_PLUGINS
@@ -247,12 +249,12 @@ def loads_plugin(name: str) -> bool:
 
 
 def says_dead(error: Exception) -> bool:
-    """Whether vLLM raised `error` because its engine core is gone."""
+    """Whether `error` means that vLLM's engine core is gone."""
     return type(error).__name__ == "EngineDeadError"
 
 
 def engine_process_group(num_ranks: int) -> ProcessGroup | None:
-    """The CPU group of this engine's ranks, in a worker. None if vLLM made none that holds exactly them."""
+    """The CPU process group of this engine's ranks, in a worker. None if vLLM has no group of exactly these ranks."""
     from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
     for group in (get_tp_group(), get_world_group()):
@@ -263,12 +265,12 @@ def engine_process_group(num_ranks: int) -> ProcessGroup | None:
 
 
 def register_transfer(name: str, worker_class: str, trainer_class: str) -> None:
-    """Make our weight-transfer engines known to vLLM, which imports them when they are asked for. May be repeated.
+    """Register our weight-transfer backend with vLLM, which imports the classes on use. May be repeated.
 
     Args:
         name: The backend.
-        worker_class: Module and name of the worker's side.
-        trainer_class: Of the trainer's.
+        worker_class: Dotted path of the worker's class.
+        trainer_class: Dotted path of the trainer's class.
     """
     from vllm.distributed.weight_transfer import factory
 
@@ -277,14 +279,14 @@ def register_transfer(name: str, worker_class: str, trainer_class: str) -> None:
         (factory.WeightTransferTrainerFactory, trainer_class),
     ):
         module, _, class_name = path.rpartition(".")
-        with suppress(ValueError):  # it is registered
+        with suppress(ValueError):  # already registered
             registry.register_engine(name, module, class_name)
 
 
 def booting_worker() -> Any:
-    """The worker that is loading its model while this is called; None if none is.
+    """The worker whose model is being loaded by the calling code; None if there is none.
 
-    vLLM makes a weight-transfer engine there, and gives it the model but not the worker.
+    vLLM creates weight-transfer engines at that point, and passes them the model but not the worker.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -297,53 +299,53 @@ def booting_worker() -> Any:
 
 
 def end_weight_update(worker: Any) -> None:
-    """Let the next weight update begin on this worker, whether or not the last one came to its end."""
+    """Mark the worker's weight update as ended, so that the next one can begin."""
     if hasattr(worker, "_weight_update_active"):
         worker._weight_update_active = False
 
 
 def takes_version(client: Any) -> bool:
-    """Whether a client of vLLM's weight updates can name the version of what it brought (since 0.32)."""
+    """Whether a weight-transfer client can pass the version of an update (since 0.32)."""
     return "weight_version" in signature(client.finish_weight_update).parameters
 
 
 def module_of(source: Any) -> nn.Module | None:
-    """The module whose weights vLLM's `ModuleSource` gives; None for another source."""
+    """The module behind vLLM's `ModuleSource`; None for another source."""
     from vllm.distributed.weight_transfer.base import ModuleSource
 
     return source._module if type(source) is ModuleSource else None
 
 
 def announced(source: Any) -> list[Any]:
-    """What vLLM's `WeightSource` says of every tensor: name, dtype and shape. A method until 0.32, an attribute since."""
+    """Name, dtype and shape of every tensor of vLLM's `WeightSource`: a method before 0.32, an attribute since."""
     metadata = source.metadata
     metas: list[Any] = metadata() if callable(metadata) else metadata
     return metas
 
 
 def full_pass(source: Any) -> Iterator[tuple[str, Tensor]]:
-    """One pass over whole tensors: the source's own iteration until 0.32, `iter_full` since."""
+    """One pass over whole tensors: `iter(source)` before 0.32, `iter_full` since."""
     iter_full = getattr(source, "iter_full", None)
     tensors: Iterator[tuple[str, Tensor]] = iter(source) if iter_full is None else iter_full()
     return tensors
 
 
 def why_not_whole(source: Any) -> str:
-    """Why rank 0 of a trainer is not given every tensor whole by a source; empty if it is."""
+    """Why a source does not yield every tensor, whole, on rank 0; empty if it does."""
     if not hasattr(source, "iter_full"):
         held_names = getattr(source, "held_names", lambda: None)
-        return "" if held_names() is None else "this rank holds a part of the model"
+        return "" if held_names() is None else "this rank holds only a part of the model"
     if not source.implements_iter_full():
-        return "it gives pieces of tensors alone, as it does not implement iter_full"
+        return "it yields only pieces of tensors, because it does not implement iter_full"
     absent = len(source.metadata) - len(source.owned_names(0))
     return f"rank 0 does not own {absent} of its tensors" if absent else ""
 
 
 def call_in_time(call: Callable[[], T], timeout_s: float) -> T:
-    """Call and wait at most `timeout_s`: vLLM's own wait for an engine core has no end.
+    """Call, and wait at most `timeout_s` seconds. vLLM itself waits for an engine core without a limit.
 
     Raises:
-        TimeoutError: It takes longer, and goes on in a thread of its own.
+        TimeoutError: It takes longer. The call continues in its own thread.
     """
     future: Future[T] = Future()
 
@@ -358,24 +360,24 @@ def call_in_time(call: Callable[[], T], timeout_s: float) -> T:
 
 
 def has_dummy_weights(config: Any) -> bool:
-    """Whether an engine was booted without a checkpoint's values."""
+    """Whether the engine was booted with dummy weights."""
     load_format = config.load_config.load_format
     return str(getattr(load_format, "value", load_format)) == "dummy"
 
 
 def draft_method(config: Any) -> str | None:
-    """How an engine drafts tokens with weights of their own, or None if it drafts without or not at all."""
+    """The speculative method, if it has a draft model with its own weights; else None."""
     method = getattr(config.speculative_config, "method", None)
     return None if method is None or method in _DRAFTS_WITHOUT_WEIGHTS else str(method)
 
 
 def linear_kernel(module: nn.Module) -> object | None:
-    """The object that multiplies by a block-FP8 module's weight."""
+    """The kernel object of a block-FP8 linear layer."""
     return getattr(getattr(module, "quant_method", None), "fp8_linear", None)
 
 
 def wants_powers_of_two(kernel: object | None) -> bool:
-    """Whether the kernel rounded its scales to powers of two when the engine booted (DeepGEMM with UE8M0)."""
+    """Whether the kernel rounded the scales to powers of two at boot (DeepGEMM with UE8M0)."""
     flag = getattr(kernel, "use_deep_gemm_e8m0", None)
     if flag is None:
         flag = getattr(getattr(kernel, "fallback", None), "use_deep_gemm_e8m0", False)
@@ -383,10 +385,10 @@ def wants_powers_of_two(kernel: object | None) -> bool:
 
 
 def dequantized(layer: Any, dtype: torch.dtype) -> Tensor:
-    """The weight (N, K) of a linear layer as vLLM itself dequantizes it when it boots.
+    """The weight (N, K) of a linear layer, dequantized as vLLM does it at boot.
 
-    What vLLM does depends on its kernels: where DeepGEMM is supported it multiplies by an identity matrix, which loses the
-    sign of zeros and, with scales that are no powers of two, rounds as the kernel does. So the same function is asked.
+    This calls vLLM's own function, because its result depends on the kernel: with DeepGEMM it multiplies by an identity
+    matrix, which loses the sign of zeros and, unless scales are powers of two, rounds as the kernel does.
     """
     from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 
@@ -395,20 +397,20 @@ def dequantized(layer: Any, dtype: torch.dtype) -> Tensor:
 
 
 def experts_backend(module: nn.Module) -> str:
-    """The name of the product over a layer of experts."""
+    """The name of the backend that multiplies a layer's experts."""
     method = getattr(module, "quant_method", None)
     return str(getattr(getattr(method, "fp8_backend", None), "name", type(method).__name__))
 
 
 def deep_gemm_scale_format() -> ScaleFormat:
-    """What DeepGEMM's experts are rounded to when an engine boots."""
+    """The scale format that DeepGEMM's experts get at boot."""
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
     return ScaleFormat.UE8M0 if is_deep_gemm_e8m0_used() else ScaleFormat.FP32
 
 
 def why_experts_move(module: Any) -> Why:
-    """What is against taking it that a layer's experts stay in the places that they were loaded into."""
+    """Why a layer's experts may not be where they were loaded; None if they are."""
     config = module.moe_config
     if config.moe_parallel_config.enable_eplb:
         return "its experts move between ranks (EPLB)", "Boot without enable_eplb"
@@ -419,10 +421,10 @@ def why_experts_move(module: Any) -> Why:
 
 
 def sync_experts(module: Any) -> None:
-    """Bring up to date what vLLM's product reads of a layer of experts, after its parameters were written.
+    """Update what an expert kernel derived from its parameters, after they were written.
 
-    Reads scales through an object that vLLM's own reload leaves pointing at other tensors. FlashInfer's boot keeps scales from
-    being smaller than 1e-10.
+    The kernel reads scales through `moe_quant_config`, which points to other tensors after vLLM's own reload.
+    FlashInfer clamps scales to at least 1e-10 at boot.
     """
     if experts_backend(module) == "FLASHINFER_CUTLASS":
         for scale in (module.w13_weight_scale_inv, module.w2_weight_scale_inv):
@@ -440,7 +442,7 @@ def kv_scale_buffers(module: nn.Module) -> list[Tensor]:
 
 
 def reset_kv_scales(model: nn.Module) -> None:
-    """Set every copy of every KV-cache scale to 1.0, as a boot from a checkpoint without KV scales does."""
+    """Set every KV-cache scale and its copies to 1.0, as booting from a checkpoint without KV scales does."""
     for module in model.modules():
         buffers = kv_scale_buffers(module)
         if not buffers or not hasattr(module, "_k_scale_float"):
@@ -456,20 +458,20 @@ def reset_kv_scales(model: nn.Module) -> None:
 
 
 def write_kv_scale_copies(module: Any, kind: str, value: float) -> None:
-    """Bring up to date what an attention layer keeps of a scale beside its buffer: a number, a host tensor, products of it."""
+    """Update an attention layer's copies of a scale: a Python number, a host tensor, and products of scales."""
     setattr(module, f"_{kind}_scale_float", value)
     if getattr(module, "calculate_kv_scales", False):
-        module.calculate_kv_scales = False  # or the next forward would compute scales of its own (0.26)
+        module.calculate_kv_scales = False  # or the next forward would recompute the scales (0.26)
     on_host = getattr(module, f"_{kind}_scale_cpu", None)
     if on_host is not None:
         on_host.fill_(value)
-    for product in ("bmm1_scale", "bmm2_scale"):  # FlashInfer computes them when they are None
+    for product in ("bmm1_scale", "bmm2_scale"):  # FlashInfer recomputes them if they are None
         if getattr(module.impl, product, None) is not None:
             setattr(module.impl, product, None)
 
 
 def keep_kv_scales_through_wake(runner: Any, layers: Sequence[Any]) -> None:
-    """Have a runner that sets scales to 1.0 when its KV cache wakes up (0.26, its first model runner) write them again."""
+    """Restore KV scales when the cache wakes up: the first model runner of 0.26 resets them to 1.0."""
     reset = getattr(type(runner), "init_fp8_kv_scales", None)
     if reset is None:
         return
@@ -484,19 +486,19 @@ def keep_kv_scales_through_wake(runner: Any, layers: Sequence[Any]) -> None:
 
 
 def has_full_graphs(config: Any) -> bool:
-    """Whether attention is captured in CUDA graphs; in piecewise ones it is not."""
+    """Whether CUDA graphs capture attention; piecewise graphs do not."""
     mode = getattr(config.compilation_config, "cudagraph_mode", None)
     return mode is not None and bool(mode.has_full_cudagraphs())
 
 
 def is_multimodal(config: Any) -> bool:
-    """Whether a model takes more than text, or has positions of more than one dimension."""
+    """Whether a model takes more than text, or has multi-dimensional positions."""
     return bool(config.model_config.is_multimodal_model or config.model_config.uses_mrope)
 
 
 @contextmanager
 def eager_forward(config: Any, num_tokens: int) -> Iterator[None]:
-    """Let the model be called directly: not compiled, no graphs, no attention metadata."""
+    """A context in which the model can be called directly: not compiled, without graphs and attention metadata."""
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
 
@@ -505,7 +507,7 @@ def eager_forward(config: Any, num_tokens: int) -> Iterator[None]:
 
 
 async def token_ids(engine: Any, prompts: Sequence[str]) -> list[list[int]] | None:
-    """What an engine makes of prompts, or None if it has no tokenizer."""
+    """Tokenize prompts; None if the engine has no tokenizer."""
     if engine.vllm_config.model_config.skip_tokenizer_init:
         return None
     tokenizer = engine.get_tokenizer()

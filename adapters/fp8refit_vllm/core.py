@@ -1,8 +1,7 @@
-"""What runs in vLLM's engine core: two requests to every rank, and its caches dropped once all could do the first, for one
-exchange.
+"""Runs in vLLM's engine core: prepare on every rank, drop caches, write on every rank, all in one exchange.
 
-An exchange with a core in another process costs more than most of what a refit does there, and dropping the caches, block by
-block, costs as much again. `worker.register` gives this to the core's class.
+A round trip to a core in another process costs more than most steps of a refit, and dropping the caches block by block
+costs as much again. `worker.register` adds `carry_out` to the core's class.
 """
 
 import time
@@ -17,19 +16,20 @@ CORE_METHOD = "fp8refit_pair"
 
 
 class Outcome(NamedTuple):
-    """How far the core came. Travels as a list."""
+    """How far the core got. Sent as a list."""
 
     ended: Literal["refused", "kept", "stale", "done"]
-    """A rank could not do the first; caches stayed before the ranks were given the second, or after; or the ranks were given
-    both, and the caches are gone."""
+    """`refused`: a rank failed the first request. `kept`: the caches could not be dropped, and the second request was
+    not sent. `stale`: the second was sent, and the caches could not be dropped. `done`: both were sent and the caches
+    are gone."""
     answers: list[str]
-    """Of every rank, to the last that they were given."""
+    """Each rank's answer to the last request it was sent."""
     flush_s: float = 0.0
-    """Seconds in which caches were dropped while the ranks waited for it."""
+    """Seconds that the ranks waited while caches were dropped."""
     version: int = 0
-    """Of the policy that every rank committed, which the core's outputs show from now on; 0 if none."""
+    """Policy version that every rank committed and that the core's outputs now carry; 0 if none."""
     said: str = ""
-    """What dropping the caches raised."""
+    """The error that dropping the caches raised, as text."""
 
 
 def carry_out(
@@ -41,19 +41,19 @@ def carry_out(
     has_connector: bool,
     keeps_requests: bool,
 ) -> list[Any]:
-    """Give every rank `first`; if all could do that drop the caches, and give every rank `second`. See `Outcome`.
+    """Send `first` to every rank. If all succeed, drop the caches and send `second`.
 
-    Caches that nothing uses are always dropped: workers in other processes are then given `second` at once, and the core
-    drops the caches while they do it. Where they might stay, they are dropped first.
+    If no request uses the caches, dropping them cannot fail: then workers in other processes get `second` at once, and
+    the core drops the caches meanwhile. Otherwise the caches are dropped first. Returns an `Outcome` as a list.
 
     Args:
         core: vLLM's engine core.
-        method: The workers' method for us.
-        first: A request.
-        second: Another.
-        timeouts_s: For each.
-        has_connector: Whether KV is kept outside the engine too.
-        keeps_requests: Whether requests that are kept have theirs computed anew.
+        method: Name of the worker method that takes our messages.
+        first: The first request.
+        second: The second request.
+        timeouts_s: Time limit of each request.
+        has_connector: Whether a KV connector also keeps KV outside the engine.
+        keeps_requests: Whether running requests were kept, so that their KV must be recomputed.
     """
     answers = core.collective_rpc(method, timeouts_s[0], (first,))
     if not have_done(answers, first):
@@ -74,22 +74,22 @@ def carry_out(
 
 
 def _try_to(drop: Callable[[], bool]) -> tuple[bool, float, str]:
-    """Whether the caches were dropped, in how many seconds, and what that raised. Not the engine's end, whatever it is."""
+    """Drop the caches; return whether that worked, the seconds it took, and the error as text. Never ends the core."""
     start_s = time.perf_counter()
     try:
         is_empty, said = drop(), ""
-    except Exception as error:  # noqa: BLE001 - the driver says it
+    except Exception as error:  # noqa: BLE001 - the driver reports it
         is_empty, said = False, f"{type(error).__name__}: {error}"
     return is_empty, time.perf_counter() - start_s, said
 
 
 def _publish(core: Any, answers: Sequence[Any], request: str) -> int:
-    """Have the core name the version that all ranks hold now; 0 if they do not, or vLLM does not."""
+    """Publish the version that all ranks hold, and return it; 0 if they disagree or this vLLM publishes no versions."""
     version = _whole_version(answers, request)
     return version if version and publish_in_core(core, version) else 0
 
 
 def _whole_version(answers: Sequence[Any], request: str) -> int:
-    """Of the policy that all ranks hold when they did what was asked for; 0 if they did not, or it is not one."""
+    """The version that every rank holds after the request; 0 if a rank failed or versions differ."""
     versions = {reply.version for reply in have_done(answers, request) if not reply.is_dirty}
     return versions.pop() if len(versions) == 1 else 0

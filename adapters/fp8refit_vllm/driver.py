@@ -1,4 +1,4 @@
-"""The driver's side of `vllm.LLM`: the control plane of `fp8refit.driver.engine.Engine`, and the channel to its workers."""
+"""Drives `vllm.LLM`: drops caches, and sends messages to its workers. Also what both vLLM drivers share."""
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,23 +34,23 @@ T = TypeVar("T")
 
 
 def kept(said: str = "") -> CacheFlushError:
-    """What it means that vLLM did not reset its prefix cache."""
+    """The error for a prefix cache that vLLM would not reset."""
     return cache_kept("vLLM kept its prefix cache", "streaming sessions, transfers of KV", said=said)
 
 
 def error_of(error: Exception) -> RefitError:
-    """The error for what vLLM raised: it passes on whatever its engine core said, as a bare Exception."""
+    """Translate what vLLM raised. It wraps any error of its engine core in a bare `Exception`."""
     if isinstance(error, TimeoutError) or says_dead(error):
         return EngineLostError(
-            f"the engine did not answer in time, or died ({type(error).__name__}: {error}); start the engine again. If it only "
-            "takes longer, as reading files may, raise timeout_s"
+            f"the engine did not answer in time, or died ({type(error).__name__}: {error}); restart it. If it is only "
+            "slow, as when it reads files, raise timeout_s"
         )
     return RankFailedError(f"vLLM raised {type(error).__name__}: {error}")
 
 
 def channel_lost(error: RankFailedError) -> EngineLostError:
-    """What it means that a call to the workers raised, which our method never does."""
-    return EngineLostError(f"the engine's channel to its workers broke ({error}); start the engine again")
+    """The error for a worker call that raised. Our worker method never raises, so the channel itself is broken."""
+    return EngineLostError(f"the engine's channel to its workers broke ({error}); restart the engine")
 
 
 def tokenized(found: list[list[int]] | None) -> list[list[int]]:
@@ -67,14 +67,14 @@ def tokenized(found: list[list[int]] | None) -> list[list[int]]:
 
 
 def pair_caller(engine: Any, method: str, *, keeps_requests: bool) -> Callable[..., Any] | None:
-    """What gives an engine core two messages and their timeouts at once, for an `Outcome`; None if it does not take them.
+    """A function that sends two messages to the engine core in one exchange and returns an `Outcome`.
 
-    Caches of other input than text are not all in the core.
+    None if the core lacks our method, or if the model is multimodal: then not all caches are in the core.
 
     Args:
         engine: See `fp8refit_vllm.compat.core_caller`.
-        method: The workers' method for us.
-        keeps_requests: Whether requests that are kept have their KV computed anew.
+        method: Name of the worker method that takes our messages.
+        keeps_requests: Whether running requests were kept, so that their KV must be recomputed.
     """
     call_core, config = core_caller(engine), engine.vllm_config
     if call_core is None or method != PLUGIN_METHOD or config.model_config.is_multimodal_model:
@@ -84,16 +84,16 @@ def pair_caller(engine: Any, method: str, *, keeps_requests: bool) -> Callable[.
 
 
 def pair_answers(outcome: Outcome) -> PairAnswers:
-    """What came of two messages to an engine core.
+    """Turn the outcome of a two-message exchange into answers.
 
     Raises:
-        CacheFlushError: Caches stay.
-        EngineLostError: They stay beside weights that were written.
+        CacheFlushError: Caches could not be dropped; nothing was written.
+        EngineLostError: Caches could not be dropped although new weights were written.
     """
     if outcome.ended == "stale":
         raise EngineLostError(
-            f"vLLM kept its prefix cache, of which nothing was in use ({outcome.said or 'it says that blocks are'}), while new "
-            "weights were written: what it holds is of the policy before. Start the engine again"
+            f"vLLM kept an unused prefix cache ({outcome.said or 'it says that blocks are in use'}) while new weights "
+            "were written, so the cache belongs to the old policy. Restart the engine"
         )
     if outcome.ended == "kept":
         raise kept(outcome.said)
@@ -101,11 +101,11 @@ def pair_answers(outcome: Outcome) -> PairAnswers:
 
 
 class SyncDriver(Driver, Channel, Pairs):
-    """A `vllm.LLM`, wherever its engine core and its workers run.
+    """Drives a `vllm.LLM`, wherever its engine core and its workers run.
 
     Args:
         llm: The LLM.
-        method: Name of the worker's method that `call` calls.
+        method: Name of the worker method that `call` invokes.
     """
 
     is_asynchronous = False
@@ -124,7 +124,7 @@ class SyncDriver(Driver, Channel, Pairs):
         if self._engine.has_unfinished_requests():
             raise unfinished("LLM")
         if "weights" in getattr(self._executor, "sleeping_tags", ()):
-            raise EngineAsleepError('the weights sleep; call llm.wake_up(tags=["weights"]) before refit')
+            raise EngineAsleepError('the weights are asleep; call llm.wake_up(tags=["weights"]) before refit')
 
     @override
     async def pause(self, config: RefitConfig) -> int:
@@ -137,7 +137,7 @@ class SyncDriver(Driver, Channel, Pairs):
         self._engine.__dict__.pop("add_request", None)
 
     async def refuse(self, reason: str) -> None:
-        """Refuse at admission, on this instance alone; every entry (`generate`, `chat`, `encode`) adds requests here."""
+        """Refuse requests to this LLM: every entry point (`generate`, `chat`, `encode`) calls `add_request`."""
 
         def refuse(*_: Any, **__: Any) -> None:
             raise refusal(reason)
@@ -185,7 +185,7 @@ class SyncDriver(Driver, Channel, Pairs):
 
     @override
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        """The core names the policy in its outputs too, once every rank has it."""
+        """Send both messages in one exchange. The core publishes the version once every rank has committed it."""
         call_core = pair_caller(self._engine, self._method, keeps_requests=False)
         if call_core is None:
             return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
@@ -199,7 +199,7 @@ class SyncDriver(Driver, Channel, Pairs):
         return pair_answers(outcome)
 
     def _ask(self, call: Callable[[], T], *, timeout_s: float | None = None) -> T:
-        """Call vLLM. What its engine core takes too long for, in another process, is not waited for.
+        """Call vLLM, with a time limit if its engine core is in another process.
 
         Raises:
             EngineLostError: The core is dead or stuck.
@@ -215,7 +215,7 @@ class SyncDriver(Driver, Channel, Pairs):
 
 @contextmanager
 def _errors_of_channel() -> Iterator[None]:
-    """Around a call to the workers.
+    """Translate the errors of a call to the workers.
 
     Raises:
         EngineLostError: The core is dead or stuck, or the channel broke.

@@ -1,9 +1,9 @@
-"""vLLM's own ways to load weights into a live engine, carried out by `fp8refit.update`. Off unless `FP8REFIT_DROP_IN=1`.
+"""The drop-in: vLLM's own calls that load weights into a live engine become refits. Off unless `FP8REFIT_DROP_IN=1`.
 
-The only file that wraps methods of vLLM's. What is wrapped, on the network of each engine that is dropped into and on no other:
-`load_weights`, the functions around a layerwise reload (`reload_weights` and vLLM's weight transfer go through them), and the
-processing after loading, which trainers call and which would replace live tensors. It is put in place when an engine has
-booted, so booting is never touched, and `remove` takes all of it away.
+Three things are wrapped, and only for networks that the drop-in is installed on: `load_weights`; the functions around a
+layerwise reload, which `reload_weights` and vLLM's weight transfer call; and the post-load processing, which trainers
+call and which would replace live tensors. Installation happens after boot, so booting is unaffected. `remove` undoes
+everything.
 """
 
 import logging
@@ -34,25 +34,25 @@ _WRAPPED = {
     "finalize_layerwise_processing": _RELOAD,
     "process_weights_after_loading": "vllm.model_executor.model_loader.utils",
 }
-"""Functions that take a network first, and where each is defined."""
+"""Wrapped functions, all of which take the network first, and the modules that define them."""
 
 
 def options_of(config: Any) -> DropInOptions:
-    """What the environment says, and vLLM's `additional_config={"fp8refit": {...}}`, which wins."""
+    """Options from the environment and from vLLM's `additional_config={"fp8refit": {...}}`, which takes precedence."""
     additional = config.additional_config
     return DropInOptions.read(os.environ, additional.get(_PLUGIN) if isinstance(additional, dict) else None)
 
 
 def install(worker: Any, rank: Callable[[], Rank]) -> None:
-    """Drop into an engine that has booted, if that is wanted, and if it is block FP8. Every rank of the engine does so at once.
+    """Install the drop-in on a booted worker, if it is enabled and the model is block FP8. Called on every rank.
 
     Args:
-        worker: One of vLLM's.
-        rank: Gives the rank that it is.
+        worker: A vLLM worker.
+        rank: Returns the worker's `Rank`.
 
     Raises:
-        UnsupportedEngineError: It is not quantized as `FP8REFIT_QUANTIZATION` says.
-        RefitError: It is block FP8, and cannot be refitted.
+        UnsupportedEngineError: The model is not quantized although `FP8REFIT_QUANTIZATION` asks for it.
+        RefitError: The model is block FP8 but cannot be refitted.
     """
     options = options_of(worker.vllm_config)
     if not options.drop_in and options.quantization is None:
@@ -62,13 +62,13 @@ def install(worker: Any, rank: Callable[[], Rank]) -> None:
     asked = worker.vllm_config.model_config.quantization
     if options.quantization is not None and not is_fp8 and asked in (None, options.quantization):
         raise UnsupportedEngineError(
-            f"FP8REFIT_QUANTIZATION={options.quantization} is set, and this engine holds nothing in FP8: leave fp8refit in "
-            "VLLM_PLUGINS where the engine is configured, or boot it with that quantization"
+            f"FP8REFIT_QUANTIZATION={options.quantization} is set, but this engine holds no FP8 weights: keep fp8refit "
+            "in VLLM_PLUGINS where the engine is configured, or boot it with that quantization"
         )
     if not options.drop_in or of(network) is not None:
         return
     if not is_fp8:
-        logger.warning("fp8refit: this engine is not block FP8, and loads weights as ever; set FP8REFIT_QUANTIZATION")
+        logger.warning("fp8refit: this engine is not block FP8 and loads weights as usual; set FP8REFIT_QUANTIZATION")
         return
     drop_in = DropIn(worker, rank(), options, logger)
     object.__setattr__(network, _HELD, drop_in)
@@ -76,11 +76,11 @@ def install(worker: Any, rank: Callable[[], Rank]) -> None:
     worker.fp8refit_last_report = report
     _networks.add(network)
     _wrap()
-    logger.info("fp8refit: weights that are loaded into this engine are refits from now on")
+    logger.info("fp8refit: loading weights into this engine is a refit from now on")
 
 
 def remove(worker: Any) -> None:
-    """Give an engine its own methods back. A policy that came in part leaves it dirty."""
+    """Restore vLLM's own methods. If a policy has only partly arrived, the engine stays dirty."""
     network = worker.model_runner.get_model()
     drop_in = of(network)
     if drop_in is None:
@@ -95,24 +95,24 @@ def remove(worker: Any) -> None:
 
 
 def of(network: Any) -> DropIn | None:
-    """What is dropped into a network, which may be wrapped in what replays its graphs."""
+    """The network's `DropIn`, if installed. The network may be wrapped for CUDA graph replay."""
     found = getattr(network, _HELD, None)
     return found if isinstance(found, DropIn) else None
 
 
 def report() -> str | None:
-    """For `collective_rpc("fp8refit_last_report")`: the report of the last policy as JSON; None before the first."""
+    """For `collective_rpc("fp8refit_last_report")`: the last refit's report as JSON; None before the first refit."""
     found = last_report()
     return None if found is None else found.model_dump_json()
 
 
 _networks: WeakSet[nn.Module] = WeakSet()
-"""Those of this process that are dropped into. While there is any, the functions around a reload are wrapped."""
+"""Networks in this process with the drop-in. The reload functions stay wrapped while there are any."""
 _replaced: list[tuple[dict[str, Any], str, Any]] = []
 
 
 def _wrap() -> None:
-    """Wrap the functions around a reload, if they are not, wherever they were imported to."""
+    """Wrap the reload functions in every module that imported them, unless that is done already."""
     if _replaced:
         return
     for name, module in _WRAPPED.items():
@@ -128,7 +128,7 @@ def _wrap() -> None:
 
 
 def _unwrap() -> None:
-    """Give all of them back."""
+    """Restore the reload functions."""
     for names, name, original in _replaced:
         names[name] = original
     _replaced.clear()
@@ -144,11 +144,11 @@ def _wrapper_of(original: Callable[..., Any], instead: Callable[[DropIn], None])
 
 
 def _look_whether_it_is_whole(drop_in: DropIn) -> None:
-    """Nothing is left to process. Who calls this thinks that all of it came."""
+    """Instead of processing, which a refit does not need: warn if weights are still missing."""
     if drop_in.is_open:
         missing = drop_in.missing
         logger.warning(
-            "fp8refit: weights are processed as if all had been loaded, and %d have not come: %s",
+            "fp8refit: post-load processing was called, but %d weights have not arrived: %s",
             len(missing),
             missing[:8],
         )
@@ -163,9 +163,9 @@ _INSTEAD: dict[str, Callable[[DropIn], None]] = {
 
 
 def quantize_at_boot() -> None:
-    """Have engines of this process be quantized as `FP8REFIT_QUANTIZATION` says, where nothing else says how. May be repeated.
+    """Make `FP8REFIT_QUANTIZATION` the default quantization of engines configured in this process. May be repeated.
 
-    Where it is not set, nothing is wrapped. `not_quantize_at_boot` undoes it.
+    Wraps nothing if the variable is not set. `not_quantize_at_boot` undoes it.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -178,7 +178,7 @@ def quantize_at_boot() -> None:
     def create_engine_config(args: Any, *positional: Any, **keywords: Any) -> Any:
         if args.quantization is None and not _is_quantized(args):
             args.quantization = quantization
-            with suppress(ImportError):  # what else is derived from it, where something is
+            with suppress(ImportError):  # only some versions derive a second setting
                 from vllm.config.quantization import resolve_quantization_config
 
                 args.quantization_config = resolve_quantization_config(quantization, args.quantization_config)
@@ -197,7 +197,7 @@ def not_quantize_at_boot() -> None:
 
 
 def _is_quantized(args: Any) -> bool:
-    """Whether a checkpoint, or what overrides its configuration, says how it is quantized."""
+    """Whether the checkpoint's configuration, or an override of it, sets a quantization."""
     from vllm.transformers_utils.config import get_config
 
     overrides = args.hf_overrides if isinstance(args.hf_overrides, dict) else {}

@@ -1,4 +1,4 @@
-"""vLLM as an engine: `LLM` and `AsyncLLM`, with workers in this process or in others, and servers."""
+"""vLLM's implementation of `Engine`: picks the driver for an `LLM`, an `AsyncLLM`, a worker or a server."""
 
 import os
 import sys
@@ -23,11 +23,11 @@ class VllmEngine(DelegatingEngine):
     """Implements `fp8refit.driver.engine.Engine` for `vllm.LLM`, `AsyncLLM` and `VllmServer`.
 
     Args:
-        candidate: The LLM, AsyncLLM or server.
+        candidate: An LLM, AsyncLLM, worker or server.
 
     Raises:
-        UnsupportedEngineError: It is something else of vLLM's, runs data-parallel replicas, or its workers do not have our
-            method; or the version is too old.
+        UnsupportedEngineError: `candidate` is another vLLM object, runs data-parallel replicas, is too old, or has
+            workers that did not load our plugin.
         EngineLostError: The server cannot be reached.
     """
 
@@ -53,7 +53,7 @@ class VllmEngine(DelegatingEngine):
 
     @classmethod
     def boot(cls, model: str) -> Any:
-        """See `fp8refit.driver.engine.Engine`. A checkpoint that is not FP8 is quantized by vLLM itself."""
+        """See `fp8refit.driver.engine.Engine`. vLLM quantizes a checkpoint that is not FP8."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         try:
             from transformers import AutoConfig
@@ -73,7 +73,7 @@ class VllmEngine(DelegatingEngine):
 
 
 def _drive(candidate: Any) -> SyncDriver | AsyncDriver | WorkerDriver:
-    """The driver for a client of vLLM's, or for a worker."""
+    """Make the driver for an LLM, an AsyncLLM or a worker."""
     VERSIONS.check(getattr(sys.modules.get("vllm"), "__version__", ""))
     if hasattr(candidate, "model_runner"):
         check_layout(candidate.vllm_config)
@@ -82,7 +82,7 @@ def _drive(candidate: Any) -> SyncDriver | AsyncDriver | WorkerDriver:
     engine = candidate if is_async else getattr(candidate, "llm_engine", None)
     if engine is None:
         raise UnsupportedEngineError(
-            f"{type(candidate).__name__} is neither a vllm.LLM nor an AsyncLLM, nor a worker of one; pass the LLM itself"
+            f"{type(candidate).__name__} is not a vllm.LLM, an AsyncLLM or a worker; pass the LLM itself"
         )
     check_layout(engine.vllm_config)
     method = method_of(engine.vllm_config)

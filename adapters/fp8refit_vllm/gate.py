@@ -1,4 +1,4 @@
-"""Where requests to one AsyncLLM wait for the end of a refit, or are refused."""
+"""Holds or refuses new requests to an AsyncLLM during a refit."""
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -9,14 +9,14 @@ from fp8refit.driver.admission import Gate, refusal
 
 
 class LlmGate(Gate):
-    """Replaces an AsyncLLM's entries, until it is opened.
+    """Replaces the entry points of an AsyncLLM until it is opened.
 
-    While it is closed requests wait, and whoever would let the scheduler go on is told that it will, once the refit is over.
+    While it is closed, requests wait, and a call that would resume the scheduler takes effect only after the refit.
 
     Args:
         llm: The AsyncLLM.
-        on_resume: What to do when somebody asks for generation to be resumed.
-        refuse_with: Gives the error for a reason to refuse requests.
+        on_resume: Called when a user resumes generation.
+        refuse_with: Makes the error that refused requests raise, from the reason.
     """
 
     _ENTRIES = ("generate", "encode", "add_request", "resume_generation", "wake_up")
@@ -37,45 +37,45 @@ class LlmGate(Gate):
 
     @override
     def refuse(self, reason: str) -> None:
-        """Those that were being taken in when the gate was closed are refused too."""
+        """Also refuse requests that were past the gate but not yet in the engine core when it closed."""
         super().refuse(reason)
 
         def refuse_late(*_: Any, **__: Any) -> None:
             raise self._refuse_with(reason)
 
-        # Every request, and every part of one, passes here after its input was processed and before the core has it.
+        # Every request, and every part of one, passes here after input processing and before the core receives it.
         self._llm.output_processor.__dict__["add_request"] = refuse_late
 
     @override
     def open(self) -> None:
-        """The engine gets its own entries back."""
+        """Also restore the engine's own entry points."""
         super().open()
         self._llm.output_processor.__dict__.pop("add_request", None)
         for name in self._ENTRIES:
             self._llm.__dict__.pop(name, None)
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """Replaces the engine's own."""
+        """Wait at the gate, then call the engine's own method."""
         await self.pass_through()
         async for output in type(self._llm).generate(self._llm, *args, **kwargs):
             yield output
 
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """Replaces the engine's own."""
+        """Wait at the gate, then call the engine's own method."""
         await self.pass_through()
         async for output in type(self._llm).encode(self._llm, *args, **kwargs):
             yield output
 
     async def add_request(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the engine's own."""
+        """Wait at the gate, then call the engine's own method."""
         await self.pass_through()
         return await type(self._llm).add_request(self._llm, *args, **kwargs)
 
     async def resume_generation(self) -> None:
-        """Replaces the engine's own: takes effect when a refit has succeeded."""
+        """Record the request; it takes effect once a refit has succeeded."""
         self._on_resume()
 
     async def wake_up(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the engine's own, which also lets the scheduler go on: waits for a refit that is under way."""
+        """Wait for the refit in progress, because waking up also resumes the scheduler."""
         await self.until_decided()
         return await type(self._llm).wake_up(self._llm, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The FP8 KV cache of one vLLM worker: where its scales are, and how the live model is run to measure them."""
+"""The FP8 KV cache of one vLLM worker: finds its scales, and runs the live model to calibrate them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from fp8refit_vllm.compat import (
 
 _FP8 = ("fp8", "fp8_e4m3")
 _READS_TENSORS = frozenset({"FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"})
-"""Attention backends whose kernels read scales from the device's tensors, when they run."""
+"""Attention backends whose kernels read the scales from device tensors at run time."""
 _READS_NUMBERS = frozenset({"CPU_ATTN", "FLASHINFER"})
-"""Those that are given Python numbers, which a CUDA graph keeps."""
+"""Attention backends that take the scales as Python numbers, which a CUDA graph freezes."""
 _GIVE_SCALES = "Give the scales instead (kv_scales=)"
 
 
 def read_kv_cache(worker: Any, network: nn.Module) -> KvCache:
-    """What a worker's engine says of its KV cache.
+    """Describe the KV cache of a worker.
 
     Args:
         worker: A vLLM worker whose model is loaded.
@@ -75,10 +75,10 @@ class _Layer:
         return hasattr(self.module, "kv_lora_rank")
 
     def scales(self) -> tuple[KvScale, ...]:
-        """Those that it uses; a layer that skips the FP8 cache uses none."""
+        """The scales that the layer uses; none if it skips the FP8 cache."""
         if not self.is_fp8:
             return ()
-        # Queries are quantized where the layer has an operation for it; elsewhere nothing reads their scale.
+        # Queries are quantized only by layers that have an operation for it; elsewhere nothing reads their scale.
         kinds = ("k",) if self.is_latent else ("k", "v")
         if getattr(self.module, "query_quant", None) is not None:
             kinds = ("q", *kinds)
@@ -92,25 +92,25 @@ class _Layer:
         )
 
     def why_not_written(self, *, has_graphs: bool) -> tuple[str, str] | None:
-        """What keeps its scales as they are, and what to set."""
+        """Why the scales cannot be set, and the remedy; None if they can."""
         module = self.module
         if str(module.kv_cache_dtype) not in _FP8:
-            return f"holds its cache as {module.kv_cache_dtype}", 'Boot with kv_cache_dtype="fp8"'
+            return f"stores its cache as {module.kv_cache_dtype}", 'Boot with kv_cache_dtype="fp8"'
         if module._k_scale.numel() != 1:
-            return "has a scale for each head", "Boot from a checkpoint without kv_cache_scheme"
+            return "has one scale per head", "Boot from a checkpoint without kv_cache_scheme"
         if self.is_latent:
-            return "keeps its keys and values as latents", "fp8refit does not set the scales of latent caches yet"
+            return "stores keys and values as latents", "fp8refit does not set the scales of latent caches yet"
         if self.backend in _READS_TENSORS or (self.backend in _READS_NUMBERS and not has_graphs):
             return None
         if self.backend in _READS_NUMBERS:
-            reason = f"its backend {self.backend} is given scales as numbers, which CUDA graphs keep"
+            reason = f"its backend {self.backend} takes scales as numbers, which CUDA graphs freeze"
             return reason, 'Boot with attention_backend="FLASH_ATTN" or "TRITON_ATTN", or with enforce_eager=True'
-        return f"its backend {self.backend} is not known to read scales when it runs", (
+        return f"its backend {self.backend} is not known to read scales at run time", (
             'Boot with attention_backend="FLASH_ATTN" or "TRITON_ATTN"'
         )
 
     def why_not_measured(self) -> str | None:
-        """What plain causal attention would compute otherwise than this layer does."""
+        """Why plain causal attention would not compute what this layer computes; None if it would."""
         module, impl = self.module, self.module.impl
         kind = getattr(module, "attn_type", "")
         kind = getattr(kind, "value", kind)
@@ -140,9 +140,9 @@ class _Layer:
 
 
 class LivePrefill:
-    """Implements `fp8refit.live.slots.Prefill` on a worker's live model: eager, without requests, without the KV cache.
+    """Implements `fp8refit.live.slots.Prefill` on a worker's live model: eagerly, without requests or KV cache.
 
-    With tensor parallelism every rank runs it at the same time.
+    With tensor parallelism, all ranks must run it together.
     """
 
     def __init__(self, config: Any, network: nn.Module, layers: Sequence[_Layer], device: torch.device) -> None:
@@ -176,7 +176,7 @@ def _writer(module: Any, kind: str) -> Callable[[float], None]:
 
 
 def _why_not_written(layers: Sequence[_Layer], *, has_graphs: bool) -> list[Refusal]:
-    """One line for each reason, naming the first layer that it holds for."""
+    """One refusal per reason, naming the first layer it applies to."""
     found: dict[tuple[str, str], str] = {}
     for layer in layers:
         why = layer.why_not_written(has_graphs=has_graphs)
@@ -186,7 +186,7 @@ def _why_not_written(layers: Sequence[_Layer], *, has_graphs: bool) -> list[Refu
 
 
 def _why_not_measured(layers: Sequence[_Layer], network: nn.Module, config: Any) -> list[Refusal]:
-    """What the live model has that a pass of ours would not compute as the engine does."""
+    """Parts of the live model that our calibration pass would not compute as the engine does."""
     found: dict[str, str] = {}
     for layer in layers:
         why = layer.why_not_measured()

@@ -1,4 +1,4 @@
-"""Reads slots off a live vLLM model: what the core's reading of twins needs to know of vLLM's kernels."""
+"""Reads the slots of a live vLLM model, and tells the core what vLLM's kernels do to weights after loading."""
 
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -31,7 +31,7 @@ ROW_MAJOR_KERNELS = frozenset(
         "TritonFp8BlockScaledMMKernel",
     }
 )
-"""vLLM's kernels that read block-FP8 weights as a checkpoint stores them."""
+"""vLLM kernels that read block-FP8 weights in checkpoint layout."""
 
 EXPERTS_BACKENDS: dict[str, ScaleFormat | None] = {
     "TRITON": ScaleFormat.FP32,
@@ -40,20 +40,21 @@ EXPERTS_BACKENDS: dict[str, ScaleFormat | None] = {
     "DEEPGEMM": None,
     "BATCHED_DEEPGEMM": None,
 }
-"""vLLM's products over experts that read them as slots are written. None: DeepGEMM's own scales."""
+"""vLLM's expert kernels that read weights in the layout that slots are written in. None: DeepGEMM decides the scale
+format."""
 
 ROW_MAJOR_MARK = "reads_row_major_block_fp8"
-"""An out-of-tree kernel class with this attribute set to True says the same of itself."""
+"""Out-of-tree kernel classes set this attribute to True to declare the same."""
 
 _ABSORBED_KEYS, _ABSORBED_VALUES = "W_UK_T", "W_UV"
 
 
 def read_inventory(model: nn.Module, traced: Twin | Refusal) -> Inventory:
-    """Everything a refit of `model` writes, and everything it cannot.
+    """List everything that a refit of `model` writes, and everything that cannot be refitted.
 
     Args:
         model: The live model.
-        traced: What the loader of its twin did, or why there is none.
+        traced: The trace of the model's loader, or why it could not be traced.
     """
     if isinstance(traced, Refusal):
         return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
@@ -61,12 +62,12 @@ def read_inventory(model: nn.Module, traced: Twin | Refusal) -> Inventory:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether `module` holds the matrices of experts."""
+    """Whether `module` holds expert weights."""
     return "w13_weight" in module._parameters
 
 
 def _absorbed_copies(model: nn.Module) -> Iterator[Absorbed]:
-    """What every layer of latent attention keeps of its `kv_b_proj`."""
+    """The copies of `kv_b_proj` that latent attention layers keep."""
     for name, module in model.named_modules():
         if hasattr(module, _ABSORBED_KEYS):
             layer: Any = module
@@ -81,7 +82,7 @@ def _absorbed_copies(model: nn.Module) -> Iterator[Absorbed]:
 
 
 class VllmRules:
-    """A `fp8refit.live.tracing.rules.KernelRules`."""
+    """Implements `fp8refit.live.tracing.rules.KernelRules` for vLLM."""
 
     remedies = Remedies(
         no_block_fp8='Boot from a block-FP8 checkpoint (fp8refit quantize), or with quantization="fp8_per_block"',
@@ -89,20 +90,20 @@ class VllmRules:
     )
 
     def why_refused(self, module: nn.Module) -> Why:
-        """Absorbed copies of latent projections in other forms than plain ones."""
+        """Refuse absorbed copies that are quantized, gathered or packed, and experts that move."""
         if hasattr(module, "W_K"):
             return (
                 "keeps absorbed copies of its latent projections quantized for AITER",
                 "Boot with VLLM_ROCM_USE_AITER_FP4BMM=0 and VLLM_ROCM_USE_AITER_FP8BMM=0",
             )
         if getattr(module, "W_UK_T_dcp_qrep", None) is not None:
-            return "keeps the absorbed keys of other ranks too", "Boot with dcp_q_replicate=False"
+            return "also keeps the absorbed keys of other ranks", "Boot with dcp_q_replicate=False"
         if getattr(module, "is_amx_bmm_enabled", False):
             return "packs its latent projections for Intel AMX", 'Boot with attention_backend="CPU_MLA"'
         return why_experts_move(module) if is_experts(module) else None
 
     def kernel_of(self, module: nn.Module) -> Kernel:
-        """The object that vLLM's selection gave a linear layer, or the backend of its product over experts."""
+        """The kernel that vLLM selected for a linear layer, or its expert backend."""
         if is_experts(module):
             backend = experts_backend(module)
             return Kernel(
@@ -121,15 +122,15 @@ class VllmRules:
         )
 
     def block_size_of(self, module: nn.Module) -> tuple[int, int]:
-        """As the layer says it."""
+        """The layer's `weight_block_size`."""
         layer: Any = module
         block_n, block_k = layer.weight_block_size
         return int(block_n), int(block_k)
 
     def swaps_halves(self, module: nn.Module) -> bool:
-        """FlashInfer's CUTLASS kernel keeps up projections above gate projections."""
+        """Whether up projections are stored before gate projections, as FlashInfer's CUTLASS kernel does."""
         return experts_backend(module) == "FLASHINFER_CUTLASS"
 
     def kept(self, module: nn.Module) -> Collection[str]:
-        """Absorbed copies; vLLM's KV scales are buffers once a model is loaded."""
+        """The absorbed copies. KV scales need no mention: they are buffers once a model is loaded."""
         return (_ABSORBED_KEYS, _ABSORBED_VALUES) if hasattr(module, _ABSORBED_KEYS) else ()

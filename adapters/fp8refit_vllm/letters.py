@@ -1,6 +1,6 @@
-"""What a trainer and the ranks of an engine say to each other through vLLM's weight-transfer methods: validated JSON.
+"""The messages between a trainer and an engine's ranks over vLLM's weight-transfer API: validated JSON.
 
-What is asked of the ranks (`fp8refit.remote.messages`) goes through as text.
+A `Letter` carries a request of `fp8refit.remote.messages` as text.
 """
 
 from typing import Any
@@ -13,23 +13,23 @@ from fp8refit.transport.vote import ErrorRecord
 from fp8refit_vllm.mailbox import Address
 
 BACKEND = "fp8refit"
-"""Name of our weight-transfer engines, as `weight_transfer_config` has it."""
+"""Our backend name in `weight_transfer_config`."""
 WORKER_TRANSFER = "fp8refit_vllm.transfer.RefitTransferEngine"
 TRAINER_TRANSFER = "fp8refit_vllm.trainer.RefitTrainer"
 PROTOCOL = 1
-"""Number of this language; both sides have to speak the same."""
+"""Version of these messages; both sides must use the same."""
 
 
 class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def encode(self) -> dict[str, Any]:
-        """As vLLM takes it."""
+        """The dict that vLLM's methods take."""
         return self.model_dump(mode="json")
 
 
 class Invitation(_Message):
-    """`init_info`: whom to answer."""
+    """`init_info`: where ranks send their answers."""
 
     address: Address
     protocol: int = PROTOCOL
@@ -37,19 +37,19 @@ class Invitation(_Message):
 
 
 class Presence(_Message):
-    """What a rank says when it was invited."""
+    """A rank's answer to an invitation."""
 
     rank: int
     num_ranks: int
     place: Place
     error: ErrorRecord | None = None
-    """Why it cannot be refitted."""
+    """Why the rank cannot be refitted."""
 
 
 class Letter(_Message):
-    """`update_info`: one message to every rank, or to none that does not know the token."""
+    """`update_info`: one message to every rank. Ranks that do not know the token refuse it."""
 
     token: str
     id: str
-    """Under which it is answered."""
+    """The key of its answers."""
     message: str

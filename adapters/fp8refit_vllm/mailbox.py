@@ -1,6 +1,6 @@
-"""Where the ranks of an engine leave their answers for a trainer: a store that the trainer opens.
+"""A key-value store, opened by the trainer, in which an engine's ranks leave their answers.
 
-vLLM's `update_weights` takes a message to every rank and brings nothing back. Answers are text; nothing is pickled.
+It exists because vLLM's `update_weights` returns nothing. Answers are text; nothing is pickled.
 """
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,29 +10,30 @@ from fp8refit.errors import TransportError
 from fp8refit.transport.collective.store import find_store, open_store
 
 _PART_BYTES = 4 << 20
-"""The store takes no value of more than 8 MiB; a large engine's layout is more."""
+"""Longer answers are split: the store takes at most 8 MiB per value, and a large engine's layout is larger."""
 _MAX_PARTS = 64
 _ENDED, _DROPPED = "ended", "dropped"
 
 
 class Address(BaseModel):
-    """Where one mailbox is."""
+    """The address of a mailbox."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     token: str = Field(min_length=16, max_length=64)
-    """Names it; without it nobody writes there by chance."""
+    """Identifies the mailbox, so that nobody writes to it by accident."""
     host: str = Field(max_length=255)
     port: int = Field(ge=1, le=65535)
 
 
 class Mailbox:
-    """One end of a mailbox. `open` it where the trainer is, and let every rank `find` its `address`."""
+    """One end of a mailbox: the trainer calls `open`, and every rank calls `find` with its `address`."""
 
     def __init__(self, address: Address, store: Store) -> None:
         self.address = address
         self.is_lost = False
-        """Whether the store is gone, or was silent for too long: its late answer would be taken for that of another."""
+        """Whether the store failed or timed out. It is not used again: a late reply could be mistaken for the next
+        one."""
         self._store = store
 
     @classmethod
@@ -40,28 +41,28 @@ class Mailbox:
         """Open a store.
 
         Args:
-            host: Address of this host that the ranks reach, and that the store binds to.
-            port: 0 for any that is free.
-            timeout_s: For every exchange with it.
+            host: Address of this host that the ranks can reach; the store binds to it.
+            port: Port to bind; 0 for any free one.
+            timeout_s: Time limit of each operation.
 
         Raises:
-            TransportError: The address is none of this host's, or taken.
+            TransportError: `host` is not an address of this host, or the port is taken.
         """
         store, token, port = open_store(host=host, port=port, timeout_s=timeout_s)
         return cls(Address(token=token, host=host, port=port), store)
 
     @classmethod
     def find(cls, address: Address, *, timeout_s: float) -> "Mailbox":
-        """Go to a store that was opened elsewhere.
+        """Connect to a store that was opened elsewhere.
 
         Raises:
-            TransportError: It cannot be reached.
+            TransportError: The store cannot be reached.
         """
         found = find_store(host=address.host, port=address.port, token=address.token, timeout_s=timeout_s)
         return cls(address, found)
 
     def leave(self, letter: str, rank: int, text: str) -> None:
-        """Leave the answer of a rank to a letter.
+        """Store a rank's answer to a letter.
 
         Raises:
             TransportError: The trainer is gone.
@@ -74,7 +75,7 @@ class Mailbox:
             self._set(f"{letter}/{rank}", str(len(parts)))
 
     def collect(self, letter: str, rank: int) -> str | None:
-        """Take the answer of a rank to a letter; None if it left none.
+        """Take a rank's answer to a letter; None if there is none.
 
         Raises:
             TransportError: The store is gone.
@@ -93,7 +94,7 @@ class Mailbox:
             return content.decode()
 
     def count(self, name: str, *, more: int = 0) -> int:
-        """Count up, and say how many there are.
+        """Add `more` to a counter, and return its value.
 
         Raises:
             TransportError: The store is gone.
@@ -103,16 +104,16 @@ class Mailbox:
             return total
 
     def end(self, why: str) -> None:
-        """Let the trainer know that its letters are no longer read.
+        """Tell the trainer that its letters are no longer read.
 
         Raises:
-            TransportError: It is gone.
+            TransportError: The trainer is gone.
         """
         with _Reaching(self):
             self._set(_ENDED, why)
 
     def why_ended(self) -> str | None:
-        """What a rank said that reads no more letters, if one did.
+        """The reason given to `end`, or None if no rank has called it.
 
         Raises:
             TransportError: The store is gone.
@@ -121,7 +122,7 @@ class Mailbox:
             return self._store.get(_ENDED).decode() if self._store.check([_ENDED]) else None
 
     def drop(self) -> None:
-        """Let the ranks know that the trainer sends no more letters.
+        """Tell the ranks that the trainer sends no more letters.
 
         Raises:
             TransportError: The store is gone.
@@ -130,34 +131,36 @@ class Mailbox:
             self._set(_DROPPED, "")
 
     def is_dropped(self) -> bool:
-        """Whether the trainer sends no more letters.
+        """Whether the trainer has called `drop`.
 
         Raises:
-            TransportError: It is gone.
+            TransportError: The trainer is gone.
         """
         with _Reaching(self):
             dropped: bool = self._store.check([_DROPPED])
             return dropped
 
     def _set(self, key: str, value: str) -> None:
-        """Write, and wait until it is there: the store's own `set` does not, and the trainer looks once."""
+        """Write, and wait until the value is stored: the store's `set` does not wait, and the trainer looks only
+        once.
+        """
         self._store.set(key, value)
-        self._store.check([key])  # answered in turn
+        self._store.check([key])  # the store answers in order
 
 
 class _Reaching:
-    """Makes what a store raises one of our errors, and the last thing that it says."""
+    """Turns an error of the store into a `TransportError`, and marks the mailbox as lost."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
 
     def __enter__(self) -> None:
         if self._mailbox.is_lost:
-            raise TransportError("the trainer's mailbox could not be reached before; start the weight transfer anew")
+            raise TransportError("the trainer's mailbox became unreachable earlier; start a new weight transfer")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RuntimeError):
             self._mailbox.is_lost = True
             raise TransportError(
-                f"the trainer's mailbox cannot be reached ({error}); the trainer died, or does not answer"
+                f"the trainer's mailbox cannot be reached ({error}); the trainer died or does not answer"
             ) from error

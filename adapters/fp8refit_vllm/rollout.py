@@ -1,4 +1,4 @@
-"""vLLM in the benchmark of rollouts, as it is booted for one: compiled, with CUDA graphs."""
+"""vLLM in the rollout benchmark, with its usual settings: compiled, with CUDA graphs."""
 
 import gc
 import os
@@ -13,11 +13,13 @@ from fp8refit_vllm.worker import WorkerExtension
 
 
 class VllmRollout:
-    """See `fp8refit.bench.rollout.RolloutEngine`. In processes of its own: what one held is free when the next one boots."""
+    """Implements `fp8refit.bench.rollout.RolloutEngine` in processes of its own, which free their memory when they
+    end.
+    """
 
     def __init__(self, wanted: RolloutBoot) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # the command line has a thread for its progress
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # the command line runs a progress thread
         from vllm import LLM
 
         self.settings: dict[str, object] = {
@@ -56,7 +58,7 @@ class VllmRollout:
 
 
 def boot(wanted: RolloutBoot) -> VllmRollout:
-    """An engine of noise.
+    """Boot an engine with random weights.
 
     Raises:
         UnsupportedEngineError: vLLM is not installed.

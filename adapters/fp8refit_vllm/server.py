@@ -1,7 +1,7 @@
-"""A running vLLM server: a route of our own in the process that takes its requests, added by vLLM's endpoint plugins.
+"""Refits a running vLLM server: adds the route `POST /v1/fp8refit` to it, as a vLLM endpoint plugin.
 
-vLLM adds no route that is not asked for: start the server with `VLLM_PLUGINS=fp8refit`. The route lies where vLLM's own
-middleware asks for the API key, if the server has one. What comes is carried out as `Refitter(AsyncLLM)` would.
+vLLM adds only routes of plugins that are named: start the server with `VLLM_PLUGINS=fp8refit`. vLLM's own middleware
+checks the API key of this route too, if the server has one. Orders are carried out as by `Refitter(AsyncLLM)`.
 """
 
 from argparse import Namespace
@@ -23,7 +23,7 @@ from fp8refit_vllm.compat import VERSIONS, api_keys, http_refusal
 _ROUTE = "/v1/fp8refit"
 _NOT_LOADED = (
     "vLLM does not load fp8refit's endpoint in this server: install fp8refit where it runs (a path alone has no entry points), "
-    f"and start it with VLLM_PLUGINS={PLUGIN} (vLLM adds the routes of plugins that are named there; name your others too)"
+    f"and start it with VLLM_PLUGINS={PLUGIN} (vLLM adds only the routes of plugins named there; name your other plugins too)"
 )
 
 
@@ -48,7 +48,7 @@ class RefitEndpoint:
         from fastapi import Request
         from fastapi.responses import Response
 
-        self._token = read_token()  # not before: vLLM would start without a plugin that cannot be made
+        self._token = read_token()  # not in __init__: if that raised, vLLM would start without the plugin
 
         async def take_order(request: Request) -> Response:
             if self._door is None:
@@ -80,12 +80,12 @@ class VllmServer(Server):
     """A running vLLM server, for `Refitter(VllmServer("http://127.0.0.1:8000"))`.
 
     Args:
-        url: Where it listens.
-        api_key: Its API key.
-        token: What it was told in `FP8REFIT_TOKEN`, if it was.
+        url: The server's base URL.
+        api_key: The server's API key, if it has one.
+        token: The value of `FP8REFIT_TOKEN` in the server's environment, if set.
 
     Raises:
-        UnsupportedEngineError: It is no URL, or the key or token can be none.
+        UnsupportedEngineError: `url` is not a URL, or the key or token is malformed.
     """
 
     engine = "vllm"

@@ -1,6 +1,6 @@
-"""The trainer's side of vLLM's weight transfer: what a trainer that is written against vLLM's API changes is its init info.
+"""The trainer's side of vLLM's weight transfer. A trainer written for vLLM's API only changes its init info.
 
-Importing this makes the backend known to vLLM's factories, as vLLM's plugins do where an engine runs.
+Importing this module registers our backend with vLLM's factories.
 """
 
 from dataclasses import dataclass, field
@@ -25,23 +25,23 @@ register_transfer(BACKEND, WORKER_TRANSFER, TRAINER_TRANSFER)
 
 @dataclass
 class RefitTrainerInitInfo(TrainerInitInfo):
-    """How one rank of a trainer takes part. Rank 0 drives the engine."""
+    """What one rank of a trainer passes to `trainer_init`. Rank 0 drives the engine."""
 
     backend: ClassVar[str] = BACKEND
 
     config: RefitConfig = field(default_factory=RefitConfig)
-    """How to refit. With `transport="collective"` engines may be on other hosts; `collective.host` is then an address of rank
-    0's host."""
+    """Options. With `transport="collective"` the engine may be on another host; then set `collective.host` to an
+    address of rank 0's host."""
 
     port: int = 0
-    """At which the engine's ranks answer, on `config.collective.host`; 0 for any that is free."""
+    """Port on `config.collective.host` to which the engine's ranks send their answers; 0 for any free one."""
 
     group: "ProcessGroup | None" = None
-    """The trainer's ranks, all of which call `send_weights`; by default all that torch knows of."""
+    """The trainer's ranks, all of which call `send_weights`; by default torch's world group."""
 
 
-class RefitTrainer(TrainerWeightTransferEngine):  # of two parameters in 0.26, of one since
-    """Implements vLLM's `TrainerWeightTransferEngine`. Make one by `trainer_init`, on every rank of the trainer."""
+class RefitTrainer(TrainerWeightTransferEngine):  # two type parameters in 0.26, one since
+    """Implements vLLM's `TrainerWeightTransferEngine`. Create it with `trainer_init`, on every rank of the trainer."""
 
     init_info_cls = RefitTrainerInitInfo
 
@@ -59,17 +59,17 @@ class RefitTrainer(TrainerWeightTransferEngine):  # of two parameters in 0.26, o
         """See vLLM.
 
         Args:
-            init_info: How this rank takes part.
-            client: Has vLLM's four methods, and reaches every rank of one engine.
+            init_info: This rank's options.
+            client: A client with vLLM's four methods that reaches every rank of one engine.
             source: A `WeightSource`.
-            config: What vLLM 0.26 gives its trainer engines; not used.
+            config: Passed by vLLM 0.26; not used.
 
         Raises:
-            InvalidSourceError: There is no source.
+            InvalidSourceError: `source` is missing.
             RefitError: See `TransferSession`.
         """
         if source is None:
-            raise InvalidSourceError(["source: there is none; fp8refit sends a whole policy, from a WeightSource"])
+            raise InvalidSourceError(["source: missing; pass a WeightSource with the whole policy"])
         return cls(init_info, client=client, source=source)
 
     @property
@@ -85,21 +85,22 @@ class RefitTrainer(TrainerWeightTransferEngine):  # of two parameters in 0.26, o
     def send_weights(
         self, *, calibration: Calibration | None = None, kv_scales: KvScaleValues | None = None
     ) -> RefitReport | None:
-        """Make the engine serve the source's weights: wholly, or with an error and not at all. Every rank calls it.
+        """Refit the engine with the source's weights, all or nothing. Every rank of the trainer calls it.
 
-        Neither pauses the engine nor drops what it has cached, which is the caller's, as with every backend of vLLM: pause
-        (which drops prefix caches unless requests are kept), send, resume. After an error, if the engine `is_dirty`, do not
-        resume before a later call succeeded.
+        As with every vLLM backend, the caller pauses and resumes the engine: pause (which drops prefix caches unless
+        requests are kept), send, resume. If this raises and the engine `is_dirty`, do not resume until a later call
+        succeeds.
 
         Args:
-            calibration: Token ids; see `Refitter.refit`. Not while requests are kept: their KV has the old scales.
-            kv_scales: See there.
+            calibration: Token ids; see `Refitter.refit`. Do not calibrate while requests are kept: their KV has the old
+                scales.
+            kv_scales: See `Refitter.refit`.
 
         Returns:
-            What was done; None on ranks that do not drive.
+            The report; None on ranks other than 0.
 
         Raises:
-            RefitError: See `Refitter.refit`. EngineLostError also if another trainer was given the engine.
+            RefitError: See `Refitter.refit`. Also `EngineLostError` if another trainer has taken over the engine.
         """
         with opened(self.source, self._group, self._config) as (weights, manifest):
             if self._session is None:
@@ -111,6 +112,6 @@ class RefitTrainer(TrainerWeightTransferEngine):  # of two parameters in 0.26, o
         return self._session.fingerprints() if self._session is not None else []
 
     def shutdown(self) -> None:
-        """Have the engine's ranks let go of this process's memory, and end."""
+        """Make the engine's ranks unmap this process's memory, and close the session."""
         if self._session is not None:
             self._session.close()

@@ -1,6 +1,6 @@
 """The worker's side of vLLM's weight transfer: `--weight-transfer-config '{"backend": "fp8refit"}'`.
 
-vLLM imports this where the backend is asked for. Nothing is reloaded layer by layer: tensors are written where they lie.
+vLLM imports this module if that backend is configured. Weights are written in place, not reloaded layer by layer.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from fp8refit_vllm.worker import serve
 
 @dataclass
 class RefitInitInfo(WeightTransferInitInfo):
-    """What came; judged where an error does not put vLLM's calls out of step."""
+    """The unchecked message. It is validated later, where an error does not desynchronize vLLM's calls."""
 
     asked: dict[str, Any]
 
@@ -38,10 +38,11 @@ class RefitUpdateInfo(WeightTransferUpdateInfo):
 
 
 class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
-    """Implements vLLM's `WeightTransferEngine`, driven by `fp8refit_vllm.trainer.RefitTrainer`. See vLLM for its methods.
+    """Implements vLLM's `WeightTransferEngine`; `fp8refit_vllm.trainer.RefitTrainer` drives it. See vLLM for its
+    methods.
 
     Raises:
-        UnsupportedEngineError: Not made by a worker.
+        UnsupportedEngineError: It was not created by a vLLM worker.
     """
 
     init_info_cls = RefitInitInfo
@@ -52,7 +53,7 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         worker = booting_worker()
         if worker is None:
-            raise UnsupportedEngineError("this vLLM makes weight-transfer engines elsewhere than in its workers")
+            raise UnsupportedEngineError("this version of vLLM does not create weight-transfer engines in its workers")
         self._rank = TransferRank(worker, partial(serve, worker), partial(check_layout, vllm_config))
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RefitInitInfo:
@@ -72,7 +73,7 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
         self._rank.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `TransferRank.receive`, which waits for the device where it has to."""
+        """See `TransferRank.receive`, which synchronizes with the device where needed."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: RefitUpdateInfo) -> None:
@@ -89,11 +90,9 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> NoReturn:
-        """What vLLM 0.26 asks for beside its trainer engines.
+        """Required by vLLM 0.26, and not supported.
 
         Raises:
             UnsupportedEngineError: Always.
         """
-        raise UnsupportedEngineError(
-            "send by WeightTransferTrainerFactory and fp8refit_vllm.trainer.RefitTrainerInitInfo"
-        )
+        raise UnsupportedEngineError("use WeightTransferTrainerFactory with fp8refit_vllm.trainer.RefitTrainerInitInfo")

@@ -1,8 +1,8 @@
-"""What one worker does when vLLM's weight-transfer methods are called for fp8refit.
+"""One worker's part in vLLM's weight transfer: answers a trainer's invitation and carries out its letters.
 
-Answers go to the trainer's mailbox: vLLM brings none back. What has no mailbox to go to, and is the same on every rank of the
-engine, the last rank raises and no other: vLLM reads the ranks' answers in order up to the first that raised, and every later
-call would be given the answers that it left unread.
+Answers go to the trainer's mailbox, because vLLM returns none. An error that cannot go to a mailbox is the same on
+every rank, and only the last rank raises it: vLLM stops reading answers at the first rank that raised, and its next
+call would then receive the unread ones.
 """
 
 import hmac
@@ -29,18 +29,18 @@ M = TypeVar("M", bound=BaseModel)
 logger = logging.getLogger(__name__)
 
 FINDING_S = 30.0
-"""How long a rank looks for a trainer's mailbox."""
+"""Time limit in seconds for connecting to a trainer's mailbox."""
 PRESENCE = "presence"
-"""The letter that an invitation is answered to."""
+"""The key under which an invitation is answered."""
 
 
 class TransferRank:
-    """The worker's side of one engine's weight transfer.
+    """Takes part in weight transfers on behalf of one worker.
 
     Args:
         worker: A vLLM worker.
-        answer: What answers a message to its `RankServer`.
-        check: Raises why its engine cannot be refitted.
+        answer: Passes a message to the worker's `RankServer` and returns the answer.
+        check: Raises if the engine cannot be refitted.
     """
 
     def __init__(self, worker: Any, answer: Callable[[str], str], check: Callable[[], None]) -> None:
@@ -52,10 +52,10 @@ class TransferRank:
         self._has_answered = False
 
     def invite(self, asked: Mapping[str, Any]) -> None:
-        """Answer a trainer from now on, instead of the one before. A refit that one did not finish is given up.
+        """Serve a new trainer, instead of the previous one. A refit that the previous one left unfinished is abandoned.
 
         Raises:
-            RankFailedError: Nobody can be told that the invitation is none.
+            RankFailedError: The invitation is malformed and names no mailbox.
             TransportError: The trainer cannot be reached.
         """
         with Caught() as failed:
@@ -79,14 +79,14 @@ class TransferRank:
             self._refuse(failed.take())
 
     def begin(self) -> None:
-        """An update begins. Nothing is written yet."""
+        """Mark the begin of an update. Nothing is written yet."""
         self._is_updating = True
 
     def receive(self, asked: Mapping[str, Any]) -> None:
-        """Do what a letter says, and answer it.
+        """Carry out a letter and answer it.
 
         Raises:
-            RankFailedError: It is no letter, or none of the trainer that is answered.
+            RankFailedError: It is not a letter, or not from the current trainer.
         """
         with Caught() as failed:
             letter = _read(Letter, asked, "update_info")
@@ -101,25 +101,23 @@ class TransferRank:
             mailbox.leave(letter.id, self._worker.rank, said)
         except TransportError as error:
             logger.error(
-                "rank %d did a part of a refit, and its trainer does not hear of it: %s", self._worker.rank, error
+                "rank %d did part of a refit but cannot report it to the trainer: %s", self._worker.rank, error
             )
 
     def finish(self) -> None:
-        """The update is over.
+        """Mark the end of an update.
 
         Raises:
-            EngineDirtyError: It left parts of two policies.
+            EngineDirtyError: The engine holds parts of two policies.
         """
         self._is_updating = False
         if self._has_answered and self._ask(messages.Hello()).is_dirty:
             self._refuse(
-                EngineDirtyError(
-                    "the weights of this engine are parts of two policies: keep it paused until an update succeeds"
-                )
+                EngineDirtyError("this engine holds parts of two policies; keep it paused until an update succeeds")
             )
 
     def close(self) -> None:
-        """Let go of the trainer and of its memory. Never raises: vLLM calls it as it shuts a worker down, too."""
+        """Drop the trainer and unmap its memory. Never raises, because vLLM also calls it when a worker shuts down."""
         self._is_updating = False
         mailbox, self._mailbox = self._mailbox, None
         if mailbox is not None:
@@ -128,24 +126,24 @@ class TransferRank:
         self._forget()
 
     def _take_leave(self) -> None:
-        """Let go of the trainer before.
+        """Drop the previous trainer.
 
         Raises:
-            EngineBusyError: It lives, and is in the middle of an update.
+            EngineBusyError: The previous trainer is alive and in the middle of an update.
         """
         mailbox = self._mailbox
         if mailbox is None:
             return
-        with suppress(TransportError):  # it died
+        with suppress(TransportError):  # the previous trainer died
             if self._is_updating and not mailbox.is_dropped():
                 raise EngineBusyError("another trainer is in the middle of an update of this engine; wait for it")
-            mailbox.end("another trainer was given this engine")
+            mailbox.end("another trainer has taken over this engine")
         self._mailbox, self._is_updating = None, False
         end_weight_update(self._worker)
         self._forget()
 
     def _forget(self) -> None:
-        """Give up a refit under way, and unmap the trainer's memory."""
+        """Abandon a refit in progress, and unmap the trainer's memory."""
         if self._has_answered:
             self._has_answered = False
             self._ask(messages.Close())
@@ -155,13 +153,13 @@ class TransferRank:
 
     def _require_mailbox(self, token: str) -> Mailbox:
         if self._mailbox is None:
-            raise RankFailedError("no trainer was given this engine; call init_weight_transfer_engine first")
+            raise RankFailedError("no trainer is connected to this engine; call init_weight_transfer_engine first")
         if not hmac.compare_digest(token.encode(), self._mailbox.address.token.encode()):
-            raise RankFailedError("another trainer was given this engine since; call init_weight_transfer_engine again")
+            raise RankFailedError("another trainer has taken over this engine; call init_weight_transfer_engine again")
         return self._mailbox
 
     def _refuse(self, error: BaseException) -> None:
-        """Let vLLM's call fail, and its update be over, on every rank alike."""
+        """End the update on every rank, and make vLLM's call fail by raising on the last rank."""
         end_weight_update(self._worker)
         if self._worker.rank == self._worker.vllm_config.parallel_config.world_size - 1:
             raise error
@@ -169,21 +167,21 @@ class TransferRank:
 
 
 def _read_address(asked: Mapping[str, Any]) -> Address:
-    """Whom to tell what is wrong with the rest of an invitation."""
+    """Read the mailbox's address, so that other errors in the invitation can be reported to it."""
     return _read(Address, asked.get("address"), "init_info.address")
 
 
 def _check_invitation(asked: Mapping[str, Any]) -> None:
-    """Check that the trainer is one of this version.
+    """Check that trainer and rank speak the same protocol.
 
     Raises:
-        RankFailedError: It is not.
+        RankFailedError: They do not.
     """
     protocol = asked.get("protocol")
     if protocol != PROTOCOL:
         raise RankFailedError(
-            f"the trainer, fp8refit {asked.get('package_version')}, speaks protocol {protocol} of weight transfer, and this "
-            f"rank, fp8refit {__version__}, speaks {PROTOCOL}; install the same version on both sides"
+            f"the trainer (fp8refit {asked.get('package_version')}) uses weight-transfer protocol {protocol}, this "
+            f"rank (fp8refit {__version__}) uses {PROTOCOL}; install the same version on both sides"
         )
     _read(Invitation, asked, "init_info")
 
@@ -194,6 +192,6 @@ def _read(kind: type[M], asked: Any, what: str) -> M:
     except ValidationError as error:
         said = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise RankFailedError(
-            f"{what} is nothing that fp8refit {__version__} said ({said}): drive this engine by fp8refit_vllm.trainer, of the "
-            "same version"
+            f"{what} is not a message of fp8refit {__version__} ({said}); drive this engine with fp8refit_vllm.trainer "
+            "of the same version"
         ) from error

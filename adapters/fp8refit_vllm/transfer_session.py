@@ -1,6 +1,6 @@
-"""The trainer's side of vLLM's weight transfer, over any client that has vLLM's four methods.
+"""Drives one engine through vLLM's weight-transfer API, with any client that has vLLM's four methods.
 
-A refit goes the way of every other; only its messages go through `update_weights`, and their answers through a mailbox.
+It is an ordinary refit, except that messages travel through `update_weights` and answers through a mailbox.
 """
 
 import logging
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NOT_CONFIGURED = (
-    "boot the engine with weight_transfer_config={'backend': 'fp8refit'} where fp8refit is installed, and a server with "
-    "VLLM_SERVER_DEV_MODE=1; its log says more"
+    "boot the engine with weight_transfer_config={'backend': 'fp8refit'} where fp8refit is installed, and a server also "
+    "with VLLM_SERVER_DEV_MODE=1; its log says more"
 )
 
 
@@ -56,20 +56,20 @@ class Client(Protocol):
         ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See vLLM: without `weight_version` before 0.32."""
+        """See vLLM; `weight_version` exists since 0.32."""
         ...
 
 
 class TransferSession:
-    """One engine, and what is kept from one update of it to the next.
+    """A trainer's connection to one engine, used for any number of updates.
 
     Args:
         client: Reaches the engine.
-        config: How to refit. The ranks answer at `config.collective.host`.
-        port: There; 0 for any that is free.
+        config: Options. The ranks send their answers to `config.collective.host`.
+        port: Port on that host; 0 for any free one.
 
     Raises:
-        UnsupportedEngineError: The engine has no such weight transfer, or cannot be refitted.
+        UnsupportedEngineError: The engine was not booted with this weight transfer, or cannot be refitted.
         TransportError: Trainer and engine cannot reach each other, or each other's memory.
         EngineBusyError: Another trainer is in the middle of an update.
         EngineLostError: The engine does not answer.
@@ -85,7 +85,7 @@ class TransferSession:
 
     @property
     def version(self) -> int:
-        """Policy version that the engine serves."""
+        """The policy version that the engine serves."""
         return self._refitter.version
 
     @property
@@ -101,7 +101,7 @@ class TransferSession:
         calibration: Calibration | None = None,
         kv_scales: KvScaleValues | None = None,
     ) -> RefitReport:
-        """Bring the engine to a policy in one update. See `Refitter.refit` for arguments and errors."""
+        """Refit the engine in one update. See `Refitter.refit` for arguments and errors."""
         with self._update():
             return self._refitter.refit(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
 
@@ -111,14 +111,14 @@ class TransferSession:
             return self._refitter.fingerprints()
 
     def close(self) -> None:
-        """Have the ranks let go of this process's memory, and end. What cannot be reached any more is left."""
+        """Make the ranks unmap this process's memory, as far as they can be reached, and close the connection."""
         with suppress(RefitError), self._update():
             self._refitter.close()
         self._channel.close()
 
     @contextmanager
     def _update(self) -> Iterator[None]:
-        """What vLLM calls an update. It names a version if a policy was brought, and none otherwise."""
+        """VLLM's start and finish of an update. It ends with a version only if a new policy was written."""
         timeout_s, version = self._config.timeout_s + GRACE_S, self.version
         self._channel.start(timeout_s)
         try:
@@ -127,23 +127,23 @@ class TransferSession:
             self._channel.close()
             raise
         except BaseException:
-            with suppress(RefitError):  # the ranks' error is the one to tell
+            with suppress(RefitError):  # the caller must see the ranks' error
                 self._channel.finish(None, timeout_s)
             raise
         try:
             self._channel.finish(self.version if self.version != version else None, timeout_s)
         except RankFailedError as error:
             raise RankFailedError(
-                f"version {self.version} is in place, and its update was not ended: {error}"
+                f"version {self.version} is in place, but the update could not be finished: {error}"
             ) from error
 
 
 class ClientChannel(Channel):
-    """Implements `fp8refit.remote.channel.Channel` over a client. One call at a time.
+    """Implements `fp8refit.remote.channel.Channel` over a vLLM client, one call at a time.
 
     Args:
         client: Reaches the engine.
-        mailbox: Where its ranks leave their answers.
+        mailbox: Receives the ranks' answers.
     """
 
     def __init__(self, client: Client, mailbox: Mailbox) -> None:
@@ -153,13 +153,14 @@ class ClientChannel(Channel):
         self._turn = threading.Lock()
 
     def invite(self, timeout_s: float) -> list[Presence]:
-        """Have every rank of the engine answer this trainer from now on.
+        """Connect every rank of the engine to this trainer.
 
         Raises:
-            UnsupportedEngineError: The engine has no such weight transfer, or the client reaches less or more than one engine.
-            TransportError: The ranks do not reach the mailbox.
+            UnsupportedEngineError: The engine was not booted with this weight transfer, or the client does not reach
+                exactly one whole engine.
+            TransportError: The ranks cannot reach the mailbox.
             EngineLostError: The engine does not answer.
-            RankFailedError: Something else answers.
+            RankFailedError: A rank sent an answer that cannot be read.
         """
         mailbox = self._require_mailbox()
         invitation = Invitation(address=mailbox.address).encode()
@@ -169,13 +170,13 @@ class ClientChannel(Channel):
             raise
         except RankFailedError as error:
             raise UnsupportedEngineError(
-                f"this engine takes no weights from fp8refit ({error}); {_NOT_CONFIGURED}"
+                f"this engine does not accept weights from fp8refit ({error}); {_NOT_CONFIGURED}"
             ) from error
         said = mailbox.collect(PRESENCE, 0)
         if said is None:
             raise TransportError(
-                f"no rank of the engine came to {mailbox.address.host}:{mailbox.address.port}; give RefitConfig.collective a "
-                "host of this trainer's that the engine's hosts can reach"
+                f"no rank of the engine connected to {mailbox.address.host}:{mailbox.address.port}; set "
+                "RefitConfig.collective.host to an address of this trainer's host that the engine's hosts can reach"
             )
         present = [_read_presence(said)]
         self._num_ranks = present[0].num_ranks
@@ -183,12 +184,12 @@ class ClientChannel(Channel):
         present += [_read_presence(said) for said in others if said is not None]
         if mailbox.count("0") > 1:
             raise UnsupportedEngineError(
-                "this client reaches several engines; make one client, and one trainer, for each"
+                "this client reaches several engines; create one client and one trainer for each"
             )
         if len(present) < self._num_ranks:
             raise UnsupportedEngineError(
-                f"{len(present)} of {self._num_ranks} ranks of the engine came; the client has to reach all of them, and they "
-                f"{mailbox.address.host}:{mailbox.address.port}"
+                f"{len(present)} of {self._num_ranks} ranks of the engine connected; the client must reach all of "
+                f"them, and they must reach {mailbox.address.host}:{mailbox.address.port}"
             )
         return present
 
@@ -197,7 +198,7 @@ class ClientChannel(Channel):
 
         Raises:
             EngineLostError: The engine does not answer.
-            RankFailedError: It does not begin one.
+            RankFailedError: vLLM raised an error.
         """
         self._check_is_ours()
         self._ask(self._client.start_weight_update, timeout_s)
@@ -206,12 +207,12 @@ class ClientChannel(Channel):
         """End an update.
 
         Args:
-            version: Of the policy that it brought, for outputs to show where vLLM does that.
+            version: The new policy version, for vLLM to publish in its outputs; None if nothing was written.
             timeout_s: Seconds to wait.
 
         Raises:
             EngineLostError: The engine does not answer.
-            RankFailedError: It does not end it.
+            RankFailedError: vLLM raised an error.
         """
         if version is not None and takes_version(self._client):
             self._ask(lambda: self._client.finish_weight_update(weight_version=str(version)), timeout_s)
@@ -227,48 +228,48 @@ class ClientChannel(Channel):
         except RankFailedError as error:
             self._check_is_ours()
             raise EngineLostError(
-                f"a call to the engine's ranks failed ({error}): its log says why. Make a new trainer; if that fails too, "
-                "start the engine again"
+                f"a call to the engine's ranks failed ({error}); its log says why. Create a new trainer; if that fails "
+                "too, restart the engine"
             ) from error
         answers = [mailbox.collect(letter.id, rank) for rank in range(self._num_ranks)]
         absent = [rank for rank, answer in enumerate(answers) if answer is None]
         if absent:
             self._check_is_ours()
             ranks = ", ".join(map(str, absent))
-            raise EngineLostError(f"rank(s) {ranks} did not answer; their log says why. Make a new trainer")
+            raise EngineLostError(f"rank(s) {ranks} did not answer; their log says why. Create a new trainer")
         return [answer for answer in answers if answer is not None]
 
     @override
     async def begin(self, message: str, *, timeout_s: float) -> None:
-        """Cannot: vLLM's clients wait for the end of what they were asked."""
+        """Not possible: every call of a vLLM client waits until the engine is done."""
 
     def close(self) -> None:
-        """Let go of the engine, which another trainer may then be given, in the middle of an update or not."""
+        """Release the engine for another trainer, even in the middle of an update."""
         mailbox, self._mailbox = self._mailbox, None
         if mailbox is not None:
             mailbox.drop()
 
     def _require_mailbox(self) -> Mailbox:
         if self._mailbox is None:
-            raise EngineLostError("this trainer was shut down, or lost its engine; make a new one")
+            raise EngineLostError("this trainer was shut down or has lost its engine; create a new one")
         return self._mailbox
 
     def _check_is_ours(self) -> None:
-        """Check that the ranks still answer this trainer.
+        """Check that the ranks still serve this trainer.
 
         Raises:
             EngineLostError: They do not.
         """
         why = self._require_mailbox().why_ended()
         if why is not None:
-            raise EngineLostError(f"the engine does not answer this trainer any more: {why}. Make a new trainer")
+            raise EngineLostError(f"the engine no longer answers this trainer: {why}. Create a new trainer")
 
     def _ask(self, call: Callable[[], T], timeout_s: float) -> T:
-        """Call the client, in a thread of its own, after the call before, and wait.
+        """Call the client in a separate thread, once its previous call has returned, and wait.
 
         Raises:
-            EngineLostError: It takes longer, or the engine is not there.
-            RankFailedError: It raised something else.
+            EngineLostError: It took too long, or the engine is gone.
+            RankFailedError: The client raised another error.
         """
 
         def call_in_turn() -> T:
@@ -277,19 +278,19 @@ class ClientChannel(Channel):
 
         try:
             return call_in_time(call_in_turn, timeout_s)
-        except Exception as error:  # clients raise whatever carries them
+        except Exception as error:  # clients raise the errors of their transport
             if isinstance(error, RefitError):
                 raise RankFailedError(str(error)) from error
             if isinstance(error, OSError) and getattr(error, "response", None) is None:
                 raise EngineLostError(
-                    f"the engine did not answer within {timeout_s:g} s, or is gone ({type(error).__name__}: {error}); start it "
-                    "again. If it only takes longer, raise timeout_s, and the client's own"
+                    f"the engine did not answer within {timeout_s:g} s or is gone ({type(error).__name__}: {error}); "
+                    "restart it. If it is only slow, raise timeout_s and the client's own time limit"
                 ) from error
             raise RankFailedError(f"vLLM raised {type(error).__name__}: {error}") from error
 
 
 class _Controls(Engine):
-    """Implements `fp8refit.driver.engine.Engine` where requests are somebody else's: who drives the update pauses them.
+    """Implements `fp8refit.driver.engine.Engine` without touching requests: the caller of the update pauses them.
 
     Args:
         channel: Reaches the ranks.
@@ -324,16 +325,16 @@ class _Controls(Engine):
 
     @override
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit.driver.engine.Engine`.
+        """Not possible: only the engine has a tokenizer.
 
         Raises:
-            UnsupportedEngineError: The tokenizer is the engine's.
+            UnsupportedEngineError: Always.
         """
-        raise UnsupportedEngineError("calibration: pass token ids; prompts would need the engine's tokenizer")
+        raise UnsupportedEngineError("calibration: pass token ids; prompts need the engine's tokenizer")
 
     @override
     async def publish_version(self, version: int) -> None:
-        """The end of the update names it."""
+        """Nothing to do: `finish` passes the version to vLLM."""
 
 
 def _read_presence(said: str) -> Presence:
@@ -341,15 +342,15 @@ def _read_presence(said: str) -> Presence:
         return Presence.model_validate_json(said)
     except ValidationError as error:
         raise RankFailedError(
-            f"a rank of the engine says what this version of fp8refit does not know ({error}); install the same for both"
+            f"cannot read a rank's answer ({error}); install the same version of fp8refit on both sides"
         ) from error
 
 
 def _check_presence(present: Sequence[Presence], config: RefitConfig) -> None:
-    """Check that every rank can be refitted from here.
+    """Check that every rank can be refitted from this process.
 
     Raises:
-        RefitError: One cannot.
+        RefitError: A rank cannot.
     """
     failed = {one.rank: one.error for one in present if one.error is not None}
     if failed:
@@ -357,6 +358,6 @@ def _check_presence(present: Sequence[Presence], config: RefitConfig) -> None:
     here = Place.here()
     if config.transport != "collective" and any(one.place != here for one in present):
         raise TransportError(
-            "the engine runs on another host than this trainer, or in another container, and cannot map its memory; set "
+            "the engine runs on another host or in another container than this trainer and cannot map its memory; set "
             'RefitConfig(transport="collective", collective={"host": ...}) with an address of this host'
         )

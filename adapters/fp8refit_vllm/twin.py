@@ -1,4 +1,4 @@
-"""A vLLM model built once more on the meta device, as the engine itself builds it, and nothing left behind."""
+"""Builds this rank's vLLM model again on the meta device, to trace its loader. Leaves vLLM's own state unchanged."""
 
 import copy
 import inspect
@@ -16,7 +16,7 @@ from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named
 
 
 def twin_of(config: Any) -> Twin | Refusal:
-    """What the loader of this rank's model does with a checkpoint, or why nobody can know.
+    """Trace the loader of this rank's model; a refusal if that is impossible.
 
     Args:
         config: The worker's `VllmConfig`.
@@ -25,7 +25,7 @@ def twin_of(config: Any) -> Twin | Refusal:
 
     config = _apart(config)
     name = ", ".join(config.model_config.hf_config.architectures or ())
-    with set_current_vllm_config(config):  # which models of the Transformers backend ask for when they are built
+    with set_current_vllm_config(config):  # models of the Transformers backend need it while they are built
         try:
             namings = namings_of(_plain_config(config.model_config))
             with _built(config) as model:
@@ -40,7 +40,7 @@ def twin_of(config: Any) -> Twin | Refusal:
 
 
 def _apart(config: Any) -> Any:
-    """A copy of a configuration with which layers may register themselves, and that compiles nothing."""
+    """A copy of the configuration that compiles nothing, and in which the twin's layers can register themselves."""
     config = copy.copy(config)
     config.quant_config = copy.deepcopy(config.quant_config)
     config.compilation_config = compilation = copy.copy(config.compilation_config)
@@ -52,7 +52,7 @@ def _apart(config: Any) -> Any:
 
 
 def _plain_config(config: Any) -> Any:
-    """The Hugging Face config as it was before vLLM changed it for its own models."""
+    """The Hugging Face config before vLLM adapted it to its own models."""
     return plain_config(
         config.hf_config_path or config.model,
         config.hf_config,
@@ -64,21 +64,21 @@ def _plain_config(config: Any) -> Any:
 
 @contextmanager
 def _built(config: Any) -> Iterator[nn.Module]:
-    """The model without memory."""
+    """Build the model on the meta device."""
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
 
     known, dtype = dict(rotary_embedding._ROPE_DICT), torch.get_default_dtype()
     rotary_embedding._ROPE_DICT.clear()
     logger = logging.getLogger("vllm.model_executor.models.utils")
-    logger.addFilter(_keep_none)  # it warns of every tensor that is not of its parameter's dtype
+    logger.addFilter(_keep_none)  # it warns about every tensor whose dtype differs from its parameter's
     try:
         torch.set_default_dtype(config.model_config.dtype)
         with EmptyOnMeta():
             model = initialize_model(vllm_config=config, model_config=config.model_config)
         for parameter in model.parameters():
             loader = getattr(parameter, "weight_loader", None)
-            if hasattr(loader, "__wrapped__"):  # online quantization, which begins while weights are loaded
+            if hasattr(loader, "__wrapped__"):  # online quantization, which wraps the loader
                 parameter.weight_loader = inspect.unwrap(loader)
         yield model
     finally:

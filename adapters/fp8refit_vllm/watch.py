@@ -1,7 +1,8 @@
-"""What an engine core does about updates of its workers, of which it hears through their boards alone.
+"""Makes an engine core react to updates that its workers carry out on their own.
 
-Before each step it looks at the board of every rank. While one is raised, requests are refused; and before the first step under
-another policy the caches of the one before are dropped, and the version is shown. `worker.register` gives this to every core.
+Before each step the core reads every rank's board, a flag in shared memory. While a flag is raised it refuses requests.
+Before the first step with a new policy it drops the caches and publishes the version. `worker.register` adds this to
+every core.
 """
 
 import logging
@@ -16,32 +17,32 @@ from fp8refit_vllm.compat import StepOutputs, drop_core_caches, publish_in_core,
 logger = logging.getLogger(__name__)
 
 BOARD_METHOD = "fp8refit_board"
-"""The workers' method that gives their boards."""
+"""Name of the worker method that returns a worker's board."""
 _ASKING_S = 60.0
 NOT_WHOLE = (
-    "no whole policy is in place: an update of its workers is under way, or failed; the next one that succeeds heals it"
+    "an update by this engine's workers is in progress or has failed; the next one that succeeds heals the engine"
 )
-STAY = "vLLM kept caches of the policy before an update of its workers"
+STAY = "vLLM did not drop the caches of the previous policy after an update by its workers"
 
 
 def watch(core: Any) -> None:
-    """Have an engine core look at the boards of its workers from now on."""
+    """Make an engine core read its workers' boards before every step."""
     try:
         answers = core.collective_rpc(BOARD_METHOD, _ASKING_S)
         boards = [Board.find(Segment.model_validate_json(answer)) for answer in answers]
     except TransportError as error:
-        logger.warning("workers of this engine cannot be updated from within: %s", error)
+        logger.warning("this engine's workers cannot run updates on their own: %s", error)
         return
     core.step_fn = Watch(core, boards, core.step_fn).step
 
 
 class Watch:
-    """See `watch`.
+    """Wraps the step function of an engine core; see `watch`.
 
     Args:
         core: The engine core.
-        boards: Of every rank.
-        step: What the core does in each step.
+        boards: One board per rank.
+        step: The core's own step function.
     """
 
     def __init__(self, core: Any, boards: list[Board], step: Callable[[], StepOutputs]) -> None:
@@ -49,12 +50,12 @@ class Watch:
         self._num_drops = [board.num_drops for board in boards]
 
     def step(self) -> StepOutputs:
-        """Instead of the core's own."""
+        """Run one step, or refuse all requests."""
         reason = self._why_not()
         return self._step() if reason is None else refuse_in_core(self._core, self._step, reason)
 
     def _why_not(self) -> str | None:
-        """Why nothing may be computed now."""
+        """Why requests are refused now, or None. Drops the caches after an update."""
         if any(board.is_raised for board in self._boards):
             return NOT_WHOLE
         num_drops = [board.num_drops for board in self._boards]

@@ -1,4 +1,4 @@
-"""vLLM's `WeightSource` as what fp8refit refits from, on every rank of a trainer."""
+"""Turns vLLM's `WeightSource` into a source for `Refitter.refit`, on every rank of a trainer."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -21,19 +21,20 @@ Weights: TypeAlias = tuple[StateDict, Manifest | None]
 """Arguments of `Refitter.refit`."""
 
 _PATIENCE = 4
-"""How often `timeout_s` the other ranks of a trainer wait for the one that prepares the engine."""
+"""Other ranks of the trainer wait this many times `timeout_s` for the rank that prepares the engine."""
 
 
 def opened(source: Any, group: ProcessGroup | None, config: RefitConfig) -> AbstractContextManager[Weights]:
-    """What rank 0 of the trainer reads, as a context that every rank enters and leaves: the others take part in its gathers.
+    """The weights that rank 0 of the trainer sends. Every rank enters and leaves this context and takes part in
+    gathers.
 
     Args:
-        source: A `WeightSource`. The shards of a `ModuleSource` are gathered bucket by bucket, not tensor by tensor.
-        group: The ranks of the trainer; by default all that torch knows of.
-        config: How to refit.
+        source: A `WeightSource`. The shards of a `ModuleSource` are gathered in buckets, not tensor by tensor.
+        group: The ranks of the trainer; by default torch's world group.
+        config: Options of the refit.
 
     Raises:
-        InvalidSourceError: It gives a part of the model only.
+        InvalidSourceError: The source yields only a part of the model.
     """
     timeout_s = _PATIENCE * config.timeout_s
     module = module_of(source)
@@ -52,19 +53,19 @@ def _gathered(shards: Gathered) -> Iterator[Weights]:
 
 
 class SharedPasses(AbstractContextManager[Weights]):
-    """A source of which every pass is a collective operation of the trainer: no rank makes one alone, nor half of one.
+    """A source whose passes are collective operations of the trainer. All ranks start each pass together and finish it.
 
     Args:
-        source: Gives whole tensors.
-        trainers: The ranks.
+        source: Yields whole tensors.
+        trainers: The ranks of the trainer.
 
     Raises:
-        InvalidSourceError: It gives a part of the model only.
+        InvalidSourceError: The source yields only a part of the model.
     """
 
     def __init__(self, source: Any, trainers: Trainers) -> None:
         if why := why_not_whole(source):
-            raise InvalidSourceError([f"source: {why}; give one whose rank 0 is given whole tensors, all of them"])
+            raise InvalidSourceError([f"source: {why}; pass a source that yields every tensor, whole, on rank 0"])
         self._source = source
         self._trainers = trainers
         self._manifest = {meta.name: (meta.shape, meta.dtype) for meta in announced(source)}
@@ -82,13 +83,13 @@ class SharedPasses(AbstractContextManager[Weights]):
         if error is None and not self._has_read:
             self._join()
             return
-        for _ in self._rest:  # the other ranks are in the middle of it
+        for _ in self._rest:  # finish the pass that the other ranks are in
             pass
         with suppress(type(error)) if error is not None else nullcontext():
             self._trainers.hear(Statement(step="done"), error)
 
     def _read(self) -> NamedTensors:
-        """One pass, on every rank."""
+        """Make one pass, together with the other ranks."""
         self._has_read = True
         self._trainers.hear(Statement(step="read"))
         self._rest = full_pass(self._source)
@@ -99,7 +100,7 @@ class SharedPasses(AbstractContextManager[Weights]):
         """Take part in the passes of the rank that reads.
 
         Raises:
-            RefitError: What it failed with.
+            RefitError: The error of that rank.
         """
         while any(said.step == "read" for said in self._trainers.hear(Statement(step="follow"))):
             with Caught() as failed:

@@ -1,9 +1,8 @@
-"""The rank's side: what runs beside a live model, in whichever process vLLM keeps the worker.
+"""The worker's side: the `Rank` of a live model, in the process of its vLLM worker.
 
-vLLM loads `register` from the entry-point group `vllm.general_plugins` in every process. It adds two methods to the worker
-class and one to the engine core's, has cores look at the boards of their workers, and `LLM`s raise what a core refused for
-that. Where plugins are not loaded, `worker_extension_cls="fp8refit_vllm.worker.WorkerExtension"` gives the first method under
-another name.
+vLLM calls `register` in every process, through the entry-point group `vllm.general_plugins`. It adds two methods to the
+worker class and one to the engine core. Without plugins, `worker_extension_cls="fp8refit_vllm.worker.WorkerExtension"`
+adds the first of them under another name.
 """
 
 from dataclasses import replace
@@ -50,7 +49,7 @@ _RANK, _SERVER, _BOARD = "_fp8refit_rank", "_fp8refit_server", "_fp8refit_board"
 
 
 def register() -> None:
-    """Give vLLM's workers and its engine core the methods that a driver calls, and vLLM a backend for its weight transfer."""
+    """Add our methods to vLLM's workers and engine core, and register our weight-transfer backend."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, PLUGIN_METHOD, serve)
@@ -71,7 +70,7 @@ class WorkerExtension:
 
 
 def serve(worker: Any, message: str) -> str:
-    """Answer one request of a driver, as `fp8refit.remote.rank_server.RankServer` does. Never raises."""
+    """Answer one message of a driver. Never raises."""
     server: RankServer | None = getattr(worker, _SERVER, None)
     if server is None:
         server = RankServer(lambda: rank_of(worker))
@@ -80,7 +79,7 @@ def serve(worker: Any, message: str) -> str:
 
 
 def show_board(worker: Any) -> str:
-    """Where an engine core finds the board of `worker`, whose network, and what its sleep costs, are known from then on."""
+    """Called by the engine core at boot: prepare `worker` for updates and return where its board is."""
     hold(LiveModel(worker).network, worker)
     on_deep_sleep(worker, lambda: rank_of(worker).target.forget_values())
     install(worker, lambda: rank_of(worker))
@@ -88,7 +87,7 @@ def show_board(worker: Any) -> str:
 
 
 def board_of(worker: Any) -> Board:
-    """What `worker` lets its engine core know."""
+    """The board through which `worker` tells its engine core about updates."""
     board: Board | None = getattr(worker, _BOARD, None)
     if board is None:
         board = Board.make()
@@ -97,10 +96,10 @@ def board_of(worker: Any) -> Board:
 
 
 def rank_of(worker: Any) -> Rank:
-    """The rank that `worker` is: one, whoever drives it.
+    """The `Rank` of `worker`: always the same one, whoever drives it.
 
     Raises:
-        UnsupportedEngineError: Its ranks cannot agree with each other.
+        UnsupportedEngineError: The engine's ranks have no process group of their own.
     """
     rank: Rank | None = getattr(worker, _RANK, None)
     if rank is None:
@@ -125,7 +124,7 @@ def _make_rank(worker: Any) -> Rank:
 
 
 def _lower(worker: Any) -> None:
-    """Requests are served again, whoever brought the policy."""
+    """Let the engine core serve requests again."""
     board_of(worker).is_raised = False
 
 
@@ -136,14 +135,14 @@ def _group_of(worker: Any) -> Group | None:
     process_group = engine_process_group(num_ranks)
     if process_group is None:
         raise UnsupportedEngineError(
-            f"the {num_ranks} ranks of this engine have no process group of their own; leave out pipeline parallelism, or run "
-            "one engine in a process group"
+            f"the {num_ranks} ranks of this engine have no process group of their own; leave out pipeline parallelism, "
+            "or run one engine per process group"
         )
     return ProcessGroupExchange(process_group)
 
 
 class LiveModel:
-    """What one worker holds.
+    """The live model of one worker.
 
     Args:
         worker: A vLLM worker whose model is loaded.
@@ -161,7 +160,7 @@ class LiveModel:
         return network
 
     def read_inventory(self) -> Inventory:
-        """Slots of the model, refusals and refreshes of the engine around it."""
+        """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
         if self._twin is None:
             self._twin = twin_of(self._worker.vllm_config)
         inventory = replace(read_inventory(self.network, self._twin), kv=self._read_kv_cache())
@@ -169,7 +168,7 @@ class LiveModel:
         if method is not None:
             draft = Refusal(
                 module="draft model",
-                reason=f"drafts tokens with weights of its own ({method}), which a refit would leave behind",
+                reason=f"drafts tokens with its own weights ({method}), which a refit would not update",
                 remedy="Boot without speculative_config",
             )
             inventory = replace(inventory, refusals=(*inventory.refusals, draft))
@@ -185,7 +184,7 @@ class LiveModel:
         return replace(read_kv_cache(self._worker, self.network), before_write=self._reset_dummy_scales)
 
     def _reset_dummy_scales(self) -> None:
-        """A dummy boot fills KV scales with noise; a boot from a checkpoint leaves 1.0. Done once."""
+        """Set KV scales to 1.0, once: a dummy boot fills them with noise, a boot from a checkpoint leaves 1.0."""
         if self._has_dummy_scales:
             reset_kv_scales(self.network)
             self._has_dummy_scales = False

@@ -1,4 +1,4 @@
-"""The control plane of `Engine` for a worker of vLLM, which reaches no scheduler: it writes on its board."""
+"""Drives a single vLLM worker from inside. It cannot reach the scheduler, so it uses the worker's board instead."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from fp8refit_vllm.worker import board_of
 
 
 class WorkerDriver(Driver):
-    """One worker, driven from within.
+    """Drives one worker.
 
     Args:
-        worker: vLLM's, with its model loaded.
+        worker: A vLLM worker whose model is loaded.
     """
 
     is_asynchronous = False
@@ -26,21 +26,21 @@ class WorkerDriver(Driver):
 
     @override
     async def check_ready(self) -> None:
-        """See `fp8refit.driver.engine.Engine`.
+        """Check that somebody reads the board.
 
         Raises:
-            UnsupportedEngineError: The engine core does not look at the board.
+            UnsupportedEngineError: The engine core does not read it.
         """
         if not self._board.is_read:
             raise UnsupportedEngineError(
-                "the engine core of this worker does not look at what the worker says, and would go on with old caches: "
-                "install fp8refit where the core runs, on the same host (a path alone has no entry points), and leave it in "
-                "VLLM_PLUGINS; an engine that is still being made is not updated"
+                "the engine core of this worker does not know about updates and would keep old caches: install "
+                "fp8refit where the core runs, on the same host (a path alone has no entry points), and leave it in "
+                "VLLM_PLUGINS. An engine that is still booting cannot be updated"
             )
 
     @override
     async def pause(self, config: RefitConfig) -> int:
-        """What a running request has is computed anew."""
+        """Raise the board. KV of running requests will be recomputed."""
         self._board.is_raised = True
         return 0
 
@@ -54,7 +54,7 @@ class WorkerDriver(Driver):
 
     @override
     async def flush_caches(self) -> None:
-        """The core does it before anything is computed."""
+        """Ask the core to drop its caches before its next step."""
         self._board.num_drops += 1
 
     @override
@@ -63,5 +63,5 @@ class WorkerDriver(Driver):
 
     @override
     async def publish_version(self, version: int) -> None:
-        """The core shows it once caches are dropped."""
+        """Ask the core to publish the version once the caches are dropped."""
         self._board.version = version

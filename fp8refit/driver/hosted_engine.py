@@ -112,7 +112,7 @@ class _Asked(Line):
             return self._ask(message, timeout_s)
         except Exception as error:
             raise EngineLostError(
-                f"{self.label} does not answer ({type(error).__name__}: {error}); start it again if it died"
+                f"{self.label} does not answer ({type(error).__name__}: {error}); restart it if it died"
             ) from error
 
 

@@ -135,7 +135,7 @@ class Refitter:
             CacheFlushError: The old policy's KV cache would stay; nothing was written.
             TransportError: The tensors cannot be reached from the processes of the engine.
             RankFailedError: A rank failed in a way that was not foreseen.
-            EngineLostError: A CUDA fault, or a rank that died or does not answer; start the engine again.
+            EngineLostError: A CUDA fault, or a rank that died or does not answer; restart the engine.
         """
         return self._run(self.refit_async(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales))
 
@@ -177,7 +177,7 @@ class Refitter:
             EngineBusyError: Requests are unfinished, or a refit is under way.
             EngineAsleepError: The weights sleep. The KV cache may.
             CacheFlushError: KV under the old scales would stay; nothing was written.
-            EngineLostError: A CUDA fault, or a rank that died or does not answer; start the engine again.
+            EngineLostError: A CUDA fault, or a rank that died or does not answer; restart the engine.
         """
         return self._run(self.calibrate_async(calibration))
 

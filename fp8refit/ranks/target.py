@@ -120,7 +120,7 @@ class Target:
                 [str(refusal) for refusal in inventory.refusals],
             )
         if not _are_mapped(inventory):
-            raise EngineAsleepError("the weights sleep: their memory is not mapped; wake them up before refit")
+            raise EngineAsleepError("the weights are asleep: their memory is not mapped; wake them up before refit")
         return inventory
 
     def check_kv(self, order: KvOrder, config: RefitConfig) -> None:
@@ -310,7 +310,7 @@ class Target:
         """
         inventory = self._look().inventory
         if not _are_mapped(inventory):
-            raise EngineAsleepError("the weights sleep: their memory is not mapped; wake them up first")
+            raise EngineAsleepError("the weights are asleep: their memory is not mapped; wake them up first")
         with self.on_device():
             return fingerprint(inventory)
 
@@ -364,7 +364,7 @@ class Target:
             with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
                 yield
         except torch.AcceleratorError as error:
-            self.lost_because = f"a CUDA fault ended a refit of this engine ({error}); start the engine again"
+            self.lost_because = f"a CUDA fault ended a refit of this engine ({error}); restart the engine"
             raise EngineLostError(self.lost_because) from error
 
     def _look(self) -> _Held:
@@ -529,7 +529,7 @@ def _assert_in_place(inventory: Inventory) -> None:
     if moved:
         raise LiveTensorMovedError(
             f"{len(moved)} live tensor(s) were replaced while they were refitted: {', '.join(moved)}. CUDA graphs may read "
-            "stale memory; refit again, and if this repeats, start the engine again"
+            "stale memory; refit again, and if this repeats, restart the engine"
         )
 
 

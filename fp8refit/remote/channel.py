@@ -24,7 +24,7 @@ GRACE_S = 30.0
 """How much longer a driver waits than the ranks wait for each other, so that theirs is the error that is told."""
 
 _LOST_STEP = (
-    "the engine's channel to its ranks lost step, which it does for good when a worker raises. Start the engine again"
+    "the engine's channel to its ranks lost step, which it does for good when a worker raises. Restart the engine"
 )
 
 
@@ -245,7 +245,7 @@ def _replies(answers: Sequence[str], request: Request) -> list[Reply]:
     """
     replies = [_read(answer) for answer in answers]
     if not replies:
-        raise EngineLostError("no rank of the engine answered; start the engine again")
+        raise EngineLostError("no rank of the engine answered; restart the engine")
     stale = [rank for rank, reply in enumerate(replies) if not reply.is_to(request)]
     if stale:
         raise EngineLostError(f"rank(s) {', '.join(map(str, stale))} answered an earlier request: {_LOST_STEP}")

@@ -88,11 +88,11 @@ class Switchboard:
                 await ringing
         except TimeoutError as error:
             raise EngineLostError(
-                f"the engine did not answer within {timeout_s:g} s; start it again. If it only needs longer, for example to "
+                f"the engine did not answer within {timeout_s:g} s; restart it. If it only needs longer, for example to "
                 "read files, raise timeout_s"
             ) from error
         except (OSError, EOFError) as error:
-            raise EngineLostError(f"a rank of the engine is gone ({error}); start the engine again") from error
+            raise EngineLostError(f"a rank of the engine is gone ({error}); restart the engine") from error
         finally:
             ringing.cancel()
             self._hang_up()

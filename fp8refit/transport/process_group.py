@@ -59,7 +59,7 @@ class ProcessGroupExchange:
         except RuntimeError as error:
             raise EngineLostError(
                 f"rank {self.rank} of {self.size} did not hear from every other rank within {timeout_s:g} s, or one of them "
-                f"died ({error}). Every rank must call refit; start the engine again"
+                f"died ({error}). Every rank must call refit; restart the engine"
             ) from error
         return [bytes(tensor.cpu().numpy()) for tensor in gathered]
 

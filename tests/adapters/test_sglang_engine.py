@@ -502,10 +502,10 @@ def test_a_scheduler_that_does_not_know_us_is_told_with_what_sglang_says(solo, m
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        ({"dp_size": 2}, "start one engine a replica"),
-        ({"enable_dp_attention": True}, "start one engine a replica"),
+        ({"dp_size": 2}, "start one engine per replica"),
+        ({"enable_dp_attention": True}, "start one engine per replica"),
         ({"pp_size": 2}, "leave out pp_size"),
-        ({"nnodes": 2}, "start one engine a host"),
+        ({"nnodes": 2}, "start one engine per host"),
         ({"tokenizer_worker_num": 2}, "leave out tokenizer_worker_num"),
         ({"disaggregation_mode": "prefill"}, "leave out disaggregation_mode"),
         ({"hicache_storage_backend": "file"}, "leave out hicache_storage_backend"),
@@ -540,7 +540,7 @@ def test_arguments_at_their_defaults_are_taken(make_engine):
 
 def test_something_else_of_sglang_s_is_refused():
     runtime = type("Runtime", (), {"__module__": "sglang.lang.backend"})()
-    with pytest.raises(UnsupportedEngineError, match=r"Runtime is no sglang\.Engine; pass the engine itself"):
+    with pytest.raises(UnsupportedEngineError, match=r"Runtime is not an sglang\.Engine; pass the engine itself"):
         Refitter(runtime)
 
 
@@ -590,7 +590,7 @@ def test_a_rank_that_hangs_up_is_lost_and_requests_are_refused(engine, monkeypat
         raise ValueError("no answer to this")
 
     monkeypatch.setattr(engine.schedulers[-1]._fp8refit_clerk, "_obey", fail)
-    with pytest.raises(EngineLostError, match="start the engine again"):
+    with pytest.raises(EngineLostError, match="restart the engine"):
         refitter.refit(engine.make_policy(2))
     with pytest.raises(EngineDirtyError, match="the engine is lost"):
         engine.generate("new")
@@ -599,7 +599,7 @@ def test_a_rank_that_hangs_up_is_lost_and_requests_are_refused(engine, monkeypat
 def test_a_refit_in_a_loop_that_does_not_drive_the_engine_is_refused(engine):
     refitter = Refitter(engine)
     refitter.refit(engine.make_policy(1))  # from here on its manager is bound to the engine's own loop
-    with pytest.raises(UnsupportedEngineError, match="driven by another event loop"):
+    with pytest.raises(UnsupportedEngineError, match="bound to another event loop"):
         asyncio.run(refitter.refit_async(engine.make_policy(2)))
     refitter.refit(engine.make_policy(2))
     assert refitter.version == 2

@@ -93,7 +93,7 @@ def shaped(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> FusedM
         (FusedMoE(_mega_moe_weights_built=True), 'without moe_a2a_backend="megamoe"'),
         (FusedMoE(quant_method=KTEPWrapperMethod()), "Boot without kt_weight_path"),
         (FusedMoE(quant_method=PagedExpertsMoEMethod()), "Boot without enable_paged_experts"),
-        (FusedMoE(_dwdp_bound=True), "reads experts of other ranks from copies of them. Boot without dwdp_size"),
+        (FusedMoE(_dwdp_bound=True), "reads other ranks' experts from copies. Boot without dwdp_size"),
         (ue8m0(FusedMoE()), "powers of two (UE8M0)"),
         (
             shaped("w13_weight", 4, 1024, 128, dtype=torch.int8),

@@ -286,13 +286,13 @@ def test_latents_are_refused(engine):
 def test_layers_without_scales_are_refused(engine):
     for layers in attentions(engine):
         layers[1].k_scale = layers[1].v_scale = None
-    match = r"model\.layers\.1\.self_attn\.attn: has no KV scales, as one of 1 layers.*with fp8refit installed"
+    match = r"model\.layers\.1\.self_attn\.attn: has no KV scales \(one of 1 such layers\).*with fp8refit installed"
     assert_refused(engine, f"(?s){match}")
 
 
 def test_heads_that_fa3_reads_without_scales_are_refused(solo):
     attentions(solo)[0][1].qk_head_dim = 512
-    match = r"model\.layers\.1\.self_attn\.attn: has heads of more than 256.*attention_backend=\"triton\""
+    match = r"model\.layers\.1\.self_attn\.attn: has heads larger than 256.*attention_backend=\"triton\""
     assert_refused(solo, f"(?s){match}")
 
 
@@ -303,7 +303,7 @@ def test_heads_that_fa3_reads_without_scales_are_refused(solo):
         ({"attn_type": SimpleNamespace(value="encoder_only")}, "is encoder_only attention"),
         ({"attn_type": "decoder_bidirectional"}, "is decoder_bidirectional attention"),
         ({"pos_encoding_mode": "ALIBI"}, "encodes positions itself"),
-        ({"xai_temperature_len": 8}, "scales its scores with the position"),
+        ({"xai_temperature_len": 8}, "scales its scores by position"),
         ({"use_irope": True}, "attends within chunks"),
         ({"logit_cap": 30.0, "logit_capping_method": "relu"}, "caps its scores by relu"),
         ({"sinks": torch.ones(2)}, "attends with sinks"),
@@ -319,7 +319,7 @@ def test_layers_of_another_kind_are_not_measured_but_may_be_given_scales(attribu
 
 def test_a_model_that_is_called_otherwise_is_not_measured(solo):
     solo.schedulers[0].network.model.__class__ = type("Other", (fake_sglang.Decoder,), {"forward": lambda self, x: x})
-    assert_refused(solo, "(?s)cannot be measured.*Network: is built otherwise than language models are.*kv_scales=")
+    assert_refused(solo, "(?s)cannot be measured.*Network: is not built like SGLang's language models.*kv_scales=")
 
 
 def test_what_piecewise_graphs_put_before_a_decoder_is_seen_through(solo):
@@ -401,8 +401,6 @@ def test_prompts_are_those_of_the_engine_s_tokenizer(engine):
 
 def test_an_engine_without_a_tokenizer_asks_for_token_ids(engine):
     engine.tokenizer_manager.tokenizer = None
-    with pytest.raises(
-        UnsupportedEngineError, match=re.escape("booted with skip_tokenizer_init; calibrate with token ids")
-    ):
+    with pytest.raises(UnsupportedEngineError, match=re.escape("booted with skip_tokenizer_init; pass token ids")):
         Refitter(engine).refit(engine.make_policy(1), calibration="2 3")
     assert engine.generate("after") == "stop"

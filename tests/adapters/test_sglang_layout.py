@@ -165,7 +165,7 @@ def test_what_cannot_be_refitted_is_refused_by_name(module, reason):
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("w_kc", None, "absorbs its latent projections by a rule of its own"),
+        ("w_kc", None, "absorbs its latent projections in a way of its own"),
         ("_hpc_q_norm_w_fp32", torch.zeros(1), "derived from its weights (`_hpc_q_norm_w_fp32`)"),
         ("_input_layernorm_weight_bf16", torch.zeros(1), "derived from its weights (`_input_layernorm_weight_bf16`)"),
         ("_hc_attn_tf32_parts", (torch.zeros(1),), "derived from its weights (`_hc_attn_tf32_parts`)"),
@@ -223,10 +223,10 @@ def test_absorbed_copies_are_computed_from_codes_and_scales():
     ("name", "value", "reason"),
     [
         ("use_deep_gemm_bmm", True, "in FP8 for DeepGEMM. Boot without SGLANG_USE_DEEPGEMM_BMM"),
-        ("w_kc_qrep", torch.zeros(1), "keeps the absorbed keys of other ranks too. Boot without dcp_replicate_q_proj"),
-        ("w_scale", torch.ones(()), "quantizes its absorbed copies anew, or has made none"),
-        ("w_kc", torch.zeros(1, dtype=FP8), "quantizes its absorbed copies anew, or has made none"),
-        ("w_kc", None, "quantizes its absorbed copies anew, or has made none"),
+        ("w_kc_qrep", torch.zeros(1), "also keeps the absorbed keys of other ranks. Boot without dcp_replicate_q_proj"),
+        ("w_scale", torch.ones(()), "quantizes its absorbed copies again, or has made none"),
+        ("w_kc", torch.zeros(1, dtype=FP8), "quantizes its absorbed copies again, or has made none"),
+        ("w_kc", None, "quantizes its absorbed copies again, or has made none"),
     ],
 )
 def test_other_forms_of_absorbed_copies_are_refused_by_name(name, value, reason):

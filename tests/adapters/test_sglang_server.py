@@ -162,7 +162,7 @@ def test_weights_of_others_are_sglang_s_affair(solo):
 @pytest.mark.parametrize("info", ["<html>", [], {"name": "a model"}], ids=str)
 def test_another_server_is_refused(info, solo):
     solo.info = info
-    with pytest.raises(UnsupportedEngineError, match="is no SGLang server: it answered otherwise"):
+    with pytest.raises(UnsupportedEngineError, match="is not an SGLang server: it does not answer"):
         Refitter(SglangServer(solo.url))
 
 
@@ -190,7 +190,7 @@ def test_a_server_that_cannot_be_reached_is_lost(solo):
     solo.stop()
     with pytest.raises(EngineLostError, match="cannot be reached"):
         refitter.refit(solo.engine.make_policy(1))
-    with pytest.raises(EngineLostError, match=r"cannot be reached .*start it again"):
+    with pytest.raises(EngineLostError, match=r"cannot be reached .*restart it"):
         Refitter(SglangServer(solo.url))
 
 
@@ -391,6 +391,6 @@ def test_prompts_are_those_of_the_server_s_tokenizer(running):
 
 def test_a_server_without_a_tokenizer_asks_for_token_ids(running):
     running.manager.tokenizer = None
-    with pytest.raises(UnsupportedEngineError, match="calibrate with token ids instead of prompts"):
+    with pytest.raises(UnsupportedEngineError, match="pass token ids instead of prompts"):
         Refitter(SglangServer(running.url)).refit(running.engine.make_policy(1), calibration="2 3")
     assert_serves(running)

@@ -383,7 +383,7 @@ def test_a_cache_of_before_a_refit_is_refused_until_it_is_empty(kind, backend):
         refitter.refit(make_policy(seed).state_dict())
         for cache in (early, copy.deepcopy(early), late):
             if cache is not None:
-                with pytest.raises(StaleCacheError, match=r"of policy version .*; begin with an empty cache"):
+                with pytest.raises(StaleCacheError, match=r"of policy version .*; start with an empty cache"):
                     call(PROMPT[:, :1], past_key_values=cache)
         late = filled(engine, kind)
         call(PROMPT[:, :1], past_key_values=late)
@@ -407,7 +407,7 @@ def test_a_refit_that_wrote_nothing_leaves_caches_alone():
     assert torch.allclose(engine(PROMPT[:, :1], past_key_values=cache).logits, expected, atol=0.05)
     soil(Refitter(engine), make_policy(2))
     Refitter(engine).refit(make_policy(1).state_dict())
-    with pytest.raises(StaleCacheError, match="version 0, and the model serves version 1"):
+    with pytest.raises(StaleCacheError, match="version 0, but the model serves version 1"):
         engine(PROMPT[:, :1], past_key_values=other)
 
 

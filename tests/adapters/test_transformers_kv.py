@@ -259,7 +259,7 @@ def test_caches_that_hold_no_fp8_are_refused():
     with pytest.raises(TypeError, match="given a StaticCache; pass none"):
         engine(PROMPT, past_key_values=StaticCache(config=engine.config, max_cache_len=32))
     filled = plain(PROMPT).past_key_values
-    with pytest.raises(ValueError, match="tokens of another dtype; begin with an empty cache"):
+    with pytest.raises(ValueError, match="tokens of another dtype; start with an empty cache"):
         engine(PROMPT, past_key_values=filled)
 
 
@@ -271,13 +271,13 @@ def test_a_cache_from_before_a_refit_is_refused():
     cache = engine(PROMPT).past_key_values
     refitter.refit(policy.state_dict())
     with pytest.raises(
-        ValueError, match="of policy version 0, and the model serves version 1; begin with an empty cache"
+        ValueError, match="of policy version 0, but the model serves version 1; start with an empty cache"
     ):
         engine(PROMPT[:, :1], past_key_values=cache)
     cache.reset()
     assert torch.equal(engine(PROMPT, past_key_values=cache).logits, engine(PROMPT).logits)
     refitter.refit(policy.state_dict())
-    with pytest.raises(ValueError, match="of policy version 1, and the model serves version 2"):
+    with pytest.raises(ValueError, match="of policy version 1, but the model serves version 2"):
         engine(PROMPT[:, :1], past_key_values=cache)
 
 
@@ -747,7 +747,7 @@ UNSUPPORTED = {
     "encoder-decoder": (
         AutoModelForSeq2SeqLM,
         T5Config(vocab_size=32, d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2, decoder_start_token_id=0),
-        "no decoder-only language model",
+        "not a decoder-only language model",
     ),
     "linear-attention": (
         AutoModelForCausalLM,

@@ -220,12 +220,12 @@ def test_workers_in_the_core_s_own_process_write_after_it(driver, core, monkeypa
 
 
 @pytest.mark.usefixtures("idle")
-@pytest.mark.parametrize("said", ["it says that blocks are", "ValueError: no such cache"])
+@pytest.mark.parametrize("said", ["it says that blocks are in use", "ValueError: no such cache"])
 def test_caches_that_stay_beside_new_weights_cost_the_engine(said, driver, core, engine):
     core.is_empty = False
     if "ValueError" in said:
         core.raises["flush"] = ValueError("no such cache")
-    with pytest.raises(EngineLostError, match=f"{said}.* is of the policy before. Start the engine again"):
+    with pytest.raises(EngineLostError, match=f"{said}.* belongs to the old policy. Restart the engine"):
         pair(driver)
     assert [name for name, *_ in core.events] == ["fp8refit_call", "begin", "flush", "fp8refit_call"]
 

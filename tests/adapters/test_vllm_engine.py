@@ -36,12 +36,12 @@ def make_async_llm(config):
 @pytest.mark.parametrize("make", [make_llm, make_async_llm])
 def test_data_parallel_replicas_are_refused_with_what_to_do(make):
     llm = make(make_config(data_parallel_size=2))
-    with pytest.raises(UnsupportedEngineError, match=r"2 data-parallel replicas .* start one engine a replica"):
+    with pytest.raises(UnsupportedEngineError, match=r"2 data-parallel replicas .* start one engine per replica"):
         VllmEngine(llm)
 
 
 def test_an_engine_without_its_client_is_refused():
-    with pytest.raises(UnsupportedEngineError, match=r"neither a vllm\.LLM nor an AsyncLLM, nor a worker of one"):
+    with pytest.raises(UnsupportedEngineError, match=r"is not a vllm\.LLM, an AsyncLLM or a worker"):
         VllmEngine(SimpleNamespace(vllm_config=make_config()))
 
 

@@ -149,9 +149,7 @@ def test_backends_that_are_given_numbers_are_refused_in_full_graphs_alone(backen
     for graphs in (False, None):
         assert read(attention, worker=worker_of(graphs)).refusals == ()
     (refusal,) = map(str, read(attention, worker=worker_of(True)).refusals)
-    assert refusal.startswith(
-        f"layers.0.attn: its backend {backend} is given scales as numbers, which CUDA graphs keep"
-    )
+    assert refusal.startswith(f"layers.0.attn: its backend {backend} takes scales as numbers, which CUDA graphs freeze")
     assert refusal.endswith('Boot with attention_backend="FLASH_ATTN" or "TRITON_ATTN", or with enforce_eager=True')
 
 
@@ -159,10 +157,10 @@ def test_backends_that_are_given_numbers_are_refused_in_full_graphs_alone(backen
     ("attention", "reason", "remedy"),
     [
         (Attention(backend="HPC_ATTN"), "backend HPC_ATTN is not known to read", 'attention_backend="FLASH_ATTN"'),
-        (Attention(dtype="fp8_e5m2"), "holds its cache as fp8_e5m2", 'kv_cache_dtype="fp8"'),
-        (Attention(dtype="fp8_per_token_head"), "holds its cache as fp8_per_token_head", 'kv_cache_dtype="fp8"'),
-        (Attention(scale_shape=(2,)), "has a scale for each head", "without kv_cache_scheme"),
-        (MLAAttention(kv_lora_rank=512), "keeps its keys and values as latents", "latent caches"),
+        (Attention(dtype="fp8_e5m2"), "stores its cache as fp8_e5m2", 'kv_cache_dtype="fp8"'),
+        (Attention(dtype="fp8_per_token_head"), "stores its cache as fp8_per_token_head", 'kv_cache_dtype="fp8"'),
+        (Attention(scale_shape=(2,)), "has one scale per head", "without kv_cache_scheme"),
+        (MLAAttention(kv_lora_rank=512), "stores keys and values as latents", "latent caches"),
     ],
 )
 def test_scales_that_cannot_be_changed_are_refused_with_what_to_set(attention, reason, remedy):

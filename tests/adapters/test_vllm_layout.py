@@ -88,7 +88,7 @@ def test_a_kernel_may_say_of_itself_that_it_reads_checkpoints_layout():
         (BlockLinear(W_K=torch.zeros(1)), "quantized for AITER"),
         (
             BlockLinear(W_UK_T_dcp_qrep=torch.zeros(1)),
-            "absorbed keys of other ranks too. Boot with dcp_q_replicate=False",
+            "absorbed keys of other ranks. Boot with dcp_q_replicate=False",
         ),
         (BlockLinear(is_amx_bmm_enabled=True), "packs its latent projections for Intel AMX"),
     ],

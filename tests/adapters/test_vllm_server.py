@@ -134,8 +134,8 @@ def test_a_refusal_is_no_question_for_an_api_key(monkeypatch):
 @pytest.mark.parametrize(
     ("client", "says"),
     [
-        (make_client(_api_process_count=3), r"3 processes take the requests of this server.*--api-server-count 1"),
-        (make_client(data_parallel_size=2), r"2 data-parallel replicas .* start one engine a replica"),
+        (make_client(_api_process_count=3), r"3 processes take requests for this server.*--api-server-count 1"),
+        (make_client(data_parallel_size=2), r"2 data-parallel replicas .* start one engine per replica"),
         (None, "has no engine to refit"),
     ],
     ids=["processes", "replicas", "no engine"],

@@ -163,10 +163,10 @@ def test_prompts_are_refused_for_want_of_a_tokenizer(session):
 @pytest.mark.parametrize(
     ("letter", "says"),
     [
-        ({}, r"token: Field required.*drive this engine by fp8refit_vllm.trainer"),
+        ({}, r"token: Field required.*drive this engine with fp8refit_vllm.trainer"),
         (stranger() | {"more": 1}, "more: Extra inputs are not permitted"),
         ({"names": ["a"], "dtype_names": ["bfloat16"]}, "names: Extra inputs"),
-        (stranger(), "another trainer was given this engine"),
+        (stranger(), "another trainer has taken over this engine"),
     ],
     ids=["nothing", "unknown field", "another backend's", "another token"],
 )
@@ -198,7 +198,7 @@ def test_what_no_rank_can_read_is_answered(engine, session):
     "asked", [{}, {"address": {"token": "short"}}, {"master_address": "127.0.0.1"}], ids=["nothing", "bad", "nccl's"]
 )
 def test_invitations_that_nobody_can_be_told_of_fail(asked, engine):
-    with pytest.raises(RuntimeError, match=r"init_info\.address is nothing that fp8refit"):
+    with pytest.raises(RuntimeError, match=r"init_info\.address is not a message of fp8refit"):
         engine.init_weight_transfer_engine(asked)
     assert engine.is_in_step
 
@@ -213,7 +213,7 @@ def test_a_trainer_that_is_not_there_is_named(engine, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"protocol": 7, "package_version": "9"}, r"the trainer, fp8refit 9, speaks protocol 7 .* speaks 1"),
+        ({"protocol": 7, "package_version": "9"}, r"trainer \(fp8refit 9\) uses weight-transfer protocol 7.* uses 1;"),
         ({"more": 1}, "more: Extra inputs are not permitted"),
     ],
     ids=["protocol", "unknown field"],
@@ -269,7 +269,7 @@ def test_a_client_that_reaches_some_ranks_is_refused(engine, open_session):
 def test_ranks_that_go_elsewhere_are_missed(engine, open_session):
     other = Mailbox.open(host="127.0.0.1", port=0, timeout_s=TIMEOUT_S)
     engine.before = lambda method, asked: asked.update(address=other.address.model_dump())
-    with pytest.raises(TransportError, match=r"no rank of the engine came to 127\.0\.0\.1"):
+    with pytest.raises(TransportError, match=r"no rank of the engine connected to 127\.0\.0\.1"):
         open_session(engine)
 
 
@@ -293,7 +293,7 @@ def test_a_second_trainer_takes_the_engine_over_and_the_first_is_told(engine, se
     second = open_session(engine)
     second.send(cluster.make_policy(seed=2))
     cluster.assert_holds(cluster.make_policy(seed=2), version=2)
-    with pytest.raises(EngineLostError, match=r"another trainer was given this engine\. Make a new trainer"):
+    with pytest.raises(EngineLostError, match=r"another trainer has taken over this engine\. Create a new trainer"):
         session.send(cluster.make_policy(seed=1))
     second.send(cluster.make_policy(seed=3))
     cluster.assert_holds(cluster.make_policy(seed=3), version=3)
@@ -368,7 +368,7 @@ def test_an_update_that_is_not_ended_says_what_is_in_place(engine, session, open
 
     engine.before = fail
     with pytest.raises(
-        RankFailedError, match="version 2 is in place, and its update was not ended: vLLM raised ValueError: no"
+        RankFailedError, match="version 2 is in place, but the update could not be finished: vLLM raised ValueError: no"
     ):
         session.send(cluster.make_policy(seed=1))
     cluster.assert_holds(cluster.make_policy(seed=1), version=2)
@@ -438,7 +438,7 @@ def test_a_mailbox_that_does_not_answer_is_given_up_and_its_late_answer_too(monk
             mailbox.leave("letter", 0, "x" * size)
         assert time.monotonic() - start_s < 20
         process.send_signal(signal.SIGCONT)
-        with pytest.raises(TransportError, match="could not be reached before"):
+        with pytest.raises(TransportError, match="became unreachable earlier"):
             mailbox.is_dropped()
         process.kill()
         end.cancel()
@@ -528,7 +528,7 @@ def test_a_weight_source_is_read_as_a_stream(validate, num_passes, kind, engine,
 
 
 def test_a_source_of_which_this_rank_holds_a_part_is_refused(cluster, monkeypatch):
-    with pytest.raises(InvalidSourceError, match="holds a part of the model"):
+    with pytest.raises(InvalidSourceError, match="holds only a part of the model"):
         opened(HalfSource(cluster.make_policy(seed=4)), monkeypatch)
     source = NewSource(cluster.make_policy(seed=4))
     source.owned = source.owned[1:]

@@ -525,7 +525,7 @@ def test_alone_nothing_of_the_source_is_read_before_the_rank_is_ready(model):
         return as_source(make_policy(model, seed=1))
 
     def asleep():
-        raise EngineAsleepError("the weights sleep")
+        raise EngineAsleepError("the weights are asleep")
 
     target.check_ready = asleep
     with pytest.raises(EngineAsleepError):

@@ -634,7 +634,7 @@ def test_a_device_fault_ends_the_engine(target, model):
 
     model.on_refresh = fault
     break_off(target, EngineLostError, as_source(make_policy(model, seed=1)), "illegal memory access")
-    with pytest.raises(EngineLostError, match="start the engine again"):
+    with pytest.raises(EngineLostError, match="restart the engine"):
         target.prepare(as_source(make_policy(model, seed=1)), RefitConfig())
 
 
@@ -714,7 +714,7 @@ def test_a_fault_found_while_preparing_ends_the_engine_too(target, model, monkey
     with pytest.raises(EngineLostError, match="illegal memory access"):
         target.prepare(from_function(make_policy(model, seed=1), None), RefitConfig())
     monkeypatch.undo()
-    with pytest.raises(EngineLostError, match="start the engine again"):
+    with pytest.raises(EngineLostError, match="restart the engine"):
         target.prepare(as_source(make_policy(model, seed=1)), RefitConfig())
 
 

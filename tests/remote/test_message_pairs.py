@@ -237,8 +237,8 @@ def test_the_ranks_have_as_long_for_each_of_both_as_for_each_alone(steady):
 
 @pytest.mark.parametrize("fault", ["ready", "judged", "prepared"])
 def test_what_a_rank_refuses_then_is_refused_as_ever(fault, steady):
-    arm(steady.cluster.targets[1], fault, EngineAsleepError("the weights sleep"))
-    steady.refuse(EngineAsleepError, "the weights sleep")
+    arm(steady.cluster.targets[1], fault, EngineAsleepError("the weights are asleep"))
+    steady.refuse(EngineAsleepError, "the weights are asleep")
     assert steady.channel.exchanges == [["prepare"], ["abandon"]]
 
 

@@ -416,7 +416,7 @@ def with_fields(answer: str, **fields) -> str:
 @pytest.mark.parametrize("step", ["prepare", "begin", "stream", "finish"])
 def test_an_answer_to_an_earlier_request_ends_the_engine(step, remote, cluster):
     mangle(remote, step, lambda answers: [answers[0], with_fields(answers[1], id="earlier")])
-    with pytest.raises(EngineLostError, match=r"rank\(s\) 1 answered an earlier request.*Start the engine again"):
+    with pytest.raises(EngineLostError, match=r"rank\(s\) 1 answered an earlier request.*Restart the engine"):
         remote.refitter.refit(cluster.make_policy(1))
     assert remote.refitter.is_dirty
     assert "the engine is lost" in remote.client.blocked
@@ -448,7 +448,7 @@ def test_ranks_that_serve_different_versions_after_a_write_are_dirty(make_argume
 
 def test_nobody_answering_ends_the_engine(remote, cluster):
     mangle(remote, "prepare", lambda answers: [])
-    with pytest.raises(EngineLostError, match="no rank of the engine answered; start the engine again"):
+    with pytest.raises(EngineLostError, match="no rank of the engine answered; restart the engine"):
         remote.refitter.refit(cluster.make_policy(1))
 
 
@@ -480,7 +480,7 @@ def test_ranks_of_another_version_are_refused_before_anything_is_prepared(change
 def test_what_no_rank_says_ends_the_engine(step, answer, cluster):
     remote = Remote(cluster)
     mangle(remote, step, lambda answers: [answers[0], answer])
-    match = f"a rank answered {answer!r}: the engine's channel to its ranks lost step.*Start the engine again"
+    match = f"a rank answered {answer!r}: the engine's channel to its ranks lost step.*Restart the engine"
     with pytest.raises(EngineLostError, match=match):
         remote.refitter.refit(cluster.make_policy(1))
     assert remote.channel.steps[-1] == step

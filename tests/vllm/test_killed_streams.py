@@ -40,7 +40,7 @@ def test_it_is_told_in_time(outcome, found):
     assert found["lost"]["seconds"] < 30
     if outcome[0] == "stream":
         assert found["lost"]["error"] == "EngineLostError"
-        assert "start the engine again" in found["lost"]["message"]
+        assert "restart the engine" in found["lost"]["message"]
 
 
 def test_later_refits_say_so(found):

@@ -31,7 +31,7 @@ every_victim = pytest.mark.parametrize("victim", [*LIVED, *FRESH])
 @every_victim
 def test_a_killed_process_is_a_lost_engine_within_seconds(ending):
     assert ending["refit"]["error"] == "EngineLostError"
-    assert "start the engine again" in ending["refit"]["message"]
+    assert "restart the engine" in ending["refit"]["message"]
     assert ending["refit"]["seconds"] < 20
 
 

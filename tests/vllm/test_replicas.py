@@ -59,7 +59,7 @@ def test_a_driver_killed_in_mid_broadcast_leaves_all_refusing_until_the_next(fou
 
 def test_a_server_that_died_is_named_and_leaves_the_other_as_it_was(found):
     assert found["gone"]["error"] == "EngineLostError"
-    assert "start it again" in found["gone"]["message"]
+    assert "restart it" in found["gone"]["message"]
     assert found["gone"]["untouched"]
 
 

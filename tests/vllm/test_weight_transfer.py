@@ -56,18 +56,18 @@ def test_fingerprints_are_those_that_any_driver_sees(found):
 
 def test_a_second_trainer_takes_over_and_the_first_is_told(found):
     assert found["first"]["error"] == "EngineLostError"
-    assert "another trainer was given this engine" in found["first"]["message"]
+    assert "another trainer has taken over this engine" in found["first"]["message"]
 
 
 @pytest.mark.parametrize("when", ["uninvited", "strangers"])
 def test_what_strangers_say_is_refused_and_every_ranks_answers_stay_in_step(when, found):
     reason = {
         "uninvited": "call init_weight_transfer_engine first",
-        "strangers": "another trainer was given this engine",
+        "strangers": "another trainer has taken over this engine",
     }
     assert reason[when] in found[when]["letter"]["message"]
     assert "names: Extra inputs are not permitted" in found[when]["foreign"]["message"]
-    assert "init_info.address is nothing that fp8refit" in found[when]["invitation"]["message"]
+    assert "init_info.address is not a message of fp8refit" in found[when]["invitation"]["message"]
     assert found[when]["ranks"] == [0, 1]
 
 
@@ -120,6 +120,6 @@ def test_draft_models_and_other_backends_are_refused(served):
 
 def test_a_trainer_killed_in_the_middle_is_replaced_and_the_policy_is_whole(served):
     assert served["killed"]["code"] == -signal.SIGKILL
-    assert "another trainer was given this engine" in served["killed"]["first"]["message"]
+    assert "another trainer has taken over this engine" in served["killed"]["first"]["message"]
     assert served["healed"]["live"] == served["ordinary"]["2"]
     assert served["healed"]["told"] == ({"weight_version": "3"} if names_versions() else None)

@@ -108,7 +108,7 @@ class Server(Line):
             status, text = exchange.run(self._address.path.rstrip("/") + route, body, sent, timeout_s)
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise EngineLostError(
-                f"{self.label} cannot be reached ({type(error).__name__}: {error}); start it again"
+                f"{self.label} cannot be reached ({type(error).__name__}: {error}); restart it"
             ) from error
         if text is None:
             raise UnsupportedEngineError(

@@ -126,7 +126,7 @@ def test_a_redirect_takes_the_api_key_nowhere(listen):
 
 
 def test_nobody_there_is_a_lost_engine(listen):
-    with pytest.raises(EngineLostError, match=r"cannot be reached .*start it again"):
+    with pytest.raises(EngineLostError, match=r"cannot be reached .*restart it"):
         post("http://127.0.0.1:1")
 
 
