@@ -96,8 +96,10 @@ class Fills:
         self._device = device
         self._resident: ResidentFill | None = None
         self._received: ReceivedFill | None = None
-        self._expected: tuple[tuple[object, ...], Expected] | None = None
-        """Of the last stream, and for which names it holds."""
+        self._expected: tuple[tuple[str, ...], Expected] | None = None
+        """Of the last stream, and what was kept then."""
+        self._foreign: frozenset[str] = frozenset()
+        """Names for which all of these were compiled."""
         self._directs: dict[bool, DirectFill] = {}
         """For writing, and for comparing."""
         self._ticket = object()
@@ -125,6 +127,9 @@ class Fills:
             StagingMemoryError: No room for the buckets of a stream.
         """
         self.release()
+        if foreign is not self._foreign and foreign != self._foreign:
+            self._resident = self._received = self._expected = None
+        self._foreign = foreign
         comparison = None
         if isinstance(source, MappingSource) and not compares:
             fills = self._prepare_mapping(source, config, foreign)
@@ -187,8 +192,8 @@ class Fills:
         self, source: Source, config: RefitConfig, foreign: frozenset[str], direct: DirectFill
     ) -> StreamFill:
         """Plan a stream before it is written, unless it can be read only once and nothing is known of it."""
-        held_for, scanned, is_first = (config.keep, foreign), source.scan(), False
-        known = self._expected[1] if self._expected is not None and self._expected[0] == held_for else None
+        scanned, is_first = source.scan(), False
+        known = self._expected[1] if self._expected is not None and self._expected[0] == config.keep else None
         if scanned is None:
             is_first = known is None
         else:
@@ -196,11 +201,11 @@ class Fills:
             if known is None or problems or known.metadata != metadata:
                 plan = self._compile(metadata, problems, config, foreign)
                 known, is_first = Expected(plan=plan, steps=by_source(plan.steps), metadata=metadata), True
-                self._expected = held_for, known
+                self._expected = config.keep, known
             self._check_scales(known.plan, source, config)
 
         def learn(came: Expected) -> None:
-            self._expected = held_for, came
+            self._expected = config.keep, came
 
         return self._stream(
             source,

@@ -1033,6 +1033,17 @@ def test_names_of_other_ranks_may_come(make_source, target, model, tmp_path):
     assert_holds(model, policy)
 
 
+@pytest.mark.parametrize("make_source", ALL)
+def test_names_that_other_ranks_hold_no_more_are_unexpected(make_source, target, model, tmp_path):
+    policy, name = make_policy(model, seed=1), "model.layers.7.q_proj.weight"
+    everything = policy | {name: torch.ones(3)}
+    for _ in range(2):
+        target.write(target.prepare(make_source(everything, tmp_path), RefitConfig(), foreign=frozenset({name})))
+        target.commit()
+    with pytest.raises(InvalidSourceError, match=f"{name}: unexpected"):
+        target.write(target.prepare(make_source(everything, tmp_path), RefitConfig(), foreign=frozenset()))
+
+
 def test_a_tensor_of_another_rank_in_another_dtype_is_another_source(target, model):
     policy, name = make_policy(model, seed=1), "model.layers.7.q_proj.weight"
     digests = {
