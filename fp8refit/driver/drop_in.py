@@ -10,7 +10,7 @@ of two policies never add up to one.
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +115,16 @@ class DropIn:
         pairs = list(weights.items()) if isinstance(weights, Mapping) else weights
         are_together = isinstance(pairs, list | tuple)
         came = set()
-        items = named(pairs)
-        while (item := self._next_of(items)) is not None:
-            name, _, tensor = item
-            came.add(name)
-            self._take(name, tensor)
-            if not are_together:
-                self._hand_over()
-        self._hand_over()
+        try:
+            for name, _, tensor in named(pairs):
+                came.add(name)
+                self._take(name, tensor)
+                if not are_together:
+                    self._hand_over()
+            self._hand_over()
+        except BaseException as error:  # what gave it failed, or it was interrupted: on every rank it is over
+            self._give_up(f"loading it failed ({type(error).__name__}: {error})")
+            raise
         return came
 
     def begin(self) -> None:
@@ -153,6 +155,9 @@ class DropIn:
             raise EngineDirtyError("this update failed before it came to its end; send the whole policy again")
         try:
             self._commit()
+        except BaseException:
+            self._give_up("its end was interrupted")
+            raise
         finally:
             self._stream.begin_anew()
 
@@ -160,14 +165,6 @@ class DropIn:
         """Leave the engine as it is; a policy of which a part came leaves it dirty."""
         self._give_up("nothing is taken any more")
         self._is_marked = False
-
-    def _next_of(self, items: Iterator[tuple[str, str, Any]]) -> tuple[str, str, Any] | None:
-        """What a trainer gives next; None if that was all. If it fails, so does the policy, on every rank."""
-        try:
-            return next(items, None)
-        except BaseException as error:
-            self._give_up(f"what gave it failed ({type(error).__name__}: {error})")
-            raise
 
     def _take(self, name: str, tensor: Tensor) -> None:
         stream, kind = self._stream, self._stream.kind_of(name)
@@ -192,9 +189,9 @@ class DropIn:
     def _witness(self, tensor: Tensor) -> None:
         """Note some values of what comes, by which ranks that were given two policies notice it: their names are the same."""
         if self._rank.group.size > 1 and isinstance(tensor, Tensor) and tensor.dtype in SOURCE_DTYPES:
-            values = tensor.detach().reshape(-1)
-            some = values[:: max(1, values.numel() // _NUM_SAMPLES)]
-            self._samples.append(some.to(self._rank.target.device, torch.float32, copy=True))
+            per_dim = round(_NUM_SAMPLES ** (1 / max(1, tensor.ndim)))
+            some = tensor.detach()[tuple(slice(None, None, max(1, size // per_dim)) for size in tensor.shape)]
+            self._samples.append(some.to(torch.float32, copy=True).reshape(-1))
 
     def _begins(self, name: str, kind: Kind, tensor: Tensor) -> bool:
         """Begin a policy with what came while none was under way, if it is the beginning of one.
@@ -203,8 +200,11 @@ class DropIn:
             RefitError: It belongs to none.
         """
         stream = self._stream
-        if self._is_marked:
+        if self._is_marked and self._rank.target.is_dirty:
             raise EngineDirtyError("this update failed; end it, and send the whole policy again")
+        if self._is_marked:  # a refit has healed what it left
+            self._is_marked = False
+            stream.begin_anew()
         if kind is Kind.SKIPPED:
             return False
         if kind is Kind.UNKNOWN:
@@ -277,10 +277,7 @@ class DropIn:
             self._leave(self._objection)
         if self._samples:
             with self._rank.target.on_device():
-                if self._rank.target.device.type == "cuda":
-                    torch.cuda.synchronize()  # each was taken on the stream that its tensor came on
-            samples = torch.cat(self._samples).cpu().numpy().tobytes()
-            self._rank.witness = hashlib.sha256(samples).hexdigest()
+                self._rank.witness = _digest(self._samples)
         ended, self._update = self._update, None
         assert ended is not None, "one is under way"
         try:
@@ -320,6 +317,21 @@ class DropIn:
         left, self._update, self._objection = self._update, None, None
         assert left is not None, "one is under way"
         left.__exit__(type(error), error, None)
+
+
+def _digest(samples: Sequence[Tensor]) -> str:
+    """Of the values of some tensors, in order, wherever they are: each device is waited for once."""
+    places: dict[torch.device, list[int]] = {}
+    for place, sample in enumerate(samples):
+        places.setdefault(sample.device, []).append(place)
+    values = [b""] * len(samples)
+    for device, here in places.items():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # each was taken on the stream that its tensor came on
+        together = torch.cat([samples[place] for place in here]).cpu()
+        for place, part in zip(here, torch.split(together, [samples[place].numel() for place in here]), strict=True):
+            values[place] = part.numpy().tobytes()
+    return hashlib.sha256(b"".join(values)).hexdigest()
 
 
 def _differs(name: str) -> InvalidSourceError:

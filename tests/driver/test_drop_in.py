@@ -8,10 +8,11 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8refit
 from fp8refit.driver.completeness import Claims, Stream
-from fp8refit.driver.drop_in import DropIn, DropInOptions
+from fp8refit.driver.drop_in import DropIn, DropInOptions, _digest
 from fp8refit.errors import (
     EngineDirtyError,
     InvalidSourceError,
@@ -188,6 +189,41 @@ def test_what_broke_off_within_a_call_is_not_completed_by_the_next_one(site):
     site.assert_holds(policy, 1)
 
 
+def test_an_interrupt_within_a_call_is_the_end_of_its_policy(site, monkeypatch):
+    """What was taken and not written yet may be overwritten when the call is over."""
+    policy = site.cluster.make_policy(1)
+    items = [(name, tensor.clone()) for name, tensor in policy.items()]
+    with monkeypatch.context() as patch:
+        patch.setattr(DropIn, "_hand_over", interrupt)
+        outcomes = site.load(items[:3])[0]
+    assert [type(outcome) for outcome in outcomes] == [KeyboardInterrupt] * len(site.clients)
+    for _, tensor in items[:3]:
+        tensor.zero_()
+    outcomes = site.load(items[3:])[0]
+    assert all(isinstance(error, EngineDirtyError) for error in outcomes), outcomes
+    site.load_policy(policy)
+    site.assert_holds(policy, 1)
+
+
+def test_an_interrupt_at_the_end_mark_is_the_end_of_the_update(monkeypatch):
+    site = Site("alone")
+    policy = site.cluster.make_policy(1)
+    (drop_in,) = site.drop_ins
+    drop_in.begin()
+    drop_in.load(list(policy.items()))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(drop_in, "_hand_over", interrupt)
+        drop_in.end()
+    assert site.is_dirty
+    assert not drop_in.is_open
+    site.load_policy(policy)
+    site.assert_holds(policy, 1)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def test_a_bucket_that_is_sent_again_is_no_beginning(site):
     policy = site.cluster.make_policy(1)
     items = list(policy.items())
@@ -232,6 +268,39 @@ def test_ranks_that_are_given_two_policies_notice_it(layout):
     assert site.is_dirty
     site.load_policy(policies[0], size=99)
     site.assert_holds(policies[0], 1)
+
+
+class Copied(TorchDispatchMode):
+    """The largest memory that is made meanwhile."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in {
+            each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)
+        }:
+            self.num_bytes = max(self.num_bytes, made.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (100_000,), (512, 300), (3, 1000), (8, 64, 96)])
+def test_some_values_of_each_tensor_are_noted_and_never_a_copy_of_it(shape):
+    drop_in = Site("tensor").drop_ins[0]
+    tensor = torch.randn(shape).bfloat16()
+    laid_otherwise = tensor.mT.contiguous().mT if tensor.ndim > 1 else tensor
+    with Copied() as copied:
+        drop_in._witness(tensor)
+        drop_in._witness(laid_otherwise)
+    one, other = drop_in._samples
+    assert torch.equal(one, other)
+    assert min(tensor.numel(), 16) <= one.numel() == copied.num_bytes // 4 <= 500
+    assert set(one.tolist()) <= set(tensor.float().flatten().tolist())
+
+
+def test_what_is_noted_is_the_same_wherever_tensors_are():
+    samples = [torch.arange(float(size)) for size in (3, 0, 5)]
+    assert _digest(samples) == _digest([each.clone() for each in samples]) != _digest(samples[::-1])
 
 
 def test_unexpected_names_begin_nothing(site):
@@ -298,6 +367,20 @@ def test_what_failed_between_marks_stays_failed_until_the_next_beginning():
     site.load_policy(policy)
     site.each(DropIn.end)
     site.assert_holds(policy, 1)
+
+
+def test_a_refit_ends_an_update_that_failed_and_that_nobody_ended():
+    site = Site("alone")
+    policy = site.cluster.make_policy(1)
+    (drop_in,) = site.drop_ins
+    drop_in.begin()
+    with pytest.raises(InvalidSourceError):
+        drop_in.load(iter([("a", torch.zeros(1)), 5]))
+    with pytest.raises(EngineDirtyError, match="end it"):
+        drop_in.load(list(policy.items()))
+    fp8refit.Refitter(site.clients[0]).refit(policy)
+    site.load_policy(policy)
+    site.assert_holds(policy, 2)
 
 
 def test_refusals_are_told_by_every_rank_at_once(monkeypatch):
