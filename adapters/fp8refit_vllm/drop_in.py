@@ -2,8 +2,8 @@
 
 Three things are wrapped, and only for networks that the drop-in is installed on: `load_weights`; the functions around a
 layerwise reload, which `reload_weights` and vLLM's weight transfer call; and the post-load processing, which trainers
-call and which would replace live tensors. Installation happens after boot, so booting is unaffected. `remove` undoes
-everything.
+call and which would replace live tensors. A failed `reload_weights` is also ended, since vLLM leaves it begun. Installation
+happens after boot, so booting is unaffected. `remove` undoes everything.
 """
 
 import logging
@@ -73,6 +73,7 @@ def install(worker: Any, rank: Callable[[], Rank]) -> None:
     drop_in = DropIn(worker, rank(), options, logger)
     object.__setattr__(network, _HELD, drop_in)
     object.__setattr__(network, "load_weights", drop_in.load)
+    worker.model_runner.reload_weights = _ended_if_it_fails(worker.model_runner.reload_weights, drop_in)
     worker.fp8refit_last_report = report
     _networks.add(network)
     _wrap()
@@ -87,7 +88,7 @@ def remove(worker: Any) -> None:
         return
     for name in (_HELD, "load_weights"):
         object.__delattr__(network, name)
-    del worker.fp8refit_last_report
+    del worker.model_runner.reload_weights, worker.fp8refit_last_report
     _networks.discard(network)
     if not _networks:
         _unwrap()
@@ -139,6 +140,18 @@ def _wrapper_of(original: Callable[..., Any], instead: Callable[[DropIn], None])
     def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
         drop_in = of(model)
         return original(model, *args, **kwargs) if drop_in is None else instead(drop_in)
+
+    return wrapper
+
+
+def _ended_if_it_fails(reload_weights: Callable[..., None], drop_in: DropIn) -> Callable[..., None]:
+    @wraps(reload_weights)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        try:
+            reload_weights(*args, **kwargs)
+        except BaseException:
+            drop_in.close()
+            raise
 
     return wrapper
 

@@ -114,6 +114,7 @@ def traces(worker: Any) -> list[str]:
     network = worker.model_runner.get_model()
     found = [f"network.{name}" for name in vars(network) if name == "load_weights" or "fp8refit_drop_in" in name]
     found += [f"worker.{name}" for name in vars(worker) if name == "fp8refit_last_report"]
+    found += [f"runner.{name}" for name in vars(worker.model_runner) if name == "reload_weights"]
     for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
         functions = [(name, value) for name, value in vars(module).items() if isinstance(value, FunctionType)]
         wrapped = [name for name, value in functions if value.__code__.co_filename.endswith("fp8refit_vllm/drop_in.py")]
@@ -164,6 +165,9 @@ def try_drop_in(subject: Subject, family: str) -> dict:
     subject.look("load some", family, 2, 3)
     found["cut"] = {"dirty": subject.look("dirty"), "loaded": subject.look("load", family, 1, "buckets")}
     found["cut"]["same"] = subject.state() == states[1]
+    failed = subject.look("load", family, 2, "reload_weights", "raise 1")
+    found["reload"] = {"failed": failed, "loaded": subject.look("load", family, 1, "tensor by tensor")}
+    found["reload"]["same"] = subject.state() == states[1]
     subject.look("load some", family, 2, 3)
     subject.refit(make_policy(family, 1), calibration=calibration)
     found["healed by a refit"] = subject.state() == states[1]

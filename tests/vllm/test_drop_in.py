@@ -91,11 +91,19 @@ def test_a_policy_that_broke_off_is_not_completed_by_the_next(drivers):
         assert driver["healed by a refit"]
 
 
+def test_after_a_reload_that_failed_tensors_are_taken_one_by_one(drivers):
+    for driver in drivers:
+        found = driver["reload"]
+        assert all("error" in one for one in found["failed"]), found
+        assert all("version" in one for one in found["loaded"]), found
+        assert found["same"]
+
+
 def test_all_that_was_wrapped_is_given_back(drivers):
     for driver in drivers:
         for there, removed in zip(driver["traces"], driver["removed"], strict=True):
             assert removed == []
-            assert {"network.load_weights", "worker.fp8refit_last_report"} <= set(there)
+            assert {"network.load_weights", "worker.fp8refit_last_report", "runner.reload_weights"} <= set(there)
             assert "vllm.model_executor.model_loader.reload.initialize_layerwise_reload" in there
             assert (
                 len([name for name in there if name.endswith(".finalize_layerwise_reload")]) > 2
