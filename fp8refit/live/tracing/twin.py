@@ -65,7 +65,8 @@ class Twin:
     firsts: Mapping[str, str]
     """Each of these names, and the first name with the same storage."""
     constants: Mapping[str, Tensor] = field(default_factory=dict)
-    """Values of persistent buffers that exist once the model is built."""
+    """Values, once the model is built, of persistent buffers and of parameters that are one number throughout, if its loader
+    writes none of their elements."""
     is_alone: bool = True
     """Whether this is the only rank, so that no other reads what it does not."""
 
@@ -94,7 +95,8 @@ def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_rank
         num_ranks: How many ranks share a checkpoint.
     """
     named = dict(_named_tensors(model))
-    firsts: dict[int, str] = {}
+    known: dict[int, str] = {}
+    firsts = {name: known.setdefault(_storage(tensor), name) for name, tensor in named.items()}
     load = load if load is not None else model.load_weights
     # Use the checkpoint's dtypes: transformers' own model is float32 on the meta device.
     naming = replace(naming, tensors=_in_bf16(naming.tensors))
@@ -104,8 +106,8 @@ def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_rank
         naming=replace(naming, aliases={**naming.aliases, **others}),
         traced=traced,
         tensors={name: TensorMeta.of(tensor) for name, tensor in named.items()},
-        firsts={name: firsts.setdefault(_storage(tensor), name) for name, tensor in named.items()},
-        constants=dict(_constants(model, traced)),
+        firsts=firsts,
+        constants=dict(_constants(model, traced, firsts)),
         is_alone=num_ranks == 1,
     )
 
@@ -127,13 +129,17 @@ def trace_as_named(model: Any, namings: Iterable[Naming], *, num_ranks: int) -> 
     return first
 
 
-def _constants(model: nn.Module, traced: Traced) -> Iterator[tuple[str, Tensor]]:
-    written = {copy.parameter for copy in traced.copies} | {computed.parameter for computed in traced.computed}
+def _constants(model: nn.Module, traced: Traced, firsts: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    written = {each.parameter for found in (traced.copies, traced.computed, traced.objections) for each in found}
     for prefix, module in model.named_modules():
-        for name, tensor in module._buffers.items():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             full_name = f"{prefix}.{name}" if prefix else name
-            is_kept = name not in module._non_persistent_buffers_set and full_name not in written
-            if tensor is not None and is_kept and tensor.is_floating_point() and not tensor.is_meta:
+            if tensor is None or tensor.is_meta or not tensor.is_floating_point() or firsts[full_name] in written:
+                continue
+            is_persistent = name in module._buffers and name not in module._non_persistent_buffers_set
+            if is_persistent or (
+                name in module._parameters and tensor.numel() and bool((tensor == tensor.flatten()[0]).all())
+            ):
                 yield full_name, tensor.detach()
 
 
@@ -213,6 +219,11 @@ class _Reading:
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         }
+        written = {
+            first for name, first in twin.firsts.items() if first in {*self._copies, *self._computed, *self._reasons}
+        }
+        self._written = {t.data_ptr() for name, t in self._live.items() if twin.firsts.get(name) in written}
+        """Addresses of live tensors that a checkpoint fills, under whatever name."""
         self._seen: dict[tuple[int, torch.Size], str] = {}
         self._slots: list[Slot] = []
         self._stacks: dict[str, Stacked] = {}
@@ -228,6 +239,8 @@ class _Reading:
     def add(self, prefix: str, module: nn.Module) -> None:
         """Read the tensors of `module`, without its children."""
         own = self._own_tensors(prefix, module)
+        for name in [name for name in own if self._is_constant(prefix, name, own)]:
+            self._add_constant(prefix, name, own.pop(name))
         why = self._rules.why_refused(module)
         if why is None and own:
             why = _why_not_stored(self._rules, prefix, module, own) or self._why_not_loaded(prefix, own)
@@ -289,6 +302,19 @@ class _Reading:
             elif name not in kept:
                 found[name] = tensor
         return found
+
+    def _is_constant(self, prefix: str, name: str, own: Mapping[str, Tensor]) -> bool:
+        """Whether a parameter is one number in a new model, and nothing ever fills it: norms that only some layers use."""
+        value, tensor = self._twin.constants.get(self._twin_name(prefix, name)), own[name]
+        if value is None or name.endswith(_SCALE_SUFFIX) or name + _SCALE_SUFFIX in own:
+            return False
+        return (value.shape, value.dtype) == (tensor.shape, tensor.dtype) and tensor.data_ptr() not in self._written
+
+    def _add_constant(self, prefix: str, name: str, tensor: Tensor) -> None:
+        """Record that a parameter keeps its first value: noise of a dummy boot, and sleep, take it away."""
+        value = self._twin.constants[self._twin_name(prefix, name)]
+        run = partial(_bring_back, tensor, value)
+        self._refreshes.append(Refresh(name=f"{prefix}.{name}: constant", run=run, written=(tensor,)))
 
     def _share(self, name: str, first: str) -> None:
         """Make the names of what is loaded into a tensor aliases, if it shares another one's storage."""

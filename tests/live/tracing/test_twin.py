@@ -199,6 +199,56 @@ def test_constants_that_no_checkpoint_holds_are_those_that_the_model_was_built_w
     assert not live.rope.any()
 
 
+def load_all_but(model, left_out):
+    load = copying(model)
+    return lambda tensors: load((name, tensor) for name, tensor in tensors if name != left_out)
+
+
+def test_a_parameter_that_nothing_fills_keeps_the_one_number_that_it_was_built_with():
+    model = model_of(proj=BlockLinear(), norm=nn.LayerNorm(256))
+    naming = naming_of(model)
+    tensors = {name: meta for name, meta in naming.tensors.items() if name != "norm.weight"}
+    twin = trace_twin(model, replace(naming, tensors=tensors), copying(model))
+    live = model_of(proj=BlockLinear(), norm=nn.LayerNorm(256))
+    live.norm.weight.data.normal_()
+    inventory = read(live, twin)
+    assert inventory.refusals == ()
+    (refresh,) = inventory.refreshes
+    refresh.run()
+    assert (live.norm.weight == 1).all()
+    assert [tensor.data_ptr() for tensor in refresh.written] == [live.norm.weight.data_ptr()]
+    assert {slot.name for slot in inventory.slots} == tensors.keys()
+
+
+def test_one_number_does_not_excuse_a_tensor_that_is_not_read():
+    model = model_of(proj=BlockLinear(), norm=nn.LayerNorm(256))
+    twin = trace_twin(model, naming_of(model), load_all_but(model, "norm.weight"))
+    assert "norm.weight: 256 of its 256 elements are read by no rank" in only_refusal(model, twin)
+
+
+@pytest.mark.parametrize("values", ["several numbers", "block FP8"])
+def test_other_parameters_that_nothing_fills_are_refused(values):
+    model = model_of(
+        proj=BlockLinear(), other=BlockLinear() if values == "block FP8" else nn.LayerNorm(256, bias=False)
+    )
+    if values == "block FP8":
+        model.other.weight.data.zero_()
+    else:
+        model.other.weight.data[3] = 2
+    tensors = {name: meta for name, meta in naming_of(model).tensors.items() if name != "other.weight"}
+    twin = trace_twin(model, Naming(tensors=tensors), copying(model))
+    assert "are not loaded from any checkpoint tensor" in only_refusal(model, twin)
+
+
+def test_a_parameter_that_is_filled_under_another_name_is_no_constant():
+    model = model_of(proj=BlockLinear(), first=nn.LayerNorm(256, bias=False), second=nn.LayerNorm(256, bias=False))
+    tensors = {name: meta for name, meta in naming_of(model).tensors.items() if name != "first.weight"}
+    twin = trace_twin(model, Naming(tensors=tensors), copying(model))
+    model.first.weight = model.second.weight
+    inventory = read(model, twin)
+    assert inventory.refreshes == ()
+
+
 def test_a_checkpoint_has_the_first_names_that_the_loader_takes_and_else_the_first():
     model = model_of(proj=BlockLinear())
     model.load_weights = copying(model)
