@@ -30,6 +30,7 @@ TOWER: dict[str, Any] = {
 """For every field of this name that the config of a tower has. A tower's output is as wide as the language model."""
 
 LANGUAGE: dict[str, dict[str, Any]] = {
+    "Glm4vForConditionalGeneration": {"attention_bias": True},
     "Qwen3VLMoeForConditionalGeneration": {"mlp_only_layers": [], "norm_topk_prob": True},
 }
 """What a family's language model wants beyond `zoo_models.SMALL`."""
@@ -45,8 +46,10 @@ ARCHITECTURES = [
     "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
@@ -56,6 +59,8 @@ ARCHITECTURES = [
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
 ]
 

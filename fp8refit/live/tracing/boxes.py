@@ -25,6 +25,17 @@ class Boxes:
     dims: tuple[int | None, ...]
     """For each dimension of the checkpoint tensor, the matching dimension of the parameter; None for a single element."""
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is a box of a stack, and rows and columns of the checkpoint's matrices are columns and rows here."""
+        return len(self.dims) == 3 and self.dims in ((0, 2, 1), (None, 2, 1), (None, 1, 0))
+
+    def transposed(self) -> "Boxes":
+        """The same boxes, of a checkpoint tensor whose matrices are transposed."""
+        *stack, rows, columns = self.read
+        *stacked, row, column = self.dims
+        return Boxes(into=self.into, read=(*stack, columns, rows), dims=(*stacked, column, row))
+
 
 def boxes_of(copy: Copy, shape: Sequence[int], full_shape: Sequence[int]) -> Boxes | None:
     """Return the boxes of a copy; None if one side is not a box, or one dimension maps to several.
@@ -59,12 +70,14 @@ def boxes_of(copy: Copy, shape: Sequence[int], full_shape: Sequence[int]) -> Box
 def pieces_of(copy: Copy, shape: Sequence[int], full_shape: Sequence[int]) -> list[Boxes] | None:
     """Split a copy into boxes whose dimensions have the same order on both sides; None if that takes too many.
 
+    A stack of matrices may be transposed: then the last two dimensions of its box change places.
+
     Heads of queries, keys and values that alternate in a checkpoint become one box each.
     """
     boxes = boxes_of(copy, shape, full_shape)
     if boxes is not None:
         dims = [dim for dim in boxes.dims if dim is not None]
-        return [boxes] if dims == sorted(dims) else None
+        return [boxes] if dims == sorted(dims) or boxes.is_transposed else None
     outer = next(iter(copy.runs), None)
     if outer is None or outer.size > _MAX_PIECES:
         return None

@@ -409,7 +409,8 @@ class _Reading:
             reason = f"`{name}` is padded when it is loaded, and the scales of the padding are unknown"
             self._refuse(prefix, module, (reason, "Boot with sizes that fit the engine's"))
             return
-        if pieces is None or (scale is not None and starts is None):
+        is_mixed = pieces is not None and scale is None and any(boxes.is_transposed for _, boxes in pieces)
+        if pieces is None or is_mixed or (scale is not None and starts is None):
             self._add_staged(prefix, module, name, weight, scale, common)
             return
         if kernel is not None:
@@ -459,7 +460,10 @@ class _Reading:
 
     def _slot(self, source: str, boxes: Boxes, tensor: Tensor, module: str, **others: Any) -> Slot:
         """Return the slot of a box of a live tensor. Matrices of a stack become separate slots, under names of ours."""
-        full_shape, read, dims = self._twin.naming.tensors[source].shape, boxes.read, boxes.dims
+        full_shape, is_transposed = self._twin.naming.tensors[source].shape, boxes.is_transposed
+        if is_transposed:
+            boxes, full_shape = boxes.transposed(), (full_shape[0], full_shape[2], full_shape[1])
+        read, dims = boxes.read, boxes.dims
         weight = _narrow(tensor, boxes.into)
         for dim in reversed(range(weight.ndim)):
             if dim not in dims:
@@ -469,9 +473,8 @@ class _Reading:
             name = f"{source}[{index}]"
             known = self._stacks.get(source)
             parts = {**(known.parts if known is not None else {}), name: (index, 0)}
-            self._stacks[source] = Stacked(
-                name=source, shape=(full_stack[0], full_stack[1], full_stack[2]), parts=parts
-            )
+            shape = full_stack[0], full_stack[1], full_stack[2]
+            self._stacks[source] = Stacked(name=source, shape=shape, parts=parts, is_transposed=is_transposed)
             source, full_shape, read, dims = name, full_shape[1:], read[1:], dims[1:]
         for place, along in enumerate(dims):
             if along is None:
@@ -537,6 +540,8 @@ def _are_matrices(boxes: Boxes, ndim: int) -> bool:
         return False
     *stack, row, column = boxes.dims
     is_stack = stack in ([], [None]) or (ndim == 3 and stack == [0])
+    if boxes.is_transposed:
+        row, column = column, row
     return is_stack and row in (None, ndim - 2) and column in (None, ndim - 1)
 
 

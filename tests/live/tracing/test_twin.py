@@ -436,7 +436,8 @@ def test_experts_in_mxfp4_are_refused_by_name():
 
 
 @pytest.mark.parametrize("is_up_first", [False, True])
-def test_matrices_of_a_stack_are_slots_wherever_the_rank_has_them(is_up_first):
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_matrices_of_a_stack_are_slots_wherever_the_rank_has_them(is_up_first, is_transposed):
     layer = nn.Module()
     layer.is_up_first = is_up_first
     for name, shape in {"w13_weight": (2, 256, 128), "w2_weight": (2, 128, 128)}.items():
@@ -445,7 +446,7 @@ def test_matrices_of_a_stack_are_slots_wherever_the_rank_has_them(is_up_first):
         setattr(layer, f"{name}_scale_inv", nn.Parameter(grid, requires_grad=False))
     model = model_of(experts=layer)
     metas = {
-        "gate_up": TensorMeta(shape=(4, 256, 128), dtype=BF16),
+        "gate_up": TensorMeta(shape=(4, 128, 256) if is_transposed else (4, 256, 128), dtype=BF16),
         "down": TensorMeta(shape=(4, 128, 128), dtype=BF16),
     }
 
@@ -453,7 +454,8 @@ def test_matrices_of_a_stack_are_slots_wherever_the_rank_has_them(is_up_first):
         for name, tensor in tensors:
             for place, expert in enumerate((3, 1)):
                 if name == "gate_up":
-                    for half, part in enumerate(tensor[expert].chunk(2)):
+                    matrix = tensor[expert].t() if is_transposed else tensor[expert]
+                    for half, part in enumerate(matrix.chunk(2)):
                         layer.w13_weight[place, 128 * half : 128 * (half + 1)].copy_(part)
                 else:
                     layer.w2_weight[place].copy_(tensor[expert])
@@ -461,7 +463,9 @@ def test_matrices_of_a_stack_are_slots_wherever_the_rank_has_them(is_up_first):
     inventory = read(model, trace_twin(model, Naming(tensors=metas), load, num_ranks=2))
     assert inventory.refusals == ()
     parts = {f"gate_up[{expert}]": (expert, 0) for expert in (3, 1)}
-    assert inventory.stacked[0] == Stacked(name="gate_up", shape=(4, 256, 128), parts=parts)
+    assert inventory.stacked[0] == Stacked(
+        name="gate_up", shape=(4, 256, 128), parts=parts, is_transposed=is_transposed
+    )
     for slot in inventory.slots:
         is_down, expert = slot.name.startswith("down"), int(slot.name[-2])
         place = {3: 0, 1: 1}[expert]
