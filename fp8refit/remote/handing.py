@@ -7,7 +7,7 @@ does whatever else it has to do, and a rank that died is noticed as it is in eve
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Generator, Sequence
 from typing import Protocol
 
 from fp8refit.remote import messages
@@ -62,9 +62,33 @@ class Handing:
         """What ranks are told of when the device has packed it."""
         self._answers: Awaitable[Sequence[Reply]] | None = None
         """Those of an order under way."""
+        self._pieces: Generator[Piece, None, None] | None = None
+        """What is left of the source."""
 
-    async def hand_over(self, source: Source, bucket_bytes: int) -> None:
-        """Read a source to its end, and return when every rank has taken all of it.
+    def open(self, source: Source, bucket_bytes: int) -> None:
+        """Begin to read a source, and take the memory that it goes through. Ranks hear nothing of it yet.
+
+        Raises:
+            InvalidSourceError: Its first tensor is one that no rank could take.
+            StagingMemoryError: No room for the buckets.
+            BaseException: What reading the source raised.
+        """
+        self._ring.begin()
+        self._packer.begin(bucket_bytes)
+        self._pieces = in_pieces(source, bucket_bytes)
+        first = next(self._pieces, None)
+        if first is not None:
+            self._packer.reserve(first.tensor)
+            self._packer.put(first)
+
+    def close(self) -> None:
+        """Stop reading the source."""
+        pieces, self._pieces = self._pieces, None
+        if pieces is not None:
+            pieces.close()
+
+    async def hand_over(self) -> None:
+        """Read the source that was opened to its end, and return when every rank has taken all of it.
 
         However it ends, no rank is at work any more; unless the engine is lost.
 
@@ -73,10 +97,9 @@ class Handing:
             RefitError: What a rank failed with.
             BaseException: What reading the source raised.
         """
-        self._ring.begin()
-        self._packer.begin(bucket_bytes)
+        assert self._pieces is not None, "open() comes first"
         with Caught() as failed:
-            for piece in in_pieces(source, bucket_bytes):
+            for piece in self._pieces:
                 if not self._packer.has_room(piece):
                     await self._open_set(piece)
                 self._packer.put(piece)
@@ -86,6 +109,7 @@ class Handing:
                 await self._seal()
             await self._catch_up()
         if failed.error is not None:
+            self.close()
             self._ring.call_back()
             with Caught():
                 await self._hear()

@@ -5,6 +5,7 @@ Tensors that those processes can map go by handle, all at once; files go by path
 
 import logging
 import uuid
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,8 +89,11 @@ class HostRoute:
     async def write(self, offered: Offered) -> list[Reply]:
         """Have every rank write what was prepared, or compare it; what each says.
 
+        No rank writes anything before the first tensor of a stream was read, and there is memory for it.
+
         Raises:
             InvalidSourceError: A stream is not what was announced.
+            StagingMemoryError: No room for the buckets of a stream.
             RefitError: What a rank has to say.
             BaseException: What reading a stream raised.
         """
@@ -99,11 +103,13 @@ class HostRoute:
             order = messages.Write(refit=ranks.refit, keeps_mapped=offered.is_settled)
             replies = await ranks.ask(order, num_votes=num_votes)
         else:
-            await ranks.ask(messages.Begin(refit=ranks.refit))
-            try:
-                await self._hand_over(offered.source)
-            except InvalidSourceError as error:
-                raise InvalidSourceError(error.problems, written=True) from error
+            with closing(Handing(ranks, self._packer, self._open_ring(), ranks.refit)) as handing:
+                handing.open(offered.source, ranks.config.bucket_bytes)
+                await ranks.ask(messages.Begin(refit=ranks.refit))
+                try:
+                    await handing.hand_over()
+                except InvalidSourceError as error:
+                    raise InvalidSourceError(error.problems, written=True) from error
             replies = await ranks.ask(messages.Finish(refit=ranks.refit), num_votes=num_votes)
         if not offered.compares:
             ranks.check_is_one_policy(replies)
@@ -119,20 +125,19 @@ class HostRoute:
         """What the ranks have mapped is not known."""
         self._mapped_digest = ""
 
-    def close(self) -> None:
-        """Give back what this process shares. Every rank has let go of it."""
+    def close(self, *, may_be_read: bool) -> None:
+        """Give back what this process shares; see `Packer.close`."""
         self.fail()
         self._exporter.close()
-        self._packer.close()
+        self._packer.close(may_be_read=may_be_read)
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.close()
 
-    async def _hand_over(self, source: Source) -> None:
+    def _open_ring(self) -> Ring:
         if self._ring is None:
             self._ring = Ring.make()
-        handing = Handing(self._ranks, self._packer, self._ring, self._ranks.refit)
-        await handing.hand_over(source, self._ranks.config.bucket_bytes)
+        return self._ring
 
     def _offer(self, source: Source) -> messages.MappedTensors | messages.Files | messages.Pushed:
         """Say how the ranks come by the source's tensors."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.live.slots import dtype_name
@@ -92,19 +93,30 @@ class Packer:
         bucket = self.buckets.get(piece.tensor.device)
         return bucket is None or bucket.has_room(piece.tensor)
 
+    def reserve(self, tensor: Tensor) -> None:
+        """Have a bucket of every set for what is like a tensor, so that there is room for it before anything is written.
+
+        Raises:
+            StagingMemoryError: There is none on its device.
+        """
+        num_bytes = max(self._bucket_bytes, tensor.nbytes)
+        for buckets in self._sets:
+            if tensor.device not in buckets:
+                buckets[tensor.device] = self._make_bucket(tensor.device, num_bytes)
+
     def put(self, piece: Piece) -> None:
         """Queue a copy of a piece, for which there is room.
 
         Raises:
             InvalidSourceError: No weight has its dtype.
-            StagingMemoryError: No room on its device for a bucket.
+            StagingMemoryError: No room for a bucket on its device, which is not that of anything before it.
         """
         name, tensor = piece.name, piece.tensor
         if tensor.dtype not in _SENDABLE:
             raise InvalidSourceError([f"{name}: has dtype {dtype_name(tensor.dtype)}, which no weight has"])
         buckets = self._sets[self.num_packed % NUM_SETS]
         if tensor.device not in buckets:
-            buckets[tensor.device] = self._make_bucket(tensor.device, max(self._bucket_bytes, tensor.nbytes))
+            self.reserve(tensor)
         if tensor.device not in self._work:
             self._work[tensor.device] = WorkStream(tensor.device)
         with self._work[tensor.device].joined():
@@ -131,10 +143,17 @@ class Packer:
         while self._dropped:
             self._dropped.pop().close()
 
-    def close(self) -> None:
-        """Give the buckets back. Every rank has let go of them."""
-        self.free_dropped()
-        for buckets in self._sets:
-            for bucket in buckets.values():
+    def close(self, *, may_be_read: bool = False) -> None:
+        """Give the buckets back.
+
+        Args:
+            may_be_read: Whether some rank may not have let go of them. Memory of a GPU that another process has mapped may not
+                be freed, and is left until this process ends; memory of the host lives on there.
+        """
+        buckets = [*self._dropped, *(bucket for each in self._sets for bucket in each.values())]
+        self._dropped.clear()
+        for each in self._sets:
+            each.clear()
+        for bucket in buckets:
+            if not may_be_read or bucket.segment.kind == "memfd":
                 bucket.close()
-            buckets.clear()

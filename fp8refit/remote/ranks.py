@@ -155,7 +155,7 @@ class RemoteRanks:
         finally:
             self._broadcast.close()
             self._source = self._offered = None
-            self._route.close()
+            self._route.close(may_be_read=self.asked.lost_because is not None)
 
     async def meet(self, config: RefitConfig) -> None:
         """Learn who is at the other end, for a refit by `config`.

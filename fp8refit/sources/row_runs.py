@@ -1,6 +1,6 @@
 """Splits tensors that are larger than a bucket into runs of rows, without cutting through blocks."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, runtime_checkable
@@ -45,7 +45,7 @@ class InPieces(Protocol):
         ...
 
 
-def in_pieces(source: Source, max_bytes: int) -> Iterator[Piece]:
+def in_pieces(source: Source, max_bytes: int) -> Generator[Piece, None, None]:
     """Read a source once, with large tensors in runs of rows, sized as by `cut`.
 
     Raises:

@@ -9,7 +9,7 @@ import torch
 
 import fp8refit.remote.handing
 import fp8refit.remote.rank_server
-from fp8refit.errors import EngineBusyError, EngineLostError, RankFailedError
+from fp8refit.errors import EngineBusyError, EngineLostError, RankFailedError, StagingMemoryError
 from fp8refit.transport.memory.ring import Ring
 from fp8refit.transport.memory.shared_tensors import Bucket
 from tests.fake_ranks import ClientEntryPoint, Cluster, Remote
@@ -220,6 +220,44 @@ def test_whatever_the_source_raises_is_told_when_no_rank_is_at_work_any_more(pla
     assert remote.cluster.states == [(True, 0)] * 2
     remote.refitter.refit(iter(policy.items()))
     remote.cluster.assert_holds(policy, version=1)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_memory_for_buckets_is_taken_before_any_rank_writes(place, remote, monkeypatch):
+    policy, made = remote.cluster.make_policy(1), []
+
+    def make_bucket(device, num_bytes):
+        made.append(num_bytes)
+        if len(made) == place + 1:
+            raise StagingMemoryError("no room")
+        return Bucket(1 << 17)
+
+    monkeypatch.setattr(remote.ranks._route._packer, "_make_bucket", make_bucket)
+    with pytest.raises(StagingMemoryError, match="no room"):
+        remote.refitter.refit(iter(policy.items()))
+    assert remote.cluster.states == [(False, 0)] * 2
+    assert "begin" not in remote.channel.steps
+    remote.refitter.refit(iter(policy.items()))
+    remote.cluster.assert_holds(policy, version=1)
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("kind", ["cuda_ipc", "memfd"])
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_memory_of_a_gpu_that_a_lost_rank_may_be_reading_is_not_freed(is_lost, kind, monkeypatch):
+    """A rank that hangs is lost, and its process lives."""
+    remote, closed = Remote(Cluster()), []
+    policy = remote.cluster.make_policy(1)
+    remote.refitter.refit(iter(policy.items()))
+    packer = remote.ranks._route._packer
+    buckets = [bucket for each in packer._sets for bucket in each.values()]
+    for bucket in buckets:
+        bucket.segment = bucket.segment.model_copy(update={"kind": kind})
+    monkeypatch.setattr(Bucket, "close", lambda bucket: closed.append(bucket))
+    if is_lost:
+        remote.ranks.asked.lost_because = "it did not answer"
+    remote.refitter.close()
+    assert closed == ([] if is_lost and kind == "cuda_ipc" else buckets)
 
 
 def test_a_refit_by_the_source_is_refused(remote):

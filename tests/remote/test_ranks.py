@@ -202,7 +202,7 @@ def test_the_layout_is_that_of_all_ranks():
 def test_closing_unmaps_everything_and_keeps_version_and_plan_of_the_engine(cluster):
     before = mapped_segments()
     remote = refitted(cluster)
-    assert len(mapped_segments() - before) == len(("bucket", "ring"))
+    assert len(mapped_segments() - before) == len(("bucket", "its twin", "ring"))
     remote.refitter.close()
     assert not mapped_segments() - before
     assert remote.refitter.version == 1

@@ -182,7 +182,7 @@ class ServedRanks(RemoteRanks):
     def _start_over(self) -> None:
         """Forget a server that is gone: another one answers in its place."""
         self._broadcast.close()
-        self._route.close()
+        self._route.close(may_be_read=self.asked.lost_because is not None)
         super().__init__(self._driver, self._driver)
 
     @override
