@@ -33,7 +33,7 @@ last refit, and the tower is kept (`keep=`).
 `nox -s zoo` makes this page anew; a few of each engine's run in every test.
 """
 _ERROR = re.compile(
-    r"^(?:E\s+|\[rank\d+\]: )*(?:\w+\.)*(\w*(?:Error|Exception|Failure|Interrupt)): (.+)(?:\n(?:\[rank\d+\]: )*\s+(.+))?$",
+    r"^(?:E\s+|\[rank\d+\]: )*(?:\w+\.)*(\w*(?:Error|Exception|Failure|Interrupt))(?:: (.+))?(?:\n(?:\[rank\d+\]: )*\s+(.+))?$",
     re.MULTILINE,
 )
 _SENTENCE = re.compile(r".+?(?=[.!?](?:\s+[A-Z]|$)|$)")
@@ -65,6 +65,8 @@ def shortened(text: str) -> str:
     if not told and "ended with -9" in text:
         return "does not come to an end in the time that a walk gives it"
     kind, message, listed = told[-1] if told else ("", text.removeprefix("cannot be refitted: "), "")
+    if not message:
+        return kind
     # Of an error that heads a list, the first of it says more.
     line = " ".join((listed if message.endswith(":") or "validation error" in message else message).split())
     line = _OF_PYDANTIC.sub("", line.removeprefix("- ").removeprefix("Value error, "))

@@ -2,10 +2,10 @@
 
 What is real: vLLM's engine core, scheduler, loaders, post-processing, attention, sampling, prefix cache, worker processes
 and their collective operations. What is not: the block-FP8 product, which is torch's (`cpu_kernel.py`), and so is attention
-over an FP8 KV cache where the CPU has no AVX-512 (`cpu_fp8_cache.py`). Worker processes are forks of one that has imported
-vLLM, as by its default on a GPU; `layout_runs.CASES` says which are spawned. Nothing here speaks for GPU kernels, for the
-product of DeepGEMM, CUTLASS or Marlin, for CUDA graphs, for CUDA IPC, for sleep mode, which vLLM ignores on a CPU, or for
-speed.
+over an FP8 KV cache where the CPU has no AVX-512 (`cpu_fp8_cache.py`). torchvision is a stub (`stubs/`): no test processes an
+image. Worker processes are forks of one that has imported vLLM, as by its default on a GPU; `layout_runs.CASES` says which are
+spawned. Nothing here speaks for GPU kernels, for the product of DeepGEMM, CUTLASS or Marlin, for CUDA graphs, for CUDA IPC, for
+sleep mode, which vLLM ignores on a CPU, or for speed.
 """
 
 import importlib.util
@@ -36,7 +36,14 @@ def environment(tmp_path_factory):
     groups = [f"[{group}]\n{PLUGIN} = {found}\n" for group, found in entry_points.items()]
     (folder / "entry_points.txt").write_text("".join(groups))
     # Not this folder's parent: `import vllm` would still find the real one, but only because this one is no package.
-    paths = [HERE.parent / "stubs", HERE.parents[1], HERE, plugins, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        HERE / "stubs",
+        HERE.parent / "stubs",
+        HERE.parents[1],
+        HERE,
+        plugins,
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     return {"PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 

@@ -18,6 +18,7 @@ AT_LEAST = 60
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 CI = [
+    "AXK1ForCausalLM",
     "ApertusForCausalLM",
     "BloomForCausalLM",
     "CohereForCausalLM",
@@ -26,12 +27,16 @@ CI = [
     "FalconH1ForCausalLM",
     "GPT2LMHeadModel",
     "GPTNeoXForCausalLM",
+    "Gemma3ForConditionalGeneration",
     "GraniteMoeForCausalLM",
+    "InternVLForConditionalGeneration",
     "Qwen3NextForCausalLM",
+    "Qwen3VLForConditionalGeneration",
 ]
-SILENT_IN_CI = ["JambaForCausalLM"]
+SILENT_IN_CI = ["JambaForCausalLM", "Llama4ForConditionalGeneration"]
 """Those that vLLM has no kernels for on a CPU."""
 IN_ORDERS_OF_THEIR_OWN = ("BloomForCausalLM", "FalconH1ForCausalLM", "GPT2LMHeadModel", "GraniteMoeForCausalLM")
+IN_ORDERS_OF_THEIR_OWN += ("Llama4ForConditionalGeneration",)
 """Those of which no checkpoint holds the blocks that an engine does."""
 
 

@@ -1,72 +1,8 @@
 """Stands for NVIDIA's CuTe DSL, without which SGLang 0.5.15 does not import DeepSeek's models: kernels are defined, never run.
 
-Every module under `cutlass` and `cuda` and every name in them is there. A name decorates a function by leaving it as it is,
-and can be a base class, an annotation or an argument of another name; it has no values.
+CUDA's bindings are found too, if nobody else has them.
 """
 
-import importlib.abc
-import importlib.machinery
-import sys
-import types
+from absent import stand_for
 
-
-class AbsentName:
-    """A name in the package."""
-
-    def __init__(self, name):
-        self.__name__ = name
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return AbsentName(f"{self.__name__}.{name}")
-
-    def __call__(self, *arguments, **options):
-        is_decorator = len(arguments) == 1 and not options and isinstance(arguments[0], types.FunctionType)
-        return arguments[0] if is_decorator else self
-
-    def __getitem__(self, key):
-        return self
-
-    def __mro_entries__(self, bases):
-        return ()
-
-    def __or__(self, other):
-        return self
-
-    __ror__ = __or__
-
-
-class AbsentModule(types.ModuleType):
-    """A module of the package."""
-
-    __path__ = ()
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return AbsentName(f"{self.__name__}.{name}")
-
-
-class FindAbsentModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every module under the package, and CUDA's bindings if nobody else does."""
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname.partition(".")[0] not in (__name__, "cuda"):
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec):
-        return AbsentModule(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return AbsentName(f"{__name__}.{name}")
-
-
-sys.meta_path.append(FindAbsentModules())
+__getattr__ = stand_for(__name__, "cuda")
