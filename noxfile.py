@@ -3,7 +3,7 @@
 - `nox -s demo`: the main job on the embedded default: no GPU, no download
 - `nox -s tests`: core and transformers, then real vLLM, then real SGLang with stubbed kernels, on the CPU
 - `nox -s tests_trainers`: corrections against verl's, whose wheel is installed for it
-- `nox -s tests_trl`: TRL's trainer, from its wheel, with the drop-in
+- `nox -s tests_trl`: TRL's trainer and its server, from its wheel, with the drop-in
 - `nox -s tests_verl`: verl's rollout worker, from its wheel, with the drop-in
 - `nox -s lint types`
 - `nox -s docs`: the documentation's site in build/site; a warning or a dead link is an error
@@ -118,7 +118,7 @@ def tests_trainers(session: nox.Session) -> None:
 
 @nox.session
 def tests_trl(session: nox.Session) -> None:
-    """TRL's own trainer over real vLLM on the CPU: of a version that TRL does not name yet."""
+    """TRL's own trainer and server over real vLLM on the CPU: of a version that TRL does not name yet."""
     install_vllm(session)
     session.install(TRL)
     session.run("pytest", "tests/vllm/test_trl.py", *session.posargs, env=ENVIRONMENT)

@@ -1,9 +1,10 @@
 """The drop-in: vLLM's own calls that load weights into a live engine become refits. Off unless `FP8REFIT_DROP_IN=1`.
 
-Three things are wrapped, and only for networks that the drop-in is installed on: `load_weights`; the functions around a
-layerwise reload, which `reload_weights` and vLLM's weight transfer call; and the post-load processing, which trainers
-call and which would replace live tensors. A failed `reload_weights` is also ended, since vLLM leaves it begun. Installation
-happens after boot, so booting is unaffected. `remove` undoes everything.
+Four things are wrapped, and only for networks that the drop-in is installed on: `load_weights`; the functions around a
+layerwise reload, which `reload_weights` and vLLM's weight transfer call; the transfer's `receive_weights`, so that it
+receives all tensors whatever becomes of them; and the post-load processing, which trainers call and which would replace
+live tensors. A failed `reload_weights` is also ended, since vLLM leaves it begun. Installation happens after boot, so
+booting is unaffected. `remove` undoes everything.
 """
 
 import logging
@@ -74,6 +75,8 @@ def install(worker: Any, rank: Callable[[], Rank]) -> None:
     object.__setattr__(network, _HELD, drop_in)
     object.__setattr__(network, "load_weights", drop_in.load)
     worker.model_runner.reload_weights = _ended_if_it_fails(worker.model_runner.reload_weights, drop_in)
+    if (transfer := getattr(worker, "weight_transfer_engine", None)) is not None:
+        transfer.receive_weights = drop_in.receiving()(transfer.receive_weights)
     worker.fp8refit_last_report = report
     _networks.add(network)
     _wrap()
@@ -89,6 +92,8 @@ def remove(worker: Any) -> None:
     for name in (_HELD, "load_weights"):
         object.__delattr__(network, name)
     del worker.model_runner.reload_weights, worker.fp8refit_last_report
+    if (transfer := getattr(worker, "weight_transfer_engine", None)) is not None:
+        del transfer.receive_weights
     _networks.discard(network)
     if not _networks:
         _unwrap()

@@ -10,7 +10,8 @@ of two policies never add up to one.
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ class DropIn:
         self._bucket: list[tuple[str, Tensor]] = []
         self._samples: list[Tensor] = []
         self._has_warned_of_scales = False
+        self._is_receiving = False
+        self._late: Exception | None = None
 
     @property
     def is_open(self) -> bool:
@@ -112,6 +115,32 @@ class DropIn:
             RefitError: What does not fit. An engine of several ranks raises it when the policy has come to its end, on all of
                 them alike.
         """
+        if not self._is_receiving:
+            return self._load(weights)
+        if self._late is None:
+            try:
+                return self._load(weights)
+            except Exception as error:  # noqa: BLE001 - raised by `receiving`
+                self._late = error
+        return set()
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """While tensors come by collectives: errors are raised after the last one, or the trainer would hang in it.
+
+        Raises:
+            RefitError: What did not fit. The rest was received and left out.
+        """
+        self._is_receiving, self._late = True, None
+        try:
+            yield
+        finally:
+            self._is_receiving = False
+        late, self._late = self._late, None
+        if late is not None:
+            raise late
+
+    def _load(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> set[str]:
         pairs = list(weights.items()) if isinstance(weights, Mapping) else weights
         are_together = isinstance(pairs, list | tuple)
         came = set()

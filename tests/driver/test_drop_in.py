@@ -383,6 +383,31 @@ def test_a_refit_ends_an_update_that_failed_and_that_nobody_ended():
     site.assert_holds(policy, 2)
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_what_does_not_fit_among_received_tensors_is_raised_after_the_last_of_them(place, site):
+    policy = site.cluster.make_policy(1)
+    items = list(policy.items())
+    broken = items.copy()
+    name, tensor = items[place * (len(items) - 1) // 3]
+    broken[place * (len(items) - 1) // 3] = name, torch.full_like(tensor, torch.nan)
+    num_received = []
+
+    def receive(drop_in, items):
+        drop_in.begin()
+        with drop_in.receiving():
+            for item in items:
+                drop_in.load([item])
+                num_received.append(item)
+        drop_in.end()
+
+    outcomes = site.each(lambda drop_in: receive(drop_in, broken))
+    assert all(isinstance(outcome, NonFiniteError | RankFailedError) for outcome in outcomes)
+    assert len(num_received) == len(broken) * len(site.clients)
+    assert site.is_dirty
+    site.each(lambda drop_in: receive(drop_in, items))
+    site.assert_holds(policy, 1)
+
+
 def test_refusals_are_told_by_every_rank_at_once(monkeypatch):
     cluster = Cluster("tensor")
     cluster.shards[-1].refusals = (Refusal(module="x", reason="is packed", remedy="Boot otherwise"),)

@@ -2,6 +2,7 @@
 
 `conftest.py` makes the entry point. `FP8REFIT_TEST_KERNEL` names the kernel; without it nothing is registered.
 `FP8REFIT_TEST_START_METHOD` says how an engine's processes begin: as forks, as on a GPU, unless it is `spawn`.
+With `FP8REFIT_TEST_TRANSFER` vLLM's weight transfer needs no GPU.
 """
 
 import os
@@ -21,6 +22,10 @@ def register() -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.worker_base import WorkerBase
 
+    if "FP8REFIT_TEST_TRANSFER" in os.environ:
+        import cpu_transfer
+
+        cpu_transfer.install()
     torch.compiler.set_stance("force_eager")  # as `run_engine.py` says
     cpu_kernel.register(kind)
     WorkerBase.observe = observe

@@ -1,4 +1,4 @@
-"""TRL's GRPO trainer, imported from its wheel and unmodified, over real vLLM on the CPU. `trl_steps.py` is all that is ours."""
+"""TRL's GRPO trainer and server, unmodified, over real vLLM on the CPU. Ours: `trl_steps.py` and `cpu_transfer.py`."""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ def train(environment, folder, *options):
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.fixture(scope="module", params=[(), ("sleep",)], ids=["awake", "asleep between"])
+@pytest.fixture(scope="module", params=[(), ("sleep",), ("server",)], ids=["awake", "asleep between", "server"])
 def trained(request, environment, starter, tmp_path_factory):
     """What TRL's engine held at each step, and what fresh engines hold that boot from the trainer's weights of that step."""
     work = tmp_path_factory.mktemp("trl")
@@ -42,11 +42,24 @@ def test_after_each_step_the_engine_holds_what_a_fresh_one_boots(trained):
 
 
 def test_log_probabilities_move_with_every_step(trained):
-    said = [str(step["said"]["logprobs"]) for step in trained["steps"]]
+    said = [str(step["said"]) for step in trained["steps"]]
     assert len(set(said)) == len(said) == 3
 
 
-def test_without_the_drop_in_the_same_trainer_does_not_get_there(environment, tmp_path):
-    found = train(environment | ENVIRONMENT, tmp_path / "off")
+@pytest.mark.parametrize("options", [(), ("server",)], ids=["colocated", "server"])
+def test_without_the_drop_in_the_same_trainer_does_not_get_there(options, environment, tmp_path):
+    found = train(environment | ENVIRONMENT, tmp_path / "off", *options)
     assert found["error"]
     assert not found["steps"]
+
+
+def test_a_server_that_is_sent_nan_answers_nobody_and_the_next_policy_heals_it(environment, starter, tmp_path):
+    found = train(environment | ON, tmp_path / "fault", "fault")
+    assert found["error"]
+    assert found["seconds"] < 60
+    assert len(found["steps"]) == 3
+    assert "status" in found["dirty"]
+    healed = run_scenario(
+        starter, "drop-in fresh", {"work": tmp_path / "fault", "policy": "policy-2"}, tmp_path, timeout_s=100
+    )
+    assert found["steps"][-1]["live"] == healed.drivers[0]["live"]

@@ -1,20 +1,31 @@
-"""TRL's own GRPO trainer, unmodified, with vLLM in its process: three steps. `test_trl.py` says what must come of it.
+"""Three steps of TRL's own GRPO trainer, unmodified, with vLLM in its process or behind TRL's server. For `test_trl.py`.
 
-    python trl_steps.py FOLDER [sleep]
+    python trl_steps.py FOLDER [sleep | server | fault]
 
-Writes what the engine held and said when each batch was rewarded, and the trainer's weights of that moment as a checkpoint.
+Writes what the engine held and said when each batch was rewarded, and the trainer's weights of that moment as a
+checkpoint. `fault` is a server whose third policy has a NaN.
 """
 
 import json
+import os
+import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
+from typing import Any
 
+import cpu_transfer
 import torch
+import vllm
 from datasets import Dataset
 from engines import live_bytes, said
+from processes import free_port
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
 from vllm import SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 
@@ -24,35 +35,137 @@ from tests.tiny_models import save_model
 NUM_STEPS = 3
 PROBE = SamplingParams(max_tokens=4, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
 PROBED = [(13 * i) % 200 for i in range(24)]
+DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 
 
-def main(folder: Path, *, sleeps: bool) -> None:
-    if sleeps:  # which a CPU ignores, but for the order of the calls
-        CpuPlatform.is_sleep_mode_available = lambda _: True
+class Colocated:
+    """The engine is in the trainer's process. A CPU ignores that it sleeps, but for the order of the calls."""
+
+    def __init__(self, *, sleeps: bool) -> None:
+        self._sleeps = sleeps
+        if sleeps:
+            CpuPlatform.is_sleep_mode_available = lambda _: True
+        self.options = {"vllm_mode": "colocate", "vllm_max_model_length": 256, "vllm_enable_sleep_mode": sleeps}
+
+    def look(self, trainer: GRPOTrainer) -> dict:
+        llm = trainer.vllm_generation.llm
+        if self._sleeps:
+            llm.wake_up()
+        (output,) = llm.generate({"prompt_token_ids": PROBED}, PROBE, use_tqdm=False)
+        if self._sleeps:
+            llm.sleep(level=2)
+        report = fp8refit.last_report()
+        return {
+            "live": live_bytes(llm),
+            "said": said(output)["logprobs"],
+            "version": report.version if report else None,
+        }
+
+    def close(self, trainer: GRPOTrainer) -> None:
+        trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
+
+
+class Served:
+    """`trl vllm-serve`, and its client, whose GPU is a stand-in."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        self._model, self._url = str(model), f"http://127.0.0.1:{free_port()}"
+        command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--host", "127.0.0.1"]
+        command += ["--port", self._url.rpartition(":")[2], "--max_model_len", "256", "--dtype", "bfloat16"]
+        command += ["--enforce_eager", "true", "--max-num-seqs", "4", "--num-gpu-blocks-override", "64"]
+        named = (
+            model.parent / "named"
+        )  # the CPU's wheel has another name, and vLLM's command asks for the version of this one
+        (named / "vllm-0.dist-info").mkdir(parents=True)
+        (named / "vllm-0.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}+cpu\n"
+        )
+        environment = {"FP8REFIT_TEST_TRANSFER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], str(named)])
+        environment["VLLM_HOST_IP"] = os.environ["VLLM_HOST_IP"] = "127.0.0.1"
+        self._process = subprocess.Popen(
+            [str(part) for part in command],
+            env=os.environ | environment,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        cpu_transfer.install()
+        init_communicator = VLLMClient.init_communicator
+        VLLMClient.init_communicator = lambda client, device: init_communicator(client, torch.device("cuda"))
+        self.options = {
+            "vllm_mode": "server",
+            "vllm_server_base_url": self._url,
+            "vllm_server_timeout": 150.0,
+            "vllm_group_port": free_port(),
+        }
+
+    def look(self, _: GRPOTrainer) -> dict:
+        asked = {"model": self._model, "prompt": PROBED, "max_tokens": 4, "temperature": 0, "logprobs": 2}
+        answer = self.post("/v1/completions", asked | {"ignore_eos": True})
+        live, report = self.call("observe", "live_bytes")["found"], self.call("fp8refit_last_report")
+        return {
+            "live": live,
+            "said": answer["choices"][0]["logprobs"] if "choices" in answer else answer,
+            "version": json.loads(report)["version"] if report else None,
+        }
+
+    def call(self, method: str, *arguments: str) -> Any:
+        """The first rank's answer to vLLM's `collective_rpc`."""
+        return self.post("/collective_rpc", {"method": method, "args": arguments})["results"][0]
+
+    def post(self, route: str, body: dict) -> dict:
+        request = urllib.request.Request(
+            self._url + route, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            return {"status": error.code, "said": error.read().decode()}
+
+    def close(self, _: GRPOTrainer) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+
+
+class Fault(TrainerCallback):
+    """Breaks one weight once two steps are done, and mends it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._whole: torch.Tensor | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: torch.nn.Module, **_: Any) -> None:
+        if state.global_step == NUM_STEPS - 1:
+            weight = model.get_parameter(DOWN_PROJ).data
+            self._whole = weight.clone()
+            weight[3, 5] = torch.nan
+            self.seconds = -time.monotonic()
+
+    def mend(self, model: torch.nn.Module) -> None:
+        self.seconds += time.monotonic()
+        model.get_parameter(DOWN_PROJ).data.copy_(self._whole)
+
+
+def main(folder: Path, how: str) -> None:
     save_model("qwen3", 1, folder / "model")
     tokenizer_of_bytes().save_pretrained(folder / "model")
+    is_served = how in ("server", "fault")
+    place = Served(folder / "model", folder / "server.log") if is_served else Colocated(sleeps=how == "sleep")
     seen: list[dict] = []
+
+    def look() -> None:
+        trainer.model.save_pretrained(folder / f"policy-{len(seen)}")
+        seen.append(place.look(trainer))
 
     def reward(completions: list[str], **_: object) -> list[float]:
         """Looks at the engine, which has just answered."""
-        llm = trainer.vllm_generation.llm
-        if sleeps:
-            llm.wake_up()
-        (output,) = llm.generate({"prompt_token_ids": PROBED}, PROBE, use_tqdm=False)
-        if sleeps:
-            llm.sleep(level=2)
-        policy = folder / f"policy-{len(seen)}"
-        trainer.model.save_pretrained(policy)
-        report = fp8refit.last_report()
-        seen.append({"live": live_bytes(llm), "said": said(output), "version": report.version if report else None})
+        look()
         return [len(set(text)) + len(text) / 7 for text in completions]
 
     config = GRPOConfig(
         output_dir=str(folder / "out"),
         use_vllm=True,
-        vllm_mode="colocate",
-        vllm_max_model_length=256,
-        vllm_enable_sleep_mode=sleeps,
         use_cpu=True,
         bf16=False,
         model_init_kwargs={"dtype": "bfloat16"},
@@ -67,16 +180,30 @@ def main(folder: Path, *, sleeps: bool) -> None:
         logging_steps=1,
         report_to=[],
         save_strategy="no",
+        **place.options,
     )
     prompts = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven"] * 4})
-    trainer = GRPOTrainer(model=str(folder / "model"), reward_funcs=reward, args=config, train_dataset=prompts)
-    error = ""
+    fault = Fault() if how == "fault" else None
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=prompts,
+        callbacks=[fault] if fault else None,
+    )
+    found: dict[str, Any] = {"steps": seen, "error": ""}
     try:
         trainer.train()
     except Exception as raised:  # noqa: BLE001 - of the control
-        error = f"{type(raised).__name__}: {raised}"
-    (folder / "found.json").write_text(json.dumps({"steps": seen, "error": error}))
-    trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
+        found["error"] = f"{type(raised).__name__}: {raised}"
+    if fault:
+        found["dirty"] = place.look(trainer)["said"]
+        fault.mend(trainer.model)
+        found["seconds"] = fault.seconds
+        trainer.vllm_generation.sync_weights()
+        look()
+    (folder / "found.json").write_text(json.dumps(found))
+    place.close(trainer)
 
 
 def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
@@ -90,4 +217,4 @@ def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    main(Path(sys.argv[1]), sleeps="sleep" in sys.argv)
+    main(Path(sys.argv[1]), *sys.argv[2:] or [""])
