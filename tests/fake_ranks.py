@@ -11,13 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import fp8refit.ranks.target
 from fp8refit import EngineLostError, Refitter
 from fp8refit.driver.local_ranks import LocalRanks
+from fp8refit.fill.fills import Prepared
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import (
     FP8_DTYPE,
@@ -30,8 +33,10 @@ from fp8refit.live.slots import (
     Stacked,
     TensorMeta,
 )
+from fp8refit.ranks.live_model import LiveModel
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
+from fp8refit.ranks.write import Write
 from fp8refit.remote.messages import Request
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.remote.ranks import RemoteRanks
@@ -425,30 +430,43 @@ def fail_once(owner: object, method: str, error: BaseException, *, after: bool =
 
 
 FAULTS = {
-    "ready": ("check_ready", False),
-    "judged": ("_check", False),
-    "prepared": ("prepare", True),
-    "begun": ("_launch", False),
-    "filled": ("_launch", True),
-    "finished": ("_finish", False),
-    "written": ("finish", True),
+    "ready": ("target", "check_ready", False),
+    "judged": ("target", "_check_kept", False),
+    "prepared": ("target", "prepare", True),
+    "begun": ("write", "begin", False),
+    "filled": ("write", "begin", True),
+    "finished": ("write", "finish", False),
+    "written": ("target", "finish", True),
 }
-"""Where a rank may fail: in which method of its `Target`, and whether when that is done."""
+"""Where a rank may fail: in which method of its target, live model or next write, and whether when it is done."""
 
 WRITES_NOTHING = ("ready", "judged", "prepared")
 
 
 KV_FAULTS = {
-    "kv judged": ("check_kv", False),
-    "kv measured": ("measure_kv", True),
-    "kv written": ("write_kv", True),
+    "kv judged": ("live", "require_kv", False),
+    "kv measured": ("live", "measure_kv", True),
+    "kv written": ("target", "write_kv", True),
 }
 """The same for KV scales."""
 
 WRITES_NO_SCALE = ("ready", "kv judged", "kv measured")
 
+_BAD_WRITES: WeakKeyDictionary[LiveModel, Callable[[Write], None]] = WeakKeyDictionary()
+"""What becomes of the next write into a live model."""
+
 
 def arm(target: Target, fault: str, error: BaseException) -> None:
     """Let the next refit or calibration of one rank fail."""
-    method, after = (FAULTS | KV_FAULTS)[fault]
-    fail_once(target, method, error, after=after)
+    place, method, after = (FAULTS | KV_FAULTS)[fault]
+    if place == "write":
+        _BAD_WRITES[target.live] = lambda write: fail_once(write, method, error, after=after)
+        fp8refit.ranks.target.Write = _make_write
+    else:
+        fail_once(target if place == "target" else target.live, method, error, after=after)
+
+
+def _make_write(prepared: Prepared, live: LiveModel) -> Write:
+    write = Write(prepared, live)
+    _BAD_WRITES.pop(live, lambda _: None)(write)
+    return write

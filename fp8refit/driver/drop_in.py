@@ -305,7 +305,7 @@ class DropIn:
         if self._objection is not None:
             self._leave(self._objection)
         if self._samples:
-            with self._rank.target.on_device():
+            with self._rank.target.live.on_device():
                 self._rank.witness = _digest(self._samples)
         ended, self._update = self._update, None
         assert ended is not None, "one is under way"
@@ -315,7 +315,8 @@ class DropIn:
             self._rank.witness = ""
         report = ended.report
         assert report is not None, "it is over"
-        num_old = self._rank.target.num_kv_scales if report.kv is None else 0
+        kv = self._rank.target.live.kv
+        num_old = len(kv.names) if kv is not None and report.kv is None else 0
         report = report.model_copy(update={"num_old_scales": num_old})
         if num_old and not self._has_warned_of_scales:
             self._has_warned_of_scales = True

@@ -72,7 +72,7 @@ class LocalRanks(Ranks):
         """
         rank, error = self._rank, None
         with Caught() as failed:
-            rank.begin(prepared)
+            rank.target.begin(prepared)
         while failed.error is None or rank.group.size > 1:
             with Caught() as ended:
                 bucket = await source.next_bucket()
@@ -88,7 +88,7 @@ class LocalRanks(Ranks):
                     pass
                 continue
             with Caught() as failed:
-                rank.push(bucket, drain=rank.group.size > 1)
+                rank.target.push(bucket, drain=rank.group.size > 1)
             del bucket
         error = failed.error if failed.error is not None else error
         return rank.finish(prepared, objection=error)
@@ -114,12 +114,12 @@ class LocalRanks(Ranks):
 
     @override
     async def layout(self) -> EngineLayout:
-        return self._rank.layout()
+        return self._rank.target.live.layout()
 
     @override
     async def fingerprints(self) -> Sequence[str]:
-        return [self._rank.fingerprint()]
+        return [self._rank.target.live.fingerprint()]
 
     @override
     async def close(self) -> None:
-        self._rank.close()
+        self._rank.target.close()

@@ -8,16 +8,14 @@ between the last vote and the commit, so that no driver can be lost between them
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import EngineDirtyError, EngineLostError, TransportError, UnsupportedEngineError
-from fp8refit.fill.fill import Arriving
 from fp8refit.fill.fills import Prepared
-from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Inventory
 from fp8refit.live.tracing.reads import refusals_of
 from fp8refit.ranks.kv.scales import report_of
@@ -74,7 +72,7 @@ class Rank:
             on_judged: Called when this rank can take it, and others may not. What it raises keeps all ranks from it.
 
         Returns:
-            What `write`, or `begin` and `finish`, are given next.
+            What `write`, or `Target.begin` and `finish`, are given next.
 
         Raises:
             RefitError: See `Target.prepare`; the objection; or what another rank had to say.
@@ -118,7 +116,7 @@ class Rank:
 
         Raises:
             EngineDirtyError: No whole policy is served.
-            RefitError: See `Target.check_kv`; the objection; or what another rank had to say.
+            RefitError: See `KvScales.check`; the objection; or what another rank had to say.
         """
         if objection is None and self.target.is_dirty:
             objection = EngineDirtyError("this engine holds no whole policy that it could be calibrated for; refit it")
@@ -133,7 +131,7 @@ class Rank:
             objection: Why nothing may be written, for instance caches that stayed.
 
         Raises:
-            RefitError: See `check_calibration`, `Target.measure_kv` and `write_kv`.
+            RefitError: See `check_calibration`, `LiveModel.measure_kv` and `Target.write_kv`.
         """
         self.check_calibration(kv, config, objection=objection)
         reports = self._set_kv_scales(kv, config)
@@ -164,14 +162,6 @@ class Rank:
         drain = self.group.size > 1
         return self._agree_on_written(lambda: self.target.write(prepared, drain=drain), prepared)
 
-    def begin(self, prepared: Prepared) -> None:
-        """See `Target.begin`."""
-        self.target.begin(prepared)
-
-    def push(self, tensors: Iterable[Arriving] = (), *, drain: bool = False) -> None:
-        """See `Target.push`."""
-        self.target.push(tensors, drain=drain)
-
     def finish(
         self,
         prepared: Prepared,
@@ -183,7 +173,7 @@ class Rank:
         """Complete a write whose source was pushed, agree that it is whole, and commit it. See `write`.
 
         Args:
-            prepared: What `begin` was given.
+            prepared: What `Target.begin` was given.
             version: Least number of the policy.
             objection: Why it is not whole: what this rank failed with meanwhile.
             confirm: Asked after the last vote, on every rank, with the error in which it ended: raises if other engines,
@@ -196,18 +186,6 @@ class Rank:
             return self.target.finish()
 
         return self._agree_on_written(complete, prepared, version=version, confirm=confirm)
-
-    def layout(self) -> EngineLayout:
-        """See `Target.layout`."""
-        return self.target.layout()
-
-    def fingerprint(self) -> str:
-        """See `Target.fingerprint`."""
-        return self.target.fingerprint()
-
-    def close(self) -> None:
-        """See `Target.close`."""
-        self.target.close()
 
     def _agree_on_written(
         self,
@@ -254,7 +232,7 @@ class Rank:
     def _check_ready(self, kv: KvOrder | None, config: RefitConfig) -> None:
         self._claim(self.target.check_ready())
         if kv is not None:
-            self.target.check_kv(kv, config)
+            self.target.live.require_kv().check(kv, config.kv)
 
     def _set_kv_scales(self, order: KvOrder, config: RefitConfig) -> list[KvReport]:
         """Measure on every rank, agree on what was seen, write, and agree that it is written.
@@ -266,14 +244,15 @@ class Rank:
         scales: Mapping[str, float] = order.scales
         kept: tuple[str, ...] = ()
         if order.token_ids:
-            error, measured = self._try(lambda: self.target.measure_kv(order, config))
+            error, measured = self._try(lambda: self.target.live.measure_kv(order, config))
             if error is not None:  # at once: other ranks may wait for this one in the middle of the pass
                 logger.error("a calibration pass failed on rank %d: %s", self.group.rank, error)
             ballots = self._vote("measured", error, config, amax=measured.amax if measured is not None else {})
             assert measured is not None, "every rank measured"
             seen = [ballot.amax for ballot in ballots] if config.kv.reduction == "max" else [measured.amax]
             amax = {name: max(one.get(name, 0.0) for one in seen) for name in dict.fromkeys(chain(*seen))}
-            scales, kept = self.target.kv_scales_for(amax, config)
+            known = self.target.live.require_kv()
+            scales, kept = known.scales_for(amax, config.kv), known.kept(amax, config.kv)
             num_passes = measured.num_passes
         error, written = self._try(lambda: self.target.write_kv(scales))
         report = report_of(
@@ -343,7 +322,7 @@ class Rank:
         except BaseException as verdict:
             self.target.abandon()
             if isinstance(verdict, EngineLostError) and self.group.size > 1:
-                self.target.lost_because = str(verdict)
+                self.target.live.lost_because = str(verdict)
             raise
 
 

@@ -145,7 +145,7 @@ class Write(_Message):
 
 
 class Begin(_Message):
-    """Be ready for parts; see `Rank.begin`."""
+    """Be ready for parts; see `Target.begin`."""
 
     step: Literal["begin"] = "begin"
     refit: str
@@ -227,13 +227,13 @@ class Abandon(_Message):
 
 
 class Describe(_Message):
-    """Say what is held; see `Rank.layout`."""
+    """Say what is held; see `LiveModel.layout`."""
 
     step: Literal["describe"] = "describe"
 
 
 class Fingerprint(_Message):
-    """Say what the weights are; see `Rank.fingerprint`."""
+    """Say what the weights are; see `LiveModel.fingerprint`."""
 
     step: Literal["fingerprint"] = "fingerprint"
 

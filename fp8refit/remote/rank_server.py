@@ -84,7 +84,7 @@ class RankServer:
     def _obey(self, order: messages.Order) -> dict[str, Any]:
         if self._rank is None:
             self._rank = self._make_rank()
-        rank, importer = self._rank, self._open_importer(self._rank.target.device)
+        rank, importer = self._rank, self._open_importer(self._rank.target.live.device)
         is_taken = isinstance(order, messages.Take) and order.refit == self._refit
         if self._receiver is not None and not is_taken:
             self._receiver.recall()
@@ -113,12 +113,12 @@ class RankServer:
         if isinstance(order, messages.Calibrate):
             return {"kv": rank.calibrate(order.kv, order.config)}
         if isinstance(order, messages.Describe):
-            return {"layout": rank.layout()}
+            return {"layout": rank.target.live.layout()}
         if isinstance(order, messages.Fingerprint):
-            return {"fingerprint": rank.fingerprint()}
+            return {"fingerprint": rank.target.live.fingerprint()}
         if isinstance(order, messages.Close):
             self._forget()
-            rank.close()
+            rank.target.close()
             return {}
         if isinstance(order, messages.Hello):
             return {}
@@ -143,7 +143,7 @@ class RankServer:
         if isinstance(order, messages.Take):
             return {"reports": tuple(self._open_receiver(rank).take(order, self._token, prepared))}
         if isinstance(order, messages.Begin):
-            rank.begin(prepared)
+            rank.target.begin(prepared)
         else:
             self._follow(order, rank, importer)
         self._prepared = prepared
@@ -160,13 +160,13 @@ class RankServer:
         if self._ring is None or self._ring.segment != order.ring:
             self._ring = Ring.find(order.ring)
         try:
-            with rank.target.on_device():
+            with rank.target.live.on_device():
                 self._take_from(self._ring, rank, importer)
         finally:
             self._ring.leave(rank.group.rank)
 
     def _take_from(self, ring: Ring, rank: Rank, importer: Importer) -> None:
-        place, is_gpu = rank.group.rank, rank.target.device.type == "cuda"
+        place, is_gpu = rank.group.rank, rank.target.live.device.type == "cuda"
         num_received = ring.num_taken_by(place)
         reading: deque[tuple[int, torch.cuda.Event]] = deque()
         began_s = came_s = time.monotonic()
@@ -197,16 +197,20 @@ class RankServer:
             self._keep_mapped(segment.id for segment in told.segments)
             tensors = list(_pieces(importer.open(told.segments, told.refs), told.runs))
             self._packed[place] = text, tensors
-        rank.push(tensors)
+        rank.target.push(tensors)
 
     def _keep_mapped(self, ids: Iterable[str]) -> None:
         """Let go of all of the trainer's memory but some segments. What was launched may still be reading it."""
-        kept, importer, target = frozenset(ids), self._importer, self._rank.target if self._rank is not None else None
+        kept, importer, live = (
+            frozenset(ids),
+            self._importer,
+            self._rank.target.live if self._rank is not None else None,
+        )
         if importer is None or importer.mapped <= kept:
             return
-        if target is not None and target.device.type == "cuda" and target.lost_because is None:
-            with target.on_device():
-                torch.cuda.synchronize(target.device)
+        if live is not None and live.lost_because is None:
+            with live.on_device():
+                live.synchronize()
         self._packed.clear()
         importer.keep_only(kept)
 

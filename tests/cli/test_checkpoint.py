@@ -72,7 +72,7 @@ def read_json(file: Path) -> dict:
 
 
 def fake_layout() -> EngineLayout:
-    return make_target(FakeModel()).layout()
+    return make_target(FakeModel()).live.layout()
 
 
 def assert_quantized(written: dict[str, Tensor], name: str, weight: Tensor, **options: object) -> None:
@@ -256,7 +256,7 @@ def test_a_refit_from_the_checkpoint_equals_one_from_its_source(dtype, max_shard
         model.layers[0].up.data.view(torch.uint8).zero_()
     del weights[f"{LAYER}.mlp.up_proj.weight"]
     src = write_checkpoint(tmp_path / "src", weights)
-    quantize_checkpoint(src, dst, like=make_target(booted).layout(), max_shard_bytes=max_shard_bytes)
+    quantize_checkpoint(src, dst, like=make_target(booted).live.layout(), max_shard_bytes=max_shard_bytes)
     refit_target(make_target(direct), as_source(src))
     refit_target(make_target(booted), as_source(dst))
     assert live_bytes(direct) == live_bytes(booted)

@@ -138,5 +138,5 @@ def test_a_broadcast_is_not_compared():
 
 
 def test_weights_that_sleep_are_not_read(engine, monkeypatch):
-    monkeypatch.setattr("fp8refit.ranks.target._are_mapped", lambda inventory: False)
+    monkeypatch.setattr("fp8refit.ranks.target.are_mapped", lambda inventory: False)
     assert isinstance(engine.verify(lambda: as_mapping(engine.policy, None)), EngineAsleepError)

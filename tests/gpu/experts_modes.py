@@ -115,7 +115,7 @@ def timed(refitter: Refitter, policy: dict[str, Tensor]) -> dict:
 
 def count_wrong(refitter: Refitter, policy: dict[str, Tensor]) -> int:
     """Slots whose live bytes differ from what the torch specification makes of the policy."""
-    return sum(not holds(slot, policy[slot.name]) for slot in refitter._engine.ranks._rank.target._held.inventory.slots)
+    return sum(not holds(slot, policy[slot.name]) for slot in refitter._engine.ranks._rank.target.live.inventory.slots)
 
 
 def holds(slot: Slot, source: Tensor) -> bool:

@@ -134,7 +134,7 @@ class VllmUnderTest:
 
     def same_pass_s(self, refitter: Refitter, calibration: list[list[int]], *, is_measured: bool) -> float:
         """The calibration pass alone, with maxima or without."""
-        kv = refitter._engine.ranks._rank.target._kv
+        kv = refitter._engine.ranks._rank.target.live.kv
         sequences = [torch.tensor(ids, device="cuda") for ids in calibration]
         wait_for_gpu()
         start_s = time.perf_counter()

@@ -91,7 +91,7 @@ def pointers(llm: LLM) -> dict[str, int]:
 
 def count_wrong_slots(refitter: Refitter, policy: dict[str, torch.Tensor]) -> int:
     """Slots whose live bytes differ from what the torch specification makes of the policy."""
-    slots = refitter._engine.ranks._rank.target._held.inventory.slots
+    slots = refitter._engine.ranks._rank.target.live.inventory.slots
     wrong = 0
     for slot in slots:
         source = policy[slot.name]
@@ -275,7 +275,7 @@ def try_streams(llm: LLM, refitter: Refitter, policy: dict, work: Path, expected
     }
     outcome = {}
     for kind, (source, manifest_) in sources.items():
-        for slot in refitter._engine.ranks._rank.target._held.inventory.slots:
+        for slot in refitter._engine.ranks._rank.target.live.inventory.slots:
             with torch.inference_mode():
                 slot.weight.view(torch.uint8).fill_(0x55)
         torch.cuda.synchronize()

@@ -59,8 +59,8 @@ FAULTS = [
     Fault(
         name="an interrupt in the middle of a commit",
         path=TARGET,
-        before="            self.version, self.is_dirty, self._kv.torn = version, False, None\n",
-        after="            self.version = version\n            self.is_dirty = False\n            self._kv.torn = None\n",
+        before="            self.version, self.is_dirty, kv.torn = version, False, None\n",
+        after="            self.version = version\n            self.is_dirty = False\n            kv.torn = None\n",
         found_by=f"{LOCAL}::test_an_error_at_every_line_of_a_refit",
     ),
     Fault(
@@ -72,7 +72,7 @@ FAULTS = [
     ),
     Fault(
         name="tensors that share bytes in part",
-        path=TARGET,
+        path="fp8refit/ranks/live_model.py",
         before="refusals=(*inventory.refusals, *shared_bytes(inventory.slots))",
         after="refusals=(*inventory.refusals, *shared_bytes(()))",
         found_by=f"{LOCAL}::test_tensors_that_share_bytes_are_one_or_refused",
@@ -87,7 +87,7 @@ FAULTS = [
     Fault(
         name="a stale KV scale",
         path=TARGET,
-        before="            self.version, self.is_dirty, self._kv.torn = version, False, None\n",
+        before="            self.version, self.is_dirty, kv.torn = version, False, None\n",
         after="            self.version, self.is_dirty = version, False\n",
         found_by=f"{LOCAL}::TestOneRank",
     ),
@@ -115,16 +115,16 @@ FAULTS = [
     Fault(
         name="the dirty flag lost",
         path=TARGET,
-        before="        self._is_whole = False\n        writing, self._under_way = self._under_way, None\n",
-        after="        self._is_whole = self.is_dirty = False\n        writing, self._under_way = self._under_way, None\n",
+        before="        self._is_whole = False\n        write, self._write = self._write, None\n",
+        after="        self._is_whole = self.is_dirty = False\n        write, self._write = self._write, None\n",
         found_by=f"{LOCAL}::TestOneRank",
     ),
     Fault(
         name="the dirty flag set too late",
         path=TARGET,
-        before="            self.is_dirty = True\n        with self._writing():\n",
-        after="            pass\n        with self._writing():\n            prepared.fills[0].launch(None)\n"
-        "        self.is_dirty = True\n        with self._writing():\n",
+        before="            self.is_dirty = True\n        with self._undone_on_error():\n",
+        after="            pass\n        with self._undone_on_error():\n            prepared.fills[0].launch(None)\n"
+        "        self.is_dirty = True\n        with self._undone_on_error():\n",
         found_by=f"{LOCAL}::test_an_error_at_every_line_of_a_refit",
     ),
 ]

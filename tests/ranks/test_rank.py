@@ -507,7 +507,7 @@ def test_a_write_that_is_whole_on_every_rank_is_committed_by_it(way, cluster):
     policy = cluster.make_policy(1)
     prepared = together([partial(rank.prepare, partial(as_source, policy), CONFIG) for rank in cluster.ranks])
     if way == "finish":
-        together([partial(rank.begin, each) for rank, each in zip(cluster.ranks, prepared, strict=True)])
+        together([partial(rank.target.begin, each) for rank, each in zip(cluster.ranks, prepared, strict=True)])
     outcomes = together([partial(getattr(rank, way), each) for rank, each in zip(cluster.ranks, prepared, strict=True)])
     assert outcomes[0] == outcomes[1]
     assert [report.rank for report in outcomes[0]] == [0, 1]
@@ -576,8 +576,8 @@ def test_closed_ranks_can_be_refitted_again(drivers, cluster):
 
 
 def test_the_layout_is_that_of_this_rank(cluster):
-    assert [slot.offset for slot in cluster.ranks[1].layout().slots if slot.name == Q_PROJ] == [(128, 0)]
-    assert K_PROJ in {slot.name for slot in cluster.ranks[1].layout().slots}
+    assert [slot.offset for slot in cluster.ranks[1].target.live.layout().slots if slot.name == Q_PROJ] == [(128, 0)]
+    assert K_PROJ in {slot.name for slot in cluster.ranks[1].target.live.layout().slots}
 
 
 # KV scales.

@@ -661,7 +661,7 @@ def test_a_closed_rank_begins_afresh(target, model):
 
 
 def test_layout_describes_every_slot(target, model):
-    layout = target.layout()
+    layout = target.live.layout()
     assert [slot.name for slot in layout.slots] == [slot.name for slot in model.slots()]
     by_name = {slot.name: slot for slot in layout.slots}
     assert by_name[O_PROJ].scale_format is ScaleFormat.UE8M0
@@ -779,7 +779,7 @@ def test_an_engine_on_no_device_is_refused(target, model):
     moved = model.read_inventory
     slot = moved().slots[0]
     elsewhere = dataclasses.replace(slot, weight=slot.weight.to("meta"))
-    target._read_inventory = lambda: dataclasses.replace(moved(), slots=(elsewhere, *moved().slots[1:]))
+    target.live._read_inventory = lambda: dataclasses.replace(moved(), slots=(elsewhere, *moved().slots[1:]))
     with pytest.raises(UnsupportedEngineError, match="the live weights lie on cpu, meta"):
         target.prepare(as_source(make_policy(model, seed=1)), RefitConfig())
 

@@ -336,4 +336,4 @@ def test_a_fault_that_shows_while_a_rank_waits_for_its_device_is_the_end_of_the_
     monkeypatch.setattr(Ring, "take", fault)
     with pytest.raises(EngineLostError, match="illegal memory access"):
         remote.refitter.refit(iter(policy.items()))
-    assert all(target.lost_because for target in remote.cluster.targets)
+    assert all(target.live.lost_because for target in remote.cluster.targets)

@@ -133,7 +133,7 @@ def test_a_reply_comes_out_of_json_as_it_went_in(model):
         fill_device_s=1 / 3,
         source_digest="d",
     )
-    layout = make_target(model).layout()
+    layout = make_target(model).live.layout()
     error = ErrorRecord.of(InvalidSourceError(["w: missing"], written=True))
     reply = Reply(id="7", rank=1, error=error, version=3, is_dirty=True, reports=(report, report), layout=layout)
     again = Reply.model_validate_json(reply.encode())

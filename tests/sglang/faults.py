@@ -2,20 +2,20 @@
 
 import torch
 
-import fp8refit.ranks.target
+import fp8refit.ranks.write
 
 
 def arm(scheduler, rank: int) -> bool:
     """Let the next write of `rank` fail once its last slot is written; whether this is that rank."""
     if torch.distributed.get_rank() != rank:
         return False
-    honest = fp8refit.ranks.target._assert_in_place
+    honest = fp8refit.ranks.write.assert_in_place
 
     def assert_in_place(inventory) -> None:
-        fp8refit.ranks.target._assert_in_place = honest
+        fp8refit.ranks.write.assert_in_place = honest
         raise RuntimeError("injected")
 
-    fp8refit.ranks.target._assert_in_place = assert_in_place
+    fp8refit.ranks.write.assert_in_place = assert_in_place
     return True
 
 

@@ -3,8 +3,8 @@
 import os
 import signal
 
-import fp8refit.ranks.target
-from fp8refit.ranks.target import Target
+import fp8refit.ranks.write
+from fp8refit.ranks.live_model import LiveModel
 
 
 def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
@@ -14,17 +14,17 @@ def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
     """
     if worker.rank != rank:
         return False
-    honest = fp8refit.ranks.target._assert_in_place
+    honest = fp8refit.ranks.write.assert_in_place
 
     def assert_in_place(inventory) -> None:
-        fp8refit.ranks.target._assert_in_place = honest
+        fp8refit.ranks.write.assert_in_place = honest
         if fault == "die":
             # As the kernel's out-of-memory killer does it.
             os.kill(os.getpid() if pid is None else pid, signal.SIGKILL)
         else:
             raise RuntimeError("injected")
 
-    fp8refit.ranks.target._assert_in_place = assert_in_place
+    fp8refit.ranks.write.assert_in_place = assert_in_place
     return True
 
 
@@ -32,14 +32,14 @@ def arm_measuring(worker, rank: int) -> bool:
     """Let the next calibration of `rank` fail when its pass is over; whether this is that rank."""
     if worker.rank != rank:
         return False
-    honest = Target.measure_kv
+    honest = LiveModel.measure_kv
 
-    def measure_kv(target, order, config) -> None:
-        Target.measure_kv = honest
-        honest(target, order, config)
+    def measure_kv(live, order, config) -> None:
+        LiveModel.measure_kv = honest
+        honest(live, order, config)
         raise RuntimeError("injected")
 
-    Target.measure_kv = measure_kv
+    LiveModel.measure_kv = measure_kv
     return True
 
 

@@ -8,8 +8,7 @@ that saw nothing keeps the scale that it has.
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,9 +21,8 @@ from fp8refit.errors import (
     UnsupportedEngineError,
 )
 from fp8refit.fill.kernels import Maxima
-from fp8refit.fill.plan import Step
 from fp8refit.live.names import kv_scale_names
-from fp8refit.live.slots import Inventory, KvCache, KvScale, Slot
+from fp8refit.live.slots import KvCache, KvScale
 from fp8refit.ranks.kv.calibration import to_float32, unfit_scales
 from fp8refit.report import KvReport
 
@@ -67,31 +65,11 @@ class KvScales:
         self._scales: dict[str, KvScale] = {
             kv_scale_names(layer.name, scale.kind)[0]: scale for layer in cache.layers for scale in layer.scales
         }
-        self._num_weights = 0
-        self._arrivals = torch.ones(len(self._scales), dtype=torch.float32, device=device)
 
     @property
-    def num_scales(self) -> int:
-        """How many there are."""
-        return len(self._scales)
-
-    def extend(self, inventory: Inventory) -> Inventory:
-        """Let sources of `inventory` bring scales: into memory of our own, where they are judged before they are written."""
-        aliases, unneeded = dict(inventory.aliases), list(inventory.unneeded)
-        self._num_weights = len(inventory.slots)
-        for layer in self._cache.layers:
-            for kind in KINDS:
-                name, *others = kv_scale_names(layer.name, kind)
-                if name in self._scales:
-                    aliases.update(dict.fromkeys(others, name))
-                else:
-                    unneeded += [name, *others]
-            unneeded += kv_scale_names(layer.name, "prob")
-        slots = [
-            Slot(name=name, full_shape=(1,), weight=self._arrivals[index : index + 1], is_optional=True)
-            for index, name in enumerate(self._scales)
-        ]
-        return replace(inventory, slots=(*inventory.slots, *slots), aliases=aliases, unneeded=tuple(unneeded))
+    def names(self) -> tuple[str, ...]:
+        """One name of each scale: ours."""
+        return tuple(self._scales)
 
     def check(self, order: KvOrder, config: KvConfig) -> None:
         """Check that an order can be carried out. Changes nothing.
@@ -131,23 +109,6 @@ class KvScales:
         if not self._scales:
             raise UnsupportedEngineError("this engine has no FP8 KV cache whose scales could be changed")
         self._cache.check_now()
-
-    def brought(self, steps: Sequence[Step]) -> list[Step]:
-        """The steps of a plan that bring scales: its last ones, as plans go in the order of slots. Looks at no others."""
-        return list(takewhile(lambda step: step.slot >= self._num_weights, reversed(steps)))
-
-    def arrived(self, brought: Sequence[Step]) -> dict[str, float]:
-        """What a source brought, at least one scale, once it is written.
-
-        Raises:
-            InvalidSourceError: A scale is not finite and positive.
-        """
-        names = list(self._scales)
-        found = {names[step.slot - self._num_weights]: step.source for step in brought}
-        values = dict(zip(names, self._arrivals.tolist(), strict=True))
-        scales = {name: values[name] for name in found}
-        refuse_unfit(((found[name], why) for name, why in unfit_scales(scales)), written=True)
-        return scales
 
     def measure(self, order: KvOrder, config: KvConfig) -> Measured:
         """Run the calibration batch through the network as it is now. Changes nothing.

@@ -51,7 +51,7 @@ class Receiver:
         self.leave()
         rank = order.first_rank + self._rank.group.rank
         communicator = Communicator.find(order.meeting, rank, timeout_s=order.timeout_s)
-        communicator.join(self._rank.target.device, timeout_s=order.timeout_s)
+        communicator.join(self._rank.target.live.device, timeout_s=order.timeout_s)
         self._communicator = communicator
 
     def source(self, offer: messages.Broadcast) -> ReceivedSource:
@@ -147,7 +147,7 @@ class Receiver:
         """
         config, timeout_s = prepared.config, prepared.config.timeout_s
         with Caught() as failed:
-            self._rank.begin(prepared)
+            self._rank.target.begin(prepared)
         for ordinal in range(len(source.buckets)):
             with clock.phase("begin"):
                 self._begin_next(communicator, source, config, num_taken=ordinal)
@@ -160,7 +160,7 @@ class Receiver:
                 raise ErrorRecord.model_validate_json(said).error() if said else _gave_up()
             if failed.error is None:
                 with clock.phase("fill"), Caught() as failed:
-                    self._rank.push()
+                    self._rank.target.push()
         if failed.error is not None:
             raise failed.take()
 
@@ -202,7 +202,7 @@ class Receiver:
         Raises:
             StagingMemoryError: There is not enough memory.
         """
-        num_bytes, device = largest_bytes(buckets), self._rank.target.device
+        num_bytes, device = largest_bytes(buckets), self._rank.target.live.device
         num_buffers = min(len(buckets), NUM_BUFFERS)
         kept = self._buffers[:num_buffers]
         if len(kept) < num_buffers or any(buffer.numel() < num_bytes or buffer.device != device for buffer in kept):

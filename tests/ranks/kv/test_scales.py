@@ -18,6 +18,7 @@ from fp8refit.errors import (
 from fp8refit.fill.plan import compile_plan
 from fp8refit.live.names import kv_scale_names
 from fp8refit.live.slots import Inventory, KvCache, KvLayer, KvScale, Refusal, Slot, TensorMeta
+from fp8refit.ranks.kv.brought import BroughtScales
 from fp8refit.ranks.kv.calibration import to_float32
 from fp8refit.ranks.kv.scales import KINDS, MIN_SCALE, KvScales, report_of, scale_of
 
@@ -283,13 +284,14 @@ def test_an_engine_may_refuse_all_or_only_to_measure():
         KvScales(KvCache(dtype="auto", backend="fake"), CPU).check(tokens((1,)), CONFIG)
 
 
-def weights():
-    return Inventory(slots=(Slot(name="w", full_shape=(2,), weight=torch.zeros(2)),), aliases={"tied": "w"})
+def arrivals_of(engine):
+    slot = Slot(name="w", full_shape=(2,), weight=torch.zeros(2))
+    return BroughtScales(engine.scales, Inventory(slots=(slot,), aliases={"tied": "w"}, kv=engine.cache), CPU)
 
 
 def test_sources_may_bring_scales_under_every_name():
     engine = FakeEngine()
-    inventory = engine.scales.extend(weights())
+    inventory = arrivals_of(engine).inventory
     assert [(slot.name, slot.full_shape, slot.is_optional) for slot in inventory.slots] == [
         ("w", (2,), False),
         *((name, (1,), True) for name in engine.tensors),
@@ -305,7 +307,8 @@ def test_sources_may_bring_scales_under_every_name():
 
 def arrive(engine, **values):
     """Plan a source that brings `values`, and write it where the slots are."""
-    inventory = engine.scales.extend(weights())
+    arrivals = arrivals_of(engine)
+    inventory = arrivals.inventory
     names = {"k": K, "v": V, "alias": "layers.0.attn.attn.k_scale"}
     brought = {names[key]: torch.tensor(value) for key, value in values.items()}
     metadata = {"w": TensorMeta(shape=(2,), dtype=torch.float32)} | {
@@ -315,7 +318,7 @@ def arrive(engine, **values):
     for step in plan.steps:
         if step.source in brought:
             inventory.slots[step.slot].weight.view(()).copy_(brought[step.source])
-    return engine.scales.arrived(engine.scales.brought(plan.steps))
+    return arrivals.arrived(arrivals.steps(plan))
 
 
 def test_what_arrived_is_told_by_our_names():

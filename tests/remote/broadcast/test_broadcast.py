@@ -227,10 +227,11 @@ def test_a_rank_that_holds_more_than_it_is_sent_says_so_before_a_byte_is_written
     remote.refitter.refit(remote.cluster.make_policy(1))
     first, last = remote.servers
     # As if the engine had been started again, its ranks the other way round, and nobody had noticed.
-    first._rank.target._held, last._rank.target._held = None, None
-    first._rank.target._read_inventory, last._rank.target._read_inventory = (
-        last._rank.target._read_inventory,
-        first._rank.target._read_inventory,
+    first._rank.target.live.forget()
+    last._rank.target.live.forget()
+    first._rank.target.live._read_inventory, last._rank.target.live._read_inventory = (
+        last._rank.target.live._read_inventory,
+        first._rank.target.live._read_inventory,
     )
     remote.channel.requests.clear()
     policy = remote.cluster.make_policy(2)

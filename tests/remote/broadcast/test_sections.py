@@ -20,7 +20,7 @@ from tests.fakes import FakeModel, make_target
 
 
 def layouts_of(*engines):
-    return [target.layout() for engine in engines for target in Cluster(engine).targets]
+    return [target.live.layout() for engine in engines for target in Cluster(engine).targets]
 
 
 def test_ranks_of_tensor_parallelism_get_their_rows_and_columns():
@@ -61,7 +61,7 @@ def test_ranks_that_hold_the_same_form_no_sections(engines):
 
 
 def test_one_rank_needs_no_sections():
-    assert find_sections([make_target(FakeModel()).layout()]) == Sections()
+    assert find_sections([make_target(FakeModel()).live.layout()]) == Sections()
 
 
 def test_what_would_be_sent_more_than_once_goes_to_all():

@@ -58,7 +58,7 @@ def steady_state(num_layers, launches):
     model, config = FakeModel(num_layers), RefitConfig()
     policy = make_policy(model, 1)
     source = as_source(policy)
-    sender = Sender(choose_wire(source.scan()[0], [make_target(model).layout()], config), config, CPU)
+    sender = Sender(choose_wire(source.scan()[0], [make_target(model).live.layout()], config), config, CPU)
     communicator = NoCommunicator()
     for _ in range(2):
         sender.send(source, communicator, "refit")
@@ -87,7 +87,7 @@ def test_nothing_is_allocated_and_operations_do_not_grow(launches):
 def test_a_bucket_of_many_experts_is_packed_by_its_tensors_and_not_by_its_runs(monkeypatch):
     cluster = Cluster("experts in parts")
     policy, config = stack_experts(cluster.make_policy(1)), RefitConfig()
-    layouts = [target.layout() for target in cluster.targets]
+    layouts = [target.live.layout() for target in cluster.targets]
     wire = choose_wire(as_source(policy).scan()[0], layouts, config)
     sender = Sender(wire, config, CPU)
     sender.send(as_source(policy), NoCommunicator(), "refit")
@@ -152,7 +152,7 @@ def test_tensors_that_are_there_and_streams_may_follow_each_other():
     """A table that was made for one piece of a bucket is not one for all of it."""
     cluster, config = Cluster("experts in parts"), RefitConfig()
     policies = [stack_experts(cluster.make_policy(seed)) for seed in (1, 2, 3, 4)]
-    layouts = [target.layout() for target in cluster.targets]
+    layouts = [target.live.layout() for target in cluster.targets]
     wire = choose_wire(as_source(policies[0]).scan()[0], layouts, config)
 
     def make():
@@ -197,7 +197,7 @@ class Experts:
 def test_a_stream_of_stacks_is_packed_piece_by_piece_and_nothing_of_it_is_held():
     cluster = Cluster("experts in parts")
     source, config = Experts(stack_experts(cluster.make_policy(1))), RefitConfig()
-    layouts = [target.layout() for target in cluster.targets]
+    layouts = [target.live.layout() for target in cluster.targets]
     sections = find_sections(layouts)
     wire = choose_wire(source.scan()[0], layouts, config, sections)
     sender = Sender(wire, config, CPU, num_sections=sections.num_sections)

@@ -1,0 +1,211 @@
+"""One rank's live model as the core sees it: what an adapter read of it, where it is, and whether it can be used now."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.errors import EngineAsleepError, EngineLostError, LiveTensorMovedError, UnsupportedEngineError
+from fp8refit.fill.fills import Fills
+from fp8refit.fill.kernels import quantize_blockwise
+from fp8refit.live.fingerprint import fingerprint
+from fp8refit.live.layout import EngineLayout
+from fp8refit.live.overlaps import shared_bytes
+from fp8refit.live.slots import Inventory, Slot
+from fp8refit.ranks.kv.brought import BroughtScales
+from fp8refit.ranks.kv.scales import KvScales, Measured
+
+
+class LiveModel:
+    """Reads a live model, and reads it again whenever the engine has replaced a tensor.
+
+    Args:
+        read_inventory: Gives the inventory of the live model.
+        device: Where the live tensors are expected; corrected by what is read.
+        engine: Name of the engine, for layouts.
+        versions: Package versions, for layouts.
+
+    Attributes:
+        device: Where the live tensors are.
+        lost_because: Why nothing here can be used any more, if that is so.
+        inventory: What was read last; None if it has to be read again.
+        fills: What was compiled for it.
+        kv: The scales of its KV cache, if it has any.
+        brought: Where such scales arrive that come with the weights.
+    """
+
+    def __init__(
+        self,
+        read_inventory: Callable[[], Inventory],
+        *,
+        device: torch.device,
+        engine: str,
+        versions: Mapping[str, str],
+    ) -> None:
+        self._read_inventory = read_inventory
+        self._engine = engine
+        self._versions = dict(versions)
+        self.device = device
+        self.lost_because: str | None = None
+        self.inventory: Inventory | None = None
+        self.fills: Fills | None = None
+        self.kv: KvScales | None = None
+        self.brought: BroughtScales | None = None
+
+    def read(self) -> Inventory:
+        """The inventory, with the slots of KV scales that a source may bring.
+
+        Raises:
+            UnsupportedEngineError: The live weights are not on one device.
+        """
+        inventory = self.inventory
+        if inventory is None or inventory.watch.was_any_replaced():
+            self.forget()
+            inventory = self._read_inventory()
+            inventory = replace(inventory, refusals=(*inventory.refusals, *shared_bytes(inventory.slots)))
+            self.device = _device_of(inventory) or self.device
+            torn = self.kv.torn if self.kv is not None else None
+            self.kv = KvScales(inventory.kv, self.device, torn=torn) if inventory.kv is not None else None
+            self.brought = BroughtScales(self.kv, inventory, self.device) if self.kv is not None else None
+            inventory = self.brought.inventory if self.brought is not None else inventory
+            self.fills = Fills(inventory, self.device)
+            self.inventory = inventory
+        return inventory
+
+    def read_mapped(self) -> Inventory:
+        """`read`, for what touches the weights.
+
+        Raises:
+            EngineAsleepError: They are not mapped.
+        """
+        inventory = self.read()
+        if not are_mapped(inventory):
+            raise EngineAsleepError("the weights are asleep: their memory is not mapped; wake them up first")
+        return inventory
+
+    def forget(self) -> None:
+        """Read the model again next time."""
+        self.inventory = self.fills = None
+
+    def close(self) -> None:
+        """Drop everything, except that KV scales that are torn stay known."""
+        self.forget()
+        if self.kv is not None and self.kv.torn is None:
+            self.kv = self.brought = None
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Make the engine's device the current one, and remember a fault: nothing on a device can be trusted after one.
+
+        Raises:
+            EngineLostError: Instead of a CUDA fault.
+        """
+        try:
+            with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
+                yield
+        except torch.AcceleratorError as error:
+            self.lost_because = f"a CUDA fault ended a refit of this engine ({error}); restart the engine"
+            raise EngineLostError(self.lost_because) from error
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the device: the trainer's and the engine's kernels run on streams of their own."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def layout(self) -> EngineLayout:
+        """Describe slots, kernels, formats and refusals."""
+        return EngineLayout.of(self.read(), engine=self._engine, versions=self._versions, device=str(self.device))
+
+    def fingerprint(self) -> str:
+        """Digest of the weights that are held now; see `fp8refit.live.fingerprint`.
+
+        Raises:
+            EngineAsleepError: They are not mapped.
+            EngineLostError: A CUDA fault.
+        """
+        inventory = self.read_mapped()
+        with self.on_device():
+            return fingerprint(inventory)
+
+    def holds(self, name: str, tensor: Tensor) -> bool:
+        """Whether this rank holds its part of a checkpoint tensor, or of the one that it is tied to. Waits for the device."""
+        inventory = self.read()
+        canonical = inventory.aliases.get(name, name)
+        with self.on_device(), torch.inference_mode():
+            slots = [slot for slot in inventory.slots if slot.name == canonical]
+            return all(slot.full_shape == tuple(tensor.shape) and _is_held(slot, tensor) for slot in slots)
+
+    def require_kv(self) -> KvScales:
+        """The KV scales.
+
+        Raises:
+            UnsupportedEngineError: There are none that we know of.
+        """
+        if self.kv is None:
+            raise UnsupportedEngineError(f"fp8refit knows no KV cache of {self._engine}, and so no scales of one")
+        return self.kv
+
+    def measure_kv(self, order: KvOrder, config: RefitConfig) -> Measured:
+        """Run a calibration batch through the network as it is now. Changes nothing.
+
+        Raises:
+            CalibrationError: NaN, Inf, or no memory.
+            EngineLostError: A CUDA fault.
+        """
+        with self.on_device():
+            self.synchronize()
+            return self.require_kv().measure(order, config.kv)
+
+
+def are_mapped(inventory: Inventory) -> bool:
+    """Whether there is memory behind the weights: sleep mode takes all of it away at once, and keeps the addresses."""
+    slots = inventory.slots
+    # What is optional comes after the weights.
+    last = next((slot for slot in reversed(slots) if not slot.is_optional), None)
+    weights = [slot.weight for slot in (*slots[:1], last) if slot is not None and slot.weight.is_cuda]
+    if not weights:
+        return True
+    from fp8refit.transport.memory.cuda_driver import is_mapped
+
+    return all(is_mapped(weight.data_ptr()) for weight in weights)
+
+
+def assert_in_place(inventory: Inventory) -> None:
+    """Check that no live tensor moved.
+
+    Raises:
+        LiveTensorMovedError: One did.
+    """
+    moved = inventory.watch.moved()
+    if moved:
+        raise LiveTensorMovedError(
+            f"{len(moved)} live tensor(s) were replaced while they were refitted: {', '.join(moved)}. CUDA graphs may read "
+            "stale memory; refit again, and if this repeats, restart the engine"
+        )
+
+
+def _device_of(inventory: Inventory) -> torch.device | None:
+    """The one device of all weights; None if there are none.
+
+    Raises:
+        UnsupportedEngineError: There are several, or it is the meta device.
+    """
+    devices = {slot.weight.device for slot in inventory.slots}
+    if len(devices) > 1 or any(device.type == "meta" for device in devices):
+        places = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedEngineError(f"the live weights lie on {places}; put the engine onto one device")
+    return next(iter(devices), None)
+
+
+def _is_held(slot: Slot, tensor: Tensor) -> bool:
+    """Whether a slot holds its box of a tensor."""
+    for dim, (start, length) in enumerate(zip(slot.origin, slot.weight.shape, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    tensor = tensor.to(slot.weight.device, torch.bfloat16 if slot.is_quantized else slot.weight.dtype)
+    if slot.scale is None:
+        return torch.equal(slot.weight, tensor)
+    codes, scale = quantize_blockwise(tensor, block_size=slot.block_size, scale_format=slot.scale_format.value)
+    return torch.equal(slot.weight.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(slot.scale, scale)

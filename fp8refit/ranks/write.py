@@ -1,0 +1,111 @@
+"""One write into a live model, from its first byte until the flags on the device are read."""
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from fp8refit.fill.fill import Arriving
+from fp8refit.fill.fills import Prepared
+from fp8refit.live.slots import Inventory
+from fp8refit.ranks.live_model import LiveModel, assert_in_place
+from fp8refit.report import KvReport, RankReport
+
+
+class Write:
+    """What was prepared, being written, or compared with what is held. Nothing happens before `begin`.
+
+    Args:
+        prepared: How.
+        live: The live model.
+    """
+
+    def __init__(self, prepared: Prepared, live: LiveModel) -> None:
+        self.prepared = prepared
+        self._live = live
+        self._start_s = time.perf_counter()
+        self._events = _timing_events(live.device)
+
+    def begin(self) -> None:
+        """Launch what needs no staging."""
+        begun = self._events[0] if self._events is not None else None
+        for fill in self.prepared.fills:
+            fill.launch(begun)
+            begun = None
+
+    def read(self, *, drain: bool) -> None:
+        """Read the source. See `Fill.read`."""
+        for fill in self.prepared.fills:
+            fill.read(drain=drain)
+
+    def take(self, tensors: Iterable[Arriving], *, drain: bool) -> None:
+        """Write a part of a source that is pushed. See `Fill.take`."""
+        self.prepared.fills[-1].take(tensors, drain=drain)
+
+    def came(self) -> set[str]:
+        """Names of the slots whose tensors came in a stream so far."""
+        aliases = self.prepared.inventory.aliases
+        return {aliases.get(name, name) for name in self.prepared.fills[-1].came}
+
+    def finish(self) -> RankReport:
+        """Complete the write, wait for the device, and read its flags.
+
+        Raises:
+            InvalidSourceError: A stream was not what was announced, or, unannounced, does not fit or is incomplete.
+            NonFiniteError: NaN or Inf; names the tensors.
+            LiveTensorMovedError: The engine replaced a live tensor meanwhile.
+        """
+        prepared, writes = self.prepared, self.prepared.comparison is None
+        for fill in prepared.fills:
+            fill.finish()
+        if writes:
+            self._complete(prepared.inventory)
+        if self._events is not None:
+            self._events[1].record()
+        assert_in_place(prepared.inventory)  # while the device is at work
+        if self._events is not None:
+            self._events[1].synchronize()
+        filled_s = time.perf_counter()
+        if bad := prepared.bad_sources():
+            raise prepared.error_of(bad, written=writes)
+        plan, brought = prepared.plan, self._live.brought
+        assert plan is not None, "a fill that is complete has a plan"
+        return self._report(filled_s, brought.write(plan) if writes and brought is not None else None)
+
+    def _complete(self, inventory: Inventory) -> None:
+        """Write what no source brings: padding, what the engine derives from weights, and scales of an attempt that failed."""
+        with torch.inference_mode():
+            for padding in inventory.padding:
+                padding.zero_()
+            for refresh in inventory.refreshes:
+                refresh.run()
+        if self._live.kv is not None:
+            self._live.kv.heal()
+
+    def _report(self, filled_s: float, kv: KvReport | None) -> RankReport:
+        plan, fills, comparison = self.prepared.plan, self.prepared.fills, self.prepared.comparison
+        assert plan is not None, "complete"
+        held_bytes = comparison.num_device_bytes if comparison is not None else 0
+        return RankReport(
+            device=str(self._live.device),
+            num_tensors=plan.num_sources,
+            num_quantized=plan.num_quantized,
+            ignored=plan.ignored,
+            kept=plan.kept,
+            bytes_read=plan.num_bytes_read,
+            bytes_written=plan.num_bytes_written,
+            fill_s=filled_s - self._start_s,
+            verify_s=time.perf_counter() - filled_s,
+            fill_device_s=self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events is not None else None,
+            extra_bytes=held_bytes + sum(fill.num_device_bytes for fill in fills),
+            is_first=any(fill.is_first for fill in fills),
+            source_digest=plan.source_digest,
+            kv=kv,
+            differing=tuple(sorted(comparison.differing())) if comparison is not None else (),
+        )
+
+
+def _timing_events(device: torch.device) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
