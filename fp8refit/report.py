@@ -239,3 +239,14 @@ class PhaseClock:
         for name, seconds in phases_s.items():
             self.phases_s[name] = self.phases_s.get(name, 0.0) + seconds
             self.phases_s[source] = max(self.phases_s[source] - seconds, 0.0)
+
+
+def longest_phases(ranks: Sequence[RankReport]) -> dict[str, float]:
+    """Seconds by phase of a transfer, of the slowest rank in each."""
+    phases_s = {
+        "flush": max(rank.flush_s for rank in ranks),
+        "fill": max(rank.fill_s for rank in ranks),
+        "verify": max(rank.verify_s for rank in ranks),
+    }
+    kv_s = max(rank.kv.seconds if rank.kv is not None else 0.0 for rank in ranks)
+    return {**phases_s, "kv": kv_s} if kv_s else phases_s

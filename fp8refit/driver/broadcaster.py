@@ -2,16 +2,17 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 from torch import Tensor
+from typing_extensions import override
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.engine_group import Fleet
 from fp8refit.driver.refitter import Refitter, choose_config
-from fp8refit.errors import InvalidSourceError, RefitError
+from fp8refit.driver.synchronous import Closing
+from fp8refit.errors import InvalidSourceError
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import RefitReport
 from fp8refit.sources.sharded.gather import Gathered
@@ -24,7 +25,7 @@ _PATIENCE = 4
 """How often `timeout_s` the other ranks of a trainer wait for the one that prepares and pauses the engines."""
 
 
-class Broadcaster:
+class Broadcaster(Closing):
     """Moves several engines from policy to policy at once, by a broadcast of FP8 codes and scales to all their ranks.
 
     An error before the first byte is written leaves every engine as it was, serving. One after it leaves all of them dirty,
@@ -123,6 +124,7 @@ class Broadcaster:
         """See `Refitter.fingerprints`: of every rank of every engine, engine after engine."""
         return self._refitter.fingerprints() if self._refitter is not None else []
 
+    @override
     def close(self) -> None:
         """Leave the group with the engines' ranks, and give back what is held beyond the engines."""
         if self._refitter is not None:
@@ -132,18 +134,6 @@ class Broadcaster:
         """`close` if any engine is asynchronous."""
         if self._refitter is not None:
             await self._refitter.close_async()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except RefitError:
-            if error is None:
-                raise
 
     def _opened(self, state_dict: StateDict) -> AbstractContextManager[StateDict]:
         """What rank 0 reads, and the others take part in.

@@ -15,6 +15,7 @@ from typing_extensions import override
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.driver.attach import AttachedEngine, Turn, attach_engine
 from fp8refit.driver.engine import Engine, Ranks
+from fp8refit.driver.synchronous import run
 from fp8refit.errors import EngineLostError, RefitError, UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.remote.broadcast.broadcast import Broadcast
@@ -102,13 +103,13 @@ class Fleet(Engine):
         if self.is_asynchronous:
             outcomes: list[T | BaseException] = await asyncio.gather(
                 *(
-                    call if engine.is_asynchronous else asyncio.to_thread(_run, call)
+                    call if engine.is_asynchronous else asyncio.to_thread(run, call)
                     for engine, call in zip(self._engines, calls, strict=True)
                 ),
                 return_exceptions=True,
             )
         elif len(calls) == 1:
-            return [_run(calls[0])]
+            return [run(calls[0])]
         else:
             with ThreadPoolExecutor(len(calls)) as pool:
                 outcomes = list(pool.map(_outcome, calls))
@@ -236,19 +237,8 @@ class _Turns(Turn):
             turn.end(holder)
 
 
-def _run(call: Coroutine[Any, Any, T]) -> T:
-    """Do what a synchronous engine does, which never suspends."""
-    try:
-        call.send(None)
-    except StopIteration as result:
-        value: T = result.value
-        return value
-    call.close()
-    raise AssertionError("a synchronous engine suspended")
-
-
 def _outcome(call: Coroutine[Any, Any, T]) -> T | BaseException:
     try:
-        return _run(call)
+        return run(call)
     except BaseException as error:  # noqa: BLE001 - raised again once every engine has answered
         return error

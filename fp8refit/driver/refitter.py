@@ -1,25 +1,26 @@
 """The steps of one refit, in order, timed. The only place that knows the order."""
 
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from textwrap import shorten
+from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from typing_extensions import override
+
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.driver.attach import attach_engine
+from fp8refit.driver.attempt import Attempt, take_turn
 from fp8refit.driver.engine import Engine
+from fp8refit.driver.synchronous import Closing, run
 from fp8refit.errors import (
-    EngineBusyError,
     EngineDirtyError,
-    EngineLostError,
     InvalidCalibrationError,
     RefitError,
     UnsupportedEngineError,
 )
 from fp8refit.live.layout import EngineLayout
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues, order_of
-from fp8refit.report import KvReport, PhaseClock, RefitReport, VerifyReport
+from fp8refit.report import KvReport, PhaseClock, RefitReport, VerifyReport, longest_phases
 from fp8refit.sources.sharded.gather import opened
 from fp8refit.sources.source import Manifest, StateDict, as_source
 from fp8refit.transport.caught import Caught
@@ -45,7 +46,7 @@ def choose_config(config: RefitConfig | None, options: Mapping[str, Any]) -> Ref
     return config
 
 
-class Refitter:
+class Refitter(Closing):
     """Moves one live engine from policy to policy.
 
     Args:
@@ -66,8 +67,8 @@ class Refitter:
 
     def __init__(self, engine: object, config: RefitConfig | None = None, **options: Any) -> None:
         self._config = choose_config(config, options)
-        attached = attach_engine(engine)
-        self._engine, self._turn = attached.engine, attached.turn
+        self._attached = attach_engine(engine)
+        self._engine = self._attached.engine
 
     @property
     def config(self) -> RefitConfig:
@@ -155,7 +156,9 @@ class Refitter:
         """
         config = self._config
         with opened(state_dict, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s) as whole:
-            return await self._alone(lambda attempt: self._refit(attempt, whole, manifest, calibration, kv_scales))
+            return await take_turn(
+                self._attached, lambda attempt: self._refit(attempt, whole, manifest, calibration, kv_scales)
+            )
 
     def calibrate(self, calibration: Calibration) -> KvReport:
         """Set the scales of the engine's FP8 KV cache for the policy that it serves, all of them or none.
@@ -183,33 +186,9 @@ class Refitter:
 
     async def calibrate_async(self, calibration: Calibration) -> KvReport:
         """`calibrate` for an asynchronous engine, awaited in the event loop that drives the engine."""
-        return await self._alone(lambda attempt: self._calibrate(attempt, calibration))
+        return await take_turn(self._attached, lambda attempt: self._calibrate(attempt, calibration))
 
-    async def _alone(self, steps: Callable[["_Attempt"], Awaitable[T]]) -> T:
-        """Take the steps of one refit while no other one is under way, and leave an engine that serves or refuses.
-
-        An interrupt may come between any two lines. What has to be done in any case is therefore done twice: an interrupt of
-        the first time is followed by the second.
-        """
-        attempt = _Attempt()
-        try:
-            try:
-                if not self._turn.take(attempt):
-                    raise EngineBusyError("another refit of this engine is under way; wait for it")
-                with Caught() as failed:
-                    return await steps(attempt)
-                await self._leave(attempt, failed.error)
-                raise failed.take()
-            except BaseException as error:
-                if attempt.version is not None:
-                    await self._leave(attempt, error)
-                raise
-            finally:
-                self._turn.end(attempt)
-        finally:
-            self._turn.end(attempt)
-
-    async def _calibrate(self, attempt: "_Attempt", calibration: Calibration) -> KvReport:
+    async def _calibrate(self, attempt: Attempt, calibration: Calibration) -> KvReport:
         engine, ranks, config = self._engine, self._engine.ranks, self._config
         order = KvOrder()
         with Caught() as unready:
@@ -228,7 +207,7 @@ class Refitter:
             report = await ranks.calibrate(order, config, objection=busy.error)
         finally:
             del busy  # the error's traceback would hold it, and it the error
-        await self._go_on(attempt)
+        await attempt.resume()
         logger.info(
             "%d KV scales from %d tokens in %.1f ms", len(report.scales), report.num_tokens, report.seconds * 1e3
         )
@@ -236,7 +215,7 @@ class Refitter:
 
     async def _refit(
         self,
-        attempt: "_Attempt",
+        attempt: Attempt,
         state_dict: StateDict,
         manifest: Manifest | None,
         calibration: Calibration | None,
@@ -264,54 +243,15 @@ class Refitter:
                 written = await ranks.write(objection=busy.error)
         finally:
             del busy  # the error's traceback would hold it, and it the error
-        clock.move("transfer", flush=max(rank.flush_s for rank in written))
-        clock.move("transfer", fill=max(rank.fill_s for rank in written))
-        clock.move("transfer", verify=max(rank.verify_s for rank in written))
-        kv_s = max(rank.kv.seconds if rank.kv is not None else 0.0 for rank in written)
-        if kv_s:
-            clock.move("transfer", kv=kv_s)
+        clock.move("transfer", **longest_phases(written))
         attempt.is_written = True
         with clock.phase("resume"):
-            await self._go_on(attempt)
+            await attempt.resume()
         report = RefitReport.of(
             written, version=ranks.version, engine=engine.name, phases_s=clock.phases_s, num_interrupted=num_interrupted
         )
         logger.info("%s", report.summary())
         return report
-
-    async def _leave(self, attempt: "_Attempt", error: BaseException | None) -> None:
-        """After an attempt that failed: go on with a whole policy, the old or the new one; with parts of both refuse."""
-        engine, ranks = self._engine, self._engine.ranks
-        assert error is not None, "it failed"
-        if isinstance(error, EngineLostError):
-            await engine.refuse(f"the engine is lost ({_describe(error)})")
-        elif attempt.version is not None and ranks.is_dirty:
-            await engine.refuse(
-                f"the last refit failed part way ({_describe(error)}); the next one that succeeds heals it"
-            )
-        elif attempt.version is not None:
-            # It wrote nothing, or the ranks committed and their driver did not hear of it, or did not go on.
-            with Caught() as stuck:
-                if attempt.goes_on and isinstance(error, GeneratorExit):
-                    raise error  # what had to be awaited then cannot be awaited now
-                await ranks.abandon()
-                await self._go_on(attempt)
-            if stuck.error is not None:
-                await engine.refuse(
-                    f"version {self.version} is in place, but the engine did not go on ({_describe(stuck.error)}); refit again"
-                )
-                attempt.version = None
-                raise stuck.take()
-        attempt.version = None
-
-    async def _go_on(self, attempt: "_Attempt") -> None:
-        """Serve the policy that is in place."""
-        attempt.goes_on = True
-        version = self._engine.ranks.version
-        if attempt.is_written or version != attempt.version:
-            await self._engine.publish_version(version)
-        await self._engine.resume()
-        attempt.version = None
 
     def verify(self, state_dict: StateDict, *, manifest: Manifest | None = None) -> VerifyReport:
         """Compare what the engine holds, on every rank, with what a refit to this policy would write. Changes nothing.
@@ -335,7 +275,9 @@ class Refitter:
         """`verify` for an asynchronous engine, awaited in the event loop that drives the engine."""
         config, ranks = self._config, self._engine.ranks
         with opened(state_dict, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s) as whole:
-            reports = await self._alone(lambda _: ranks.verify(lambda: as_source(whole, manifest=manifest), config))
+            reports = await take_turn(
+                self._attached, lambda _: ranks.verify(lambda: as_source(whole, manifest=manifest), config)
+            )
         return VerifyReport.of(reports, version=ranks.version)
 
     def layout(self) -> EngineLayout:
@@ -362,6 +304,7 @@ class Refitter:
         """`fingerprints` for an asynchronous engine."""
         return list(await self._engine.ranks.fingerprints())
 
+    @override
     def close(self) -> None:
         """Give back what is held beyond the engine: plan, table, and mappings of the trainer's memory in other processes.
 
@@ -374,7 +317,7 @@ class Refitter:
 
     async def close_async(self) -> None:
         """`close` for an asynchronous engine."""
-        await self._alone(lambda _: self._engine.ranks.close())
+        await take_turn(self._attached, lambda _: self._engine.ranks.close())
 
     def _run(self, steps: Coroutine[Any, Any, T]) -> T:
         """Run the steps of a synchronous engine, which never suspend.
@@ -388,24 +331,7 @@ class Refitter:
                 f"this {self._engine.name} engine is asynchronous; call refit_async, calibrate_async, layout_async and "
                 "close_async, and await them in the event loop that drives it"
             )
-        try:
-            steps.send(None)
-        except StopIteration as result:
-            return result.value  # type: ignore[no-any-return]
-        steps.close()
-        raise AssertionError(f"{self._engine.name} is synchronous, and suspended")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except RefitError:
-            if error is None:
-                raise
+        return run(steps, engine=self._engine.name)
 
     async def __aenter__(self) -> Self:
         return self
@@ -418,21 +344,6 @@ class Refitter:
         except RefitError:
             if error is None:
                 raise
-
-
-class _Attempt:
-    """One refit or calibration."""
-
-    version: int | None = None
-    """Of the policy before the engine was paused; None while it is not."""
-    is_written = False
-    """Whether another policy was committed, as far as is known."""
-    goes_on = False
-    """Whether the engine was asked to go on."""
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {shorten(str(error), 240)}"
 
 
 def refit(

@@ -2,7 +2,7 @@
 
 from tests.planted.fault import Fault
 
-TARGET, RANK, REFITTER = "fp8refit/ranks/target.py", "fp8refit/ranks/rank.py", "fp8refit/driver/refitter.py"
+TARGET, RANK, ATTEMPT = "fp8refit/ranks/target.py", "fp8refit/ranks/rank.py", "fp8refit/driver/attempt.py"
 ADAPTER = "adapters/fp8refit_transformers"
 LOCAL = "tests/fuzz/test_local.py"
 
@@ -37,22 +37,22 @@ FAULTS = [
     ),
     Fault(
         name="an interrupt between commit and resume leaves the engine paused",
-        path=REFITTER,
-        before="        elif attempt.version is not None:\n            # It",
-        after="        elif attempt.version == ranks.version:\n            # It",
+        path=ATTEMPT,
+        before="        elif self.version is not None:\n            # It",
+        after="        elif self.version == ranks.version:\n            # It",
         found_by=f"{LOCAL}::test_an_error_at_every_line_of_a_refit",
     ),
     Fault(
         name="an interrupt keeps the turn",
-        path=REFITTER,
-        before="        finally:\n            self._turn.end(attempt)\n\n    async def _calibrate",
-        after="        finally:\n            pass\n\n    async def _calibrate",
+        path=ATTEMPT,
+        before="    finally:\n        turn.end(attempt)\n\n\ndef _describe",
+        after="    finally:\n        pass\n\n\ndef _describe",
         found_by=f"{LOCAL}::test_an_error_at_every_line_of_a_refit",
     ),
     Fault(
         name="an interrupt while a failed refit is seen to leaves a whole engine paused",
-        path=REFITTER,
-        before="                if attempt.version is not None:\n                    await self._leave(attempt, error)\n",
+        path=ATTEMPT,
+        before="            if attempt.version is not None:\n                await attempt.fail(error)\n",
         after="",
         found_by=f"{LOCAL}::test_an_error_at_every_line_that_sees_to_a_refit_that_failed",
     ),
