@@ -17,6 +17,8 @@ from fp8refit import Refitter, __version__
 from fp8refit.cli import commands as cli
 from fp8refit.cli import demo
 from fp8refit.cli.checkpoint import CheckpointReport
+from fp8refit.cli.guards import ended_in_order
+from fp8refit.cli.show_layout import show_layout
 from fp8refit.live.layout import EngineLayout, KvLayout, SlotLayout
 from fp8refit.live.slots import SCALE_SUFFIX
 
@@ -158,7 +160,7 @@ def test_inspect_shows_a_row_for_each_tensor_of_all_layers_and_experts(monkeypat
     aliases = {f"{layer}.moe.gate.weight": f"{layer}.mlp.gate.weight" for layer in layers}
     layout = EngineLayout(engine="fake", versions={}, device="cpu", slots=slots, aliases=aliases, refusals=())
     monkeypatch.setenv("COLUMNS", "160")
-    cli._show_layout(layout)
+    show_layout(layout)
     shown = capsys.readouterr().out
     assert shown.count(".mlp.") == 3 + 2 + 1
     assert "model.layers.{0..47}.mlp.experts.{0..127}.b.weight" in shown
@@ -184,7 +186,7 @@ def test_inspect_shows_slices_and_refusals(monkeypatch, capsys):
         engine="fake", versions={}, device="cpu", slots=(slot,), aliases={}, refusals=("b: repacked [x]. Set y",), kv=kv
     )
     monkeypatch.setenv("COLUMNS", "160")
-    cli._show_layout(layout)
+    show_layout(layout)
     shown = capsys.readouterr().out
     assert "[128, 128] at [128, 0]" in shown and "ue8m0" in shown
     assert "cannot be refitted: b: repacked [x]. Set y" in shown
@@ -316,7 +318,7 @@ def test_a_signal_that_ends_quantize_leaves_nothing(checkpoint, tmp_path, number
 def test_a_signal_that_is_ignored_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with cli._ended_in_order():
+        with ended_in_order():
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:

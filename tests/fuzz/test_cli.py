@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fp8refit.bench import KernelBenchResult, RefitBenchResult, RolloutBenchResult, clock, kernel
-from fp8refit.cli import checkpoint
+from fp8refit.cli import checkpoint, checkpoint_outputs, whole_folder
 from fp8refit.cli import commands as cli
 from fp8refit.cli.checkpoint import CheckpointReport
 from fp8refit.cli.push import PushResult
@@ -187,9 +187,12 @@ def files_end_at(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+WRITERS = {module.__file__ for module in (checkpoint, checkpoint_outputs, whole_folder)}
+
+
 @contextlib.contextmanager
 def interrupted(number, step):
-    """This process gets a signal at one of the steps of `checkpoint.py` and what it calls; gives a list that is filled if so.
+    """This process gets a signal at one of the steps of `WRITERS` and what they call; gives a list that is filled if so.
 
     What comes where the command does not look for it is kept, and would have killed the process.
     """
@@ -197,7 +200,7 @@ def interrupted(number, step):
 
     def at_step(frame, kind, argument):
         nonlocal steps
-        if any(each is not None and each.f_code.co_filename == checkpoint.__file__ for each in (frame, frame.f_back)):
+        if any(each is not None and each.f_code.co_filename in WRITERS for each in (frame, frame.f_back)):
             steps += 1
             if steps == step:
                 sent.append(number)

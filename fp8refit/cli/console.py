@@ -1,0 +1,88 @@
+"""What commands write: JSON, tables and errors, progress on standard error, and exit codes."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+import typer
+import typer.core
+from pydantic import BaseModel
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Column, Table
+
+EXIT_FAILED = 1
+"""The command ran, but its result is bad."""
+EXIT_REFUSED = 2
+"""The command was refused: a `RefitError` or invalid options."""
+WIDE = 10_000
+"""Columns of a table without limit."""
+
+
+def write_json(model: BaseModel) -> None:
+    """Write one object on a line of standard output."""
+    typer.echo(model.model_dump_json())
+
+
+def complain(text: str) -> None:
+    """Write an error to standard error. Lines are not broken, so that names in them can be searched for."""
+    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def make_console() -> Console:
+    """Return a console for standard output: as wide as the terminal, unlimited in a file or pipe."""
+    is_narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if is_narrow else WIDE)
+
+
+def make_table(*names: str, title: str | None = None, show_header: bool = True) -> Table:
+    """Create a table that wraps long cells instead of cutting them."""
+    columns = [Column(name, overflow="fold") for name in names]
+    return Table(*columns, title=None if title is None else escape(title), show_header=show_header)
+
+
+def show_fields(report: BaseModel, *, title: str) -> None:
+    """Show a row per field."""
+    table = make_table("", "", title=title, show_header=False)
+    for name, value in report.model_dump(mode="json").items():
+        table.add_row(name.replace("_", " "), escape(str(value)))
+    make_console().print(table)
+
+
+@contextlib.contextmanager
+def byte_progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on standard error, driven by (bytes done, bytes in total)."""
+    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task(label, total=None, visible=False)
+        yield lambda done, total: progress.update(bar, completed=done, total=total, visible=True)
+
+
+@contextlib.contextmanager
+def step_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a progress bar on standard error, driven by (current step, steps done, steps in total)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("begin", total=1)
+        yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def push_progress(urls: Iterable[str]) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a progress bar per server on standard error, driven by (URL, bytes done, bytes in total). It pulses until
+    then.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bars = {url.rstrip("/"): progress.add_task(escape(url), total=None) for url in urls}
+        yield lambda url, done, total: progress.update(bars[url], completed=done, total=total)

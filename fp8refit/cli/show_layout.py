@@ -1,0 +1,100 @@
+"""Shows what an engine holds."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from math import prod
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+
+from fp8refit.cli.console import WIDE, make_console, make_table
+from fp8refit.live.layout import EngineLayout, SlotLayout
+from fp8refit.live.names import in_one, without_numbers
+
+
+def show_layout(layout: EngineLayout) -> None:
+    """Show kinds of slots, every slot, aliases, KV scales, and what cannot be refitted."""
+    versions = ", ".join(f"{package} {version}" for package, version in layout.versions.items())
+    console = make_console()
+    console.print(f"[bold]{layout.engine}[/bold] on {layout.device} ({versions})", highlight=False)
+    console.print(_kinds_table(layout.slots))
+    _show_slots(console, layout.slots)
+    _show_aliases(console, layout.aliases)
+    if layout.kv is not None:
+        counts = Counter(kind for kinds in layout.kv.scales.values() for kind in kinds)
+        scales = ", ".join(f"{count} of {kind}" for kind, count in counts.items()) or "none"
+        place = f"{layout.kv.dtype} under {layout.kv.backend}" if layout.kv.backend else layout.kv.dtype
+        console.print(f"KV cache: {place}; scales: {scales}", markup=False, highlight=False, soft_wrap=True)
+        for refusal in layout.kv.refusals:
+            console.print(
+                f"KV scales cannot be set: {refusal}", style="yellow", markup=False, highlight=False, soft_wrap=True
+            )
+    for refusal in layout.refusals:
+        console.print(f"cannot be refitted: {refusal}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _kinds_table(slots: Iterable[SlotLayout]) -> Table:
+    """Count slots and bytes per kernel and format."""
+    counts: Counter[tuple[str, str]] = Counter()
+    num_bytes: Counter[tuple[str, str]] = Counter()
+    for slot in slots:
+        kind = (slot.kernel, _format_of(slot))
+        counts[kind] += 1
+        num_bytes[kind] += _num_bytes(slot)
+    table = make_table("kernel", "format", title="kinds")
+    table.add_column("slots", justify="right", no_wrap=True)
+    table.add_column("MB", justify="right", no_wrap=True)
+    for kind, count in counts.most_common():
+        table.add_row(*map(escape, kind), str(count), f"{num_bytes[kind] / 1e6:.2f}")
+    return table
+
+
+def _show_slots(console: Console, slots: Iterable[SlotLayout]) -> None:
+    """Show a row per tensor. Names that differ only in layer and expert numbers share a row.
+
+    If the console is too narrow, each name gets a line of its own instead of being cut.
+    """
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for slot in slots:
+        place = f"{list(slot.shape)} at {list(slot.offset)}" if any(slot.offset) else str(list(slot.shape))
+        row = (without_numbers(slot.name), place, str(list(slot.full_shape)), _format_of(slot), slot.kernel)
+        rows.setdefault(row, []).append(slot.name)
+    table = Table("name", "held here", "of", "format", "kernel", title="slots")
+    for (_, *cells), names in rows.items():
+        table.add_row(*map(escape, [in_one(names), *cells]))
+    if Measurement.get(console, console.options.update(max_width=WIDE), table).maximum <= console.width:
+        console.print(table)
+        return
+    console.print("slots:")
+    for (_, place, full, form, kernel), names in rows.items():
+        console.print(in_one(names), markup=False, highlight=False, soft_wrap=True)
+        console.print(f"  {place} of {full}, {form}, {kernel}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_aliases(console: Console, aliases: Mapping[str, str]) -> None:
+    alike: dict[tuple[str, str], list[str]] = {}
+    for alias, name in aliases.items():
+        alike.setdefault((without_numbers(alias), without_numbers(name)), []).append(alias)
+    for names in alike.values():
+        slots = in_one(aliases[alias] for alias in names)
+        console.print(f"{in_one(names)} shares the slot of {slots}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _format_of(slot: SlotLayout) -> str:
+    if slot.scale_format is None or slot.block_size is None:
+        return slot.dtype
+    block_n, block_k = slot.block_size
+    return f"{slot.dtype}, {slot.scale_format} scales per {block_n}x{block_k} block"
+
+
+def _num_bytes(slot: SlotLayout) -> int:
+    """Bytes of codes or values, and of scales."""
+    dtype: torch.dtype = getattr(torch, slot.dtype)
+    num_bytes = prod(slot.shape) * dtype.itemsize
+    if slot.block_size is not None:
+        num_blocks = prod(-(-length // size) for length, size in zip(slot.shape, slot.block_size, strict=True))
+        num_bytes += num_blocks * torch.float32.itemsize
+    return num_bytes
