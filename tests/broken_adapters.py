@@ -489,10 +489,10 @@ class CallsAKeptCacheFlushed(ServingEngine):
 
 
 class WritesAlthoughCachesStay(Ranks):
-    async def write(self, *, objection=None) -> Sequence[RankReport]:
+    async def write(self, *, driver_error=None) -> Sequence[RankReport]:
         reports = await self.inner.write()
-        if objection is not None:
-            raise objection
+        if driver_error is not None:
+            raise driver_error
         return reports
 
 
@@ -650,10 +650,10 @@ class ForgetsScales(ServingModel):
 
 
 class WritesScalesBeforeItJudges(Ranks):
-    async def prepare(self, make_source, config, *, kv=None, objection=None) -> None:
+    async def prepare(self, make_source, config, *, kv=None, driver_error=None) -> None:
         for name, tensor in self.model.kv.tensors.items() if kv is not None else ():
             self.model.kv.copies[name] = tensor.fill_(kv.scales.get(name, 3.0)).item()
-        await self.inner.prepare(make_source, config, kv=kv, objection=objection)
+        await self.inner.prepare(make_source, config, kv=kv, driver_error=driver_error)
 
 
 class LetsAnyTokenPass(ServingModel):

@@ -18,7 +18,7 @@ from fp8refit.errors import EngineBusyError, EngineDirtyError, RankFailedError, 
 from fp8refit.remote import messages
 from fp8refit.remote.messages import Reply, Request
 from fp8refit.remote.servers.orders import Place
-from fp8refit.transport.caught import Caught
+from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.vote import ErrorRecord
 from fp8refit_vllm.compat import end_weight_update
 from fp8refit_vllm.letters import PROTOCOL, Invitation, Letter, Presence
@@ -58,9 +58,9 @@ class TransferRank:
             RankFailedError: The invitation is malformed and names no mailbox.
             TransportError: The trainer cannot be reached.
         """
-        with Caught() as failed:
+        with ErrorCapture() as failed:
             mailbox = Mailbox.find(_read_address(asked), timeout_s=FINDING_S)
-            with Caught() as unfit:
+            with ErrorCapture() as unfit:
                 _check_invitation(asked)
                 self._check()
                 self._take_leave()
@@ -88,7 +88,7 @@ class TransferRank:
         Raises:
             RankFailedError: It is not a letter, or not from the current trainer.
         """
-        with Caught() as failed:
+        with ErrorCapture() as failed:
             letter = _read(Letter, asked, "update_info")
             mailbox = self._require_mailbox(letter.token)
         if failed.error is not None:

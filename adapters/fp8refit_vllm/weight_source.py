@@ -14,7 +14,7 @@ from fp8refit.sources.sharded.gather import Gathered
 from fp8refit.sources.sharded.shards import has_shards
 from fp8refit.sources.sharded.trainer_group import Statement, Trainers, trainer_group
 from fp8refit.sources.source import Manifest, NamedTensors, StateDict
-from fp8refit.transport.caught import Caught
+from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit_vllm.compat import announced, full_pass, module_of, why_not_whole
 
 Weights: TypeAlias = tuple[StateDict, Manifest | None]
@@ -103,7 +103,7 @@ class SharedPasses(AbstractContextManager[Weights]):
             RefitError: The error of that rank.
         """
         while any(said.step == "read" for said in self._trainers.hear(Statement(step="follow"))):
-            with Caught() as failed:
+            with ErrorCapture() as failed:
                 for _ in full_pass(self._source):
                     pass
             self._trainers.hear(Statement(step="end"), failed.error)

@@ -7,7 +7,7 @@ from typing import TypeVar
 from fp8refit.driver.attach import AttachedEngine
 from fp8refit.driver.engine import Engine
 from fp8refit.errors import EngineBusyError, EngineLostError
-from fp8refit.transport.caught import Caught
+from fp8refit.transport.error_capture import ErrorCapture
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Attempt:
             )
         elif self.version is not None:
             # It wrote nothing, or the ranks committed and their driver did not hear of it, or did not go on.
-            with Caught() as stuck:
+            with ErrorCapture() as stuck:
                 if self._resumes and isinstance(error, GeneratorExit):
                     raise error  # what had to be awaited then cannot be awaited now
                 await ranks.abandon()
@@ -82,7 +82,7 @@ async def take_turn(attached: AttachedEngine, steps: Callable[[Attempt], Awaitab
         try:
             if not turn.take(attempt):
                 raise EngineBusyError("another refit of this engine is under way; wait for it")
-            with Caught() as failed:
+            with ErrorCapture() as failed:
                 return await steps(attempt)
             assert failed.error is not None, "it failed"
             await attempt.fail(failed.error)

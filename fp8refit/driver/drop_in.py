@@ -87,7 +87,7 @@ class DropIn:
         self._calibration = options.read_calibration()
         self._stream = Stream(claims_of_all(rank, self._config), options.keep)
         self._update: Update | None = None
-        self._objection: RefitError | None = None
+        self._tie_error: RefitError | None = None
         self._is_marked = False
         self._bucket: list[tuple[str, Tensor]] = []
         self._samples: list[Tensor] = []
@@ -204,8 +204,8 @@ class DropIn:
             self._start_over(name, tensor)
         if stream.is_second(name):
             self._hand_over()
-            if self._objection is None and not self._rank.target.holds(name, tensor):
-                self._objection = _differs(name)  # raised at the end, as other ranks may hold another part of it
+            if self._tie_error is None and not self._rank.target.holds(name, tensor):
+                self._tie_error = _differs(name)  # raised at the end, as other ranks may hold another part of it
             stream.note(name, tensor)
             return
         if kind in (Kind.NEEDED, Kind.OPTIONAL):
@@ -285,7 +285,7 @@ class DropIn:
     def _open(self) -> None:
         opened = update(self._owner, self._config, calibration=self._calibration)
         opened.__enter__()
-        self._update, self._objection, self._rank.witness = opened, None, ""
+        self._update, self._tie_error, self._rank.witness = opened, None, ""
         self._samples.clear()
 
     def _hand_over(self) -> None:
@@ -302,8 +302,8 @@ class DropIn:
         """End the policy that has come."""
         global _last_report
         self._hand_over()
-        if self._objection is not None:
-            self._leave(self._objection)
+        if self._tie_error is not None:
+            self._leave(self._tie_error)
         if self._samples:
             with self._rank.target.live.on_device():
                 self._rank.witness = _digest(self._samples)
@@ -344,7 +344,7 @@ class DropIn:
     def _leave(self, error: BaseException) -> None:
         """End what is under way with an error, on every rank alike."""
         self._bucket.clear()
-        left, self._update, self._objection = self._update, None, None
+        left, self._update, self._tie_error = self._update, None, None
         assert left is not None, "one is under way"
         left.__exit__(type(error), error, None)
 

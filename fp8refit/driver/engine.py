@@ -17,7 +17,7 @@ from fp8refit.sources.source import Source
 class Ranks(Protocol):
     """Every rank of one engine, as one. `prepare` may be repeated; `write` follows a `prepare` that returned.
 
-    A driver that fails at a step hands its error to the next one as an objection, so that the drivers of the other ranks,
+    A driver that fails at a step hands its error to the next one as its `driver_error`, so that the drivers of the other ranks,
     if each rank has one, hear of it there instead of waiting.
     """
 
@@ -42,7 +42,7 @@ class Ranks(Protocol):
         config: RefitConfig,
         *,
         kv: KvOrder | None = None,
-        objection: BaseException | None = None,
+        driver_error: BaseException | None = None,
     ) -> None:
         """Judge names, shapes, dtypes, scales and readiness on every rank, and compile what is missing. Writes nothing.
 
@@ -53,7 +53,7 @@ class Ranks(Protocol):
             make_source: Gives the policy; called only when every rank is ready.
             config: How to refit.
             kv: Which KV scales `write` sets once the weights are in place, measured or given.
-            objection: Why the engine may not be refitted now; raised here, and by the drivers of the other ranks.
+            driver_error: Why the engine may not be refitted now; raised here, and by the drivers of the other ranks.
 
         Raises:
             InvalidSourceError: The source does not fit; names everything that is wrong with it.
@@ -66,11 +66,11 @@ class Ranks(Protocol):
         """
         ...
 
-    async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
+    async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:
         """Write what was prepared on every rank, and commit it there once it is whole on all; one report per rank.
 
         Args:
-            objection: Why nothing may be written (caches that stayed); raised here, and by the drivers of the other ranks.
+            driver_error: Why nothing may be written (caches that stayed); raised here, and by the drivers of the other ranks.
 
         Raises:
             NonFiniteError: NaN or Inf in the source. This and every later error leaves all ranks dirty.
@@ -80,14 +80,14 @@ class Ranks(Protocol):
         ...
 
     async def check_calibration(
-        self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None
+        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
     ) -> None:
         """Check that KV scales can be set on every rank, while requests still run. Changes nothing.
 
         Args:
             kv: What to measure, or which scales to set.
             config: How.
-            objection: Why not; raised here, and by the drivers of the other ranks.
+            driver_error: Why not; raised here, and by the drivers of the other ranks.
 
         Raises:
             EngineDirtyError: No whole policy is served.
@@ -95,13 +95,15 @@ class Ranks(Protocol):
         """
         ...
 
-    async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+    async def calibrate(
+        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
+    ) -> KvReport:
         """Set KV scales on every rank for the policy that is served, and say which.
 
         Args:
             kv: What to measure, or which scales to set.
             config: How.
-            objection: Why nothing may be written; raised here, and by the drivers of the other ranks.
+            driver_error: Why nothing may be written; raised here, and by the drivers of the other ranks.
 
         Raises:
             EngineDirtyError: No whole policy is served.

@@ -161,32 +161,38 @@ class FleetRanks(Ranks):
         config: RefitConfig,
         *,
         kv: KvOrder | None = None,
-        objection: BaseException | None = None,
+        driver_error: BaseException | None = None,
     ) -> None:
-        if objection is not None:
-            raise objection
+        if driver_error is not None:
+            raise driver_error
         await self._together([member.meet(config) for member in self._members])
         await self._broadcast.prepare(make_source(), config, kv=kv)
 
     @override
-    async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
+    async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:
         """The ranks of all engines are numbered one after another."""
-        if objection is not None:
+        if driver_error is not None:
             await self.abandon()
-            raise objection
+            raise driver_error
         reports = await self._broadcast.write(self.version + 1)
         every = [report for of_engine in reports for report in of_engine]
         return [report.model_copy(update={"rank": rank}) for rank, report in enumerate(every)]
 
     @override
     async def check_calibration(
-        self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None
+        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
     ) -> None:
-        await self._together([member.check_calibration(kv, config, objection=objection) for member in self._members])
+        await self._together(
+            [member.check_calibration(kv, config, driver_error=driver_error) for member in self._members]
+        )
 
     @override
-    async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
-        reports = await self._together([member.calibrate(kv, config, objection=objection) for member in self._members])
+    async def calibrate(
+        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
+    ) -> KvReport:
+        reports = await self._together(
+            [member.calibrate(kv, config, driver_error=driver_error) for member in self._members]
+        )
         return KvReport.merge(reports)
 
     @override

@@ -13,7 +13,7 @@ from fp8refit.ranks.rank import Rank
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.handover import HandedSource
 from fp8refit.sources.source import Source
-from fp8refit.transport.caught import Caught
+from fp8refit.transport.error_capture import ErrorCapture
 
 
 class LocalRanks(Ranks):
@@ -51,16 +51,16 @@ class LocalRanks(Ranks):
         config: RefitConfig,
         *,
         kv: KvOrder | None = None,
-        objection: BaseException | None = None,
+        driver_error: BaseException | None = None,
     ) -> None:
         self._prepared = None
-        self._prepared = self._rank.prepare(make_source, config, kv=kv, objection=objection)
+        self._prepared = self._rank.prepare(make_source, config, kv=kv, driver_error=driver_error)
 
     @override
-    async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
+    async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:
         prepared, self._prepared = self._prepared, None
         assert prepared is not None, "write() follows a prepare() that returned"
-        self._rank.agree(prepared, objection=objection)
+        self._rank.agree(prepared, driver_error=driver_error)
         if isinstance(prepared.source, HandedSource):
             return await self._take(prepared, prepared.source)
         return self._rank.write(prepared)
@@ -71,10 +71,10 @@ class LocalRanks(Ranks):
         A rank that cannot goes on taking it, if there are others: they may wait for it where the buckets come from.
         """
         rank, error = self._rank, None
-        with Caught() as failed:
+        with ErrorCapture() as failed:
             rank.target.begin(prepared)
         while failed.error is None or rank.group.size > 1:
-            with Caught() as ended:
+            with ErrorCapture() as ended:
                 bucket = await source.next_bucket()
             if ended.error is not None:
                 error = ended.take()
@@ -87,21 +87,23 @@ class LocalRanks(Ranks):
                 for _ in bucket:
                     pass
                 continue
-            with Caught() as failed:
+            with ErrorCapture() as failed:
                 rank.target.push(bucket, drain=rank.group.size > 1)
             del bucket
         error = failed.error if failed.error is not None else error
-        return rank.finish(prepared, objection=error)
+        return rank.finish(prepared, error=error)
 
     @override
     async def check_calibration(
-        self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None
+        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
     ) -> None:
-        self._rank.check_calibration(kv, config, objection=objection)
+        self._rank.check_calibration(kv, config, driver_error=driver_error)
 
     @override
-    async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
-        return self._rank.calibrate(kv, config, objection=objection)
+    async def calibrate(
+        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
+    ) -> KvReport:
+        return self._rank.calibrate(kv, config, driver_error=driver_error)
 
     @override
     async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:

@@ -23,7 +23,7 @@ from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues, order_of
 from fp8refit.report import KvReport, PhaseClock, RefitReport, VerifyReport, longest_phases
 from fp8refit.sources.sharded.gather import opened
 from fp8refit.sources.source import Manifest, StateDict, as_source
-from fp8refit.transport.caught import Caught
+from fp8refit.transport.error_capture import ErrorCapture
 
 logger = logging.getLogger(__name__)
 
@@ -191,20 +191,20 @@ class Refitter(Closing):
     async def _calibrate(self, attempt: Attempt, calibration: Calibration) -> KvReport:
         engine, ranks, config = self._engine, self._engine.ranks, self._config
         order = KvOrder()
-        with Caught() as unready:
+        with ErrorCapture() as unready:
             if ranks.is_dirty:
                 raise EngineDirtyError("this engine holds no whole policy that it could be calibrated for; refit it")
             order = await order_of(calibration, None, config.kv, engine.tokenize) or order
             if not order.token_ids:
                 raise InvalidCalibrationError("calibration: there is no batch")
             await engine.check_ready()
-        await ranks.check_calibration(order, config, objection=unready.error)
+        await ranks.check_calibration(order, config, driver_error=unready.error)
         attempt.version = ranks.version
-        with Caught() as busy:
+        with ErrorCapture() as busy:
             await engine.pause(config)
             await engine.flush_caches()
         try:
-            report = await ranks.calibrate(order, config, objection=busy.error)
+            report = await ranks.calibrate(order, config, driver_error=busy.error)
         finally:
             del busy  # the error's traceback would hold it, and it the error
         await attempt.resume()
@@ -224,15 +224,15 @@ class Refitter(Closing):
         engine, ranks, config, clock = self._engine, self._engine.ranks, self._config, PhaseClock()
         with clock.phase("plan"):
             order: KvOrder | None = None
-            with Caught() as unready:
+            with ErrorCapture() as unready:
                 if calibration is not None or kv_scales is not None:
                     order = await order_of(calibration, kv_scales, config.kv, engine.tokenize)
                 await engine.check_ready()
             await ranks.prepare(
-                lambda: as_source(state_dict, manifest=manifest), config, kv=order, objection=unready.error
+                lambda: as_source(state_dict, manifest=manifest), config, kv=order, driver_error=unready.error
             )
         attempt.version, num_interrupted = ranks.version, 0
-        with Caught() as busy:
+        with ErrorCapture() as busy:
             with clock.phase("pause"):
                 num_interrupted = await engine.pause(config)
             with clock.phase("flush"):
@@ -240,7 +240,7 @@ class Refitter(Closing):
                     await engine.flush_caches()
         try:
             with clock.phase("transfer"):
-                written = await ranks.write(objection=busy.error)
+                written = await ranks.write(driver_error=busy.error)
         finally:
             del busy  # the error's traceback would hold it, and it the error
         clock.move("transfer", **longest_phases(written))

@@ -22,7 +22,7 @@ from fp8refit.ranks.kv.scales import report_of
 from fp8refit.ranks.target import Target
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.source import SafetensorsSource, Source
-from fp8refit.transport.caught import Caught
+from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.vote import Ballot, Group, Phase, SoloGroup, vote
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Rank:
         config: RefitConfig,
         *,
         kv: KvOrder | None = None,
-        objection: BaseException | None = None,
+        driver_error: BaseException | None = None,
         is_known: bool = False,
         compares: bool = False,
         on_judged: Callable[[], None] = lambda: None,
@@ -66,7 +66,7 @@ class Rank:
             make_source: Gives the policy, the same on every rank.
             config: How to refit.
             kv: Which KV scales to set once the weights are written, if not those that the source brings.
-            objection: Why the engine may not be refitted now, as its driver sees it.
+            driver_error: Why the engine may not be refitted now, as its driver sees it.
             is_known: Whether every rank knows the source from the last refit: to judge it is no collective operation.
             compares: See `Target.prepare`.
             on_judged: Called when this rank can take it, and others may not. What it raises keeps all ranks from it.
@@ -75,7 +75,7 @@ class Rank:
             What `write`, or `Target.begin` and `finish`, are given next.
 
         Raises:
-            RefitError: See `Target.prepare`; the objection; or what another rank had to say.
+            RefitError: See `Target.prepare`; `driver_error`; or what another rank had to say.
             TransportError: Nothing is known any more: the engine replaced tensors on some rank.
         """
 
@@ -91,7 +91,7 @@ class Rank:
             self._check_ready(kv, config)
             return judge()
 
-        if is_known and objection is None:
+        if is_known and driver_error is None:
             error, judged = self._try(check_and_judge)
             said = {"held": self._held, "asked": self._asked(kv, config), **(judged.said if judged is not None else {})}
             ballots = self._vote("prepared", error, config, **said)
@@ -100,55 +100,57 @@ class Rank:
                 self.target.abandon()
                 raise TransportError("the ranks of this engine hold other tensors than at the last refit; refit again")
             return judged.prepared
-        self._learn_foreign_names(self._agree_on_ready(kv, config, objection), config)
+        self._learn_foreign_names(self._agree_on_ready(kv, config, driver_error), config)
         error, judged = self._try(judge)
         self._vote("prepared", error, config, **(judged.said if judged is not None else {}))
         assert judged is not None, "every rank is ready"
         return judged.prepared
 
-    def check_calibration(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> None:
+    def check_calibration(self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None) -> None:
         """Agree that every rank can set KV scales as ordered. Changes nothing.
 
         Args:
             kv: What to measure, or which scales to set.
             config: How.
-            objection: Why the engine may not be calibrated now, as its driver sees it.
+            driver_error: Why the engine may not be calibrated now, as its driver sees it.
 
         Raises:
             EngineDirtyError: No whole policy is served.
-            RefitError: See `KvScales.check`; the objection; or what another rank had to say.
+            RefitError: See `KvScales.check`; `driver_error`; or what another rank had to say.
         """
-        if objection is None and self.target.is_dirty:
-            objection = EngineDirtyError("this engine holds no whole policy that it could be calibrated for; refit it")
-        self._agree_on_ready(kv, config, objection)
+        if driver_error is None and self.target.is_dirty:
+            driver_error = EngineDirtyError(
+                "this engine holds no whole policy that it could be calibrated for; refit it"
+            )
+        self._agree_on_ready(kv, config, driver_error)
 
-    def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+    def calibrate(self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None) -> KvReport:
         """Set KV scales for the policy that is served.
 
         Args:
             kv: What to measure, or which scales to set.
             config: How.
-            objection: Why nothing may be written, for instance caches that stayed.
+            driver_error: Why nothing may be written, for instance caches that stayed.
 
         Raises:
             RefitError: See `check_calibration`, `LiveModel.measure_kv` and `Target.write_kv`.
         """
-        self.check_calibration(kv, config, objection=objection)
+        self.check_calibration(kv, config, driver_error=driver_error)
         reports = self._set_kv_scales(kv, config)
         self.target.commit(self.target.version)
         return KvReport.merge(reports)
 
-    def agree(self, prepared: Prepared, *, objection: BaseException | None = None) -> None:
+    def agree(self, prepared: Prepared, *, driver_error: BaseException | None = None) -> None:
         """Agree that what was prepared is written now. For ranks with drivers of their own, of which each may object.
 
         Args:
             prepared: What `prepare` gave.
-            objection: Why the engine's driver cannot go on, for instance caches that stayed.
+            driver_error: Why the engine's driver cannot go on, for instance caches that stayed.
 
         Raises:
-            RefitError: The objection, or another rank's. Nothing is written.
+            RefitError: `driver_error`, or another rank's. Nothing is written.
         """
-        self._vote("go", objection, prepared.config)
+        self._vote("go", driver_error, prepared.config)
 
     def write(self, prepared: Prepared) -> list[RankReport]:
         """Write what was prepared, agree that it is whole on every rank, and commit it.
@@ -167,7 +169,7 @@ class Rank:
         prepared: Prepared,
         *,
         version: int = 0,
-        objection: BaseException | None = None,
+        error: BaseException | None = None,
         confirm: Callable[[BaseException | None], None] | None = None,
     ) -> list[RankReport]:
         """Complete a write whose source was pushed, agree that it is whole, and commit it. See `write`.
@@ -175,14 +177,14 @@ class Rank:
         Args:
             prepared: What `Target.begin` was given.
             version: Least number of the policy.
-            objection: Why it is not whole: what this rank failed with meanwhile.
+            error: What this rank failed with meanwhile, so that it is not whole.
             confirm: Asked after the last vote, on every rank, with the error in which it ended: raises if other engines,
                 which are refitted together with this one, failed.
         """
 
         def complete() -> RankReport:
-            if objection is not None:
-                raise objection
+            if error is not None:
+                raise error
             return self.target.finish()
 
         return self._agree_on_written(complete, prepared, version=version, confirm=confirm)
@@ -196,10 +198,10 @@ class Rank:
         confirm: Callable[[BaseException | None], None] | None = None,
     ) -> list[RankReport]:
         reports: list[RankReport] = []
-        with Caught() as failed:
+        with ErrorCapture() as failed:
             reports, next_version = self._settle(write, prepared)
         if confirm is not None:
-            with Caught() as refused:
+            with ErrorCapture() as refused:
                 confirm(failed.error)
             failed.error = failed.error if failed.error is not None else refused.error
         if failed.error is not None:
@@ -222,9 +224,11 @@ class Rank:
             for rank, report in enumerate(reports)
         ], version
 
-    def _agree_on_ready(self, kv: KvOrder | None, config: RefitConfig, objection: BaseException | None) -> list[Ballot]:
+    def _agree_on_ready(
+        self, kv: KvOrder | None, config: RefitConfig, driver_error: BaseException | None
+    ) -> list[Ballot]:
         """Agree that every rank can do what is asked for, while nothing is written."""
-        error = objection
+        error = driver_error
         if error is None:
             error, _ = self._try(lambda: self._check_ready(kv, config))
         return self._vote("ready", error, config, held=self._held, asked=self._asked(kv, config))

@@ -15,7 +15,7 @@ from fp8refit.remote.messages import Reply
 from fp8refit.remote.packing import Packed, Packer
 from fp8refit.sources.row_runs import Piece, in_pieces
 from fp8refit.sources.source import Source
-from fp8refit.transport.caught import Caught
+from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.memory.ring import NUM_SETS, Ring
 
 _POLL_S, _SLOWEST_POLL_S = 2e-5, 1e-3
@@ -98,7 +98,7 @@ class Handing:
             BaseException: What reading the source raised.
         """
         assert self._pieces is not None, "open() comes first"
-        with Caught() as failed:
+        with ErrorCapture() as failed:
             for piece in self._pieces:
                 if not self._packer.has_room(piece):
                     await self._open_set(piece)
@@ -111,7 +111,7 @@ class Handing:
         if failed.error is not None:
             self.close()
             self._ring.call_back()
-            with Caught():
+            with ErrorCapture():
                 await self._hear()
             raise failed.take()
 

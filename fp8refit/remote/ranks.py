@@ -14,7 +14,7 @@ from fp8refit.remote.host_route import HostRoute, Offered
 from fp8refit.remote.message_pairs import Pairs
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.source import Source
-from fp8refit.transport.caught import Caught
+from fp8refit.transport.error_capture import ErrorCapture
 
 T = TypeVar("T")
 
@@ -73,11 +73,11 @@ class RemoteRanks:
         config: RefitConfig,
         *,
         kv: KvOrder | None = None,
-        objection: BaseException | None = None,
+        driver_error: BaseException | None = None,
     ) -> None:
         """See `fp8refit.driver.engine.Ranks`."""
-        if objection is not None:
-            raise objection
+        if driver_error is not None:
+            raise driver_error
         await self.meet(config)
         source = make_source()
         if config.transport == "collective":
@@ -88,12 +88,12 @@ class RemoteRanks:
         self._source = source
         self._offered = await self._or_give_up(self._offer(source, kv))
 
-    async def write(self, *, objection: BaseException | None = None) -> Sequence[RankReport]:
+    async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:
         """See `fp8refit.driver.engine.Ranks`."""
-        if self._take_votes is not None and objection is None:
+        if self._take_votes is not None and driver_error is None:
             (reports,) = await self._broadcast.write(self.version + 1)
             return reports
-        return await self._or_give_up(self._write(objection))
+        return await self._or_give_up(self._write(driver_error))
 
     async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
         """See `fp8refit.driver.engine.Ranks`. What ranks on other hosts hold is not compared.
@@ -116,19 +116,21 @@ class RemoteRanks:
         self._source = self._offered = self._take_votes = None
 
     async def check_calibration(
-        self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None
+        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
     ) -> None:
         """See `fp8refit.driver.engine.Ranks`."""
-        if objection is not None:
-            raise objection
+        if driver_error is not None:
+            raise driver_error
         await self.meet(config)
         await self.asked.ask(messages.CheckCalibration(config=config, kv=kv))
 
-    async def calibrate(self, kv: KvOrder, config: RefitConfig, *, objection: BaseException | None = None) -> KvReport:
+    async def calibrate(
+        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
+    ) -> KvReport:
         """See `fp8refit.driver.engine.Ranks`."""
-        if objection is not None:
-            raise objection
-        with Caught() as caught:
+        if driver_error is not None:
+            raise driver_error
+        with ErrorCapture() as caught:
             report = (await self.asked.ask(messages.Calibrate(config=config, kv=kv)))[0].kv
             if report is None:
                 raise RankFailedError("a rank calibrated and did not say what came of it; refit again")
@@ -203,9 +205,9 @@ class RemoteRanks:
     async def _offer(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:
         return await self._route.prepare(source, kv, compares=compares)
 
-    async def _write(self, objection: BaseException | None) -> Sequence[RankReport]:
-        if objection is not None:
-            raise objection
+    async def _write(self, driver_error: BaseException | None) -> Sequence[RankReport]:
+        if driver_error is not None:
+            raise driver_error
         offered = self._offered
         assert offered is not None, "write() follows a prepare() that returned"
         if not offered.compares:
@@ -216,7 +218,7 @@ class RemoteRanks:
 
     async def _or_give_up(self, step: Awaitable[T]) -> T:
         """On an error let the ranks go of what was prepared. After a lost rank the source stays: somebody may still read it."""
-        with Caught() as caught:
+        with ErrorCapture() as caught:
             return await step
         self._route.fail()
         with contextlib.suppress(RefitError):

@@ -64,8 +64,8 @@ FAULTS = [
     Fault(
         name="requests go on under a policy that is not written yet",
         path="fp8refit/driver/refitter.py",
-        before="            written = await ranks.write(objection=busy.error)\n",
-        after="            await engine.resume()\n            written = await ranks.write(objection=busy.error)\n",
+        before="            written = await ranks.write(driver_error=busy.error)\n",
+        after="            await engine.resume()\n            written = await ranks.write(driver_error=busy.error)\n",
         found_by=VLLM,
         session="vllm",
     ),

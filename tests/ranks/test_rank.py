@@ -531,7 +531,7 @@ def test_alone_nothing_of_the_source_is_read_before_the_rank_is_ready(model):
     with pytest.raises(EngineAsleepError):
         Rank(target).prepare(make_source, CONFIG)
     with pytest.raises(EngineBusyError):
-        Rank(target).prepare(make_source, CONFIG, objection=EngineBusyError("2 requests"))
+        Rank(target).prepare(make_source, CONFIG, driver_error=EngineBusyError("2 requests"))
     assert made == []
 
 

@@ -23,8 +23,8 @@ from fp8refit.remote.broadcast.sender import Sender, Sending
 from fp8refit.remote.broadcast.wire_formats import Wire, choose_wire
 from fp8refit.report import RankReport
 from fp8refit.sources.source import MappingSource, Source
-from fp8refit.transport.caught import Caught
 from fp8refit.transport.collective.communicator import Backend, Communicator
+from fp8refit.transport.error_capture import ErrorCapture
 
 T = TypeVar("T")
 
@@ -142,9 +142,9 @@ class Broadcast:
             StagingMemoryError: No room for the buffers.
             RefitError: See `Ranks.prepare`.
         """
-        with Caught() as failed:
+        with ErrorCapture() as failed:
             was_joined = self._communicator is not None
-            with Caught() as stale:
+            with ErrorCapture() as stale:
                 await self._prepare(source, config, kv)
             if was_joined and isinstance(stale.error, TransportError):
                 # An engine was started again, or another trainer refitted it meanwhile: they are joined anew, once.
@@ -174,11 +174,11 @@ class Broadcast:
         """
         prepared, self._prepared = self._prepared, None
         assert prepared is not None, "write() follows prepare()"
-        with Caught() as failed:
+        with ErrorCapture() as failed:
             return await self._send(prepared.source, version)
         if isinstance(failed.error, TransportError) and any(audience.has_refused for audience in self._audiences):
             # See `prepare`. The ranks judge once more when they are asked to take it, as caches are dropped between the two.
-            with Caught() as failed:
+            with ErrorCapture() as failed:
                 await self._prepare(prepared.source, prepared.config, None, is_again=True)
                 return await self._send(prepared.source, version)
             await self._abandon()
@@ -193,13 +193,13 @@ class Broadcast:
         sending = Sending(sender, source, communicator, self._refit, layout)
 
         async def take(audience: Audience) -> Sequence[RankReport]:
-            with Caught() as failed:
+            with ErrorCapture() as failed:
                 return await audience.take(version)
             communicator.expect_end(str(failed.error))
             raise failed.take()
 
         reports: list[Sequence[RankReport]] = []
-        with Caught() as refused:
+        with ErrorCapture() as refused:
             reports = await self._together([take(audience) for audience in self._audiences])
         error = sending.end(refused.error, timeout_s=self._config.timeout_s)
         if error is not None:
@@ -314,15 +314,15 @@ class Broadcast:
             messages.Join(meeting=opened.meeting, first_rank=1 + sum(sizes[:place]), timeout_s=config.timeout_s)
             for place in range(len(sizes))
         ]
-        with ThreadPoolExecutor(1) as thread, Caught() as failed:
+        with ThreadPoolExecutor(1) as thread, ErrorCapture() as failed:
             joined = thread.submit(opened.join, device, timeout_s=config.timeout_s)
-            with Caught() as refused:
+            with ErrorCapture() as refused:
                 await self._together(
                     [audience.join(order) for audience, order in zip(self._audiences, orders, strict=True)]
                 )
             if refused.error is not None:
                 opened.expect_end(str(refused.error))
-            with Caught() as absent:
+            with ErrorCapture() as absent:
                 joined.result()
             for caught in (refused, absent):
                 if caught.error is not None:

@@ -14,11 +14,11 @@ from fp8refit.fill.from_buckets import ReceivedSource
 from fp8refit.ranks.rank import Rank
 from fp8refit.remote import messages
 from fp8refit.report import PhaseClock, RankReport
-from fp8refit.transport.caught import Caught
 from fp8refit.transport.collective.buckets import NUM_BUFFERS, BucketLayout, largest_bytes, lay_out, take_buffers
 from fp8refit.transport.collective.communicator import Communicator
 from fp8refit.transport.collective.header import Status, read_header
 from fp8refit.transport.collective.links import Transfer
+from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.vote import ErrorRecord
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Receiver:
         """
         assert self._source is not None, "take() follows source()"
         communicator, source, clock = self._require(token), self._source[1], PhaseClock()
-        with Caught() as failed:
+        with ErrorCapture() as failed:
             self._receive(communicator, source, order.refit, prepared, clock)
         timeout_s = NUM_VOTES * prepared.config.timeout_s
 
@@ -120,7 +120,7 @@ class Receiver:
 
         try:
             with clock.phase("finish"):
-                return self._rank.finish(prepared, version=order.version, objection=failed.error, confirm=confirm)
+                return self._rank.finish(prepared, version=order.version, error=failed.error, confirm=confirm)
         finally:
             self.recall()  # after an error that is not the trainer's
             logger.debug("took %d buckets in %s s", len(source.buckets), clock.phases_s)
@@ -146,7 +146,7 @@ class Receiver:
             RefitError: The first failure, once nothing is under way any more.
         """
         config, timeout_s = prepared.config, prepared.config.timeout_s
-        with Caught() as failed:
+        with ErrorCapture() as failed:
             self._rank.target.begin(prepared)
         for ordinal in range(len(source.buckets)):
             with clock.phase("begin"):
@@ -159,7 +159,7 @@ class Receiver:
                 said = communicator.hear(refit)
                 raise ErrorRecord.model_validate_json(said).error() if said else _gave_up()
             if failed.error is None:
-                with clock.phase("fill"), Caught() as failed:
+                with clock.phase("fill"), ErrorCapture() as failed:
                     self._rank.target.push()
         if failed.error is not None:
             raise failed.take()

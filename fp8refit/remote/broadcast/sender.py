@@ -28,11 +28,11 @@ from fp8refit.remote.broadcast.source_reader import Arrival, Arrived, Reader
 from fp8refit.remote.broadcast.wire_formats import Wire
 from fp8refit.report import PhaseClock
 from fp8refit.sources.source import MappingSource, Source
-from fp8refit.transport.caught import Caught
 from fp8refit.transport.collective.buckets import NUM_BUFFERS, Placement, WireTensor, lay_out, take_buffers
 from fp8refit.transport.collective.communicator import Communicator
 from fp8refit.transport.collective.header import Headers, Status
 from fp8refit.transport.collective.links import Transfer
+from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.vote import ErrorRecord
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class Sender:
             if len(travelling) == len(self._buffers):
                 with clock.phase("wait"):
                     communicator.wait(travelling.popleft(), timeout_s=timeout_s)
-            with clock.phase("pack"), Caught() as failed:
+            with clock.phase("pack"), ErrorCapture() as failed:
                 packed += self._pack(ordinal, portions, reader, known)
             error, failed.error = failed.error, None
             if error is not None:
@@ -166,7 +166,7 @@ class Sender:
                 communicator.wait(transfer, timeout_s=timeout_s)
         logger.debug("sent %d buckets in %s s", len(self._buckets), clock.phases_s)
         if error is None:
-            with Caught() as unfit:
+            with ErrorCapture() as unfit:
                 reader.finish()
                 _refuse({name for table in packed for name in table.bad_names()})
             error, unfit.error = unfit.error, None
@@ -317,7 +317,7 @@ class Sending:
         self, sender: Sender, source: Source, communicator: Communicator, refit: str, layout: LayoutGuard | None
     ) -> None:
         self._communicator = communicator
-        self._caught = Caught()
+        self._caught = ErrorCapture()
         self._thread = threading.Thread(
             target=self._run, args=(sender, source, refit, layout), name="fp8refit-sender", daemon=True
         )

@@ -29,7 +29,7 @@ from fp8refit.sources.sharded.renaming import Renamer, Renaming
 from fp8refit.sources.sharded.shards import Part, PartReader, has_shards, is_shard
 from fp8refit.sources.sharded.trainer_group import Statement, Step, Trainers, trainer_group, waits_at_most
 from fp8refit.sources.source import NamedTensors, StateDict, named
-from fp8refit.transport.caught import Caught
+from fp8refit.transport.error_capture import ErrorCapture
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -307,7 +307,7 @@ class Gathered(AbstractContextManager["Gathered"]):
                 raise InvalidSourceError(self.problems)
             arrived: Batch | None = None
             for place, batch in enumerate(self._batches(max_bytes // 2)):
-                with Caught() as failed:
+                with ErrorCapture() as failed:
                     batch.allocate()
                 trainers.hear(Statement(step="batch", place=place), failed.error)
                 batch.begin()

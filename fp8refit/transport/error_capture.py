@@ -1,11 +1,11 @@
-"""Catches errors that are raised again after some clean-up."""
+"""Captures errors that are raised again after some clean-up."""
 
 from types import TracebackType
 from typing import Self
 
 
-class Caught:
-    """Keeps what a block raises, to raise it after the block: `raise caught.take()`.
+class ErrorCapture:
+    """Keeps what a block raises, to raise it after the block: `raise failed.take()`.
 
     Awaiting in an `except` block may run an event loop. Whatever else runs there would chain to the error and keep it
     alive, with its traceback and the trainer's tensors in it. After this block, no error is being handled.
@@ -24,7 +24,7 @@ class Caught:
         return True
 
     def take(self) -> BaseException:
-        """Return what was caught, to be raised. Keeps nothing, since the traceback would hold the caller's frame."""
+        """Return what was captured, to be raised. Keeps nothing, since the traceback would hold the caller's frame."""
         error, self.error = self.error, None
-        assert error is not None, "nothing was caught"
+        assert error is not None, "nothing was captured"
         return error
