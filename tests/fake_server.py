@@ -1,4 +1,4 @@
-"""A fake server over a fake engine of several ranks: a clerk in an event loop of its own, and an adapter that finds it."""
+"""A fake server over a fake engine of several ranks: an order handler in its own event loop, and an adapter that finds it."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from fp8refit.remote.rank_server import RankServer
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.http_client import Server
 from fp8refit.remote.servers.http_endpoint import Door
-from fp8refit.remote.servers.order_handler import Clerk
+from fp8refit.remote.servers.order_handler import OrderHandler
 from fp8refit.remote.servers.orders import OrderRequest
 from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
 from tests.asgi import ELSEWHERE, LOCAL, order_headers, scope_of
@@ -76,7 +76,7 @@ class Running:
         """Another engine, instead of the one before."""
         self.cluster = Cluster()
         self.controls = FakeControls(self.cluster)
-        self.clerk, self.door = Clerk(self.controls), Door(token=self.token)
+        self.handler, self.door = OrderHandler(self.controls), Door(token=self.token)
         self.orders: list[str] = []
 
     @property
@@ -87,7 +87,7 @@ class Running:
         with suppress(RankFailedError):
             self.orders.append(OrderRequest.decode(message).order.step)
         scope = scope_of("/", order_headers() | (headers or {}), LOCAL if self.is_trusted else ELSEWHERE)
-        return self.do(self.door.take(scope, lambda: self._body(message), self.clerk.answer))[1]
+        return self.do(self.door.take(scope, lambda: self._body(message), self.handler.answer))[1]
 
     async def _body(self, message: str) -> dict[str, Any]:
         return {"type": "http.request", "body": message.encode()}

@@ -6,8 +6,7 @@ import pytest
 
 from fp8refit import RefitConfig
 from fp8refit.remote.servers import http_endpoint as door
-from fp8refit.remote.servers import order_handler as clerk
-from fp8refit.remote.servers import orders
+from fp8refit.remote.servers import order_handler, orders
 
 ROOT = Path(__file__).parents[1]
 SAID, ON_SERVERS = (" ".join((ROOT / page).read_text().split()) for page in ("SECURITY.md", "docs/servers.md"))
@@ -23,7 +22,7 @@ SAID, ON_SERVERS = (" ".join((ROOT / page).read_text().split()) for page in ("SE
         f"| the time for an order to arrive | {door.READING_S:g} s |",
         f"orders that arrive, wait or run at a time | {door.MAX_VISITORS} |",
         f"| an answer to the driver | {orders.MAX_BYTES >> 20} MiB",
-        f"may hold a server | `timeout_s` plus {clerk.SILENCE_S:g} s |",
+        f"may hold a server | `timeout_s` plus {order_handler.SILENCE_S:g} s |",
     ],
 )
 def test_a_bound_stands_there_as_it_is(fact):

@@ -17,7 +17,7 @@ from typing_extensions import override
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote.servers.http_client import Server, read_object
 from fp8refit.remote.servers.http_endpoint import HEADERS, Door, other_version
-from fp8refit.remote.servers.order_handler import Clerk
+from fp8refit.remote.servers.order_handler import OrderHandler
 from fp8refit.remote.servers.orders import PROTOCOL_HEADER, Answer, read_token
 from fp8refit.transport.vote import ErrorRecord
 from fp8refit_sglang.compat import api_keys, app_to_start, handles_for, has_order, http_refusal
@@ -61,7 +61,7 @@ class OrderMiddleware:
     def __init__(self, app: Callable[..., Any], *, manager: Any, token: str | None) -> None:
         self._app, self._manager = app, manager
         self._door = Door(token=token, api_keys=api_keys(manager))
-        self._clerk: Clerk | None = None
+        self._handler: OrderHandler | None = None
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """See ASGI."""
@@ -75,10 +75,10 @@ class OrderMiddleware:
         await response(scope, receive, send)
 
     async def _answer(self, message: str) -> Answer:
-        if self._clerk is None:
+        if self._handler is None:
             controls = TokenizerControls(self._manager, asyncio.get_running_loop(), refuse_with=http_refusal)
-            self._clerk = Clerk(Driver(controls))
-        return await self._clerk.answer(message)
+            self._handler = OrderHandler(Driver(controls))
+        return await self._handler.answer(message)
 
 
 def _is_order(scope: dict[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from fp8refit.live.tracing.twin import Twin, refreshes_of_constants
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
 from fp8refit.remote.rank_server import RankServer
-from fp8refit.transport.loopback import Line
+from fp8refit.transport.loopback import RankConnection
 from fp8refit.transport.process_group import ProcessGroupExchange
 from fp8refit_sglang.compat import VERSIONS, Scheduler, address_in, loses_weights, receipt
 from fp8refit_sglang.kv_cache import HeldScales, read_kv_cache
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 FLUSH = "flush"
 FLUSHED, KEPT = "flushed", "kept"
 
-_CLERK, _RANK = "_fp8refit_clerk", "_fp8refit_rank"
+_ENDPOINT, _RANK = "_fp8refit_endpoint", "_fp8refit_rank"
 
 
 def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -40,12 +40,12 @@ def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     address = address_in(request)
     if address is None:
         return original(manager, request)
-    clerk: Clerk | None = getattr(manager.scheduler, _CLERK, None)
-    if clerk is None:
-        clerk = Clerk(Scheduler(manager.scheduler))
-        setattr(manager.scheduler, _CLERK, clerk)
+    endpoint: RankEndpoint | None = getattr(manager.scheduler, _ENDPOINT, None)
+    if endpoint is None:
+        endpoint = RankEndpoint(Scheduler(manager.scheduler))
+        setattr(manager.scheduler, _ENDPOINT, endpoint)
     try:
-        clerk.answer(address)
+        endpoint.answer(address)
     except RefitError as error:
         logger.warning("the driver of a refit is gone: %s", error)
         return receipt(success=False, message=str(error))
@@ -62,7 +62,7 @@ def note_sleep(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     return original(manager, request)
 
 
-class Clerk:
+class RankEndpoint:
     """Receives a driver's messages to one rank, and answers them.
 
     Args:
@@ -79,11 +79,11 @@ class Clerk:
         Raises:
             RankFailedError: The driver is gone.
         """
-        line = Line(address, self._scheduler.rank, timeout_s=RefitConfig().timeout_s)
+        connection = RankConnection(address, self._scheduler.rank, timeout_s=RefitConfig().timeout_s)
         try:
-            line.answer(self._obey(line.hear()))
+            connection.answer(self._obey(connection.hear()))
         finally:
-            line.close()
+            connection.close()
 
     def _obey(self, message: str) -> str:
         if message == FLUSH:

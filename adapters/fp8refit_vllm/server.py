@@ -13,7 +13,7 @@ from typing_extensions import override
 from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.remote.servers.http_client import Server, read_object
 from fp8refit.remote.servers.http_endpoint import HEADERS, Door
-from fp8refit.remote.servers.order_handler import Clerk
+from fp8refit.remote.servers.order_handler import OrderHandler
 from fp8refit.remote.servers.orders import Answer, read_token
 from fp8refit.transport.vote import ErrorRecord
 from fp8refit_vllm.async_driver import AsyncDriver
@@ -36,7 +36,7 @@ class RefitEndpoint:
     def __init__(self) -> None:
         self._token: str | None = None
         self._door: Door | None = None
-        self._clerk: Clerk | None = None
+        self._handler: OrderHandler | None = None
         self._refused_because: RefitError = RankFailedError("the server is not ready yet; refit later")
 
     def attach_router(self, app: Any) -> None:
@@ -68,12 +68,12 @@ class RefitEndpoint:
             self._refused_because = error
             return
         controls = AsyncDriver(engine_client, method_of(engine_client.vllm_config), refuse_with=http_refusal)
-        self._clerk = Clerk(controls)
+        self._handler = OrderHandler(controls)
 
     async def _answer(self, message: str) -> Answer:
-        if self._clerk is None:
+        if self._handler is None:
             return Answer(error=ErrorRecord.of(self._refused_because))
-        return await self._clerk.answer(message)
+        return await self._handler.answer(message)
 
 
 class VllmServer(Server):

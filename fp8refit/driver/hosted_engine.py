@@ -18,8 +18,8 @@ from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.remote.ranks import RemoteRanks
-from fp8refit.remote.servers.connection import Line
-from fp8refit.remote.servers.order_handler import Clerk
+from fp8refit.remote.servers.connection import Connection
+from fp8refit.remote.servers.order_handler import OrderHandler
 from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
 
 
@@ -47,7 +47,7 @@ class EngineHost:
 
     def __init__(self, engine: object) -> None:
         self._engine = attach_engine(engine).engine
-        self._clerk = Clerk(_HostControls(self._engine))
+        self._handler = OrderHandler(_HostControls(self._engine))
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
     def answer(self, message: str) -> str:
@@ -60,11 +60,11 @@ class EngineHost:
             raise UnsupportedEngineError(
                 f"this {self._engine.name} engine is asynchronous; await answer_async in the event loop that drives it"
             )
-        return self._runner.run(self._clerk.answer(message)).model_dump_json()
+        return self._runner.run(self._handler.answer(message)).model_dump_json()
 
     async def answer_async(self, message: str) -> str:
         """`answer` for an asynchronous engine, in the event loop that drives it."""
-        return (await self._clerk.answer(message)).model_dump_json()
+        return (await self._handler.answer(message)).model_dump_json()
 
 
 class HostedEngine(ServerDriver, Engine):
@@ -94,7 +94,7 @@ class HostedEngine(ServerDriver, Engine):
         self._fp8refit_engine = AttachedEngine(self)
 
 
-class _Asked(Line):
+class _Asked(Connection):
     """See `HostedEngine`."""
 
     asking_s: ClassVar[float] = RefitConfig().timeout_s

@@ -1,4 +1,4 @@
-"""A line between a driver and its engine's ranks on the same host, for engines whose own RPC loses the ranks' answers.
+"""Connects a driver with its engine's ranks on the same host, for engines whose own RPC loses the ranks' answers.
 
 It is a Unix socket in a folder that only this user can open. The driver listens. The engine tells each rank the address;
 the rank connects, identifies itself, and answers one message. Messages are text, prefixed by their length.
@@ -34,7 +34,7 @@ class Switchboard:
         self._num_ranks = num_ranks
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: asyncio.Server | None = None
-        self._lines: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+        self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
         self._all_called = asyncio.Event()
         self._turn = asyncio.Lock()
         self._asking: asyncio.Task[Sequence[str]] | None = None
@@ -84,7 +84,7 @@ class Switchboard:
                 await self._wait_for_calls(ringing)
                 await asyncio.gather(*(self._tell(rank, message) for rank in range(self._num_ranks)))
                 on_told()
-                answers = await asyncio.gather(*(_read(self._lines[rank][0]) for rank in range(self._num_ranks)))
+                answers = await asyncio.gather(*(_read(self._connections[rank][0]) for rank in range(self._num_ranks)))
                 await ringing
         except TimeoutError as error:
             raise EngineLostError(
@@ -108,17 +108,17 @@ class Switchboard:
 
     def _hang_up(self) -> None:
         """Close all connections. Late answers are ignored."""
-        for _, writer in self._lines.values():
+        for _, writer in self._connections.values():
             # Shut down a duplicate: uvloop does not allow it on its own sockets. Also works once the event loop is
             # closed.
             with (
                 contextlib.suppress(OSError, RuntimeError),
-                socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as line,
+                socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as connection,
             ):
-                line.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
             with contextlib.suppress(OSError, RuntimeError):
                 writer.close()
-        self._lines.clear()
+        self._connections.clear()
         self._all_called = asyncio.Event()
 
     async def _open(self) -> None:
@@ -130,7 +130,7 @@ class Switchboard:
         self._turn = asyncio.Lock()
         folder = _private_folder()
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.address = str(folder / "line")
+        self.address = str(folder / "socket")
         self._loop, self._server = loop, await asyncio.start_unix_server(self._take_call, self.address)
 
     async def _take_call(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -141,9 +141,9 @@ class Switchboard:
         if rank not in range(self._num_ranks):
             writer.close()
             return
-        self._lines[rank] = reader, writer
+        self._connections[rank] = reader, writer
         self.has_been_called = True
-        if len(self._lines) == self._num_ranks:
+        if len(self._connections) == self._num_ranks:
             self._all_called.set()
 
     async def _wait_for_calls(self, ringing: asyncio.Future[None]) -> None:
@@ -158,15 +158,15 @@ class Switchboard:
             calls.cancel()
 
     async def _tell(self, rank: int, message: str) -> None:
-        writer = self._lines[rank][1]
+        writer = self._connections[rank][1]
         writer.write(_frame(message))
         while writer.transport.get_write_buffer_size():
             await writer.drain()
             await asyncio.sleep(0)
 
 
-class Line:
-    """A rank's end of the line.
+class RankConnection:
+    """A rank's end of the connection.
 
     Args:
         address: Where the driver listens.

@@ -12,7 +12,7 @@ from fp8refit import RefitConfig
 from fp8refit.cli import commands as cli
 from fp8refit.cli.push import push_checkpoint
 from fp8refit.errors import EngineBusyError, EngineLostError
-from fp8refit.remote.servers import order_handler as clerk
+from fp8refit.remote.servers import order_handler
 from fp8refit.remote.servers.orders import Place
 from tests.fake_ranks import NORM, Q_PROJ, arm
 from tests.fake_server import URL, Running, entry_point_of
@@ -74,7 +74,7 @@ def test_json_is_alone_on_standard_output(running, policy, checkpoint):
 
 
 def test_a_file_that_the_server_cannot_see_is_read_here(running, policy, checkpoint, monkeypatch):
-    monkeypatch.setattr(clerk, "can_read", lambda path: False)
+    monkeypatch.setattr(order_handler, "can_read", lambda path: False)
     result = push(checkpoint / "model.safetensors", "--to", URL, "--json")
     assert json.loads(result.stdout)["servers"][0]["read_by"] == "driver"
     running.cluster.assert_holds(policy, version=1)
@@ -145,7 +145,7 @@ def push_together(checkpoint, *options):
 
 
 def test_replicas_that_see_no_file_take_one_broadcast_together(running, replica, policy, checkpoint, monkeypatch):
-    monkeypatch.setattr(clerk, "can_read", lambda path: False)
+    monkeypatch.setattr(order_handler, "can_read", lambda path: False)
     result = push_together(checkpoint, "--json")
     assert result.exit_code == 0, result.stderr
     said = json.loads(result.stdout)
@@ -160,7 +160,7 @@ def test_replicas_that_see_no_file_take_one_broadcast_together(running, replica,
 
 
 def test_servers_on_other_hosts_are_told_where_to_meet(running, replica, policy, checkpoint):
-    replica.clerk._place = Place(boot_id="another host", pid_namespace=1)
+    replica.handler._place = Place(boot_id="another host", pid_namespace=1)
     result = push_together(checkpoint)
     assert result.exit_code == cli.EXIT_REFUSED
     assert f"the server at {OTHER} runs on another host" in result.stderr
@@ -218,7 +218,7 @@ def test_an_error_in_mid_transfer_leaves_all_refusing_and_the_next_push_heals(
 
 @pytest.mark.parametrize("transport", ["auto", "collective"])
 def test_progress_counts_bytes_that_are_read(transport, running, replica, policy, checkpoint, monkeypatch):
-    monkeypatch.setattr(clerk, "can_read", lambda path: False)
+    monkeypatch.setattr(order_handler, "can_read", lambda path: False)
     seen = {URL: [], OTHER: []}
     push_checkpoint(
         checkpoint,
@@ -237,7 +237,7 @@ def test_progress_counts_bytes_that_are_read(transport, running, replica, policy
 def test_a_file_that_is_cut_short_while_it_is_read_is_named_and_the_next_push_heals(
     transport, running, policy, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(clerk, "can_read", lambda path: False)
+    monkeypatch.setattr(order_handler, "can_read", lambda path: False)
     first, last = ({name: policy[name] for name in names} for names in (list(policy)[:1], list(policy)[1:]))
     save_file(first, tmp_path / "1.safetensors")
     save_file(last, tmp_path / "2.safetensors")
@@ -257,7 +257,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_named_and_the_next_push_he
 
 @pytest.mark.parametrize("transport", ["auto", "collective"])
 def test_a_file_that_is_replaced_while_it_is_read_is_read_to_its_end(transport, running, policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(clerk, "can_read", lambda path: False)
+    monkeypatch.setattr(order_handler, "can_read", lambda path: False)
     (tmp_path / "checkpoint").mkdir()
     save_file(policy, tmp_path / "checkpoint" / "model.safetensors")
     save_file({name: -tensor for name, tensor in policy.items()}, tmp_path / "next")

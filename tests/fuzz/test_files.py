@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8refit import InvalidSourceError, RefitError
 from fp8refit.cli.checkpoint import quantize_checkpoint
 from fp8refit.live.slots import FP8_DTYPE
-from fp8refit.remote.servers import order_handler as clerk
+from fp8refit.remote.servers import order_handler
 from fp8refit.sources.files import SAFETENSORS_DTYPES, SafetensorsFile
 from fp8refit.sources.source import as_source
 from tests.fake_ranks import ClientEntryPoint, Cluster, Drivers
@@ -198,7 +198,7 @@ class Files(RuleBasedStateMachine):
     def start(self, route, is_seen):
         self.subject = Subject(route)
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(clerk, "can_read", lambda path: is_seen)
+        self.patch.setattr(order_handler, "can_read", lambda path: is_seen)
         self.is_strict = "twice" in route
         self.root = Path(tempfile.mkdtemp())
         self.seed = 0

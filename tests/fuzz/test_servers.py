@@ -1,7 +1,7 @@
 """Orders to servers: whoever sends whatever by the routes of either engine, drivers that die or fall silent, and answers that
 drip.
 
-The routes, the door and the clerk are the real ones. The engine behind them is a few lines that know what state it is in, and
+Routes, door and order handler are the real ones. The engine behind them is a few lines that know what state it is in, and
 the clock is the test's.
 """
 
@@ -35,10 +35,9 @@ from fp8refit.errors import EngineBusyError, EngineLostError, RefitError
 from fp8refit.remote import messages
 from fp8refit.remote.message_pairs import PairAnswers, call_in_turn
 from fp8refit.remote.servers import http_endpoint as door
-from fp8refit.remote.servers import order_handler as clerk_module
-from fp8refit.remote.servers import orders
+from fp8refit.remote.servers import order_handler, orders
 from fp8refit.remote.servers.http_client import Server
-from fp8refit.remote.servers.order_handler import SILENCE_S, Clerk
+from fp8refit.remote.servers.order_handler import SILENCE_S, OrderHandler
 from fp8refit.remote.servers.orders import Caller, OrderRequest, Place
 from tests.asgi import Response, order_headers, post
 
@@ -119,17 +118,17 @@ class Controls:
         self.state = state
 
 
-def vllm_app(clerk: Clerk, api_keys: list[str]) -> tuple[FastAPI, str, "door.Door"]:
+def vllm_app(handler: OrderHandler, api_keys: list[str]) -> tuple[FastAPI, str, "door.Door"]:
     """The route, as vLLM has it put there."""
     app, endpoint = FastAPI(), vllm_server.RefitEndpoint()
     with mock.patch.object(vllm_server, "api_keys", lambda arguments: api_keys):
         endpoint.attach_router(app)
         asyncio.run(endpoint.init_state(None, None, None))
-    endpoint._clerk = clerk
+    endpoint._handler = handler
     return app, "/v1/fp8refit", endpoint._door
 
 
-def sglang_app(clerk: Clerk, api_keys: list[str]) -> tuple[FastAPI, str, "door.Door"]:
+def sglang_app(handler: OrderHandler, api_keys: list[str]) -> tuple[FastAPI, str, "door.Door"]:
     """The middleware, as SGLang has it put there."""
     module = ModuleType("sglang.srt.entrypoints.http_server")
     module.app = FastAPI()
@@ -140,7 +139,7 @@ def sglang_app(clerk: Clerk, api_keys: list[str]) -> tuple[FastAPI, str, "door.D
     module.app.middleware_stack = app
     while not isinstance(app, sglang_server.OrderMiddleware):
         app = app.app
-    app._clerk = clerk
+    app._handler = handler
     return module.app, "/update_weights_from_ipc", app._door
 
 
@@ -220,21 +219,21 @@ class Servers(RuleBasedStateMachine):
         asyncio.set_event_loop(self.loop)
         self.token, self.api_keys = token, api_keys
         self.controls = self.do(self.make_controls())
-        self.clerk = Clerk(self.controls)
+        self.handler = OrderHandler(self.controls)
         with mock.patch.dict(os.environ, {orders.TOKEN_VARIABLE: token}):
-            self.app, self.route, self.door = make_app(self.clerk, api_keys)
+            self.app, self.route, self.door = make_app(self.handler, api_keys)
         self.patches = [mock.patch.object(orders, "MAX_ORDER_BYTES", MAX_ORDER_BYTES)]
         self.patches[0].start()
         self.callers = {name: Caller(place=Place.here(), pid=os.getpid(), name=name) for name in NAMES}
         self.processes: dict[str, subprocess.Popen] = {}
         self.holder, self.until_s = None, 0.0
         self.raised = Raised()
-        clerk_module.logger.addHandler(self.raised)
+        order_handler.logger.addHandler(self.raised)
 
     def teardown(self):
         if not hasattr(self, "loop"):
             return
-        clerk_module.logger.removeHandler(self.raised)
+        order_handler.logger.removeHandler(self.raised)
         for process in self.processes.values():
             process.kill()
             process.wait()
@@ -245,7 +244,7 @@ class Servers(RuleBasedStateMachine):
         asyncio.set_event_loop(None)
 
     async def let_go(self) -> None:
-        self.clerk._let_go()
+        self.handler._let_go()
 
     async def make_controls(self) -> Controls:
         return Controls()
@@ -277,11 +276,11 @@ class Servers(RuleBasedStateMachine):
         controls = self.controls
         is_whole = not controls.is_dirty and len(set(controls.versions)) == 1
         assert controls.state == ("open" if is_whole else "refused")
-        if is_whole and controls.versions[0] != self.clerk_version:
+        if is_whole and controls.versions[0] != self.handler_version:
             assert controls.published == controls.versions[0]
-        self.clerk_version = self.clerk._version
+        self.handler_version = self.handler._version
 
-    clerk_version = 0
+    handler_version = 0
 
     # Requests.
 
@@ -310,7 +309,7 @@ class Servers(RuleBasedStateMachine):
             self.holder = None
         if self.holder is not None:
             self.until_s = self.loop.now_s + self.silence_s
-        self.clerk_version = self.clerk._version
+        self.handler_version = self.handler._version
         return response.refusal
 
     @rule(clients=st.permutations(CLIENTS), more=st.lists(st.sampled_from(CHANGES), max_size=2))
@@ -497,7 +496,7 @@ class Servers(RuleBasedStateMachine):
         process.kill()
         process.wait()
         end_s = time.monotonic() + 10
-        while self.clerk._holder is not None and time.monotonic() < end_s:
+        while self.handler._holder is not None and time.monotonic() < end_s:
             self.spin(num_steps=1)
         self.spin(num_steps=30)
         self.driver_left()
@@ -508,13 +507,13 @@ class Servers(RuleBasedStateMachine):
     def an_engine_that_is_held_is_held_by_somebody(self):
         if not hasattr(self, "controls"):
             return
-        assert (self.clerk._holder is not None) == (self.holder is not None)
+        assert (self.handler._holder is not None) == (self.holder is not None)
         assert self.controls.state != "paused" or self.holder is not None
 
     @invariant()
     def nobody_is_left_inside(self):
         if hasattr(self, "controls"):
-            assert not self.clerk._turn.locked()
+            assert not self.handler._turn.locked()
             assert self.door._num_visitors == 0
 
     @invariant()

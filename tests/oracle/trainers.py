@@ -265,12 +265,12 @@ class _Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        from fp8refit.remote.servers.connection import Line
+        from fp8refit.remote.servers import connection
         from fp8refit.remote.servers.orders import Call, Pair, Pause, Resume
 
-        post = Line.post
+        post = connection.Connection.post
 
-        def note(line: Line, order: Any, *, timeout_s: float) -> Any:
+        def note(line: connection.Connection, order: Any, *, timeout_s: float) -> Any:
             if isinstance(order, Pause):
                 self._begin("pause")
             elif isinstance(order, Pair) or (isinstance(order, Call) and _step_of(order.message) in _BEGINS):
@@ -279,7 +279,7 @@ class _Watch:
                 self._begin("resume")
             return post(line, order, timeout_s=timeout_s)
 
-        with patch.object(Line, "post", note):
+        with patch.object(connection.Connection, "post", note):
             yield
 
     def _begin(self, step: Step) -> None:

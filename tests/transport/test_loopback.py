@@ -1,4 +1,4 @@
-"""The line between a driver and ranks: answers in order of rank, and no end of the line that waits for ever."""
+"""A driver's connections to its ranks: answers in order of rank, and no end that waits for ever."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fp8refit.errors import EngineLostError, RankFailedError, UnsupportedEngineError
-from fp8refit.transport.loopback import Line, Switchboard
+from fp8refit.transport.loopback import RankConnection, Switchboard
 
 
 class Ranks:
@@ -22,17 +22,17 @@ class Ranks:
     ) -> None:
         self._count = count
         self._says = says
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, RankConnection] = {}
 
     async def ring(self, address: str) -> None:
         await asyncio.gather(*(asyncio.to_thread(self._answer, rank, address) for rank in range(self._count)))
 
     def _answer(self, rank: int, address: str) -> None:
-        line = self._lines[rank] = Line(address, rank, timeout_s=5)
-        answer = self._says(rank, line.hear())
+        connection = self._lines[rank] = RankConnection(address, rank, timeout_s=5)
+        answer = self._says(rank, connection.hear())
         if answer is not None:
-            line.answer(answer)
-        line.close()
+            connection.answer(answer)
+        connection.close()
 
 
 @pytest.fixture
@@ -150,25 +150,25 @@ def test_a_rank_that_its_driver_does_not_wait_for_hears_so(switchboard):
     async def talk():
         with pytest.raises(EngineLostError, match="did not answer"):
             await switchboard.ask("hello", ranks.ring, timeout_s=0.2)
-        line = await asyncio.to_thread(Line, switchboard.address, 0, timeout_s=1)
+        connection = await asyncio.to_thread(RankConnection, switchboard.address, 0, timeout_s=1)
         switchboard.close()
         with pytest.raises(RankFailedError, match=r"hung up|is silent"):
-            await asyncio.to_thread(line.hear)
+            await asyncio.to_thread(connection.hear)
 
     asyncio.run(talk())
 
 
 def test_a_rank_notices_that_no_driver_waits(tmp_path):
     with pytest.raises(RankFailedError, match="cannot be reached at"):
-        Line(str(tmp_path / "nobody"), 0, timeout_s=1)
+        RankConnection(str(tmp_path / "nobody"), 0, timeout_s=1)
 
 
 def test_a_message_that_is_none_of_ours_is_not_read(switchboard):
     class Babbler(Ranks):
         def _answer(self, rank: int, address: str) -> None:
-            line = Line(address, rank, timeout_s=5)
-            line._socket.sendall(b"\xff" * 64)
-            self._lines[rank] = line
+            connection = RankConnection(address, rank, timeout_s=5)
+            connection._socket.sendall(b"\xff" * 64)
+            self._lines[rank] = connection
 
     with pytest.raises(RankFailedError, match="not one of ours"):
         ask(switchboard, "hello", Babbler(2).ring)
@@ -253,7 +253,7 @@ def test_who_calls_and_is_no_rank_is_hung_up_on(said, switchboard):
     ranks = Ranks(2)
 
     async def ring(address: str) -> None:
-        stranger = await asyncio.to_thread(Line, address, 0, timeout_s=5)
+        stranger = await asyncio.to_thread(RankConnection, address, 0, timeout_s=5)
         stranger.close()
         stranger = socket.socket(socket.AF_UNIX)
         stranger.connect(address)
@@ -268,25 +268,25 @@ def test_who_calls_and_is_no_rank_is_hung_up_on(said, switchboard):
 
 def test_a_rank_hears_the_whole_of_a_message_in_time(tmp_path):
     """A driver that drips does not hold it."""
-    address, may_end = str(tmp_path / "line"), threading.Event()
+    address, may_end = str(tmp_path / "socket"), threading.Event()
     with socket.socket(socket.AF_UNIX) as driver:
         driver.bind(address)
         driver.listen()
 
         def drip() -> None:
-            line, _ = driver.accept()
-            with line:
+            connection, _ = driver.accept()
+            with connection:
                 for byte in (1000).to_bytes(8) + bytes(1000):
                     if may_end.wait(0.05):
                         return
-                    line.send(bytes([byte]))
+                    connection.send(bytes([byte]))
 
         thread = threading.Thread(target=drip)
         thread.start()
-        line, start_s = Line(address, 0, timeout_s=0.3), time.monotonic()
+        connection, start_s = RankConnection(address, 0, timeout_s=0.3), time.monotonic()
         with pytest.raises(RankFailedError, match="the driver is silent"):
-            line.hear()
+            connection.hear()
         assert time.monotonic() - start_s < 3
         may_end.set()
         thread.join()
-        line.close()
+        connection.close()

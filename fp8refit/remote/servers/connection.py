@@ -11,7 +11,7 @@ ASKING_S = 60.0
 """How long a server may take for what it does not have to work for."""
 
 
-class Line:
+class Connection:
     """Orders go one way, answers come back. A subclass says how.
 
     Args:
@@ -35,11 +35,11 @@ class Line:
         return self.place == Place.here()
 
     def deliver(self, message: str, *, timeout_s: float) -> str:
-        """Hand an order to the clerk at the other end, and what it says.
+        """Hand an order to the order handler at the other end, and what it says.
 
         Raises:
             EngineLostError: The other end cannot be reached, or does not answer in time.
-            UnsupportedEngineError: There is no clerk.
+            UnsupportedEngineError: There is no order handler.
         """
         raise NotImplementedError
 
@@ -48,7 +48,7 @@ class Line:
 
         Raises:
             EngineLostError: The other end cannot be reached, or does not answer in time.
-            UnsupportedEngineError: It has no clerk, or does not take orders from here.
+            UnsupportedEngineError: It has no order handler, or does not take orders from here.
             RefitError: What came of it.
         """
         request = OrderRequest(driver=self._caller, order=order)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from urllib.parse import SplitResult, urlsplit
 
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
-from fp8refit.remote.servers.connection import Line
+from fp8refit.remote.servers.connection import Connection
 from fp8refit.remote.servers.orders import (
     API_KEY_VARIABLE,
     MAX_BYTES,
@@ -36,7 +36,7 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_US
 """A peer that is silent for 10 s is asked every 5 s, four times, whether it is there; what was sent has to arrive in 30 s."""
 
 
-class Server(Line):
+class Server(Connection):
     """A running server of one kind of engine. An adapter says by which route orders reach our plugin there.
 
     Args:
@@ -77,7 +77,7 @@ class Server(Line):
         raise NotImplementedError
 
     def order(self, route: str, message: str, *, timeout_s: float) -> tuple[str | None, str]:
-        """Post an order. What its clerk says, and None if there is none; then status and whatever was said, for a message.
+        """Post an order. What its order handler says, and None if there is none; then the status and the answer, for a message.
 
         Raises:
             EngineLostError: See `send`.
@@ -226,7 +226,7 @@ def _split(url: str) -> SplitResult:
 
 
 def _is_answer(text: str) -> bool:
-    """Whether a clerk of ours said it, in any version."""
+    """Whether an order handler of ours said it, in any version."""
     return bool(read_object(text).get("speaker") == Answer.model_fields["speaker"].default)
 
 

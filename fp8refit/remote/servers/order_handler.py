@@ -1,7 +1,7 @@
 """The end of a driver's line in the process of a server: carries out orders on the engine there, one after another.
 
 A driver that asked for a pause holds the server until it lets requests go on or refuses them. If it dies or falls silent
-before that, the clerk ends the refit: requests go on if every rank holds a whole policy, and are refused if not.
+before that, the handler ends the refit: requests go on if every rank holds a whole policy, and are refused if not.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ _HEALED = "the next refit that succeeds heals it"
 
 
 class Controls(ControlPlane, Pairs, Protocol):
-    """What a clerk does with its engine."""
+    """What an order handler does with its engine."""
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         """Give a message to every rank; their answers."""
         ...
 
 
-class Clerk:
+class OrderHandler:
     """Carries out drivers' orders in the event loop that drives an engine. Who may give them, others judge before.
 
     Args:

@@ -18,7 +18,7 @@ from fp8refit.remote.channel import GRACE_S, Channel
 from fp8refit.remote.host_route import Offered
 from fp8refit.remote.message_pairs import PairAnswers, Pairs
 from fp8refit.remote.ranks import RemoteRanks
-from fp8refit.remote.servers.connection import Line
+from fp8refit.remote.servers.connection import Connection
 from fp8refit.remote.servers.control import ControlPlane
 from fp8refit.remote.servers.orders import (
     MAX_REASON,
@@ -49,7 +49,7 @@ class ServerDriver(ControlPlane, Channel, Pairs):
         UnsupportedEngineError: It does not have our plugin, or does not take orders from here.
     """
 
-    def __init__(self, server: Line) -> None:
+    def __init__(self, server: Connection) -> None:
         self.server = server
         self._timeout_s = RefitConfig().timeout_s
         self._new_version: int | None = None

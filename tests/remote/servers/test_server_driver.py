@@ -20,8 +20,7 @@ from fp8refit.errors import (
     TransportError,
     UnsupportedEngineError,
 )
-from fp8refit.remote.servers import order_handler as clerk
-from fp8refit.remote.servers import orders
+from fp8refit.remote.servers import order_handler, orders
 from fp8refit.remote.servers.orders import Caller, OrderRequest, Pause, Place, Resume
 from fp8refit.remote.servers.server_driver import ServerDriver
 from tests.fake_ranks import NORM, Q_PROJ, as_files, as_iterator, as_mapping
@@ -123,7 +122,7 @@ def test_a_refit_that_fails_part_way_leaves_the_server_refusing_until_the_next(r
 
 
 def test_files_that_the_server_cannot_see_are_read_by_the_driver(running, tmp_path, monkeypatch):
-    monkeypatch.setattr(clerk, "can_read", lambda path: False)
+    monkeypatch.setattr(order_handler, "can_read", lambda path: False)
     policy = running.cluster.make_policy(1)
     Refitter(URL).refit(**as_files(policy, tmp_path))
     running.cluster.assert_holds(policy, version=1)
@@ -203,7 +202,7 @@ def test_a_server_without_one_takes_orders_from_those_whom_it_knows(make_running
 @pytest.mark.parametrize("message", ["", "{", '{"driver": 1}', "[]"])
 def test_what_is_no_order_is_answered(message, running):
     assert "cannot read what the driver says" in running.answer(message)
-    assert not running.clerk._turn.locked()
+    assert not running.handler._turn.locked()
     Refitter(URL).refit(running.cluster.make_policy(1))
 
 
@@ -211,22 +210,22 @@ def test_what_is_no_order_is_answered(message, running):
 
 
 def test_tensors_of_another_host_are_refused_with_what_helps(running, monkeypatch):
-    running.clerk._place = ELSEWHERE
+    running.handler._place = ELSEWHERE
     with pytest.raises(TransportError, match=r'runs on another host .* set transport="collective", or pass the path'):
         Refitter(URL).refit(running.cluster.make_policy(1))
     assert running.events == []
 
 
 def test_files_are_read_by_a_server_on_another_host(running, tmp_path):
-    running.clerk._place = ELSEWHERE
+    running.handler._place = ELSEWHERE
     policy = running.cluster.make_policy(1)
     Refitter(URL).refit(**as_files(policy, tmp_path))
     running.cluster.assert_holds(policy, version=1)
 
 
 def test_files_that_a_server_on_another_host_cannot_see_are_refused(running, tmp_path, monkeypatch):
-    running.clerk._place = ELSEWHERE
-    monkeypatch.setattr(clerk, "can_read", lambda path: False)
+    running.handler._place = ELSEWHERE
+    monkeypatch.setattr(order_handler, "can_read", lambda path: False)
     with pytest.raises(TransportError, match="pass the path of a checkpoint that the server can read"):
         Refitter(URL).refit(**as_files(running.cluster.make_policy(1), tmp_path))
 
@@ -259,7 +258,7 @@ def test_a_driver_that_is_dead_is_noticed_in_a_server_with_a_thousand_connection
         for _ in range(1100):
             stack.callback(os.close, os.dup(0))
         give(running, pause(), Caller.new())
-        assert running.clerk._process > 1024
+        assert running.handler._process > 1024
         with pytest.raises(EngineBusyError, match="another driver refits this server"):
             Refitter(URL)
 
@@ -286,7 +285,7 @@ def test_ranks_that_say_what_nobody_knows_leave_the_server_refusing(running):
     process.kill()
     wait_until(lambda: len(running.events) == 2)
     assert running.events[-1].startswith("refuse: the driver of a refit died, and the engine did not go on")
-    assert not running.clerk._turn.locked()
+    assert not running.handler._turn.locked()
     process.wait()
 
 
@@ -306,7 +305,7 @@ def test_a_driver_that_dies_part_way_leaves_the_server_refusing(running):
 def test_a_driver_that_dies_after_the_ranks_committed_leaves_the_new_version(running):
     refitter = Refitter(URL)
     refitter.refit(running.cluster.make_policy(1))
-    running.clerk._version = 0  # as if it had died before it could publish
+    running.handler._version = 0  # as if it had died before it could publish
     driver, process = dying_driver()
     give(running, pause(), driver)
     process.kill()
@@ -330,14 +329,14 @@ def test_a_driver_that_died_while_requests_were_waited_for_is_not_waited_for_its
 
 @pytest.mark.parametrize("place", [Place.here(), ELSEWHERE], ids=["here", "elsewhere"])
 def test_requests_do_not_wait_for_a_driver_that_falls_silent(place, running, monkeypatch):
-    monkeypatch.setattr(clerk, "SILENCE_S", 0.02)
+    monkeypatch.setattr(order_handler, "SILENCE_S", 0.02)
     give(running, pause(timeout_s=0.05), Caller(place=place, pid=os.getpid(), name="silent"))
     wait_until(lambda: "resume" in running.events)
     assert Refitter(URL).refit(running.cluster.make_policy(1)).version == 1
 
 
 def test_a_driver_that_says_something_is_waited_for_anew(running, monkeypatch):
-    monkeypatch.setattr(clerk, "SILENCE_S", 0.1)
+    monkeypatch.setattr(order_handler, "SILENCE_S", 0.1)
     driver = Caller.new()
     give(running, pause(timeout_s=0.1), driver)
     for _ in range(4):
