@@ -19,8 +19,8 @@ from fp8refit.live.tracing.twin import Twin
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
 from fp8refit.remote.rank_server import RankServer
-from fp8refit.transport.board import Board
 from fp8refit.transport.process_group import ProcessGroupExchange
+from fp8refit.transport.shared_flag import SharedFlag
 from fp8refit.transport.vote import Group
 from fp8refit_vllm.compat import (
     VERSIONS,
@@ -41,11 +41,11 @@ from fp8refit_vllm.kv_cache import read_kv_cache
 from fp8refit_vllm.layout import is_experts, read_inventory
 from fp8refit_vllm.letters import BACKEND, TRAINER_TRANSFER, WORKER_TRANSFER
 from fp8refit_vllm.twin import twin_of
-from fp8refit_vllm.watch import BOARD_METHOD, watch
+from fp8refit_vllm.watch import FLAG_METHOD, watch
 
 PLUGIN_METHOD = "fp8refit_call"
 EXTENSION_METHOD = "fp8refit_extension_call"
-_RANK, _SERVER, _BOARD = "_fp8refit_rank", "_fp8refit_server", "_fp8refit_board"
+_RANK, _SERVER, _FLAG = "_fp8refit_rank", "_fp8refit_server", "_fp8refit_flag"
 
 
 def register() -> None:
@@ -53,7 +53,7 @@ def register() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, PLUGIN_METHOD, serve)
-    setattr(WorkerBase, BOARD_METHOD, show_board)
+    setattr(WorkerBase, FLAG_METHOD, show_board)
     add_to_core(CORE_METHOD, carry_out)
     on_core_start(watch)
     raise_refusals()
@@ -79,20 +79,20 @@ def serve(worker: Any, message: str) -> str:
 
 
 def show_board(worker: Any) -> str:
-    """Called by the engine core at boot: prepare `worker` for updates and return where its board is."""
+    """Called by the engine core at boot: prepare `worker` for updates and return where its flag is."""
     hold(LiveModel(worker).network, worker)
     on_deep_sleep(worker, lambda: rank_of(worker).target.forget_values())
     install(worker, lambda: rank_of(worker))
-    return board_of(worker).segment.model_dump_json()
+    return flag_of(worker).segment.model_dump_json()
 
 
-def board_of(worker: Any) -> Board:
-    """The board through which `worker` tells its engine core about updates."""
-    board: Board | None = getattr(worker, _BOARD, None)
-    if board is None:
-        board = Board.make()
-        setattr(worker, _BOARD, board)
-    return board
+def flag_of(worker: Any) -> SharedFlag:
+    """The flag through which `worker` tells its engine core about updates."""
+    flag: SharedFlag | None = getattr(worker, _FLAG, None)
+    if flag is None:
+        flag = SharedFlag.make()
+        setattr(worker, _FLAG, flag)
+    return flag
 
 
 def rank_of(worker: Any) -> Rank:
@@ -125,7 +125,7 @@ def _make_rank(worker: Any) -> Rank:
 
 def _lower(worker: Any) -> None:
     """Let the engine core serve requests again."""
-    board_of(worker).is_raised = False
+    flag_of(worker).is_raised = False
 
 
 def _group_of(worker: Any) -> Group | None:

@@ -1,4 +1,4 @@
-"""Drives a single vLLM worker from inside. It cannot reach the scheduler, so it uses the worker's board instead."""
+"""Drives a single vLLM worker from inside. It cannot reach the scheduler, so it uses the worker's flag instead."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from typing_extensions import override
 from fp8refit.config import RefitConfig
 from fp8refit.driver.engine import Driver
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit_vllm.worker import board_of
+from fp8refit_vllm.worker import flag_of
 
 
 class WorkerDriver(Driver):
@@ -22,16 +22,16 @@ class WorkerDriver(Driver):
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
-        self._board = board_of(worker)
+        self._flag = flag_of(worker)
 
     @override
     async def check_ready(self) -> None:
-        """Check that somebody reads the board.
+        """Check that somebody reads the flag.
 
         Raises:
             UnsupportedEngineError: The engine core does not read it.
         """
-        if not self._board.is_read:
+        if not self._flag.is_read:
             raise UnsupportedEngineError(
                 "the engine core of this worker does not know about updates and would keep old caches: install "
                 "fp8refit where the core runs, on the same host (a path alone has no entry points), and leave it in "
@@ -40,22 +40,22 @@ class WorkerDriver(Driver):
 
     @override
     async def pause(self, config: RefitConfig) -> int:
-        """Raise the board. KV of running requests will be recomputed."""
-        self._board.is_raised = True
+        """Raise the flag. KV of running requests will be recomputed."""
+        self._flag.is_raised = True
         return 0
 
     @override
     async def resume(self) -> None:
-        self._board.is_raised = False
+        self._flag.is_raised = False
 
     @override
     async def refuse(self, reason: str) -> None:
-        self._board.is_raised = True
+        self._flag.is_raised = True
 
     @override
     async def flush_caches(self) -> None:
         """Ask the core to drop its caches before its next step."""
-        self._board.num_drops += 1
+        self._flag.num_drops += 1
 
     @override
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
@@ -64,4 +64,4 @@ class WorkerDriver(Driver):
     @override
     async def publish_version(self, version: int) -> None:
         """Ask the core to publish the version once the caches are dropped."""
-        self._board.version = version
+        self._flag.version = version

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver.engine_group import Fleet
+from fp8refit.driver.engine_group import EngineGroup
 from fp8refit.driver.refitter import Refitter, choose_config
 from fp8refit.driver.synchronous import Closing
 from fp8refit.errors import InvalidSourceError
@@ -61,7 +61,7 @@ class Broadcaster(Closing):
         self._group = group
         self._refitter: Refitter | None = None
         if group is None or torch.distributed.get_rank(group) == 0:
-            self._refitter = Refitter(Fleet(tuple(engines)), self._config)
+            self._refitter = Refitter(EngineGroup(tuple(engines)), self._config)
 
     @property
     def version(self) -> int:

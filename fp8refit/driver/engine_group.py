@@ -26,7 +26,7 @@ from fp8refit.sources.source import Source
 T = TypeVar("T")
 
 
-class Fleet(Engine):
+class EngineGroup(Engine):
     """Implements `fp8refit.driver.engine.Engine` over several engines.
 
     Args:
@@ -50,7 +50,7 @@ class Fleet(Engine):
                 "processes of their own"
             )
         self.name = " + ".join(engine.name for engine in self._engines)
-        self.ranks = FleetRanks(members, self._together)
+        self.ranks = EngineGroupRanks(members, self._together)
         turns = _Turns([each.turn for each in attached])
         self._fp8refit_engine = AttachedEngine(self, turns)
 
@@ -124,7 +124,7 @@ class Fleet(Engine):
         return results
 
 
-class FleetRanks(Ranks):
+class EngineGroupRanks(Ranks):
     """Implements `fp8refit.driver.engine.Ranks` over the ranks of several engines.
 
     Args:

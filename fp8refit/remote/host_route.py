@@ -15,11 +15,11 @@ from fp8refit.config import KvOrder
 from fp8refit.errors import InvalidSourceError
 from fp8refit.live.slots import dtype_name
 from fp8refit.remote import messages
-from fp8refit.remote.announcement import announce
 from fp8refit.remote.channel import NUM_VOTES, AskedRanks
 from fp8refit.remote.handing import Handing
 from fp8refit.remote.messages import Reply
 from fp8refit.remote.packing import Packer
+from fp8refit.remote.source_summary import summarize
 from fp8refit.sources.source import MappingSource, SafetensorsSource, Source
 from fp8refit.transport.memory.ring import Ring
 from fp8refit.transport.memory.shared_tensors import Bucket, Export, Exporter
@@ -160,7 +160,7 @@ class HostRoute:
                     len(source.tensors),
                     export.leftover[0],
                 )
-        said = announce(source, self._ranks.config)
+        said = summarize(source, self._ranks.config)
         if said is None:
             return messages.Pushed(manifest=None)
         manifest = {name: (meta.shape, dtype_name(meta.dtype)) for name, meta in said.metadata.items()}

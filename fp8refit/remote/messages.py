@@ -81,7 +81,7 @@ class Broadcast(_Message):
     digest: str
     """sha256 over the rest."""
     tensors: tuple[WireTensor, ...] | None
-    """None if this is the announcement of the last refit, by its digest."""
+    """None if this is the offer of the last refit, by its digest."""
     sections: tuple[Annotated[int, Field(ge=0, lt=MAX_SECTIONS)], ...] = Field(default=(), max_length=1 << 16)
     """In which section each rank of the group is, the trainer apart; empty if all get the same."""
     bucket_bytes: int = 0

@@ -19,7 +19,7 @@ from fp8refit import (
     Refitter,
     UnsupportedEngineError,
 )
-from fp8refit.driver.engine_group import Fleet
+from fp8refit.driver.engine_group import EngineGroup
 from fp8refit.live.slots import ScaleFormat
 from fp8refit.remote import messages
 from fp8refit.remote.messages import Reply
@@ -309,7 +309,7 @@ def test_a_rank_that_fails_once_while_it_fills(replicas):
 def test_a_group_of_engines_is_verified_engine_by_engine(replicas):
     policy = replicas.make_policy(1)
     replicas.broadcaster.push(policy)
-    together = Refitter(Fleet([remote.client for remote in replicas.remotes]))
+    together = Refitter(EngineGroup([remote.client for remote in replicas.remotes]))
     assert together.verify(policy).is_equal
     assert not together.verify(replicas.make_policy(2)).is_equal
 

@@ -78,7 +78,7 @@ FAULTS = [
     ),
     Fault(
         name="a dtype that cannot be sent is met while it is sent",
-        path="fp8refit/remote/announcement.py",
+        path="fp8refit/remote/source_summary.py",
         before="    odd = unsendable(metadata)\n",
         after="    odd = unsendable({})\n",
         found_by=AFTER_GOOD,

@@ -110,7 +110,7 @@ def test_a_step_that_nobody_knows_is_refused(step):
 
 
 @pytest.mark.parametrize("sections", [(), (0,), (0, 2), (-1, 0), (1 << 16, 0)])
-def test_an_announcement_cuts_tensors_for_the_sections_that_there_are(sections):
+def test_an_offer_cuts_tensors_for_the_sections_that_there_are(sections):
     with pytest.raises(ValidationError):
         messages.Broadcast(token="t", digest="d", tensors=(CUT,), sections=sections)
 

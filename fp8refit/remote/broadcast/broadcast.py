@@ -16,11 +16,11 @@ from fp8refit.live.layout import EngineLayout
 from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.slots import TensorMeta
 from fp8refit.remote import messages
-from fp8refit.remote.announcement import Announcement, announce
 from fp8refit.remote.broadcast.receiver import digest_of
 from fp8refit.remote.broadcast.sections import Sections, find_sections
 from fp8refit.remote.broadcast.sender import Sender, Sending
 from fp8refit.remote.broadcast.wire_formats import Wire, choose_wire
+from fp8refit.remote.source_summary import SourceSummary, summarize
 from fp8refit.report import RankReport
 from fp8refit.sources.source import MappingSource, Source
 from fp8refit.transport.collective.communicator import Backend, Communicator
@@ -90,7 +90,7 @@ class Audience(Protocol):
 class _Heard:
     """What a source said of itself."""
 
-    said: Announcement
+    said: SourceSummary
     config: RefitConfig
     guard: LayoutGuard
 
@@ -125,7 +125,7 @@ class Broadcast:
         self._chosen: tuple[list[tuple[str, TensorMeta]], RefitConfig, list[EngineLayout], Wire] | None = None
         self._sender: Sender | None = None
         self._heard: _Heard | None = None
-        self._offered: tuple[Announcement, messages.Broadcast] | None = None
+        self._offered: tuple[SourceSummary, messages.Broadcast] | None = None
         self._known_digest = ""
         self._prepared: _Prepared | None = None
         self._refit = ""
@@ -133,7 +133,7 @@ class Broadcast:
     async def prepare(self, source: Source, config: RefitConfig, *, kv: KvOrder | None) -> None:
         """Judge a source, join whoever is to have it, and let all ranks judge it. Writes nothing.
 
-        A lone engine that knows the announcement may judge when it is asked to take it, in one exchange.
+        A lone engine that knows the offer may judge when it is asked to take it, in one exchange.
 
         Raises:
             InvalidSourceError: It does not fit, or nothing is known of what will come.
@@ -261,7 +261,7 @@ class Broadcast:
         known = {"tensors": None} if offer.digest == self._known_digest else {}
         return offer.model_copy(update={"token": communicator.meeting.token, **known})
 
-    def _hear(self, source: Source, config: RefitConfig) -> Announcement:
+    def _hear(self, source: Source, config: RefitConfig) -> SourceSummary:
         """What a source says of itself. One that is laid out as the last, of which no value was asked, says the same.
 
         Raises:
@@ -271,7 +271,7 @@ class Broadcast:
         if heard is not None and isinstance(source, MappingSource) and heard.is_of(source, config):
             self._heard = heard
             return heard.said
-        said = announce(source, config)
+        said = summarize(source, config)
         if said is None:
             raise InvalidSourceError(
                 ["source: is read once, and nothing says what will come, which a broadcast announces; pass a manifest"]

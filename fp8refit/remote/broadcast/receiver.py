@@ -28,7 +28,7 @@ NUM_VOTES = 3
 
 
 class Receiver:
-    """What one rank keeps from one broadcast to the next: its place in the group, buffers, and the last announcement.
+    """What one rank keeps from one broadcast to the next: its place in the group, buffers, and the last offer.
 
     Args:
         rank: What is written. Its device takes the buffers.
@@ -59,7 +59,7 @@ class Receiver:
 
         Raises:
             TransportError: This rank is not in the trainer's group.
-            RankFailedError: It does not know the announcement.
+            RankFailedError: It does not know the offer.
             StagingMemoryError: No room for the buffers.
         """
         communicator = self._require(offer.token)
@@ -68,7 +68,7 @@ class Receiver:
         known_as = offer.digest, communicator.section
         if offer.tensors is not None:
             if digest_of(offer) != offer.digest:
-                raise RankFailedError("the announcement of a broadcast does not match its digest; refit again")
+                raise RankFailedError("the offer of a broadcast does not match its digest; refit again")
             self._source = None
             buckets = lay_out(offer.tensors, offer.bucket_bytes, offer.num_sections)
             if communicator.section is not None:
@@ -212,7 +212,7 @@ class Receiver:
 
 
 def digest_of(offer: messages.Broadcast) -> str:
-    """sha256 over what an announcement says, its digest and group apart."""
+    """sha256 over what an offer says, its digest and group apart."""
     said = offer.model_copy(update={"token": "", "digest": ""})
     return hashlib.sha256(said.encode().encode()).hexdigest()
 

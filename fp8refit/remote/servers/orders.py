@@ -32,7 +32,7 @@ PROTOCOL: Final = 2
 MAX_BYTES = 1 << 28
 """Of one answer."""
 MAX_ORDER_BYTES = 1 << 26
-"""Of one order. Tensors never go this way: the longest orders are announcements, about 300 bytes a tensor."""
+"""Of one order. Tensors never go this way: the longest orders are offers of broadcasts, about 300 bytes a tensor."""
 MAX_HEAD = 1 << 18
 """Characters of the head of an order."""
 MAX_REASON = 1 << 13

@@ -24,7 +24,7 @@ from fp8refit.live.slots import TensorMeta
 from fp8refit.live.storage import why_unreadable
 from fp8refit.sources.row_runs import Piece, cut
 from fp8refit.sources.sharded.batches import Batch, PartRows, batches
-from fp8refit.sources.sharded.relay import Holding, Shared, relayed, unite
+from fp8refit.sources.sharded.owned import Holding, Shared, owner_batches, unite
 from fp8refit.sources.sharded.renaming import Renamer, Renaming
 from fp8refit.sources.sharded.shards import Part, PartReader, has_shards, is_shard
 from fp8refit.sources.sharded.trainer_group import Statement, Step, Trainers, trainer_group, waits_at_most
@@ -297,7 +297,7 @@ class Gathered(AbstractContextManager["Gathered"]):
             return batches(self._parts, max_bytes)
         group = self._group if self._group is not None else torch.distributed.group.WORLD
         assert group is not None, "there are several ranks"
-        return relayed(self._shared, max_bytes, group, self._holdings, timeout_s=self._trainers.timeout_s)
+        return owner_batches(self._shared, max_bytes, group, self._holdings, timeout_s=self._trainers.timeout_s)
 
     def _gather(self, max_bytes: int, *, reads: bool) -> PartRows:
         """Gather every batch, with a vote before each. One is under way while the last is read; each is half a bucket."""

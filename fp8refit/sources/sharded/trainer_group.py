@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from torch.distributed import ProcessGroup
 
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
-from fp8refit.sources.sharded.relay import Holding
+from fp8refit.sources.sharded.owned import Holding
 from fp8refit.transport.process_group import ProcessGroupExchange
 from fp8refit.transport.vote import ErrorRecord, Group, SoloGroup, merge_errors
 

@@ -486,7 +486,7 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_is_written(open_remote):
     heals(remote)
 
 
-def test_an_announcement_that_was_changed_on_its_way_is_refused(open_remote):
+def test_an_offer_that_was_changed_on_its_way_is_refused(open_remote):
     remote = open_remote()
     handle = remote.servers[1].handle
     remote.servers[1].handle = lambda message: handle(

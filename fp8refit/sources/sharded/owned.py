@@ -83,7 +83,7 @@ def _absent(holding: Holding) -> Part:
     return Part(name=holding.name, meta=meta, local=torch.empty(0, dtype=meta.dtype), placed=holding.placed)
 
 
-def relayed(
+def owner_batches(
     shared: Sequence[Shared],
     max_bytes: int,
     group: ProcessGroup,
@@ -104,14 +104,14 @@ def relayed(
         num_bytes = 0
         for part in parts:
             if waiting and num_bytes + _num_bytes(part) > max_bytes:
-                yield Relay(waiting, owners, group, device, timeout_s=timeout_s)
+                yield OwnerBroadcast(waiting, owners, group, device, timeout_s=timeout_s)
                 waiting, num_bytes = [], 0
             waiting.append(part)
             num_bytes += _num_bytes(part)
-        yield Relay(waiting, owners, group, device, timeout_s=timeout_s)
+        yield OwnerBroadcast(waiting, owners, group, device, timeout_s=timeout_s)
 
 
-class Relay:
+class OwnerBroadcast:
     """Whole tensors that their first owner sends to all other ranks. Implements `fp8refit.sources.sharded.batches.Batch`.
 
     Peak memory: all of them, and what their owners need to assemble one of their buckets.

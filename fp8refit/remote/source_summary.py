@@ -1,4 +1,4 @@
-"""What a driver says of a source that the ranks do not read for themselves, once it has judged what it can."""
+"""What a driver knows of a source before it is sent: the ranks do not read it themselves."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ from fp8refit.transport.memory.segment import unsendable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Announcement:
-    """What will come."""
+class SourceSummary:
+    """What will come, and what is wrong with it as far as the driver can tell."""
 
     metadata: Mapping[str, TensorMeta]
     problems: Sequence[str] = ()
@@ -36,7 +36,7 @@ class Announcement:
         )
 
 
-def announce(source: Source, config: RefitConfig) -> Announcement | None:
+def summarize(source: Source, config: RefitConfig) -> SourceSummary | None:
     """Judge a source; None if nothing can be known before it is read.
 
     Raises:
@@ -65,7 +65,7 @@ def announce(source: Source, config: RefitConfig) -> Announcement | None:
             if is_kv_scale(name) and meta.shape in ((), (1,)) and meta.dtype in SOURCE_DTYPES
         )
         unfit = dict(unfit_scales({name: float(scale) for name, scale in scales.items()}))
-    return Announcement(metadata=metadata, problems=tuple(problems), odd_scales=tuple(odd_scales), unfit=unfit)
+    return SourceSummary(metadata=metadata, problems=tuple(problems), odd_scales=tuple(odd_scales), unfit=unfit)
 
 
 def _scales(source: Source, metadata: Mapping[str, TensorMeta], config: RefitConfig) -> Iterator[tuple[str, Tensor]]:

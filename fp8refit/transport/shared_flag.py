@@ -1,4 +1,4 @@
-"""A few numbers in shared memory, through which a rank informs the scheduler of its engine's requests.
+"""A flag in shared memory, by which a rank has the scheduler of its engine refuse requests and drop caches.
 
 A worker cannot call its scheduler. The scheduler looks here before each step, which takes less than a microsecond.
 """
@@ -15,8 +15,8 @@ _READER, _RAISED, _DROPS, _VERSION = range(4)
 _NUM_BYTES = 32
 
 
-class Board:
-    """The board of one rank. The rank calls `make`, the scheduler `find`."""
+class SharedFlag:
+    """The flag of one rank. The rank calls `make`, the scheduler `find`."""
 
     def __init__(self, segment: Segment, memory: Tensor) -> None:
         self.segment = segment
@@ -24,20 +24,20 @@ class Board:
 
     @classmethod
     def make(cls) -> Self:
-        """Create a board for this process."""
+        """Create a flag for this process."""
         segment, memory, _ = make_memfd(_NUM_BYTES)
         return cls(segment, memory)
 
     @classmethod
     def find(cls, segment: Segment) -> Self:
-        """Open the board of another process on this host, and mark it as read.
+        """Open the flag of another process on this host, and mark it as read.
 
         Raises:
             TransportError: It cannot be mapped.
         """
-        board = cls(segment, map_memfd(segment))
-        board._words[_READER] = 1
-        return board
+        flag = cls(segment, map_memfd(segment))
+        flag._words[_READER] = 1
+        return flag
 
     @property
     def is_read(self) -> bool:
