@@ -1,13 +1,20 @@
-"""How a refit or a calibration of an engine ends: the engine serves a whole policy, or refuses requests."""
+"""The steps of one refit, in order, timed; and how it ends: the engine serves a whole policy, or refuses requests."""
 
+import logging
 from collections.abc import Awaitable, Callable
 from textwrap import shorten
 from typing import TypeVar
 
+from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.driver.attach import AttachedEngine
 from fp8refit.driver.engine import Engine
-from fp8refit.errors import EngineBusyError, EngineLostError
+from fp8refit.errors import EngineBusyError, EngineDirtyError, EngineLostError, InvalidCalibrationError
+from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues, order_of
+from fp8refit.report import KvReport, PhaseClock, RefitReport, longest_phases
+from fp8refit.sources.source import Manifest, StateDict, as_source
 from fp8refit.transport.error_capture import ErrorCapture
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -28,6 +35,74 @@ class Attempt:
         self._resumes = False
         self.version: int | None = None
         self.is_written = False
+
+    async def refit(
+        self,
+        state_dict: StateDict,
+        config: RefitConfig,
+        *,
+        manifest: Manifest | None,
+        calibration: Calibration | None,
+        kv_scales: KvScaleValues | None,
+    ) -> RefitReport:
+        """Move the engine to a policy. See `fp8refit.Refitter.refit`."""
+        engine, ranks, clock = self._engine, self._engine.ranks, PhaseClock()
+        with clock.phase("plan"):
+            order: KvOrder | None = None
+            with ErrorCapture() as unready:
+                if calibration is not None or kv_scales is not None:
+                    order = await order_of(calibration, kv_scales, config.kv, engine.tokenize)
+                await engine.check_ready()
+            await ranks.prepare(
+                lambda: as_source(state_dict, manifest=manifest), config, kv=order, driver_error=unready.error
+            )
+        self.version, num_interrupted = ranks.version, 0
+        with ErrorCapture() as busy:
+            with clock.phase("pause"):
+                num_interrupted = await engine.pause(config)
+            with clock.phase("flush"):
+                if not ranks.drops_caches:
+                    await engine.flush_caches()
+        try:
+            with clock.phase("transfer"):
+                written = await ranks.write(driver_error=busy.error)
+        finally:
+            del busy  # the error's traceback would hold it, and it the error
+        clock.move("transfer", **longest_phases(written))
+        self.is_written = True
+        with clock.phase("resume"):
+            await self.resume()
+        report = RefitReport.of(
+            written, version=ranks.version, engine=engine.name, phases_s=clock.phases_s, num_interrupted=num_interrupted
+        )
+        logger.info("%s", report.summary())
+        return report
+
+    async def calibrate(self, calibration: Calibration, config: RefitConfig) -> KvReport:
+        """Set KV scales for the policy that is served. See `fp8refit.Refitter.calibrate`."""
+        engine, ranks = self._engine, self._engine.ranks
+        order = KvOrder()
+        with ErrorCapture() as unready:
+            if ranks.is_dirty:
+                raise EngineDirtyError("this engine holds no whole policy that it could be calibrated for; refit it")
+            order = await order_of(calibration, None, config.kv, engine.tokenize) or order
+            if not order.token_ids:
+                raise InvalidCalibrationError("calibration: there is no batch")
+            await engine.check_ready()
+        await ranks.check_calibration(order, config, driver_error=unready.error)
+        self.version = ranks.version
+        with ErrorCapture() as busy:
+            await engine.pause(config)
+            await engine.flush_caches()
+        try:
+            report = await ranks.calibrate(order, config, driver_error=busy.error)
+        finally:
+            del busy  # the error's traceback would hold it, and it the error
+        await self.resume()
+        logger.info(
+            "%d KV scales from %d tokens in %.1f ms", len(report.scales), report.num_tokens, report.seconds * 1e3
+        )
+        return report
 
     async def resume(self) -> None:
         """Serve the policy that is in place."""

@@ -1,31 +1,25 @@
-"""The steps of one refit, in order, timed. The only place that knows the order."""
+"""What users call: `Refitter` and `refit`. The steps of a refit are in `fp8refit.driver.attempt`."""
 
-import logging
 from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from typing_extensions import override
 
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import attach_engine
-from fp8refit.driver.attempt import Attempt, take_turn
+from fp8refit.driver.attempt import take_turn
 from fp8refit.driver.engine import Engine
 from fp8refit.driver.synchronous import Closing, run
 from fp8refit.errors import (
-    EngineDirtyError,
-    InvalidCalibrationError,
     RefitError,
     UnsupportedEngineError,
 )
 from fp8refit.live.layout import EngineLayout
-from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues, order_of
-from fp8refit.report import KvReport, PhaseClock, RefitReport, VerifyReport, longest_phases
+from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
+from fp8refit.report import KvReport, RefitReport, VerifyReport
 from fp8refit.sources.sharded.gather import opened
 from fp8refit.sources.source import Manifest, StateDict, as_source
-from fp8refit.transport.error_capture import ErrorCapture
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -157,7 +151,10 @@ class Refitter(Closing):
         config = self._config
         with opened(state_dict, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s) as whole:
             return await take_turn(
-                self._attached, lambda attempt: self._refit(attempt, whole, manifest, calibration, kv_scales)
+                self._attached,
+                lambda attempt: attempt.refit(
+                    whole, config, manifest=manifest, calibration=calibration, kv_scales=kv_scales
+                ),
             )
 
     def calibrate(self, calibration: Calibration) -> KvReport:
@@ -186,72 +183,7 @@ class Refitter(Closing):
 
     async def calibrate_async(self, calibration: Calibration) -> KvReport:
         """`calibrate` for an asynchronous engine, awaited in the event loop that drives the engine."""
-        return await take_turn(self._attached, lambda attempt: self._calibrate(attempt, calibration))
-
-    async def _calibrate(self, attempt: Attempt, calibration: Calibration) -> KvReport:
-        engine, ranks, config = self._engine, self._engine.ranks, self._config
-        order = KvOrder()
-        with ErrorCapture() as unready:
-            if ranks.is_dirty:
-                raise EngineDirtyError("this engine holds no whole policy that it could be calibrated for; refit it")
-            order = await order_of(calibration, None, config.kv, engine.tokenize) or order
-            if not order.token_ids:
-                raise InvalidCalibrationError("calibration: there is no batch")
-            await engine.check_ready()
-        await ranks.check_calibration(order, config, driver_error=unready.error)
-        attempt.version = ranks.version
-        with ErrorCapture() as busy:
-            await engine.pause(config)
-            await engine.flush_caches()
-        try:
-            report = await ranks.calibrate(order, config, driver_error=busy.error)
-        finally:
-            del busy  # the error's traceback would hold it, and it the error
-        await attempt.resume()
-        logger.info(
-            "%d KV scales from %d tokens in %.1f ms", len(report.scales), report.num_tokens, report.seconds * 1e3
-        )
-        return report
-
-    async def _refit(
-        self,
-        attempt: Attempt,
-        state_dict: StateDict,
-        manifest: Manifest | None,
-        calibration: Calibration | None,
-        kv_scales: KvScaleValues | None,
-    ) -> RefitReport:
-        engine, ranks, config, clock = self._engine, self._engine.ranks, self._config, PhaseClock()
-        with clock.phase("plan"):
-            order: KvOrder | None = None
-            with ErrorCapture() as unready:
-                if calibration is not None or kv_scales is not None:
-                    order = await order_of(calibration, kv_scales, config.kv, engine.tokenize)
-                await engine.check_ready()
-            await ranks.prepare(
-                lambda: as_source(state_dict, manifest=manifest), config, kv=order, driver_error=unready.error
-            )
-        attempt.version, num_interrupted = ranks.version, 0
-        with ErrorCapture() as busy:
-            with clock.phase("pause"):
-                num_interrupted = await engine.pause(config)
-            with clock.phase("flush"):
-                if not ranks.drops_caches:
-                    await engine.flush_caches()
-        try:
-            with clock.phase("transfer"):
-                written = await ranks.write(driver_error=busy.error)
-        finally:
-            del busy  # the error's traceback would hold it, and it the error
-        clock.move("transfer", **longest_phases(written))
-        attempt.is_written = True
-        with clock.phase("resume"):
-            await attempt.resume()
-        report = RefitReport.of(
-            written, version=ranks.version, engine=engine.name, phases_s=clock.phases_s, num_interrupted=num_interrupted
-        )
-        logger.info("%s", report.summary())
-        return report
+        return await take_turn(self._attached, lambda attempt: attempt.calibrate(calibration, self._config))
 
     def verify(self, state_dict: StateDict, *, manifest: Manifest | None = None) -> VerifyReport:
         """Compare what the engine holds, on every rank, with what a refit to this policy would write. Changes nothing.

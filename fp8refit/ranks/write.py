@@ -79,7 +79,7 @@ class Write:
                 padding.zero_()
             for refresh in inventory.refreshes:
                 refresh.run()
-        if self._live.kv is not None:
+        if self._live.kv is not None and self._live.kv.torn is not None:
             self._live.kv.heal()
 
     def _report(self, filled_s: float, kv: KvReport | None) -> RankReport:

@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         name="requests go on under a policy that is not written yet",
-        path="fp8refit/driver/refitter.py",
+        path="fp8refit/driver/attempt.py",
         before="            written = await ranks.write(driver_error=busy.error)\n",
         after="            await engine.resume()\n            written = await ranks.write(driver_error=busy.error)\n",
         found_by=VLLM,

@@ -43,8 +43,9 @@ class BroughtScales:
             EngineAsleepError: Not now.
         """
         names = [step.source for step in self.steps(plan)] if plan is not None else []
-        if names or self._scales.torn is not None:
-            self._scales.check_writable()
+        if not names and self._scales.torn is None:
+            return
+        self._scales.check_writable()
         if isinstance(source, RandomAccess):
             refuse_unfit(unfit_scales({name: float(scale) for name, scale in source.pick(names).items()}))
         elif isinstance(source, PushedSource):

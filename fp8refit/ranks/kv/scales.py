@@ -172,9 +172,9 @@ class KvScales:
         return values
 
     def heal(self) -> None:
-        """Write the last whole set over what an attempt that failed left of another one."""
-        if self.torn is not None:
-            self._write(self.torn)
+        """Write the last whole set over the torn one that a failed attempt left."""
+        assert self.torn is not None, "torn"
+        self._write(self.torn)
 
     def _read(self) -> dict[str, float]:
         """Every live scale."""
