@@ -84,70 +84,90 @@ class RankServer:
     def _obey(self, order: messages.Order) -> dict[str, Any]:
         if self._rank is None:
             self._rank = self._make_rank()
-        rank, importer = self._rank, self._open_importer(self._rank.target.live.device)
+        rank = self._rank
         is_taken = isinstance(order, messages.Take) and order.refit == self._refit
         if self._receiver is not None and not is_taken:
             self._receiver.recall()
-        if isinstance(order, messages.Prepare):
-            self._refit, self._prepared = order.refit, None
+        match order:
+            case messages.Hello():
+                return {}
+            case messages.Prepare():
+                self._prepare(order, rank)
+                return {}
+            case messages.Join():
+                self._open_receiver(rank).join(order)
+                return {}
+            case messages.CheckCalibration():
+                rank.check_calibration(order.kv, order.config)
+                return {}
+            case messages.Calibrate():
+                return {"kv": rank.calibrate(order.kv, order.config)}
+            case messages.Describe():
+                return {"layout": rank.target.live.layout()}
+            case messages.Fingerprint():
+                return {"fingerprint": rank.target.live.fingerprint()}
+            case messages.Close():
+                self._forget()
+                rank.target.close()
+                return {}
+            case messages.Abandon():
+                self._abandon(order, rank)
+                return {}
+            case _:
+                return self._write(order, rank)
 
-            def receive() -> None:
-                if order.is_under_way:
-                    self._open_receiver(rank).receive_ahead(self._token, order.config)
+    def _prepare(self, order: messages.Prepare, rank: Rank) -> None:
+        self._refit, self._prepared = order.refit, None
 
-            self._prepared = rank.prepare(
-                lambda: self._make_source(order.source, importer, rank),
-                order.config,
-                kv=order.kv,
-                is_known=order.is_known,
-                compares=order.compares,
-                on_judged=receive,
-            )
-            return {}
-        if isinstance(order, messages.Join):
-            self._open_receiver(rank).join(order)
-            return {}
-        if isinstance(order, messages.CheckCalibration):
-            rank.check_calibration(order.kv, order.config)
-            return {}
-        if isinstance(order, messages.Calibrate):
-            return {"kv": rank.calibrate(order.kv, order.config)}
-        if isinstance(order, messages.Describe):
-            return {"layout": rank.target.live.layout()}
-        if isinstance(order, messages.Fingerprint):
-            return {"fingerprint": rank.target.live.fingerprint()}
-        if isinstance(order, messages.Close):
-            self._forget()
-            rank.target.close()
-            return {}
-        if isinstance(order, messages.Hello):
-            return {}
-        if isinstance(order, messages.Abandon):
-            if order.refit == self._refit:
-                self._prepared = None
-                rank.target.abandon()
-                self._unmap()
-            return {}
+        def receive() -> None:
+            if order.is_under_way:
+                self._open_receiver(rank).receive_ahead(self._token, order.config)
+
+        self._prepared = rank.prepare(
+            lambda: self._make_source(order.source, rank),
+            order.config,
+            kv=order.kv,
+            is_known=order.is_known,
+            compares=order.compares,
+            on_judged=receive,
+        )
+
+    def _write(
+        self, order: messages.Write | messages.Begin | messages.Stream | messages.Finish | messages.Take, rank: Rank
+    ) -> dict[str, Any]:
+        """A step of writing what was prepared.
+
+        Raises:
+            RankFailedError: Nothing is, or something else.
+            RefitError: What this rank could not do.
+        """
         if order.refit != self._refit:
             raise RankFailedError("this refit was given up: another one began, or the engine was closed; refit again")
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             raise RankFailedError("nothing is prepared on this rank; refit again")
-        if isinstance(order, messages.Write):
-            reports = rank.write(prepared)
-            if not order.keeps_mapped:
-                self._unmap()
-            return {"reports": tuple(reports)}
-        if isinstance(order, messages.Finish):
-            return {"reports": tuple(rank.finish(prepared))}
-        if isinstance(order, messages.Take):
-            return {"reports": tuple(self._open_receiver(rank).take(order, self._token, prepared))}
-        if isinstance(order, messages.Begin):
-            rank.target.begin(prepared)
-        else:
-            self._follow(order, rank, importer)
+        match order:
+            case messages.Write():
+                reports = rank.write(prepared)
+                if not order.keeps_mapped:
+                    self._unmap()
+                return {"reports": tuple(reports)}
+            case messages.Finish():
+                return {"reports": tuple(rank.finish(prepared))}
+            case messages.Take():
+                return {"reports": tuple(self._open_receiver(rank).take(order, self._token, prepared))}
+            case messages.Begin():
+                rank.target.begin(prepared)
+            case messages.Stream():
+                self._follow(order, rank, self._open_importer(rank))
         self._prepared = prepared
         return {}
+
+    def _abandon(self, order: messages.Abandon, rank: Rank) -> None:
+        if order.refit == self._refit:
+            self._prepared = None
+            rank.target.abandon()
+            self._unmap()
 
     def _follow(self, order: messages.Stream, rank: Rank, importer: Importer) -> None:
         """Write what a ring tells of, until nothing comes, or for as long as other things may wait.
@@ -219,19 +239,18 @@ class RankServer:
             self._receiver = Receiver(rank)
         return self._receiver
 
-    def _open_importer(self, device: torch.device) -> Importer:
+    def _open_importer(self, rank: Rank) -> Importer:
         if self._importer is None:
-            self._importer = Importer(device)
+            self._importer = Importer(rank.target.live.device)
         return self._importer
 
     def _make_source(
         self,
         source: messages.MappedTensors | messages.Files | messages.Pushed | messages.Broadcast,
-        importer: Importer,
         rank: Rank,
     ) -> Source:
         if isinstance(source, messages.MappedTensors):
-            return self._map(source, importer)
+            return self._map(source, self._open_importer(rank))
         self._mapped = None
         if isinstance(source, messages.Broadcast):
             self._keep_mapped(())
