@@ -10,14 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import EngineDirtyError, EngineLostError, TransportError, UnsupportedEngineError
 from fp8refit.fill.fills import Prepared
-from fp8refit.live.slots import Inventory
-from fp8refit.live.tracing.reads import refusals_of
+from fp8refit.ranks.held_names import HeldNames
 from fp8refit.ranks.kv.scales import report_of
 from fp8refit.ranks.target import Target
 from fp8refit.report import KvReport, RankReport
@@ -43,8 +43,7 @@ class Rank:
         self.group = group if group is not None else SoloGroup()
         self.witness = ""
         """Digest of values that came to this rank, where somebody notes it: equal on every rank if all are given one policy."""
-        self._claimed: _Claim | None = None
-        self._foreign: tuple[tuple[str, ...], frozenset[str]] = (), frozenset()
+        self._names = HeldNames()
 
     def prepare(
         self,
@@ -80,8 +79,10 @@ class Rank:
         """
 
         def judge() -> _Judged:
-            source, foreign = make_source(), self._foreign[1]
-            prepared = self.target.prepare(source, config, kv=kv, is_ready=True, foreign=foreign, compares=compares)
+            source = make_source()
+            prepared = self.target.prepare(
+                source, config, kv=kv, is_ready=True, foreign=self._names.foreign, compares=compares
+            )
             on_judged()
             files = source.files if isinstance(source, SafetensorsSource) else None
             claim = prepared.plan.source_digest if prepared.plan is not None else ""
@@ -93,14 +94,23 @@ class Rank:
 
         if is_known and driver_error is None:
             error, judged = self._try(check_and_judge)
-            said = {"held": self._held, "asked": self._asked(kv, config), **(judged.said if judged is not None else {})}
+            said = {
+                "held": self._names.digest,
+                "asked": self._asked(kv, config),
+                **(judged.said if judged is not None else {}),
+            }
             ballots = self._vote("prepared", error, config, **said)
             assert judged is not None, "every rank is ready"
-            if tuple(ballot.held for ballot in ballots) != self._foreign[0]:
+            if not self._names.are_known(ballots):
                 self.target.abandon()
                 raise TransportError("the ranks of this engine hold other tensors than at the last refit; refit again")
             return judged.prepared
-        self._learn_foreign_names(self._agree_on_ready(kv, config, driver_error), config)
+        ready = self._agree_on_ready(kv, config, driver_error)
+        try:
+            self._names.learn(ready, partial(self._vote, "names", None, config))
+        except UnsupportedEngineError:
+            self.target.abandon()
+            raise
         error, judged = self._try(judge)
         self._vote("prepared", error, config, **(judged.said if judged is not None else {}))
         assert judged is not None, "every rank is ready"
@@ -231,10 +241,12 @@ class Rank:
         error = driver_error
         if error is None:
             error, _ = self._try(lambda: self._check_ready(kv, config))
-        return self._vote("ready", error, config, held=self._held, asked=self._asked(kv, config))
+        return self._vote("ready", error, config, held=self._names.digest, asked=self._asked(kv, config))
 
     def _check_ready(self, kv: KvOrder | None, config: RefitConfig) -> None:
-        self._claim(self.target.check_ready())
+        inventory = self.target.check_ready()
+        if self.group.size > 1:
+            self._names.note(inventory)
         if kv is not None:
             self.target.live.require_kv().check(kv, config.kv)
 
@@ -268,47 +280,12 @@ class Rank:
         )
         return [ballot.kv for ballot in self._vote("scaled", error, config, kv=report) if ballot.kv is not None]
 
-    def _claim(self, inventory: Inventory) -> None:
-        """Note the names that this rank holds."""
-        if self.group.size > 1 and (self._claimed is None or self._claimed.inventory is not inventory):
-            names = inventory.names
-            parts = (f"{name} {part.boxes}" for name, part in inventory.partly_read.items())
-            digest = hashlib.sha256("\n".join([*sorted(names), *sorted(parts)]).encode()).hexdigest()
-            self._claimed = _Claim(inventory=inventory, names=names, digest=digest)
-
-    @property
-    def _held(self) -> str:
-        """Digest of the names that this rank holds, and of what it reads of them; empty if it is alone."""
-        return self._claimed.digest if self._claimed is not None else ""
-
     def _asked(self, kv: KvOrder | None, config: RefitConfig) -> str:
         """Digest of what the driver asks for; empty if this rank is alone."""
         if self.group.size == 1:
             return ""
         asked = config.model_dump_json() + (kv.model_dump_json() if kv is not None else "")
         return hashlib.sha256(asked.encode()).hexdigest()
-
-    def _learn_foreign_names(self, ready: list[Ballot], config: RefitConfig) -> None:
-        """Of names that other ranks hold and this one does not: under pipeline and expert parallelism ranks differ.
-
-        Raises:
-            UnsupportedEngineError: There are tensors that all ranks together do not read whole. On every rank the same.
-        """
-        held = tuple(ballot.held for ballot in ready)
-        if self._foreign[0] == held:
-            return
-        foreign: frozenset[str] = frozenset()
-        if self._claimed is not None:
-            ranks = [self._claimed.inventory.partly_read]
-            if len(set(held)) > 1:
-                own = self._claimed.names
-                ballots = self._vote("names", None, config, names=tuple(sorted(own)), partly_read=dict(ranks[0]))
-                foreign = frozenset(name for ballot in ballots for name in ballot.names) - own
-                ranks = [ballot.partly_read for ballot in ballots]
-            if refusals := refusals_of(ranks):
-                self.target.abandon()
-                raise UnsupportedEngineError("this engine cannot be refitted", [str(refusal) for refusal in refusals])
-        self._foreign = held, foreign
 
     def _try(self, step: Callable[[], T]) -> tuple[BaseException | None, T | None]:
         """Do `step`; alone in its group a rank just raises."""
@@ -342,12 +319,3 @@ class _Judged:
     prepared: Prepared
     said: dict[str, Any]
     """What it says of it in the vote."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Claim:
-    """The names that an inventory holds."""
-
-    inventory: Inventory
-    names: frozenset[str]
-    digest: str
