@@ -1,6 +1,6 @@
 """Move a live block-FP8 inference engine to a new policy in place, at memory speed, all or nothing."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from fp8refit.config import CollectiveConfig, KvConfig, RefitConfig
 from fp8refit.driver.broadcaster import Broadcaster
