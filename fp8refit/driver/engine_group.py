@@ -14,10 +14,11 @@ from typing_extensions import override
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.driver.attach import AttachedEngine, Turn, attach_engine
-from fp8refit.driver.engine import Engine, Ranks
+from fp8refit.driver.engine import Engine
 from fp8refit.driver.synchronous import run
 from fp8refit.errors import EngineLostError, RefitError, UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
+from fp8refit.ranks.ranks import Ranks
 from fp8refit.remote.broadcast.broadcast import Broadcast
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.report import KvReport, RankReport
@@ -125,7 +126,7 @@ class EngineGroup(Engine):
 
 
 class EngineGroupRanks(Ranks):
-    """Implements `fp8refit.driver.engine.Ranks` over the ranks of several engines.
+    """Implements `fp8refit.ranks.ranks.Ranks` over the ranks of several engines.
 
     Args:
         members: Of each engine.

@@ -12,9 +12,10 @@ from typing_extensions import override
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import AttachedEngine, attach_engine
-from fp8refit.driver.engine import DelegatingEngine, Engine, Ranks
+from fp8refit.driver.engine import DelegatingEngine, Engine
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
+from fp8refit.ranks.ranks import Ranks
 from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.remote.ranks import RemoteRanks

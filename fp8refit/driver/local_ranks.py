@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from typing_extensions import override
 
 from fp8refit.config import KvOrder, RefitConfig
-from fp8refit.driver.engine import Ranks
 from fp8refit.errors import RankFailedError
 from fp8refit.fill.fills import Prepared
 from fp8refit.live.layout import EngineLayout
 from fp8refit.ranks.rank import Rank
+from fp8refit.ranks.ranks import Ranks
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.handover import HandedSource
 from fp8refit.sources.source import Source

@@ -4,11 +4,14 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from typing_extensions import override
+
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
+from fp8refit.ranks.ranks import Ranks
 from fp8refit.remote import messages
-from fp8refit.remote.broadcast.broadcast import Broadcast
+from fp8refit.remote.broadcast.broadcast import Audience, Broadcast
 from fp8refit.remote.channel import NUM_VOTES, AskedRanks, Channel
 from fp8refit.remote.host_route import HostRoute, Offered
 from fp8refit.remote.message_pairs import Pairs
@@ -19,8 +22,8 @@ from fp8refit.transport.error_capture import ErrorCapture
 T = TypeVar("T")
 
 
-class RemoteRanks:
-    """Implements `fp8refit.driver.engine.Ranks` over a channel, by two routes: what this host shares, and a broadcast.
+class RemoteRanks(Ranks, Audience):
+    """Ranks over a channel, by two routes: what this host shares, and a broadcast.
 
     What the ranks have to judge before a write that is laid out as the last one waits for the write, where both can go in one
     exchange: until then they hear nothing of it, and if they refuse it then, nothing is written. Not where requests are aborted
@@ -43,30 +46,31 @@ class RemoteRanks:
         self._num_buckets = 0
 
     @property
+    @override
     def version(self) -> int:
-        """See `fp8refit.driver.engine.Ranks`."""
         return self.asked.version
 
     @property
+    @override
     def is_dirty(self) -> bool:
-        """See `fp8refit.driver.engine.Ranks`."""
         return self.asked.is_dirty
 
     @property
+    @override
     def num_ranks(self) -> int:
-        """See `fp8refit.remote.broadcast.broadcast.Audience`."""
         return self.asked.num_ranks
 
     @property
+    @override
     def has_refused(self) -> bool:
-        """See `fp8refit.remote.broadcast.broadcast.Audience`."""
         return self.asked.has_refused
 
     @property
+    @override
     def drops_caches(self) -> bool:
-        """See `fp8refit.driver.engine.Ranks`."""
         return self.asked.holds
 
+    @override
     async def prepare(
         self,
         make_source: Callable[[], Source],
@@ -75,7 +79,6 @@ class RemoteRanks:
         kv: KvOrder | None = None,
         driver_error: BaseException | None = None,
     ) -> None:
-        """See `fp8refit.driver.engine.Ranks`."""
         if driver_error is not None:
             raise driver_error
         await self.meet(config)
@@ -88,15 +91,16 @@ class RemoteRanks:
         self._source = source
         self._offered = await self._or_give_up(self._offer(source, kv))
 
+    @override
     async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:
-        """See `fp8refit.driver.engine.Ranks`."""
         if self._take_votes is not None and driver_error is None:
             (reports,) = await self._broadcast.write(self.version + 1)
             return reports
         return await self._or_give_up(self._write(driver_error))
 
+    @override
     async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
-        """See `fp8refit.driver.engine.Ranks`. What ranks on other hosts hold is not compared.
+        """What ranks on other hosts hold is not compared.
 
         Raises:
             UnsupportedEngineError: The transport is a broadcast.
@@ -110,47 +114,47 @@ class RemoteRanks:
         self._offered = await self._or_give_up(self._offer(self._source, None, compares=True))
         return await self._or_give_up(self._write(None))
 
+    @override
     async def abandon(self) -> None:
-        """See `fp8refit.driver.engine.Ranks`."""
         await self.asked.abandon()
         self._source = self._offered = self._take_votes = None
 
+    @override
     async def check_calibration(
         self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
     ) -> None:
-        """See `fp8refit.driver.engine.Ranks`."""
         if driver_error is not None:
             raise driver_error
         await self.meet(config)
         await self.asked.ask(messages.CheckCalibration(config=config, kv=kv))
 
+    @override
     async def calibrate(
         self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
     ) -> KvReport:
-        """See `fp8refit.driver.engine.Ranks`."""
         if driver_error is not None:
             raise driver_error
-        with ErrorCapture() as caught:
+        with ErrorCapture() as failed:
             report = (await self.asked.ask(messages.Calibrate(config=config, kv=kv)))[0].kv
             if report is None:
                 raise RankFailedError("a rank calibrated and did not say what came of it; refit again")
             return report
-        if not isinstance(caught.error, RefitError):
+        if not isinstance(failed.error, RefitError):
             with contextlib.suppress(RefitError):
                 await self.asked.ask(messages.Hello())  # interrupted: whether scales were written in part was not heard
-        raise caught.take()
+        raise failed.take()
 
+    @override
     async def layout(self) -> EngineLayout:
-        """See `fp8refit.driver.engine.Ranks`."""
         return EngineLayout.merge(await self.layouts())
 
+    @override
     async def fingerprints(self) -> list[str]:
-        """See `fp8refit.driver.engine.Ranks`."""
         replies = await self.asked.ask(messages.Fingerprint())
         return [reply.fingerprint for reply in sorted(replies, key=lambda reply: reply.rank)]
 
+    @override
     async def close(self) -> None:
-        """See `fp8refit.driver.engine.Ranks`."""
         try:
             if self.asked.lost_because is None:
                 await self.asked.ask(messages.Close())
@@ -169,19 +173,19 @@ class RemoteRanks:
         self.asked.config = config
         await self.asked.meet()
 
+    @override
     async def join(self, order: messages.Join) -> None:
-        """See `fp8refit.remote.broadcast.broadcast.Audience`."""
         await self.asked.ask(order)
 
+    @override
     async def layouts(self) -> list[EngineLayout]:
-        """See `fp8refit.remote.broadcast.broadcast.Audience`."""
         replies = sorted(await self.asked.ask(messages.Describe()), key=lambda reply: reply.rank)
         return [reply.layout for reply in replies if reply.layout is not None]
 
+    @override
     async def prepare_offered(
         self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None, may_wait: bool
     ) -> bool:
-        """See `fp8refit.remote.broadcast.broadcast.Audience`."""
         asked, asked.has_refused, asked.refit = self.asked, False, refit
         self._route.forget()
         self._num_buckets = offer.num_buckets if offer.num_buckets else self._num_buckets
@@ -193,8 +197,8 @@ class RemoteRanks:
         await self._or_give_up(asked.ask(order))
         return False
 
+    @override
     async def take(self, version: int) -> Sequence[RankReport]:
-        """See `fp8refit.remote.broadcast.broadcast.Audience`."""
         asked, asked.is_dirty = self.asked, True
         order = messages.Take(refit=asked.refit, version=version)
         replies = await self._or_give_up(asked.ask(order, num_votes=self._take_votes))
@@ -218,7 +222,7 @@ class RemoteRanks:
 
     async def _or_give_up(self, step: Awaitable[T]) -> T:
         """On an error let the ranks go of what was prepared. After a lost rank the source stays: somebody may still read it."""
-        with ErrorCapture() as caught:
+        with ErrorCapture() as failed:
             return await step
         self._route.fail()
         with contextlib.suppress(RefitError):
@@ -226,4 +230,4 @@ class RemoteRanks:
         if self.asked.lost_because is None:
             self.asked.refit, self._source, self._offered = "", None, None
         self._take_votes = None
-        raise caught.take()
+        raise failed.take()
