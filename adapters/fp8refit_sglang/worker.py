@@ -104,7 +104,7 @@ def _make_rank(scheduler: Scheduler) -> Rank:
     import sglang
 
     VERSIONS.check(sglang.__version__)
-    model = LiveModel(scheduler)
+    model = SchedulerModel(scheduler)
     target = Target(
         model.read_inventory,
         device=next(scheduler.model.parameters()).device,
@@ -116,7 +116,7 @@ def _make_rank(scheduler: Scheduler) -> Rank:
     return Rank(target, ProcessGroupExchange(scheduler.process_group) if scheduler.num_ranks > 1 else None)
 
 
-class LiveModel:
+class SchedulerModel:
     """The live model of one rank.
 
     Args:

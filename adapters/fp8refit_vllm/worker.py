@@ -53,7 +53,7 @@ def register() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, PLUGIN_METHOD, serve)
-    setattr(WorkerBase, FLAG_METHOD, show_board)
+    setattr(WorkerBase, FLAG_METHOD, show_flag)
     add_to_core(CORE_METHOD, carry_out)
     on_core_start(watch)
     raise_refusals()
@@ -78,9 +78,9 @@ def serve(worker: Any, message: str) -> str:
     return server.handle(message)
 
 
-def show_board(worker: Any) -> str:
+def show_flag(worker: Any) -> str:
     """Called by the engine core at boot: prepare `worker` for updates and return where its flag is."""
-    hold(LiveModel(worker).network, worker)
+    hold(WorkerModel(worker).network, worker)
     on_deep_sleep(worker, lambda: rank_of(worker).target.forget_values())
     install(worker, lambda: rank_of(worker))
     return flag_of(worker).segment.model_dump_json()
@@ -112,7 +112,7 @@ def _make_rank(worker: Any) -> Rank:
     import vllm
 
     VERSIONS.check(vllm.__version__)
-    model = LiveModel(worker)
+    model = WorkerModel(worker)
     target = Target(
         model.read_inventory,
         device=next(model.network.parameters()).device,
@@ -141,7 +141,7 @@ def _group_of(worker: Any) -> Group | None:
     return ProcessGroupExchange(process_group)
 
 
-class LiveModel:
+class WorkerModel:
     """The live model of one worker.
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fp8refit_vllm import layout
 from fp8refit_vllm.layout import ROW_MAJOR_KERNELS
-from fp8refit_vllm.worker import LiveModel
+from fp8refit_vllm.worker import WorkerModel
 from torch import nn
 
 from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
@@ -159,7 +159,7 @@ def worker_of(model, *, speculative=None, load_format="auto"):
 @pytest.mark.parametrize(("method", "refused"), [("eagle3", True), ("ngram", False), (None, False)])
 def test_drafts_with_weights_of_their_own_are_refused(method, refused):
     speculative = SimpleNamespace(method=method) if method else None
-    inventory = LiveModel(worker_of(model_of(proj=BlockLinear()), speculative=speculative)).read_inventory()
+    inventory = WorkerModel(worker_of(model_of(proj=BlockLinear()), speculative=speculative)).read_inventory()
     assert [slot.name for slot in inventory.slots] == ["proj.weight"]
     assert [refusal.module for refusal in inventory.refusals] == ["draft model"] * refused
     assert all(method in refusal.reason for refusal in inventory.refusals)
@@ -167,7 +167,7 @@ def test_drafts_with_weights_of_their_own_are_refused(method, refused):
 
 def test_a_draft_model_is_refused_beside_what_the_model_is_refused_for():
     worker = worker_of(model_of(norm=nn.LayerNorm(8)), speculative=SimpleNamespace(method="eagle3"))
-    modules = [refusal.module for refusal in LiveModel(worker).read_inventory().refusals]
+    modules = [refusal.module for refusal in WorkerModel(worker).read_inventory().refusals]
     assert modules == ["Module", "draft model"]
 
 
@@ -183,7 +183,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("load_format", ["dummy", "auto"])
 def test_noise_in_the_kv_scales_of_a_dummy_boot_is_put_right_once(load_format):
     attention = Attention()
-    live = LiveModel(worker_of(model_of(attn=attention, proj=BlockLinear()), load_format=load_format))
+    live = WorkerModel(worker_of(model_of(attn=attention, proj=BlockLinear()), load_format=load_format))
     refreshes = live.read_inventory().refreshes
     for refresh in refreshes:
         refresh.run()
