@@ -4,6 +4,7 @@ The demo uses the library like any user. Only `fp8refit.cli` imports it, and onl
 import an engine.
 """
 
-from fp8refit.cli.demo.loop import DemoConfig, DemoResult, Round, run_demo
+from fp8refit.cli.demo.loop import run_demo
+from fp8refit.cli.demo.rounds import DemoConfig, DemoResult, Round
 
 __all__ = ["DemoConfig", "DemoResult", "Round", "run_demo"]

@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import matplotlib
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from fp8refit.cli.demo.loop import Round
+from fp8refit.cli.demo.rounds import Round
 
 
-def draw_chart(rounds: Sequence["Round"], path: Path) -> Path:
+def draw_chart(rounds: Sequence[Round], path: Path) -> Path:
     """Draw the losses of `rounds` and save them as PNG at `path`."""
     with matplotlib.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
