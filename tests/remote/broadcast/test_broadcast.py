@@ -322,12 +322,12 @@ def test_the_second_refit_announces_and_joins_nothing(open_remote):
 def test_a_source_that_is_laid_out_as_the_last_is_not_judged_again(open_remote, monkeypatch):
     remote = open_remote()
     remote.refitter.refit(remote.cluster.make_policy(1))
-    announce = broadcast_module.announce
-    monkeypatch.setattr(broadcast_module, "announce", None)
+    summarize = broadcast_module.summarize
+    monkeypatch.setattr(broadcast_module, "summarize", None)
     policy = remote.cluster.make_policy(2)
     remote.refitter.refit(policy)
     remote.cluster.assert_holds(policy, version=2)
-    monkeypatch.setattr(broadcast_module, "announce", announce)
+    monkeypatch.setattr(broadcast_module, "summarize", summarize)
     with pytest.raises(InvalidSourceError, match="missing"):
         remote.refitter.refit({name: policy[name] for name in policy if name != NORM})
     heals(remote)
