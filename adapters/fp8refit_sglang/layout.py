@@ -121,6 +121,8 @@ def _why_derived(module: nn.Module) -> Why:
 
 def _why_packed(module: nn.Module) -> Why:
     """Why a module is refused for the layout of its weight or scales; None if it is not."""
+    if hasattr(module, "pack_params"):  # DeepSeek's first experts, Xverse's and Afmoe's
+        return "multiplies by the codes of its packed experts without their scales", "Serve this model in BF16"
     if getattr(module, "use_intel_amx_backend", False):
         return "its weight is packed for Intel AMX", "Use a GPU"
     if getattr(getattr(module, "quant_method", None), "use_marlin", False):

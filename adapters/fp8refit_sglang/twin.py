@@ -13,12 +13,13 @@ from fp8refit_transformers.naming import namings_of, plain_config
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named
+from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, collector_paused, trace_as_named
 
 _MAY_DOWNCAST = "SGLANG_QUANT_ALLOW_DOWNCASTING"
 """Without it, some loaders reject BF16 tensors for FP8 weights."""
 
 
+@collector_paused()
 def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
     """Trace the loader of this rank's model; a refusal if that is impossible.
 

@@ -12,9 +12,10 @@ from fp8refit_transformers.naming import namings_of, plain_config
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named
+from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, collector_paused, trace_as_named
 
 
+@collector_paused()
 def twin_of(config: Any) -> Twin | Refusal:
     """Trace the loader of this rank's model; a refusal if that is impossible.
 

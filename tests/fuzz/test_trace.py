@@ -296,7 +296,6 @@ HOWS = ("copy", "twice as large", "not at all")
 
 
 def with_two_exchanged(experts: list[int]) -> list[int]:
-    """What one sees of a first layer alone: a later one's experts that change places are found if they are asked about."""
     middle = len(experts) // 2
     return [*experts[:middle], experts[middle + 1], experts[middle], *experts[middle + 2 :]]
 
@@ -304,23 +303,33 @@ def with_two_exchanged(experts: list[int]) -> list[int]:
 @given(
     st.integers(8, 40),
     st.lists(st.sampled_from(sorted(ORDERS)), min_size=2, max_size=5),
-    st.booleans(),
+    st.sets(st.integers(0, 4)),
     st.lists(st.sampled_from(HOWS), min_size=5, max_size=5),
+    st.booleans(),
 )
-@example(num_experts=8, orders=["as they come"] * 2, exchanges=False, hows=["twice as large"] * 5)
-@example(num_experts=13, orders=["in turn with another rank"] * 2, exchanges=False, hows=["not at all", *["copy"] * 4])
-def test_layers_of_experts_are_traced_as_if_each_were_traced_whole(num_experts, orders, exchanges, hows):
-    weights = {f"layers.{layer}.w": torch.empty(num_experts, 2, 4, device="meta") for layer in range(len(orders))}
+@example(num_experts=8, orders=["as they come"] * 2, exchanges=set(), hows=["twice as large"] * 5, apart=True)
+@example(
+    num_experts=13,
+    orders=["in turn with another rank"] * 2,
+    exchanges=set(),
+    hows=[HOWS[2], *HOWS[:1] * 4],
+    apart=False,
+)
+@example(num_experts=40, orders=["as they come"] * 3, exchanges={2}, hows=["copy"] * 5, apart=False)
+def test_layers_of_experts_are_traced_as_if_each_were_traced_whole(num_experts, orders, exchanges, hows, apart):
+    leaves = "wv" if apart else "ww"
+    """The parameters that hold `a` and `b`."""
+    names = [f"layers.{layer}.{leaf}" for layer in range(len(orders)) for leaf in leaves]
+    weights = {name: torch.empty(num_experts, 2, 4, device="meta") for name in names}
     places = [ORDERS[order](list(range(num_experts))) for order in orders]
-    if exchanges:
-        places[0] = with_two_exchanged(places[0])
+    places = [with_two_exchanged(held) if layer in exchanges else held for layer, held in enumerate(places)]
 
     def load(tensors):
         for name, tensor in tensors:
             _, layer, _, expert, leaf = name.split(".")
             place, how = places[int(layer)][int(expert)], hows[int(layer)]
             if place >= 0 and (how != "not at all" or leaf == "a"):
-                into = weights[f"layers.{layer}.w"][place, int(leaf == "b")]
+                into = weights[f"layers.{layer}.{leaves[leaf == 'b']}"][place, int(leaf == "b")]
                 into.copy_(tensor * 2 if how == "twice as large" and leaf == "b" else tensor)
 
     meta = TensorMeta(shape=(4,), dtype=torch.bfloat16)

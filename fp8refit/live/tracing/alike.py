@@ -1,29 +1,34 @@
 """Traces layers of experts faster: one layer shows where a loader puts the tensors of all similar layers.
 
-In every further layer only a few experts are traced: those at the ends of evenly spaced stretches in the first layer, and
-some others. If they go to the same places, so does the rest. Otherwise the whole layer is traced.
+Only the first of such layers is traced. The loader gets one tensor of every expert of every further layer, another one in
+each, and the plain copies that it makes of them are compared with those of the first layer, which costs a third of a trace.
+If they go to the same places, so does the rest of the layer: a loader puts all tensors of an expert where it puts one.
+Otherwise the whole layer is traced.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TypeAlias
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8refit.live.slots import TensorMeta
-from fp8refit.live.tracing.trace import Copy, Load, Traced, trace_loader
+from fp8refit.live.tracing.trace import Copy, Load, Traced, storage_of, trace_loader
+
+aten = torch.ops.aten
 
 Run: TypeAlias = Callable[[Load, Mapping[str, Tensor], Mapping[str, TensorMeta]], Traced]
+Seen: TypeAlias = Mapping[str, Sequence[tuple[str, tuple[object, ...]]]]
+"""For each checkpoint tensor, the parameters it is copied to, and how the elements of both sides are laid out."""
 _EXPERT = re.compile(r"^(.*\.\d+\..*\.)(\d+)(\.[^\d.][^.]*(?:\.[^\d.][^.]*)*)$")
 """A layer, one of its experts, and a tensor of that expert."""
 _NUMBER = re.compile(r"\.\d+\.")
 _MIN_EXPERTS = 8
 """With fewer experts, every layer is traced whole."""
-_NUM_PROBES = 3
-"""Additional experts to trace in every further layer, different ones in each."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,6 +37,13 @@ class _Layer:
 
     names: dict[tuple[int, str], str] = field(default_factory=dict)
     """Checkpoint names by expert and tensor."""
+
+    def one_of_each(self, turn: int) -> Iterator[str]:
+        """Yield the name of one tensor of each expert, another one at each turn."""
+        held: dict[int, list[str]] = {}
+        for (expert, _), name in self.names.items():
+            held.setdefault(expert, []).append(name)
+        yield from (names[(expert + turn) % len(names)] for expert, names in held.items())
 
 
 def trace_alike(
@@ -50,22 +62,21 @@ def trace_alike(
     traced = trace(load, parameters, {name: meta for name, meta in sources.items() if name not in later})
     if not later:
         return traced
-    asked: dict[str, TensorMeta] = {}
-    of_first = _Places(traced)
-    picked = [[*_picked(first, of_first, len(others))] for first, *others in groups]
-    for (_, *others), keys in zip(groups, picked, strict=True):
-        for layer, of_layer in zip(others, keys, strict=True):
-            asked |= {layer.names[key]: sources[layer.names[key]] for key in of_layer}
-    of_asked = _Places(trace(load, parameters, asked))
+    looked_at = [name for first, *_ in groups for name in first.names.values()]
+    looked_at += (
+        name for _, *others in groups for turn, layer in enumerate(others) for name in layer.one_of_each(turn)
+    )
+    seen = _look(load, parameters, {name: sources[name] for name in looked_at})
+    copies_of = _copies_of(traced)
     found: list[Copy] = list(traced.copies)
     unlike: dict[str, TensorMeta] = {}
-    for (first, *others), keys in zip(groups, picked, strict=True):
-        for layer, of_layer in zip(others, keys, strict=True):
-            renamed = _same_places(first, layer, of_layer, of_first, of_asked)
-            if renamed is not None and all(_are_alike(parameters, *pair) for pair in renamed.items()):
-                found += _copied(first, layer, renamed, of_first)
-            else:
+    for first, *others in groups:
+        for layer in others:
+            copies = _copied(first, layer, copies_of, seen)
+            if copies is None:
                 unlike |= {name: sources[name] for name in layer.names.values()}
+            else:
+                found += copies
     rest = trace(load, parameters, unlike) if unlike else Traced(copies=())
     return Traced(
         copies=(*found, *rest.copies),
@@ -74,24 +85,14 @@ def trace_alike(
     )
 
 
-class _Places:
-    """Where a trace put every tensor that it only copied."""
-
-    def __init__(self, traced: Traced) -> None:
-        self._copies: dict[str, list[Copy]] = {}
-        for copy in traced.copies:
-            self._copies.setdefault(copy.source, []).append(copy)
-        bases = {base.name for each in traced.computed for base in each.recipe.bases()}
-        self._others = bases.union(objection.source for objection in traced.objections)
-        written = [each.parameter for each in traced.computed]
-        self._written = {*written, *(copy.parameter for copy in self._copies.get("", ()))}
-        self._written |= {objection.parameter for objection in traced.objections}
-
-    def of(self, source: str) -> list[Copy] | None:
-        """Return a tensor's copies; None if the loader did anything else with it or with a parameter it goes to."""
-        copies = self._copies.get(source, [])
-        is_plain = source not in self._others and all(copy.parameter not in self._written for copy in copies)
-        return copies if is_plain else None
+def _copies_of(traced: Traced) -> Callable[[str], list[Copy] | None]:
+    """Return what gives the copies of a checkpoint tensor; None for one with which the loader does anything else."""
+    copies: dict[str, list[Copy]] = {}
+    for copy in traced.copies:
+        copies.setdefault(copy.source, []).append(copy)
+    bases = {base.name for each in traced.computed for base in each.recipe.bases()}
+    others = bases.union(objection.source for objection in traced.objections)
+    return lambda source: None if source in others else copies.get(source, [])
 
 
 def _groups(sources: Mapping[str, TensorMeta]) -> list[list[_Layer]]:
@@ -110,81 +111,92 @@ def _groups(sources: Mapping[str, TensorMeta]) -> list[list[_Layer]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _picked(first: _Layer, places: _Places, num_others: int) -> Iterator[list[tuple[int, str]]]:
-    """Yield, for each further layer, the expert tensors to trace."""
-    ends, every = _ends_of_stretches(first, places), sorted(first.names)
-    step = max(1, len(every) // _NUM_PROBES)
-    for index in range(num_others):
-        yield [*dict.fromkeys([*ends, *every[index * 5 % step :: step]])]
+class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, records plain copies into parameters, and carries out no write to one."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters: dict[int, str] = {}
+        for name, tensor in parameters.items():
+            self._parameters.setdefault(storage_of(tensor), name)
+        self.copies: list[tuple[int, str, tuple[object, ...]]] = []
+        """The storage that is read, the parameter, and how elements of both are laid out."""
+        self.changed: set[int | str] = set()
+        """Storages and parameters that were changed in another way."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and asking costs as much as an operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Record a write."""
+        if not _writes(func):
+            return func(*args, **(kwargs or {}))
+        into = args[0]
+        name = self._parameters.get(storage_of(into))
+        if name is None:
+            self.changed.add(storage_of(into))
+            return func(*args, **(kwargs or {}))
+        if func is aten.copy_.default:
+            read = args[1]
+            layouts = (
+                into.storage_offset(),
+                into.shape,
+                into.stride(),
+                read.storage_offset(),
+                read.shape,
+                read.stride(),
+            )
+            self.copies.append((storage_of(read), name, layouts))
+        else:
+            self.changed.add(name)
+        return into
 
 
-def _ends_of_stretches(layer: _Layer, places: _Places) -> list[tuple[int, str]]:
-    """Find the tensors between which all others are evenly spaced.
-
-    If one tensor of an expert is such an end, all its tensors are: the first layer's loader may skip a tensor that
-    another layer's loader reads.
-    """
-    ends: dict[int, None] = {}
-    for rest in dict.fromkeys(rest for _, rest in layer.names):
-        experts = sorted(expert for expert, held in layer.names if held == rest)
-        steps = [_step(*(places.of(layer.names[e, rest]) for e in pair)) for pair in pairwise(experts)]
-        is_end = [True, *(a is None or a != b for a, b in pairwise(steps)), True]
-        ends |= dict.fromkeys(expert for expert, end in zip(experts, is_end, strict=True) if end)
-    return [key for key in layer.names if key[0] in ends]
+@cache
+def _writes(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
 
 
-def _step(before: Sequence[Copy] | None, after: Sequence[Copy] | None) -> tuple[object, ...] | None:
-    """Return how far the copies of two tensors are apart; None if they differ in anything else."""
-    if before is None or after is None or len(before) != len(after):
-        return None
-    pairs = list(zip(before, after, strict=True))
-    if any((a.parameter, a.start, a.runs) != (b.parameter, b.start, b.runs) for a, b in pairs):
-        return None
-    return tuple(b.into - a.into for a, b in pairs)
+def _look(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[str, TensorMeta]) -> Seen:
+    """Return the plain copies of tensors; nothing of those with which the loader does anything else, or if it fails."""
+    given = [(name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for name, meta in sources.items()]
+    look = _Look(parameters)
+    try:
+        with torch.no_grad(), look:
+            load(iter(given))
+    except Exception:  # noqa: BLE001 - whatever a loader says; the trace of whole layers tells it
+        return {}
+    names = {storage_of(tensor): name for name, tensor in given}
+    changed = look.changed | {parameter for read, parameter, _ in look.copies if read not in names}
+    seen: dict[str, list[tuple[str, tuple[object, ...]]]] = {name: [] for name in sources}
+    for read, parameter, layouts in look.copies:
+        if read in names and not {read, parameter} & changed:
+            seen[names[read]].append((parameter, layouts))
+    return seen
 
 
-def _same_places(
-    first: _Layer, layer: _Layer, keys: Iterable[tuple[int, str]], of_first: _Places, of_asked: _Places
-) -> dict[str, str] | None:
-    """Map the first layer's parameters to another's; None if tensors go to different places there."""
+def _copied(
+    first: _Layer, layer: _Layer, copies_of: Callable[[str], list[Copy] | None], seen: Seen
+) -> list[Copy] | None:
+    """Rename the first layer's copies for another layer; None if tensors go to different places there."""
     renamed: dict[str, str] = {}
-    for key in keys:
-        model, copies = of_first.of(first.names[key]), of_asked.of(layer.names[key])
-        if model is None or copies is None or len(model) != len(copies):
+    copies = [(copies_of(first.names[key]), first.names[key], name) for key, name in layer.names.items()]
+    for model, of_first, name in copies:
+        if model is None or of_first not in seen:
             return None
-        for a, b in zip(model, copies, strict=True):
-            if (a.into, a.start, a.runs) != (b.into, b.start, b.runs):
+        if name not in seen:
+            continue
+        if not len(model) == len(seen[of_first]) == len(seen[name]):
+            return None
+        for (a, a_layouts), (b, b_layouts) in zip(seen[of_first], seen[name], strict=True):
+            if a_layouts != b_layouts or renamed.setdefault(a, b) != b:
                 return None
-            if renamed.setdefault(a.parameter, b.parameter) != b.parameter:
-                return None
-    return renamed if len(set(renamed.values())) == len(renamed) else None
-
-
-def _are_alike(parameters: Mapping[str, Tensor], first: str, other: str) -> bool:
-    """Whether two parameters have the same form and the tensors beside them the same values, such as which experts a rank
-    holds.
-    """
-    beside = [_beside(parameters, name) for name in (first, other)]
-    if beside[0].keys() != beside[1].keys():
-        return False
-    for name, a in beside[0].items():
-        b = beside[1][name]
-        if (a.shape, a.dtype, a.stride(), a.is_meta) != (b.shape, b.dtype, b.stride(), b.is_meta):
-            return False
-        if not (a.is_meta or a.dtype.is_floating_point or torch.equal(a, b)):
-            return False
-    return True
-
-
-def _beside(parameters: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    prefix = name.rpartition(".")[0] + "."
-    return {other.removeprefix(prefix): tensor for other, tensor in parameters.items() if other.startswith(prefix)}
-
-
-def _copied(first: _Layer, layer: _Layer, renamed: Mapping[str, str], places: _Places) -> list[Copy]:
-    """Rename the first layer's copies for another layer."""
+    parameters = {copy.parameter for model, *_ in copies for copy in model or ()}
+    if renamed.keys() != parameters or len(set(renamed.values())) != len(renamed):
+        return None
     return [
         Copy(parameter=renamed[copy.parameter], into=copy.into, source=name, start=copy.start, runs=copy.runs)
-        for key, name in layer.names.items()
-        for copy in places.of(first.names[key]) or ()
+        for model, _, name in copies
+        for copy in model or ()
     ]

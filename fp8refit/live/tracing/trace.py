@@ -8,7 +8,7 @@ values are recorded as such.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any, TypeAlias
 
@@ -204,30 +204,6 @@ class _Origin:
         """Where the storage's element `offset` comes from in the checkpoint tensor."""
         return self.start + sum(offset // mode.here % mode.size * mode.there for mode in self.modes)
 
-    def steps_of(self, size: int, stride: int) -> list[tuple[int, int]]:
-        """Return sizes and strides in the checkpoint tensor of `size` elements `stride` apart in the storage, innermost
-        first.
-
-        Raises:
-            _NoPatternError: They do not form a regular pattern.
-        """
-        steps: list[tuple[int, int]] = []
-        for mode in self.modes:
-            extent = mode.size * mode.here
-            if size == 1:
-                break
-            if stride % extent == 0:
-                continue
-            step, rest = divmod(stride, mode.here)
-            taken = min(size, mode.size // step) if step else 0
-            if rest or not taken or (taken < size and (mode.size % step or size % taken)):
-                raise _NoPatternError
-            steps.append((taken, step * mode.there))
-            size, stride = size // taken, extent
-        if size != 1:
-            raise _NoPatternError
-        return steps
-
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, records writes to parameters without carrying them out.
@@ -240,7 +216,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters: dict[int, str] = {}
         for name, tensor in (parameters or {}).items():
-            self._parameters.setdefault(_storage(tensor), name)
+            self._parameters.setdefault(storage_of(tensor), name)
         self._origins: dict[int, _Origin] = {}
         self._joined: dict[int, list[tuple[range, _Origin]]] = {}
         """Storages made of ranges from several checkpoint tensors, one after another."""
@@ -252,6 +228,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.computed: list[Computed] = []
         self.objections: list[Objection] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and asking costs as much as an operation
+
     def source(self, name: str, meta: TensorMeta) -> Tensor:
         """Return a meta tensor that stands for the checkpoint tensor `name`."""
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
@@ -262,14 +242,14 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let the dense, row-major `tensor` stand for the checkpoint tensor `name`."""
         self._alive.append(tensor)
         dims = zip(tensor.shape, tensor.stride(), tensor.stride(), strict=True)
-        self._recipes[_storage(tensor)] = None
-        self._origins[_storage(tensor)] = _Origin(name, 0, _modes(_Mode(*dim) for dim in dims if dim[0] != 1))
+        self._recipes[storage_of(tensor)] = None
+        self._origins[storage_of(tensor)] = _Origin(name, 0, _modes(_Mode(*dim) for dim in dims if dim[0] != 1))
 
     def places_of(self, tensor: Tensor) -> Copy | None:
         """Describe where the elements of `tensor` come from, as a copy into a row-major tensor; None if not from one
         source.
         """
-        origin = self._origins.get(_storage(tensor))
+        origin = self._origins.get(storage_of(tensor))
         try:
             return None if origin is None else _copy_of("", 0, row_major(tensor.shape), origin, tensor)
         except _NoPatternError:
@@ -280,23 +260,23 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _only_views(func):
             return func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func is aten._local_scalar_dense.default and _storage(args[0]) in self._origins:
+        if func is aten._local_scalar_dense.default and storage_of(args[0]) in self._origins:
             return self._number_for(args[0])
         writes = func._schema.is_mutable
-        if writes and tensors and _storage(tensors[0]) in self._parameters:
+        if writes and tensors and storage_of(tensors[0]) in self._parameters:
             self._write(func, tensors, args, kwargs or {})
             return tensors[0]
         out = func(*args, **(kwargs or {}))
-        read = [_storage(tensor) for tensor in tensors]
+        read = [storage_of(tensor) for tensor in tensors]
         if any(storage in self._recipes or storage in self._parameters for storage in read):
             for made in tree_leaves(out):
-                if isinstance(made, Tensor) and (writes or _storage(made) not in read) and func not in _SHAPED_LIKE:
+                if isinstance(made, Tensor) and (writes or storage_of(made) not in read) and func not in _SHAPED_LIKE:
                     self._follow(func, args, kwargs or {}, tensors[0], made, is_only=made is out)
         return out
 
     def _write(self, func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Any) -> None:
         into, *read = tensors
-        name = self._parameters[_storage(into)]
+        name = self._parameters[storage_of(into)]
         if not into.numel():
             return
         if func is aten.copy_.default:
@@ -308,7 +288,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif (recipe := self._recipe_of(func, args, kwargs, into)) is not None:
             self._compute(name, into, View(base=recipe, size=recipe.size, stride=recipe.stride, offset=0))
         else:
-            self._object("", name, f"is changed by {func} when it is loaded")
+            self._object(name, f"is changed by {func} when it is loaded")
 
     def _number_for(self, tensor: Tensor) -> float:
         """Return a number for a one-element tensor that a loader reads, chosen so that it is recognized if written."""
@@ -326,7 +306,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ValueError("a tensor is computed with as a number")
 
     def _copy(self, name: str, into: Tensor, tensor: Tensor) -> None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         origin, recipe = self._origins.get(storage), self._recipes.get(storage)
         if origin is not None:
             try:
@@ -346,7 +326,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             recipe = Recipe(func=aten.clone.default, args=(view,), kwargs={}, size=size, stride=row_major(size))
             self._compute(name, into, View(base=recipe, size=size, stride=recipe.stride, offset=0))
         elif recipe is None:
-            self._object("", name, "is loaded from what cannot be computed again")
+            self._object(name, "is loaded from what cannot be computed again")
         else:
             self._compute(name, into, _view_of(recipe, tensor.expand(into.shape)))
 
@@ -379,16 +359,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise _NoPatternError
         return copies
 
-    def _object(self, source: str, parameter: str, reason: str) -> None:
-        self.objections.append(Objection(source=source, parameter=parameter, reason=reason))
+    def _object(self, parameter: str, reason: str) -> None:
+        self.objections.append(Objection(source="", parameter=parameter, reason=reason))
 
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: Any, read: Tensor, made: Tensor, *, is_only: bool
     ) -> None:
         """Record where the elements of a tensor made by `func` come from."""
-        storage = _storage(made)
+        storage = storage_of(made)
         recipe = self._recipe_of(func, args, kwargs, made) if is_only else None
-        origin = self._origins.get(_storage(read))
+        origin = self._origins.get(storage_of(read))
         self._alive.append(made)
         self._origins.pop(storage, None)
         self._joined.pop(storage, None)
@@ -403,7 +383,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _recipe_of(self, func: Any, args: tuple[Any, ...], kwargs: Any, made: Tensor) -> Recipe | None:
         """Return the recipe for `made`, which `func` made or changed; None if it read something unknown."""
-        is_parameter = _storage(made) in self._parameters
+        is_parameter = storage_of(made) in self._parameters
         if func._schema.is_mutable:
             func = _apart(func)
             if func is None or not (is_parameter or _is_dense(made)):
@@ -423,7 +403,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         found, end = [], 0
         for tensor in tensors:
-            origin = self._origins[_storage(tensor)]
+            origin = self._origins[storage_of(tensor)]
             places = _copy_of("", 0, row_major(tensor.shape), origin, tensor)
             found.append((range(end, end + tensor.numel()), _origin_of(places)))
             end += tensor.numel()
@@ -435,7 +415,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             KeyError: It is made of something unknown.
         """
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage in self._parameters:
             return _view_of(Base(name=self._parameters[storage], is_parameter=True), tensor)
         recipe = self._recipes.get(storage)
@@ -525,16 +505,54 @@ def _copy_of(
     Raises:
         _NoPatternError: Its places do not form a regular pattern.
     """
+    runs = _runs_between(tuple(strides), tensor.shape, tensor.stride(), origin.modes)
+    start = origin.start_of(int(tensor.storage_offset()) if offset is None else offset)
+    return Copy(parameter=name, into=into, source=origin.source, start=start, runs=runs)
+
+
+@lru_cache(maxsize=4096)
+def _runs_between(
+    strides: tuple[int, ...], shape: tuple[int, ...], read: tuple[int, ...], modes: tuple[_Mode, ...]
+) -> tuple[Run, ...]:
+    """Return the runs of a copy of `shape` to elements `strides` apart, from a storage's elements `read` apart.
+
+    Raises:
+        _NoPatternError: Its places do not form a regular pattern.
+    """
     found: list[tuple[int, int, int]] = []
-    for size, stride, here in zip(tensor.shape, strides, tensor.stride(), strict=True):
-        steps = [] if size == 1 else [(size, 0)] if here == 0 else origin.steps_of(size, here)
+    for size, stride, here in zip(shape, strides, read, strict=True):
+        steps = [] if size == 1 else [(size, 0)] if here == 0 else _steps(modes, size, here)
         inner = []
         for taken, there in steps:
             inner.append((taken, stride, there))
             stride *= taken
         found += reversed(inner)
-    start = origin.start_of(int(tensor.storage_offset()) if offset is None else offset)
-    return Copy(parameter=name, into=into, source=origin.source, start=start, runs=_runs(found))
+    return _runs(found)
+
+
+def _steps(modes: Iterable[_Mode], size: int, stride: int) -> list[tuple[int, int]]:
+    """Return sizes and strides in the checkpoint tensor of `size` elements `stride` apart in the storage, innermost
+    first.
+
+    Raises:
+        _NoPatternError: They do not form a regular pattern.
+    """
+    steps: list[tuple[int, int]] = []
+    for mode in modes:
+        extent = mode.size * mode.here
+        if size == 1:
+            break
+        if stride % extent == 0:
+            continue
+        step, rest = divmod(stride, mode.here)
+        taken = min(size, mode.size // step) if step else 0
+        if rest or not taken or (taken < size and (mode.size % step or size % taken)):
+            raise _NoPatternError
+        steps.append((taken, step * mode.there))
+        size, stride = size // taken, extent
+    if size != 1:
+        raise _NoPatternError
+    return steps
 
 
 def _nothing_into(name: str, into: Tensor) -> Copy:
@@ -574,5 +592,6 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == prod(tensor.shape) * tensor.element_size()
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """What tells a storage from every other that lives at the same time."""
     return int(tensor.untyped_storage()._cdata)

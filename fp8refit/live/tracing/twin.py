@@ -5,7 +5,9 @@ shapes, and shows which box of each goes where. This module compares that with t
 copies do not cover exactly once, or that the engine's kernels keep in another form.
 """
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import (
     FP8_DTYPE,
     SOURCE_DTYPES,
     Inventory,
+    PartlyRead,
     Refresh,
     Refusal,
     Slot,
@@ -31,7 +35,7 @@ from fp8refit.live.tracing.boxes import Boxes, Range, fault_of_cover, pieces_of,
 from fp8refit.live.tracing.reads import partly_read, refusals_of
 from fp8refit.live.tracing.rules import KernelRules, Why
 from fp8refit.live.tracing.staged import Staged, fault_of_recipe
-from fp8refit.live.tracing.trace import Base, Computed, Copy, Load, Traced, trace_once
+from fp8refit.live.tracing.trace import Base, Computed, Copy, Load, Objection, Traced, storage_of, trace_once
 
 _SCALE_SUFFIX = "_scale_inv"
 _TWO_HALVES = "w13_weight"
@@ -85,6 +89,18 @@ class EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep Python from collecting garbage: a trace makes many objects and no garbage, and an engine has many more."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_ranks: int = 1) -> Twin:
     """Run the loader of a model on the meta device.
 
@@ -96,11 +112,12 @@ def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_rank
     """
     named = dict(_named_tensors(model))
     known: dict[int, str] = {}
-    firsts = {name: known.setdefault(_storage(tensor), name) for name, tensor in named.items()}
+    firsts = {name: known.setdefault(storage_of(tensor), name) for name, tensor in named.items()}
     load = load if load is not None else model.load_weights
     # Use the checkpoint's dtypes: transformers' own model is float32 on the meta device.
     naming = replace(naming, tensors=_in_bf16(naming.tensors))
     traced = trace_alike(load, named, naming.tensors)
+    traced = replace(traced, objections=(*traced.objections, *_packed(model, firsts)))
     others = _taken_alike(load, named, naming, traced)
     return Twin(
         naming=replace(naming, aliases={**naming.aliases, **others}),
@@ -127,6 +144,15 @@ def trace_as_named(model: Any, namings: Iterable[Naming], *, num_ranks: int) -> 
             return twin
         first = first or twin
     return first
+
+
+def _packed(model: nn.Module, firsts: Mapping[str, str]) -> Iterator[Objection]:
+    """Object to parameters that lie side by side in one storage: a trace does not tell them apart."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in parameters.items():
+        first = parameters[firsts[name]]
+        if (tensor.storage_offset(), tensor.numel()) != (first.storage_offset(), first.numel()):
+            yield Objection(source="", parameter=firsts[name], reason=f"lies in one storage with `{name}`")
 
 
 def _constants(model: nn.Module, traced: Traced, firsts: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -166,6 +192,7 @@ def _taken_alike(load: Load, named: Mapping[str, Tensor], naming: Naming, traced
     """Return the names in `naming.others` that the loader accepts and copies to the same places."""
     try:
         sources = {other: naming.tensors[name] for other, name in naming.others.items()}
+        trace_once(load, named, dict([*sources.items()][:1]))  # most loaders fail at any of them, and at once
         others = trace_alike(load, named, sources, trace_once)
     except Exception:  # noqa: BLE001 - whatever a loader says of names that it does not know
         return {}
@@ -257,10 +284,10 @@ class _Reading:
             reason, remedy = "holds no block-FP8 weight", self._rules.remedies.no_block_fp8
             self._refusals.append(Refusal(module=type(self._model).__name__, reason=reason, remedy=remedy))
         partly = partly_read(self._twin.traced, self._twin.naming.tensors)
-        if self._twin.is_alone and not self._refusals:
+        if self._refusals:
+            self._tell_of_names(partly)
+        elif self._twin.is_alone:
             self._refusals += refusals_of([partly])
-        elif self._refusals:
-            self._tell_of_names()
         naming, held = self._twin.naming, {slot.name for slot in self._slots}
         stacked = tuple(found for stack in naming.stacked if (found := _held_of(stack, held)) is not None)
         stacked = (*stacked, *self._stacks.values())
@@ -278,13 +305,16 @@ class _Reading:
             partly_read={} if self._twin.is_alone else partly,
         )
 
-    def _tell_of_names(self) -> None:
-        """Report why the loader did not take tensors, if there are weights that nothing fills."""
-        untaken = [each for each in self._twin.traced.objections if each.source and not each.parameter]
+    def _tell_of_names(self, partly: Mapping[str, PartlyRead]) -> None:
+        """Report first which tensors the loader did not take, if there are weights that nothing fills."""
+        none = "is left out by the model's loader" if self._twin.is_alone else ""
+        reasons = {name: read.reason or none for name, read in partly.items() if not read.boxes}
+        untaken = [(name, reason) for name, reason in reasons.items() if reason and not is_not_a_weight(name)]
         if untaken:
-            others = f", nor are {len(untaken) - 1} others" if len(untaken) > 1 else ""
+            name, reason = untaken[0]
+            others = f", like {len(untaken) - 1} others" if len(untaken) > 1 else ""
             remedy = "The engine itself would not load such a checkpoint"
-            self._refusals.append(Refusal(module=untaken[0].source, reason=untaken[0].reason + others, remedy=remedy))
+            self._refusals.insert(0, Refusal(module=name, reason=reason + others, remedy=remedy))
 
     def _own_tensors(self, prefix: str, module: nn.Module) -> dict[str, Tensor]:
         """Return the parameters of `module`, and its buffers that the loader writes."""
@@ -625,7 +655,3 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in getattr(module, held).items():
                 if tensor is not None:
                     yield f"{prefix}.{name}" if prefix else name, tensor.data
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

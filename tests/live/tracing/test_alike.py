@@ -63,12 +63,18 @@ class Model(nn.Module):
         return found
 
 
-def both(places, *, rows=ROWS):
-    """A trace of some, a trace of all, and the number of names that the first gave the loader."""
-    model = Model(places, rows)
-    found = trace_alike(model.load_weights, model.tensors(), model.sources())
-    num_given = len(model.given)
-    return found, trace_loader(model.load_weights, model.tensors(), model.sources()), num_given, len(model.sources())
+def both(places):
+    """A trace of some, a trace of all, and how many names of each layer the first traced."""
+    model = Model(places)
+    traced = []
+
+    def trace(load, parameters, sources):
+        traced.extend(sources)
+        return trace_loader(load, parameters, sources)
+
+    found = trace_alike(model.load_weights, model.tensors(), model.sources(), trace)
+    num_traced = [sum(name.startswith(f"layers.{layer}.") for name in traced) for layer in range(len(places))]
+    return found, trace_loader(model.load_weights, model.tensors(), model.sources()), num_traced
 
 
 ALL = list(range(NUM_EXPERTS))
@@ -76,38 +82,49 @@ SECOND_HALF = [-1] * 8 + list(range(8))
 IN_TURN = [expert // 2 if expert % 2 else -1 for expert in ALL]
 
 
-@pytest.mark.parametrize(("places", "most"), [(ALL, 0.5), (ALL[::-1], 0.5), (SECOND_HALF, 0.6), (IN_TURN, 1.0)])
-def test_layers_that_are_alike_go_where_the_first_goes_and_few_names_are_traced(places, most):
-    found, expected, num_given, num_names = both([places] * 8)
+@pytest.mark.parametrize("places", [ALL, ALL[::-1], SECOND_HALF, IN_TURN])
+def test_layers_that_are_alike_go_where_the_first_goes_which_alone_is_traced(places):
+    found, expected, num_traced = both([places] * 8)
     assert set(found.copies) == set(expected.copies)
     assert len(found.copies) == len(expected.copies)
     assert found.objections == expected.objections == ()
-    assert num_given <= most * num_names
+    assert num_traced == [len(LEAVES) * NUM_EXPERTS] + [0] * 7
 
 
 @pytest.mark.parametrize("other", [ALL[::-1], [*ALL[1:], 0], [*ALL[:7], 8, 7, *ALL[9:]], SECOND_HALF])
 def test_a_layer_that_places_its_experts_otherwise_is_traced_whole(other):
-    found, expected, *_ = both([ALL, ALL, other, ALL])
+    found, expected, num_traced = both([ALL, ALL, other, ALL])
     assert set(found.copies) == set(expected.copies)
+    assert num_traced == [len(LEAVES) * NUM_EXPERTS, 0, len(LEAVES) * NUM_EXPERTS, 0]
 
 
-def test_a_layer_whose_buffers_say_otherwise_is_traced_whole():
-    """Two experts change places that nobody asked about."""
-    model = Model([ALL] * 2)
-    swapped = [*ALL[:7], 8, 7, *ALL[9:]]
-    asked = []
+@pytest.mark.parametrize("first", range(NUM_EXPERTS))
+@pytest.mark.parametrize("layer", [1, 2, 3])
+def test_two_experts_that_change_places_in_one_later_layer_are_noticed_wherever_they_are(layer, first):
+    second = (first + 5) % NUM_EXPERTS
+    swapped = {first: second, second: first}
+    found, expected, num_traced = both([[swapped.get(e, e) if each == layer else e for e in ALL] for each in range(4)])
+    assert set(found.copies) == set(expected.copies)
+    assert num_traced[layer]
+
+
+@pytest.mark.parametrize("change", ["the parameter", "the source"])
+def test_what_a_loader_changes_in_place_in_one_later_layer_is_traced_there(change):
+    model = Model([ALL] * 3)
     plain = model.load_weights
 
     def load(tensors):
         for name, tensor in tensors:
-            asked.append(name)
+            if change == "the source" and name.startswith("layers.2.experts.5."):
+                tensor.mul_(2)
             plain([(name, tensor)])
+            if change == "the parameter" and name.startswith("layers.2.experts.5."):
+                model.layers[2].w13.data[5].mul_(2)
 
-    trace_alike(load, model.tensors(), model.sources())
-    assert not any(f"layers.1.experts.{expert}." in name for name in asked for expert in (7, 8))
-    model.layers[1] = Experts(swapped, ROWS)
     found = trace_alike(load, model.tensors(), model.sources())
-    assert set(found.copies) == set(trace_loader(load, model.tensors(), model.sources()).copies)
+    expected = trace_loader(load, model.tensors(), model.sources())
+    assert len(found.computed) == len(expected.computed) == 3
+    assert set(found.copies) == set(expected.copies)
 
 
 def test_what_a_loader_does_not_merely_copy_is_traced_in_every_layer():

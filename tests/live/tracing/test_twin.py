@@ -45,6 +45,7 @@ def test_a_parameter_that_no_tensor_fills_is_refused_and_one_that_is_filled_in_p
 
     twin = trace_twin(model, naming_of(model), load)
     assert [str(refusal).split(". ")[0] for refusal in read(model, twin).refusals] == [
+        "a.weight: is left out by the model's loader",
         "a: `weight`: 65536 of its 65536 elements are not loaded from any checkpoint tensor",
         "b: `weight`: 14336 of its 65536 elements are not loaded from any checkpoint tensor",
     ]
@@ -260,6 +261,18 @@ def test_a_checkpoint_has_the_first_names_that_the_loader_takes_and_else_the_fir
     assert trace_as_named(model, [], num_ranks=1) is None
 
 
+def test_parameters_side_by_side_in_one_storage_are_refused():
+    """Were they taken for one, what is loaded into the second would count as the first's, too."""
+    model = model_of(a=nn.Linear(8, 8, bias=False), b=nn.Linear(8, 8, bias=False), proj=BlockLinear())
+    packed = torch.zeros(2, 8, 8)
+    model.a.weight.data, model.b.weight.data = packed
+    naming = naming_of(model)
+    del naming.tensors["a.weight"]
+    refusals = read(model, trace_twin(model, naming, copying(model))).refusals
+    assert [refusal.module for refusal in refusals] == ["a", "b"]
+    assert "lies in one storage with `b.weight`" in refusals[0].reason
+
+
 def test_a_quantized_weight_that_is_padded_is_refused():
     model = model_of(proj=BlockLinear(rows=384))
 
@@ -273,7 +286,7 @@ def test_a_quantized_weight_that_is_padded_is_refused():
     assert refusal.startswith("proj: `weight` is padded when it is loaded, and the scales of the padding are unknown")
 
 
-def test_why_a_loader_does_not_take_a_name_is_told_beside_what_is_not_filled():
+def test_why_a_loader_does_not_take_a_name_is_told_before_what_is_not_filled():
     model = model_of(proj=BlockLinear(), other=BlockLinear())
 
     def load(tensors):
@@ -283,8 +296,8 @@ def test_why_a_loader_does_not_take_a_name_is_told_beside_what_is_not_filled():
             model.proj.weight.copy_(tensor)
 
     inventory = read(model, trace_twin(model, naming_of(model), load))
-    assert [refusal.module for refusal in inventory.refusals] == ["other", "other.weight"]
-    assert "is not taken by the model's loader (KeyError: 'other')" in inventory.refusals[1].reason
+    assert [refusal.module for refusal in inventory.refusals] == ["other.weight", "other"]
+    assert "is not taken by the model's loader (KeyError: 'other')" in inventory.refusals[0].reason
 
 
 def test_arithmetic_on_a_quantized_weight_is_refused_by_name():
