@@ -38,8 +38,9 @@ SMALL: dict[str, Any] = {
     **{"vocab_size": VOCAB_SIZE, "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 0, "sep_token_id": None},
     **{"q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
     **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
-    **{"mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_num_heads": 8},
-    **{"mamba_head_dim": 64, "ssm_state_size": 64, "state_size": 16, "mamba_n_groups": 1, "n_groups": 1},
+    **{"mamba_d_ssm": 512, "mamba_n_heads": 128, "mamba_d_head": 4, "mamba_d_state": 128},
+    **{"mamba_num_heads": 128, "mamba_head_dim": 4, "ssm_state_size": 128, "state_size": 16},
+    **{"mamba_n_groups": 1, "n_groups": 1},
     **{"num_nextn_predict_layers": 0, "mtp_num_layers": 0, "rotary_dim": 64},
 }
 """For every field of this name that a config has."""
@@ -64,7 +65,15 @@ EXTRA: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "HunYuanDenseV1ForCausalLM": {"use_qk_norm": True},
-    "HunYuanMoEV1ForCausalLM": {"use_qk_norm": True, "moe_intermediate_size": 512},
+    "HunYuanMoEV1ForCausalLM": {
+        "use_qk_norm": True,
+        "moe_intermediate_size": 512,
+        "use_mixed_mlp_moe": 1,
+        "num_shared_expert": 1,
+    },
+    # SGLang quantizes the gates of value heads too.
+    "Qwen3NextForCausalLM": FAMILIES["qwen3_next"][2]
+    | {"full_attention_interval": 2, "linear_num_value_heads": 128, "linear_num_key_heads": 64},
     # Engines' Transformers backends pad no vocabulary.
     "GPTNeoXForCausalLM": {"vocab_size": 320, "tie_word_embeddings": False},
     "NemotronForCausalLM": {"vocab_size": 320},
@@ -102,7 +111,13 @@ EXTRA: dict[str, dict[str, Any]] = {
         "zero_expert_type": None,
     },
     "Zamba2ForCausalLM": {"num_attention_heads": 4, "num_key_value_heads": 4},
-    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 64},
+    "Mamba2ForCausalLM": {
+        "num_heads": 128,
+        "head_dim": 4,
+        "state_size": 128,
+        "intermediate_size": 512,
+        "rms_norm": True,
+    },
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "MiMoV2FlashForCausalLM": {
         **{"v_head_dim": 128, "layernorm_epsilon": 1e-5, "hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1]},
@@ -114,6 +129,27 @@ EXTRA: dict[str, dict[str, Any]] = {
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
 """What a class wants otherwise."""
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "DbrxForCausalLM": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "KimiLinearForCausalLM": {
+        "linear_attn_config": {
+            **{
+                "num_heads": 2,
+                "head_dim": 128,
+                "short_conv_kernel_size": 4,
+                "kda_layers": [1],
+                "full_attn_layers": [2],
+            },
+        },
+        "first_k_dense_replace": 1,
+    },
+    "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "moe", "mlp"], "mamba_n_groups": 1},
+}
+"""Fields that a published config.json has and engines read, where transformers writes others."""
 
 
 def architectures() -> list[str]:
@@ -165,6 +201,8 @@ def make(architecture: str, seed: int) -> PreTrainedModel:
 def save(architecture: str, seed: int, folder: Path) -> None:
     """`make`, saved as a BF16 checkpoint."""
     make(architecture, seed).save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | PUBLISHED.get(architecture, {})))
 
 
 def names_in(folder: Path) -> set[str]:

@@ -11,6 +11,7 @@ def register() -> None:
     from fp8refit_sglang import kv_cache
     from observer import observe
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor import model_runner
 
     torch.compiler.set_stance(
         "force_eager"
@@ -18,5 +19,18 @@ def register() -> None:
     torch.set_num_threads(1)  # tiny layers, few cores
     cpu_linear.register()
     cpu_experts.register()
+    model_runner.adjust_config_with_unaligned_cpu_tp = _as_padded(model_runner.adjust_config_with_unaligned_cpu_tp)
     kv_cache.is_cache_fp8 = lambda: True  # what no cache is on a CPU: so every family has KV scales
     Scheduler.fp8refit_test_observe = observe
+
+
+def _as_padded(adjust):
+    """SGLang's padding of heads and widths on a CPU, which fails for models without heads, or with a width per layer."""
+
+    def adjust_or_leave(config, *arguments):
+        try:
+            return adjust(config, *arguments)
+        except TypeError:
+            return config
+
+    return adjust_or_leave

@@ -9,7 +9,11 @@ import importlib.machinery
 import sys
 import types
 
+import torch
+
 __version__ = "0.0.0"
+OPERATORS = ("fused_gdn_gating_cpu", "fused_sigmoid_mul_cpu", "fused_sigmoid_gating_delta_rule_update_cpu")
+"""Those that SGLang looks up when it is imported; declared, without any code behind them."""
 
 
 class AbsentKernel:
@@ -60,3 +64,6 @@ def __getattr__(name):
 
 
 sys.meta_path.insert(0, FindAbsentModules())
+library = torch.library.Library("sgl_kernel", "FRAGMENT")  # they live as long as it does
+for operator in OPERATORS:
+    library.define(f"{operator}(Tensor x) -> Tensor")
