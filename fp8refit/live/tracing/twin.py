@@ -246,10 +246,8 @@ class _Reading:
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         }
-        written = {
-            first for name, first in twin.firsts.items() if first in {*self._copies, *self._computed, *self._reasons}
-        }
-        self._written = {t.data_ptr() for name, t in self._live.items() if twin.firsts.get(name) in written}
+        filled = {*self._copies, *self._computed, *self._reasons}
+        self._filled = {tensor.data_ptr() for name, tensor in self._live.items() if twin.firsts.get(name) in filled}
         """Addresses of live tensors that a checkpoint fills, under whatever name."""
         self._seen: dict[tuple[int, torch.Size], str] = {}
         self._slots: list[Slot] = []
@@ -338,7 +336,7 @@ class _Reading:
         value, tensor = self._twin.constants.get(self._twin_name(prefix, name)), own[name]
         if value is None or name.endswith(_SCALE_SUFFIX) or name + _SCALE_SUFFIX in own:
             return False
-        return (value.shape, value.dtype) == (tensor.shape, tensor.dtype) and tensor.data_ptr() not in self._written
+        return (value.shape, value.dtype) == (tensor.shape, tensor.dtype) and tensor.data_ptr() not in self._filled
 
     def _add_constant(self, prefix: str, name: str, tensor: Tensor) -> None:
         """Record that a parameter keeps its first value: noise of a dummy boot, and sleep, take it away."""
