@@ -79,38 +79,11 @@ class Rank:
         """
 
         def judge() -> _Judged:
-            source = make_source()
-            prepared = self.target.prepare(
-                source, config, kv=kv, is_ready=True, foreign=self._names.foreign, compares=compares
-            )
-            on_judged()
-            files = source.files if isinstance(source, SafetensorsSource) else None
-            claim = prepared.plan.source_digest if prepared.plan is not None else ""
-            return _Judged(prepared=prepared, said={"claim": claim, "files": files})
-
-        def check_and_judge() -> _Judged:
-            self._check_ready(kv, config)
-            return judge()
+            return self._judge(make_source(), config, kv=kv, compares=compares, on_judged=on_judged)
 
         if is_known and driver_error is None:
-            error, judged = self._try(check_and_judge)
-            said = {
-                "held": self._names.digest,
-                "asked": self._asked(kv, config),
-                **(judged.said if judged is not None else {}),
-            }
-            ballots = self._vote("prepared", error, config, **said)
-            assert judged is not None, "every rank is ready"
-            if not self._names.are_known(ballots):
-                self.target.abandon()
-                raise TransportError("the ranks of this engine hold other tensors than at the last refit; refit again")
-            return judged.prepared
-        ready = self._agree_on_ready(kv, config, driver_error)
-        try:
-            self._names.learn(ready, partial(self._vote, "names", None, config))
-        except UnsupportedEngineError:
-            self.target.abandon()
-            raise
+            return self._prepare_known(judge, kv, config)
+        self._learn_names(self._agree_on_ready(kv, config, driver_error), config)
         error, judged = self._try(judge)
         self._vote("prepared", error, config, **(judged.said if judged is not None else {}))
         assert judged is not None, "every rank is ready"
@@ -198,6 +171,46 @@ class Rank:
             return self.target.finish()
 
         return self._agree_on_written(complete, prepared, version=version, confirm=confirm)
+
+    def _prepare_known(self, judge: Callable[[], "_Judged"], kv: KvOrder | None, config: RefitConfig) -> Prepared:
+        """See `prepare`: readiness and the source in one vote."""
+
+        def check_and_judge() -> _Judged:
+            self._check_ready(kv, config)
+            return judge()
+
+        error, judged = self._try(check_and_judge)
+        said = judged.said if judged is not None else {}
+        ballots = self._vote("prepared", error, config, held=self._names.digest, asked=self._asked(kv, config), **said)
+        assert judged is not None, "every rank is ready"
+        if not self._names.are_known(ballots):
+            self.target.abandon()
+            raise TransportError("the ranks of this engine hold other tensors than at the last refit; refit again")
+        return judged.prepared
+
+    def _judge(
+        self,
+        source: Source,
+        config: RefitConfig,
+        *,
+        kv: KvOrder | None,
+        compares: bool,
+        on_judged: Callable[[], None],
+    ) -> "_Judged":
+        prepared = self.target.prepare(
+            source, config, kv=kv, is_ready=True, foreign=self._names.foreign, compares=compares
+        )
+        on_judged()
+        files = source.files if isinstance(source, SafetensorsSource) else None
+        claim = prepared.plan.source_digest if prepared.plan is not None else ""
+        return _Judged(prepared=prepared, said={"claim": claim, "files": files})
+
+    def _learn_names(self, ready: list[Ballot], config: RefitConfig) -> None:
+        try:
+            self._names.learn(ready, partial(self._vote, "names", None, config))
+        except UnsupportedEngineError:
+            self.target.abandon()
+            raise
 
     def _agree_on_written(
         self,
