@@ -32,12 +32,13 @@ last refit, and the tower is kept (`keep=`).
 
 `nox -s zoo` makes this page anew; a few of each engine's run in every test.
 """
+_BY_RANK = re.compile(r"^(?:E\s+|\[rank\d+\]: )*")
 _ERROR = re.compile(
-    r"^(?:E\s+|\[rank\d+\]: )*(?:\w+\.)*(\w*(?:Error|Exception|Failure|Interrupt))(?:: (.+))?(?:\n(?:\[rank\d+\]: )*\s+(.+))?$",
-    re.MULTILINE,
+    rf"{_BY_RANK.pattern}(?:\w+\.)*(\w*(?:Error|Exception|Failure|Interrupt))(?:: ?(.*))?$", re.MULTILINE
 )
 _SENTENCE = re.compile(r".+?(?=[.!?](?:\s+[A-Z]|$)|$)")
 _OF_PYDANTIC = re.compile(r" \[type=\w+, input_value=.*")
+_OUT_OF_TIME = "does not come to an end in the time that a walk gives it"
 _OURS = ("InvalidSourceError", "UnsupportedEngineError")
 
 
@@ -61,16 +62,24 @@ def outcome_of(found: dict[str, Any], *, speaks: bool) -> dict[str, Any]:
 
 def shortened(text: str) -> str:
     """The first sentence of the last error that a text tells of, on one line."""
-    told = _ERROR.findall(text)
-    if not told and "ended with -9" in text:
-        return "does not come to an end in the time that a walk gives it"
-    kind, message, listed = told[-1] if told else ("", text.removeprefix("cannot be refitted: "), "")
+    told = list(_ERROR.finditer(text))
+    if not told:
+        is_late = "ended with -9" in text
+        return _OUT_OF_TIME if is_late else _first_sentence(text.removeprefix("cannot be refitted: "))
+    kind, message = told[-1].groups()
+    if message is not None and (not message or message.endswith(":") or "validation error" in message):
+        message = (
+            text[told[-1].end() :].lstrip("\n").partition("\n")[0]
+        )  # of an error that heads a list, the first of it
     if not message:
         return kind
-    # Of an error that heads a list, the first of it says more.
-    line = " ".join((listed if message.endswith(":") or "validation error" in message else message).split())
-    line = _OF_PYDANTIC.sub("", line.removeprefix("- ").removeprefix("Value error, "))
-    return f"{kind}: {_SENTENCE.match(line)[0]}" if kind and kind not in _OURS else _SENTENCE.match(line)[0]
+    said = _first_sentence(message)
+    return said if kind in _OURS else f"{kind}: {said}"
+
+
+def _first_sentence(text: str) -> str:
+    line = " ".join(_BY_RANK.sub("", text).split()).removeprefix("- ").removeprefix("Value error, ")
+    return _SENTENCE.match(_OF_PYDANTIC.sub("", line))[0]
 
 
 def asked_of(engine: str, named: set[str], asked: str) -> list[str]:
