@@ -13,8 +13,8 @@ from fp8refit.bench.eager import eager_checkpoint
 from fp8refit.bench.engine import Strategy
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.driver.refitter import Refitter
-from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
+from fp8refit_sglang.compat import VERSIONS
 
 _BUCKETS_BYTES = {"512 MiB": 512 << 20, "2 GiB": 2 << 30}
 """A bucket size that RL frameworks use, and a larger one."""
@@ -112,7 +112,5 @@ def boot(model: Path, *, tp: int) -> SglangBench:
     Raises:
         UnsupportedEngineError: SGLang is not installed.
     """
-    try:
+    with VERSIONS.importing():
         return SglangBench(model, tp=tp)
-    except ImportError as error:
-        raise UnsupportedEngineError(f"SGLang is not installed ({error}); pip install 'fp8refit[sglang]'") from error

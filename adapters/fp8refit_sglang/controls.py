@@ -7,7 +7,7 @@ from typing import Any
 from fp8refit.config import RefitConfig
 from fp8refit.driver.admission import refusal, still_running
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit_sglang.compat import Tokenizer
+from fp8refit_sglang.compat import call_for
 from fp8refit_sglang.gate import TokenizerGate
 
 _POLL_S = 0.005
@@ -28,7 +28,7 @@ class TokenizerControls:
         loop: asyncio.AbstractEventLoop | None = None,
         refuse_with: Callable[[str, Any], Exception] = lambda reason, _: refusal(reason),
     ) -> None:
-        self._tokenizer = Tokenizer(manager)
+        self._manager = manager
         self._first_loop = loop
         self._refuse_with = refuse_with
         self._gate: TokenizerGate | None = None
@@ -37,22 +37,23 @@ class TokenizerControls:
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
         """The event loop in which to await these methods, unless one is running in this thread."""
-        return self._tokenizer.loop or self._first_loop
+        return self.bound_loop or self._first_loop
 
     @property
     def bound_loop(self) -> asyncio.AbstractEventLoop | None:
         """The only event loop in which these methods may be awaited, if the engine has chosen one."""
-        return self._tokenizer.loop
+        loop: asyncio.AbstractEventLoop | None = self._manager.event_loop
+        return loop
 
     @property
     def num_ranks(self) -> int:
         """Number of the engine's ranks."""
-        return self._tokenizer.num_ranks
+        return int(self._manager.server_args.tp_size)
 
     @property
     def num_unfinished(self) -> int:
         """Number of requests that wait or run."""
-        return self._tokenizer.num_unfinished
+        return len(self._manager.rid_to_state)
 
     async def pause(self, config: RefitConfig, *, may_wait: bool) -> int:
         """Stop generation; return how many requests that affects. New requests wait at our gate.
@@ -62,7 +63,7 @@ class TokenizerControls:
             may_wait: Whether new requests can wait for the refit; otherwise they are refused until it ends.
         """
         refused_because = self._gate.reason if self._gate is not None else None
-        num_unfinished = self._tokenizer.num_unfinished
+        num_unfinished = self.num_unfinished
         gate = self._close_gate()
         if not may_wait:
             gate.refuse("a refit is under way")
@@ -81,58 +82,93 @@ class TokenizerControls:
             if isinstance(error, TimeoutError):
                 raise still_running(num_unfinished, config.timeout_s) from None
             raise
-        return self._tokenizer.num_unfinished if config.in_flight == "wait" else num_unfinished
+        return self.num_unfinished if config.in_flight == "wait" else num_unfinished
 
     async def _stop(self, config: RefitConfig) -> None:
-        while config.in_flight != "keep" and not await self._tokenizer.is_drained():
+        while config.in_flight != "keep" and not await self._is_drained():
             if config.in_flight == "abort":
-                self._tokenizer.abort_all()
+                self._manager.abort_request(abort_all=True)
             await asyncio.sleep(_POLL_S)
-        await self._tokenizer.pause()
+        await self._pause()
 
     async def _settle(self) -> None:
         """Restore the pause state from before the refit, or what users have asked for since."""
-        if self._was_paused and not self._tokenizer.is_paused:
-            await self._tokenizer.pause()
-        elif self._tokenizer.is_paused and not self._was_paused:
-            await self._tokenizer.go_on()
+        if self._was_paused and not self._manager.is_pause:
+            await self._pause()
+        elif self._manager.is_pause and not self._was_paused:
+            await self._continue()
 
     async def resume(self) -> None:
         """Let requests continue, unless the user had paused generation before the refit."""
         if self._gate is None:
             return
         if not self._was_paused:
-            await self._tokenizer.go_on()
+            await self._continue()
         self._open_gate()
 
     async def refuse(self, reason: str) -> None:
         """Refuse requests. The schedulers stay paused, because requests they still hold must not run."""
         self._close_gate().refuse(reason)
-        self._tokenizer.abort_all()
-        await self._tokenizer.wake_those_that_wait()
+        self._manager.abort_request(abort_all=True)
+        async with self._manager.is_pause_cond:  # wake requests that wait for the end of a pause
+            self._manager.is_pause = False
+            self._manager.is_pause_cond.notify_all()
 
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """See `fp8refit.driver.engine.Engine`."""
-        token_ids = self._tokenizer.tokenize(prompts)
-        if token_ids is None:
+        """Tokenize prompts with the engine's tokenizer.
+
+        Raises:
+            UnsupportedEngineError: It has none.
+        """
+        tokenizer = self._manager.tokenizer
+        if tokenizer is None:
             raise UnsupportedEngineError(
                 "this engine was booted with skip_tokenizer_init; pass token ids instead of prompts"
             )
-        return token_ids
+        return [list(tokenizer.encode(prompt)) for prompt in prompts]
 
     async def publish_version(self, version: int) -> None:
-        """See `fp8refit.driver.engine.Engine`."""
-        await self._tokenizer.set_version(str(version))
+        """Show the version in outputs. Also tell a server that waits for its first weights that they are there."""
+        if getattr(self._manager, "initial_weights_loaded", True) is False:
+            self._manager.initial_weights_loaded = True
+        if not hasattr(self._manager, "update_weight_version"):
+            self._manager._update_weight_version_if_provided(str(version))
+            return
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        await self._manager.update_weight_version(
+            UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+        )
 
     async def ring(self, address: str) -> tuple[bool, str]:
         """Make every rank connect to `address`; return rank 0's success and SGLang's message."""
-        return await self._tokenizer.ring(address)
+        self._manager.auto_create_handle_loop()
+        results = await self._manager.update_weights_from_ipc_communicator(call_for(address))
+        return bool(results[0].success), str(results[0].message)
+
+    async def _is_drained(self) -> bool:
+        """Whether the schedulers have no requests; some may wait here for the end of a pause."""
+        return not self._manager.rid_to_state or not await self._manager.model_update_lock.is_locked()
+
+    async def _pause(self) -> None:
+        """Stop the schedulers. Running requests go back to the queue, and their KV is recomputed later."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._manager.auto_create_handle_loop()
+        await type(self._manager).pause_generation(self._manager, PauseGenerationReqInput(mode="retract"))
+
+    async def _continue(self) -> None:
+        """Let the schedulers run again."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        request = ContinueGenerationReqInput(torch_empty_cache=False)
+        await type(self._manager).continue_generation(self._manager, request)
 
     def _close_gate(self) -> TokenizerGate:
         # After a failed refit generation is still paused by us; only what users asked for since then counts.
         if self._gate is None:
-            self._was_paused = self._tokenizer.is_paused
-            self._gate = TokenizerGate(self._tokenizer.manager, self._decide, self._refuse_with)
+            self._was_paused = self._manager.is_pause
+            self._gate = TokenizerGate(self._manager, self._decide, self._refuse_with)
         self._gate.close()
         return self._gate
 

@@ -16,7 +16,8 @@ from torch import nn
 from fp8refit.driver.drop_in import DropIn, DropInOptions
 from fp8refit.errors import RefitError
 from fp8refit.live.slots import FP8_DTYPE
-from fp8refit_sglang.compat import Scheduler, close_session, has_sessions, register_hook, weights_receipt
+from fp8refit_sglang.compat import close_session, has_sessions, register_hook, weights_receipt
+from fp8refit_sglang.live_scheduler import Scheduler
 from fp8refit_sglang.worker import rank_of
 
 logger = logging.getLogger("sglang.fp8refit")

@@ -10,9 +10,10 @@ from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
-from fp8refit_sglang.compat import VERSIONS, Scheduler, loop_of, why_not_refitted
+from fp8refit_sglang.compat import VERSIONS, loop_of, why_not_refitted
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.driver import NOT_LOADED, Driver
+from fp8refit_sglang.live_scheduler import Scheduler
 from fp8refit_sglang.plugin import is_loaded
 from fp8refit_sglang.scheduler_driver import SchedulerDriver
 from fp8refit_sglang.server import SglangServer
@@ -64,13 +65,9 @@ class SglangEngine(DelegatingEngine):
     @classmethod
     def boot(cls, model: str) -> Any:
         """See `fp8refit.driver.engine.Engine`. A checkpoint that is not FP8 is booted as if it were block FP8."""
-        try:
+        with VERSIONS.importing():
             import sglang
             from transformers import AutoConfig
-        except ImportError as error:
-            raise UnsupportedEngineError(
-                f"SGLang is not installed ({error}); pip install 'fp8refit[sglang]'"
-            ) from error
         with booting(cls.name, model):
             config = AutoConfig.from_pretrained(model)
             is_quantized = getattr(config, "quantization_config", None) is not None

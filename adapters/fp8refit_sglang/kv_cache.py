@@ -16,7 +16,8 @@ from fp8refit.live.names import attention_name
 from fp8refit.live.slots import KvCache, KvLayer, KvScale, Observe, Refusal
 from fp8refit.ranks.kv.attention import PackedSequences
 from fp8refit.ranks.kv.measuring import Heads, measured
-from fp8refit_sglang.compat import Scheduler, decoder_of, is_cache_fp8, make_kv_scales, prefill_batch
+from fp8refit_sglang.compat import is_cache_fp8, make_kv_scales
+from fp8refit_sglang.live_scheduler import Scheduler, decoder_of, prefill_batch
 
 _FP8 = "fp8_e4m3"
 _READS_TENSORS = frozenset({"fa3"})

@@ -7,7 +7,7 @@ import torch
 
 from fp8refit.bench.rollout import MEMORY_SHARE, Precision, RolloutBoot
 from fp8refit.bench.shapes import block_fp8
-from fp8refit.errors import UnsupportedEngineError
+from fp8refit_sglang.compat import VERSIONS
 
 _RESERVED_TOKENS = 8
 """Context length that SGLang reserves for itself, rounded up."""
@@ -59,7 +59,5 @@ def boot(wanted: RolloutBoot) -> SglangRollout:
     Raises:
         UnsupportedEngineError: SGLang is not installed.
     """
-    try:
+    with VERSIONS.importing():
         return SglangRollout(wanted)
-    except ImportError as error:
-        raise UnsupportedEngineError(f"SGLang is not installed ({error}); pip install 'fp8refit[sglang]'") from error

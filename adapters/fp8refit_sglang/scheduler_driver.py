@@ -10,7 +10,8 @@ from fp8refit.driver.admission import cache_kept
 from fp8refit.driver.attach import hold
 from fp8refit.driver.engine import Driver
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit_sglang.compat import Scheduler, refuse_requests
+from fp8refit_sglang.compat import refuse_requests
+from fp8refit_sglang.live_scheduler import Scheduler
 
 _REASON, _IS_HELD = "_fp8refit_refuses", "_fp8refit_is_held"
 

@@ -21,9 +21,10 @@ from fp8refit.ranks.target import Target
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.transport.loopback import RankConnection
 from fp8refit.transport.process_group import ProcessGroupExchange
-from fp8refit_sglang.compat import VERSIONS, Scheduler, address_in, loses_weights, receipt
+from fp8refit_sglang.compat import VERSIONS, address_in, loses_weights, receipt
 from fp8refit_sglang.kv_cache import HeldScales, read_kv_cache
 from fp8refit_sglang.layout import read_inventory
+from fp8refit_sglang.live_scheduler import Scheduler
 from fp8refit_sglang.scheduler_driver import admit_again
 from fp8refit_sglang.twin import twin_of
 

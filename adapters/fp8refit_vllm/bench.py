@@ -12,10 +12,9 @@ from torch import Tensor
 from fp8refit.bench.eager import eager_checkpoint, eager_quantize
 from fp8refit.bench.engine import Strategy
 from fp8refit.bench.shapes import block_fp8
-from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Inventory
-from fp8refit_vllm.compat import in_process_executor
+from fp8refit_vllm.compat import VERSIONS, in_process_executor
 from fp8refit_vllm.layout import read_inventory
 from fp8refit_vllm.twin import twin_of
 
@@ -159,7 +158,5 @@ def boot_online(model: Path, *, tp: int) -> VllmBench:
 
 
 def _boot(model: Path, *, tp: int, online: bool) -> VllmBench:
-    try:
+    with VERSIONS.importing():
         return VllmBench(model, tp=tp, online=online)
-    except ImportError as error:
-        raise UnsupportedEngineError(f"vLLM is not installed ({error}); pip install 'fp8refit[vllm]'") from error

@@ -3,9 +3,9 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import wraps
 from http import HTTPStatus
 from importlib.metadata import entry_points
@@ -18,11 +18,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8refit.driver.admission import refusal
-from fp8refit.live.slots import ScaleFormat
-from fp8refit.live.tracing.rules import Why
 from fp8refit.live.versions import Versions
 
-_LEAST_FLASHINFER_SCALE = 1e-10
 _LAST_OUTPUTS_S = 0.02
 _LOOK_S = 5e-4
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -309,38 +306,6 @@ def takes_version(client: Any) -> bool:
     return "weight_version" in signature(client.finish_weight_update).parameters
 
 
-def module_of(source: Any) -> nn.Module | None:
-    """The module behind vLLM's `ModuleSource`; None for another source."""
-    from vllm.distributed.weight_transfer.base import ModuleSource
-
-    return source._module if type(source) is ModuleSource else None
-
-
-def announced(source: Any) -> list[Any]:
-    """Name, dtype and shape of every tensor of vLLM's `WeightSource`: a method before 0.32, an attribute since."""
-    metadata = source.metadata
-    metas: list[Any] = metadata() if callable(metadata) else metadata
-    return metas
-
-
-def full_pass(source: Any) -> Iterator[tuple[str, Tensor]]:
-    """One pass over whole tensors: `iter(source)` before 0.32, `iter_full` since."""
-    iter_full = getattr(source, "iter_full", None)
-    tensors: Iterator[tuple[str, Tensor]] = iter(source) if iter_full is None else iter_full()
-    return tensors
-
-
-def why_not_whole(source: Any) -> str:
-    """Why a source does not yield every tensor, whole, on rank 0; empty if it does."""
-    if not hasattr(source, "iter_full"):
-        held_names = getattr(source, "held_names", lambda: None)
-        return "" if held_names() is None else "this rank holds only a part of the model"
-    if not source.implements_iter_full():
-        return "it yields only pieces of tensors, because it does not implement iter_full"
-    absent = len(source.metadata) - len(source.owned_names(0))
-    return f"rank 0 does not own {absent} of its tensors" if absent else ""
-
-
 def call_in_time(call: Callable[[], T], timeout_s: float) -> T:
     """Call, and wait at most `timeout_s` seconds. vLLM itself waits for an engine core without a limit.
 
@@ -394,116 +359,6 @@ def dequantized(layer: Any, dtype: torch.dtype) -> Tensor:
 
     weight: Tensor = get_and_maybe_dequant_weights(layer, out_dtype=dtype)
     return weight
-
-
-def experts_backend(module: nn.Module) -> str:
-    """The name of the backend that multiplies a layer's experts."""
-    method = getattr(module, "quant_method", None)
-    return str(getattr(getattr(method, "fp8_backend", None), "name", type(method).__name__))
-
-
-def deep_gemm_scale_format() -> ScaleFormat:
-    """The scale format that DeepGEMM's experts get at boot."""
-    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
-
-    return ScaleFormat.UE8M0 if is_deep_gemm_e8m0_used() else ScaleFormat.FP32
-
-
-def why_experts_move(module: Any) -> Why:
-    """Why a layer's experts may not be where they were loaded; None if they are."""
-    config = module.moe_config
-    if config.moe_parallel_config.enable_eplb:
-        return "its experts move between ranks (EPLB)", "Boot without enable_eplb"
-    if config.num_experts != config.num_logical_experts:
-        reason = f"holds {config.num_experts} experts for {config.num_logical_experts} of the checkpoint"
-        return reason, "Boot without redundant experts, and with shared experts apart"
-    return None
-
-
-def sync_experts(module: Any) -> None:
-    """Update what an expert kernel derived from its parameters, after they were written.
-
-    The kernel reads scales through `moe_quant_config`, which points to other tensors after vLLM's own reload.
-    FlashInfer clamps scales to at least 1e-10 at boot.
-    """
-    if experts_backend(module) == "FLASHINFER_CUTLASS":
-        for scale in (module.w13_weight_scale_inv, module.w2_weight_scale_inv):
-            scale.data.clamp_(min=_LEAST_FLASHINFER_SCALE)
-    config = module.quant_method.moe_quant_config
-    for scale, live in ((config.w1_scale, module.w13_weight_scale_inv), (config.w2_scale, module.w2_weight_scale_inv)):
-        if scale is not None and scale.data_ptr() != live.data_ptr():
-            scale.copy_(live)
-
-
-def kv_scale_buffers(module: nn.Module) -> list[Tensor]:
-    """The scale buffers of an attention layer."""
-    names = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
-    return [module._buffers[name] for name in names if module._buffers.get(name) is not None]  # type: ignore[misc]
-
-
-def reset_kv_scales(model: nn.Module) -> None:
-    """Set every KV-cache scale and its copies to 1.0, as booting from a checkpoint without KV scales does."""
-    for module in model.modules():
-        buffers = kv_scale_buffers(module)
-        if not buffers or not hasattr(module, "_k_scale_float"):
-            continue
-        for buffer in buffers:
-            buffer.fill_(1.0)
-        for name in ("_q_scale_float", "_k_scale_float", "_v_scale_float", "_prob_scale_float"):
-            if hasattr(module, name):
-                setattr(module, name, 1.0)
-        for name in ("_k_scale_cpu", "_v_scale_cpu"):
-            if hasattr(module, name):
-                getattr(module, name).fill_(1.0)
-
-
-def write_kv_scale_copies(module: Any, kind: str, value: float) -> None:
-    """Update an attention layer's copies of a scale: a Python number, a host tensor, and products of scales."""
-    setattr(module, f"_{kind}_scale_float", value)
-    if getattr(module, "calculate_kv_scales", False):
-        module.calculate_kv_scales = False  # or the next forward would recompute the scales (0.26)
-    on_host = getattr(module, f"_{kind}_scale_cpu", None)
-    if on_host is not None:
-        on_host.fill_(value)
-    for product in ("bmm1_scale", "bmm2_scale"):  # FlashInfer recomputes them if they are None
-        if getattr(module.impl, product, None) is not None:
-            setattr(module.impl, product, None)
-
-
-def keep_kv_scales_through_wake(runner: Any, layers: Sequence[Any]) -> None:
-    """Restore KV scales when the cache wakes up: the first model runner of 0.26 resets them to 1.0."""
-    reset = getattr(type(runner), "init_fp8_kv_scales", None)
-    if reset is None:
-        return
-
-    def reset_and_restore() -> None:
-        reset(runner)
-        for layer in layers:
-            layer._k_scale.fill_(layer._k_scale_float)
-            layer._v_scale.fill_(layer._v_scale_float)
-
-    runner.__dict__["init_fp8_kv_scales"] = reset_and_restore
-
-
-def has_full_graphs(config: Any) -> bool:
-    """Whether CUDA graphs capture attention; piecewise graphs do not."""
-    mode = getattr(config.compilation_config, "cudagraph_mode", None)
-    return mode is not None and bool(mode.has_full_cudagraphs())
-
-
-def is_multimodal(config: Any) -> bool:
-    """Whether a model takes more than text, or has multi-dimensional positions."""
-    return bool(config.model_config.is_multimodal_model or config.model_config.uses_mrope)
-
-
-@contextmanager
-def eager_forward(config: Any, num_tokens: int) -> Iterator[None]:
-    """A context in which the model can be called directly: not compiled, without graphs and attention metadata."""
-    from vllm.config import set_current_vllm_config
-    from vllm.forward_context import set_forward_context
-
-    with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=num_tokens, skip_compiled=True):
-        yield
 
 
 async def token_ids(engine: Any, prompts: Sequence[str]) -> list[list[int]] | None:

@@ -55,11 +55,9 @@ class VllmEngine(DelegatingEngine):
     def boot(cls, model: str) -> Any:
         """See `fp8refit.driver.engine.Engine`. vLLM quantizes a checkpoint that is not FP8."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        try:
+        with VERSIONS.importing():
             from transformers import AutoConfig
             from vllm import LLM
-        except ImportError as error:
-            raise UnsupportedEngineError(f"vLLM is not installed ({error}); pip install 'fp8refit[vllm]'") from error
         with booting(cls.name, model):
             config = AutoConfig.from_pretrained(model)
             is_quantized = getattr(config, "quantization_config", None) is not None

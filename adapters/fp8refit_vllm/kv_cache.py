@@ -1,6 +1,7 @@
 """The FP8 KV cache of one vLLM worker: finds its scales, and runs the live model to calibrate them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,6 @@ from fp8refit.live.names import attention_name
 from fp8refit.live.slots import KvCache, KvLayer, KvScale, Observe, Refusal
 from fp8refit.ranks.kv.attention import PackedSequences
 from fp8refit.ranks.kv.measuring import Heads, measured
-from fp8refit_vllm.compat import (
-    eager_forward,
-    has_full_graphs,
-    is_multimodal,
-    keep_kv_scales_through_wake,
-    write_kv_scale_copies,
-)
 
 _FP8 = ("fp8", "fp8_e4m3")
 _READS_TENSORS = frozenset({"FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"})
@@ -49,7 +43,7 @@ def read_kv_cache(worker: Any, network: nn.Module) -> KvCache:
         backend=", ".join(backends),
         layers=tuple(KvLayer(name=attention_name(layer.name), scales=layer.scales()) for layer in found),
         prefill=LivePrefill(worker.vllm_config, network, found, _device_of(network)),
-        refusals=tuple(_why_not_written(layers, has_graphs=has_full_graphs(config))),
+        refusals=tuple(_why_not_written(layers, has_graphs=_has_full_graphs(config))),
         prefill_refusals=tuple(_why_not_measured(found, network, config)),
         after_write=lambda: keep_kv_scales_through_wake(worker.model_runner, [layer.module for layer in layers]),
     )
@@ -172,7 +166,7 @@ def _device_of(network: nn.Module) -> torch.device:
 
 
 def _writer(module: Any, kind: str) -> Callable[[float], None]:
-    return lambda value: write_kv_scale_copies(module, kind, value)
+    return lambda value: _write_kv_scale_copies(module, kind, value)
 
 
 def _why_not_written(layers: Sequence[_Layer], *, has_graphs: bool) -> list[Refusal]:
@@ -196,8 +190,79 @@ def _why_not_measured(layers: Sequence[_Layer], network: nn.Module, config: Any)
     for name, module in network.named_modules():
         if hasattr(module, "get_kv_cache_spec") and id(module) not in known:
             found.setdefault(f"is {type(module).__name__}, which keeps a state between tokens", name)
-    if is_multimodal(config):
+    if _is_multimodal(config):
         found.setdefault("takes more than text", type(network).__name__)
     if config.parallel_config.pipeline_parallel_size > 1:
         found.setdefault("is one of several pipeline stages", type(network).__name__)
     return [Refusal(module=name, reason=reason, remedy=_GIVE_SCALES) for reason, name in found.items()]
+
+
+def _kv_scale_buffers(module: nn.Module) -> list[Tensor]:
+    """The scale buffers of an attention layer."""
+    names = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+    return [module._buffers[name] for name in names if module._buffers.get(name) is not None]  # type: ignore[misc]
+
+
+def reset_kv_scales(model: nn.Module) -> None:
+    """Set every KV-cache scale and its copies to 1.0, as booting from a checkpoint without KV scales does."""
+    for module in model.modules():
+        buffers = _kv_scale_buffers(module)
+        if not buffers or not hasattr(module, "_k_scale_float"):
+            continue
+        for buffer in buffers:
+            buffer.fill_(1.0)
+        for name in ("_q_scale_float", "_k_scale_float", "_v_scale_float", "_prob_scale_float"):
+            if hasattr(module, name):
+                setattr(module, name, 1.0)
+        for name in ("_k_scale_cpu", "_v_scale_cpu"):
+            if hasattr(module, name):
+                getattr(module, name).fill_(1.0)
+
+
+def _write_kv_scale_copies(module: Any, kind: str, value: float) -> None:
+    """Update an attention layer's copies of a scale: a Python number, a host tensor, and products of scales."""
+    setattr(module, f"_{kind}_scale_float", value)
+    if getattr(module, "calculate_kv_scales", False):
+        module.calculate_kv_scales = False  # or the next forward would recompute the scales (0.26)
+    on_host = getattr(module, f"_{kind}_scale_cpu", None)
+    if on_host is not None:
+        on_host.fill_(value)
+    for product in ("bmm1_scale", "bmm2_scale"):  # FlashInfer recomputes them if they are None
+        if getattr(module.impl, product, None) is not None:
+            setattr(module.impl, product, None)
+
+
+def keep_kv_scales_through_wake(runner: Any, layers: Sequence[Any]) -> None:
+    """Restore KV scales when the cache wakes up: the first model runner of 0.26 resets them to 1.0."""
+    reset = getattr(type(runner), "init_fp8_kv_scales", None)
+    if reset is None:
+        return
+
+    def reset_and_restore() -> None:
+        reset(runner)
+        for layer in layers:
+            layer._k_scale.fill_(layer._k_scale_float)
+            layer._v_scale.fill_(layer._v_scale_float)
+
+    runner.__dict__["init_fp8_kv_scales"] = reset_and_restore
+
+
+def _has_full_graphs(config: Any) -> bool:
+    """Whether CUDA graphs capture attention; piecewise graphs do not."""
+    mode = getattr(config.compilation_config, "cudagraph_mode", None)
+    return mode is not None and bool(mode.has_full_cudagraphs())
+
+
+def _is_multimodal(config: Any) -> bool:
+    """Whether a model takes more than text, or has multi-dimensional positions."""
+    return bool(config.model_config.is_multimodal_model or config.model_config.uses_mrope)
+
+
+@contextmanager
+def eager_forward(config: Any, num_tokens: int) -> Iterator[None]:
+    """A context in which the model can be called directly: not compiled, without graphs and attention metadata."""
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
+    with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=num_tokens, skip_compiled=True):
+        yield

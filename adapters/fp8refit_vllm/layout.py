@@ -12,14 +12,8 @@ from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
 from fp8refit.live.tracing import twin
 from fp8refit.live.tracing.rules import Kernel, Remedies, Why
 from fp8refit.live.tracing.twin import Twin
-from fp8refit_vllm.compat import (
-    deep_gemm_scale_format,
-    dequantized,
-    experts_backend,
-    linear_kernel,
-    wants_powers_of_two,
-    why_experts_move,
-)
+from fp8refit_vllm.compat import dequantized, linear_kernel, wants_powers_of_two
+from fp8refit_vllm.experts import experts_backend, is_experts, kernel_of_experts, why_experts_move
 
 ROW_MAJOR_KERNELS = frozenset(
     {
@@ -33,15 +27,6 @@ ROW_MAJOR_KERNELS = frozenset(
 )
 """vLLM kernels that read block-FP8 weights in checkpoint layout."""
 
-EXPERTS_BACKENDS: dict[str, ScaleFormat | None] = {
-    "TRITON": ScaleFormat.FP32,
-    "BATCHED_TRITON": ScaleFormat.FP32,
-    "FLASHINFER_CUTLASS": ScaleFormat.FP32,
-    "DEEPGEMM": None,
-    "BATCHED_DEEPGEMM": None,
-}
-"""vLLM's expert kernels that read weights in the layout that slots are written in. None: DeepGEMM decides the scale
-format."""
 
 ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 """Out-of-tree kernel classes set this attribute to True to declare the same."""
@@ -59,11 +44,6 @@ def read_inventory(model: nn.Module, traced: Twin | Refusal) -> Inventory:
     if isinstance(traced, Refusal):
         return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
     return with_absorbed(twin.read_inventory(model, VllmRules(), traced), _absorbed_copies(model))
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether `module` holds expert weights."""
-    return "w13_weight" in module._parameters
 
 
 def _absorbed_copies(model: nn.Module) -> Iterator[Absorbed]:
@@ -105,13 +85,7 @@ class VllmRules:
     def kernel_of(self, module: nn.Module) -> Kernel:
         """The kernel that vLLM selected for a linear layer, or its expert backend."""
         if is_experts(module):
-            backend = experts_backend(module)
-            return Kernel(
-                name=backend,
-                is_row_major=backend in EXPERTS_BACKENDS,
-                scale_format=EXPERTS_BACKENDS.get(backend, ScaleFormat.FP32) or deep_gemm_scale_format(),
-                remedy='Boot with moe_backend="triton"',
-            )
+            return kernel_of_experts(module)
         kernel = linear_kernel(module)
         name = type(kernel).__name__
         return Kernel(

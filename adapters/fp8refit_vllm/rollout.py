@@ -8,7 +8,7 @@ import torch
 
 from fp8refit.bench.rollout import MEMORY_SHARE, Precision, RolloutBoot
 from fp8refit.bench.shapes import block_fp8
-from fp8refit.errors import UnsupportedEngineError
+from fp8refit_vllm.compat import VERSIONS
 from fp8refit_vllm.worker import WorkerExtension
 
 
@@ -63,7 +63,5 @@ def boot(wanted: RolloutBoot) -> VllmRollout:
     Raises:
         UnsupportedEngineError: vLLM is not installed.
     """
-    try:
+    with VERSIONS.importing():
         return VllmRollout(wanted)
-    except ImportError as error:
-        raise UnsupportedEngineError(f"vLLM is not installed ({error}); pip install 'fp8refit[vllm]'") from error

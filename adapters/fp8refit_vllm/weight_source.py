@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8refit.config import RefitConfig
@@ -15,7 +15,6 @@ from fp8refit.sources.sharded.shards import has_shards
 from fp8refit.sources.sharded.trainer_group import Statement, Trainers, trainer_group
 from fp8refit.sources.source import Manifest, NamedTensors, StateDict
 from fp8refit.transport.error_capture import ErrorCapture
-from fp8refit_vllm.compat import announced, full_pass, module_of, why_not_whole
 
 Weights: TypeAlias = tuple[StateDict, Manifest | None]
 """Arguments of `Refitter.refit`."""
@@ -107,3 +106,35 @@ class SharedPasses(AbstractContextManager[Weights]):
                 for _ in full_pass(self._source):
                     pass
             self._trainers.hear(Statement(step="end"), failed.error)
+
+
+def module_of(source: Any) -> nn.Module | None:
+    """The module behind vLLM's `ModuleSource`; None for another source."""
+    from vllm.distributed.weight_transfer.base import ModuleSource
+
+    return source._module if type(source) is ModuleSource else None
+
+
+def announced(source: Any) -> list[Any]:
+    """Name, dtype and shape of every tensor of vLLM's `WeightSource`: a method before 0.32, an attribute since."""
+    metadata = source.metadata
+    metas: list[Any] = metadata() if callable(metadata) else metadata
+    return metas
+
+
+def full_pass(source: Any) -> Iterator[tuple[str, Tensor]]:
+    """One pass over whole tensors: `iter(source)` before 0.32, `iter_full` since."""
+    iter_full = getattr(source, "iter_full", None)
+    tensors: Iterator[tuple[str, Tensor]] = iter(source) if iter_full is None else iter_full()
+    return tensors
+
+
+def why_not_whole(source: Any) -> str:
+    """Why a source does not yield every tensor, whole, on rank 0; empty if it does."""
+    if not hasattr(source, "iter_full"):
+        held_names = getattr(source, "held_names", lambda: None)
+        return "" if held_names() is None else "this rank holds only a part of the model"
+    if not source.implements_iter_full():
+        return "it yields only pieces of tensors, because it does not implement iter_full"
+    absent = len(source.metadata) - len(source.owned_names(0))
+    return f"rank 0 does not own {absent} of its tensors" if absent else ""

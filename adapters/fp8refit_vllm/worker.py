@@ -32,13 +32,12 @@ from fp8refit_vllm.compat import (
     on_deep_sleep,
     raise_refusals,
     register_transfer,
-    reset_kv_scales,
-    sync_experts,
 )
 from fp8refit_vllm.core import CORE_METHOD, carry_out
 from fp8refit_vllm.drop_in import install, quantize_at_boot
-from fp8refit_vllm.kv_cache import read_kv_cache
-from fp8refit_vllm.layout import is_experts, read_inventory
+from fp8refit_vllm.experts import is_experts, sync_experts
+from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
+from fp8refit_vllm.layout import read_inventory
 from fp8refit_vllm.letters import BACKEND, TRAINER_TRANSFER, WORKER_TRANSFER
 from fp8refit_vllm.twin import twin_of
 from fp8refit_vllm.watch import FLAG_METHOD, watch

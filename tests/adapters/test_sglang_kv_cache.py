@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from fp8refit_sglang import plugin
-from fp8refit_sglang.compat import Scheduler, decoder_of
 from fp8refit_sglang.kv_cache import HeldScales, LivePrefill, _Layer, casts_saturate, give_scales
+from fp8refit_sglang.live_scheduler import Scheduler, decoder_of
 from torch import nn
 
 from fp8refit import EngineAsleepError, InvalidCalibrationError, Refitter, UnsupportedEngineError, quantize_blockwise

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8refit_vllm.compat import sync_experts
+from fp8refit_vllm.experts import sync_experts
 from fp8refit_vllm.layout import VllmRules, read_inventory
 from torch import nn
 

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8refit_vllm import compat, kv_cache
-from fp8refit_vllm.compat import keep_kv_scales_through_wake
 from fp8refit_vllm.driver import tokenized
-from fp8refit_vllm.kv_cache import read_kv_cache
+from fp8refit_vllm.kv_cache import keep_kv_scales_through_wake, read_kv_cache
 from torch import Tensor, nn
 
 from fp8refit import UnsupportedEngineError

@@ -12,7 +12,7 @@ VERSIONS = Versions(engine="vLLM", oldest="0.26", newest="0.33")
 def test_an_older_version_is_refused(version):
     with pytest.raises(UnsupportedEngineError) as caught:
         VERSIONS.check(version)
-    said = f"this is vLLM {version}; fp8refit works with vLLM 0.26 or later (seen up to 0.33): install one of those"
+    said = f"this is vLLM {version}; fp8refit works with vLLM 0.26 or later (tested up to 0.33): install one of those"
     assert str(caught.value).startswith(said)
 
 

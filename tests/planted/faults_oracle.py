@@ -31,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         name="SGLang keeps its radix cache across a refit",
-        path="adapters/fp8refit_sglang/compat.py",
+        path="adapters/fp8refit_sglang/live_scheduler.py",
         before="            return bool(self._scheduler.flush_cache(empty_cache=False))\n",
         after="            return True\n",
         found_by=SGLANG,

@@ -29,7 +29,7 @@ def keep_caches(scheduler, is_kept: bool) -> None:
 
 def claim_fp8_cache(scheduler) -> None:
     """Have fp8refit believe that the KV cache is FP8 and read by FlashAttention 3. It is BF16, and read by torch."""
-    from fp8refit_sglang.compat import Scheduler
+    from fp8refit_sglang.live_scheduler import Scheduler
 
     Scheduler.cache_dtype = "fp8_e4m3"
     Scheduler.attention_backends = ("fa3", "fa3")
@@ -56,7 +56,7 @@ def update_model(scheduler, family: str, seed: int) -> dict:
 
 def is_dirty(scheduler) -> bool:
     """Whether this rank holds no whole policy."""
-    from fp8refit_sglang.compat import Scheduler
+    from fp8refit_sglang.live_scheduler import Scheduler
     from fp8refit_sglang.worker import rank_of
 
     return rank_of(Scheduler(scheduler)).target.is_dirty

@@ -1,0 +1,75 @@
+"""vLLM's expert kernels: which of them read block-FP8 weights in checkpoint layout, and what they derive from scales."""
+
+from typing import Any
+
+from torch import nn
+
+from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.tracing.rules import Kernel, Why
+
+EXPERTS_BACKENDS: dict[str, ScaleFormat | None] = {
+    "TRITON": ScaleFormat.FP32,
+    "BATCHED_TRITON": ScaleFormat.FP32,
+    "FLASHINFER_CUTLASS": ScaleFormat.FP32,
+    "DEEPGEMM": None,
+    "BATCHED_DEEPGEMM": None,
+}
+"""vLLM's expert kernels that read weights in the layout that slots are written in. None: DeepGEMM decides the scale
+format."""
+
+_LEAST_FLASHINFER_SCALE = 1e-10
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module` holds expert weights."""
+    return "w13_weight" in module._parameters
+
+
+def experts_backend(module: nn.Module) -> str:
+    """The name of the backend that multiplies a layer's experts."""
+    method = getattr(module, "quant_method", None)
+    return str(getattr(getattr(method, "fp8_backend", None), "name", type(method).__name__))
+
+
+def kernel_of_experts(module: nn.Module) -> Kernel:
+    """The backend that multiplies a layer's experts."""
+    backend = experts_backend(module)
+    return Kernel(
+        name=backend,
+        is_row_major=backend in EXPERTS_BACKENDS,
+        scale_format=EXPERTS_BACKENDS.get(backend, ScaleFormat.FP32) or _deep_gemm_scale_format(),
+        remedy='Boot with moe_backend="triton"',
+    )
+
+
+def _deep_gemm_scale_format() -> ScaleFormat:
+    """The scale format that DeepGEMM's experts get at boot."""
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+    return ScaleFormat.UE8M0 if is_deep_gemm_e8m0_used() else ScaleFormat.FP32
+
+
+def why_experts_move(module: Any) -> Why:
+    """Why a layer's experts may not be where they were loaded; None if they are."""
+    config = module.moe_config
+    if config.moe_parallel_config.enable_eplb:
+        return "its experts move between ranks (EPLB)", "Boot without enable_eplb"
+    if config.num_experts != config.num_logical_experts:
+        reason = f"holds {config.num_experts} experts for {config.num_logical_experts} of the checkpoint"
+        return reason, "Boot without redundant experts, and with shared experts apart"
+    return None
+
+
+def sync_experts(module: Any) -> None:
+    """Update what an expert kernel derived from its parameters, after they were written.
+
+    The kernel reads scales through `moe_quant_config`, which points to other tensors after vLLM's own reload.
+    FlashInfer clamps scales to at least 1e-10 at boot.
+    """
+    if experts_backend(module) == "FLASHINFER_CUTLASS":
+        for scale in (module.w13_weight_scale_inv, module.w2_weight_scale_inv):
+            scale.data.clamp_(min=_LEAST_FLASHINFER_SCALE)
+    config = module.quant_method.moe_quant_config
+    for scale, live in ((config.w1_scale, module.w13_weight_scale_inv), (config.w2_scale, module.w2_weight_scale_inv)):
+        if scale is not None and scale.data_ptr() != live.data_ptr():
+            scale.copy_(live)
