@@ -1,4 +1,4 @@
-"""Compares what slots hold with what would be written to them: it is written elsewhere, a bounded part at a time."""
+"""Compares slots with what a refit would write, by writing it to bounded scratch memory part by part."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,16 +10,16 @@ from torch import Tensor
 from fp8refit.fill.kernels import Task
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
-"""What was written, and what is held."""
+"""The expected values in scratch memory, and the slot's own."""
 
 _ALIGNMENT_BYTES = 256
 
 
 class Comparison:
-    """Memory to write to, of as many bytes as the largest part takes, and what was found.
+    """Scratch memory as large as the largest part, and the differences found.
 
     Args:
-        device: Of the slots.
+        device: The slots' device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,11 +29,13 @@ class Comparison:
 
     @property
     def num_device_bytes(self) -> int:
-        """Device memory that it holds."""
+        """Device memory held, in bytes."""
         return self._scratch.numel()
 
     def redirect(self, tasks: Sequence[Task]) -> tuple[list[Task], list[list[Pair]]]:
-        """The same tasks with other targets, and for each task what to compare once it has run."""
+        """Redirect tasks to scratch memory. Returns the new tasks, and for each the pairs to compare once it has
+        run.
+        """
         ends, end = [], 0
         for task in tasks:
             for target in _targets(task):
@@ -52,11 +54,11 @@ class Comparison:
 
     @torch.inference_mode()
     def compare(self, names: Sequence[str], pairs: Sequence[Sequence[Pair]]) -> None:
-        """Look, on the current stream, what differs of what the tasks wrote. Does not wait for it.
+        """Compare what the tasks wrote, on the current stream, without waiting.
 
         Args:
-            names: What each task reads.
-            pairs: See `redirect`.
+            names: The source tensor of each task.
+            pairs: The pairs from `redirect`.
         """
         flags = [_differ(*pair) for each in pairs for pair in each]
         if flags:
@@ -65,7 +67,7 @@ class Comparison:
             )
 
     def differing(self) -> set[str]:
-        """Wait for everything, and name what differs."""
+        """Wait for everything, and return the names of source tensors that differ."""
         found, self._found = self._found, []
         return {names[index] for names, flags in found for index in flags.nonzero()[:, 0].tolist()}
 
@@ -80,7 +82,7 @@ def _targets(task: Task) -> Iterator[Tensor]:
 
 
 def _differ(written: Tensor, held: Tensor) -> Tensor:
-    """Whether any byte does, as a tensor. Eight are looked at at once, where rows are laid out for that."""
+    """Whether any byte differs, as a tensor. Compares eight bytes at a time where the layout allows it."""
     if not held.ndim:
         written, held = written.view(1), held.view(1)
     for dtype in (torch.int64, torch.uint8):

@@ -1,7 +1,7 @@
-"""Fills slots from the tensors of a stream that are on the engine's device already, where they lie: what comes together in one
-launch.
+"""Fills slots from stream tensors that are already on the engine's device, in place: tensors that arrive together share
+a launch.
 
-What came together is recognised in the next stream, and its table pointed at the new tensors. So a launch costs the host some
+The next stream's groups are recognized, and their tables pointed at the new tensors. A launch then costs the host some
 microseconds, and a tensor of a list less than one. Nothing here waits for the device.
 """
 
@@ -29,7 +29,7 @@ class Lying:
     tensor: Tensor
     steps: Sequence[Step]
     first_row: int | None = None
-    """Of a run, which cuts no block of what the steps write; None if it is all of the tensor."""
+    """First row, if this is a run of rows (which never cuts a block of the steps); None for the whole tensor."""
 
     def __str__(self) -> str:
         return self.name if self.first_row is None else f"{self.name} from row {self.first_row}"
@@ -37,30 +37,30 @@ class Lying:
 
 @dataclass(kw_only=True, slots=True)
 class _Part:
-    """What one launch does, and what to compare after it, if anything is."""
+    """One launch, and what to compare after it."""
 
     table: WorkTable
     sources: list[str]
-    """What each task of the table reads."""
+    """The source tensor of each task of the table."""
     pairs: list[list[Pair]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Group:
-    """What came together."""
+    """Tensors that arrived together."""
 
     guard: LayoutGuard
     parts: list[_Part]
 
 
 class DirectFill:
-    """What is kept from one stream to the next of the same plan.
+    """Fills from tensors on the engine's device, and keeps compiled tables from one stream to the next.
 
     Args:
-        slots: Of the inventory that was planned for.
-        device: On which they are.
-        config: How to refit.
-        comparison: Compares with what slots hold instead of writing to them.
+        slots: The slots of the planned inventory.
+        device: The slots' device.
+        config: Options of the refit.
+        comparison: If given, compare with the slots instead of writing to them.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class DirectFill:
         self._unread: list[_Part] = []
 
     def begin(self, plan: RefitPlan | None) -> None:
-        """Nothing has come yet. What an earlier stream flagged, and nobody asked for, is forgotten.
+        """Start a new stream. Flags of earlier streams that nobody has read are dropped.
 
         Args:
-            plan: Of what will come; None if it is still to be made. Another one may have other steps for what is known.
+            plan: The plan; None if it is not made yet. If it differs from the last one, nothing is recognized.
         """
         self.bad_sources()
         self._num_filled = 0
@@ -88,15 +88,17 @@ class DirectFill:
         self._plan = plan
 
     def end(self, plan: RefitPlan) -> None:
-        """This was the plan of what came."""
+        """End the stream, and note its plan."""
         self._plan = plan
 
     def forget(self) -> None:
-        """Recognise nothing."""
+        """Drop everything compiled."""
         self._groups.clear()
 
     def fill_known(self, names: Sequence[str], tensors: Sequence[Tensor]) -> bool:
-        """Fill from what comes next if it is laid out as what came then in the last stream; False, and nothing done, if not."""
+        """Fill from the next tensors if they have the same layout as at this point of the last stream; otherwise return
+        False.
+        """
         group = self._groups[self._num_filled] if self._num_filled < len(self._groups) else None
         if group is None or not group.guard.holds(names, tensors):
             return False
@@ -106,11 +108,12 @@ class DirectFill:
         return True
 
     def fill(self, lying: Sequence[Lying], *, is_kept: bool) -> None:
-        """Fill from what comes next.
+        """Fill from the next tensors.
 
         Args:
-            lying: What came together.
-            is_kept: Whether the steps are the same if the same comes again.
+            lying: Tensors that arrived together.
+            is_kept: Whether the same tensors would have the same steps in the next stream, so that the table can be
+                kept.
         """
         group = _Group(guard=LayoutGuard([str(each) for each in lying], [each.tensor for each in lying]), parts=[])
         tasks: list[Task] = []
@@ -150,7 +153,7 @@ class DirectFill:
         return _Part(table=compile_table(tasks, self.device, places), sources=sources, pairs=pairs)
 
     def bad_sources(self) -> list[str]:
-        """Wait for everything, and name the tensors that were flagged."""
+        """Wait for everything, and return the names of flagged tensors."""
         unread, self._unread = self._unread, []
         return sorted({part.sources[index] for part in unread for index in part.table.bad_tasks()})
 

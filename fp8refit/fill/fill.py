@@ -1,4 +1,4 @@
-"""What the ways of filling live memory have in common: which one serves a source is chosen once, in `fp8refit.fill.fills`."""
+"""The interface of all ways to fill live memory. `fp8refit.fill.fills` chooses one for each source."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -12,11 +12,11 @@ from fp8refit.sources.files import StoredTensor
 from fp8refit.sources.row_runs import Piece
 
 Arriving: TypeAlias = tuple[str, Tensor] | tuple[str, StoredTensor] | Piece
-"""A tensor, one in a file that is still to be read, or some rows of one."""
+"""A tensor, a tensor in a file that has not been read, or some rows of a tensor."""
 
 
 class Fill(ABC):
-    """Carries out a plan, or a part of one. Synchronizes with the device only when it is asked for bad sources."""
+    """Carries out a plan, or part of one. Only `bad_sources` synchronizes with the device."""
 
     is_first: bool
     """Whether something was compiled for this refit."""
@@ -24,63 +24,64 @@ class Fill(ABC):
     @property
     @abstractmethod
     def plan(self) -> RefitPlan | None:
-        """What is read from where; None until a stream of which nothing is known has come."""
+        """The plan; None for an unannounced stream until all of it has arrived."""
 
     @property
     @abstractmethod
     def num_device_bytes(self) -> int:
-        """Device memory that it holds."""
+        """Device memory held, in bytes."""
 
     @property
     def came(self) -> Iterable[str]:
-        """Names of what came one by one so far, whole or in part."""
+        """Names of tensors that have arrived one by one, whole or in part."""
         return ()
 
     @abstractmethod
     def look(self) -> list[str]:
-        """Read everything, write nothing, and name the tensors with NaN or Inf."""
+        """Read everything without writing, and return the names of tensors with NaN or Inf."""
 
     @abstractmethod
     def launch(self, begun: torch.cuda.Event | None) -> None:
-        """Write what is on the device already. `begun` is recorded right before the first kernel."""
+        """Write what is already on the device. `begun` is recorded right before the first kernel."""
 
     def read(self, *, drain: bool) -> None:
-        """Write everything else that the source gives.
+        """Write everything else from the source.
 
         Args:
-            drain: Read it to its end even if a part of it does not fit. Reading may be a collective operation of the trainer,
-                in which the other ranks would wait for this one.
+            drain: Read to the end even if something does not fit. Reading may be a collective operation of the trainer,
+                whose other ranks would wait for this one.
         """
         return
 
     def take(self, tensors: Iterable[Arriving], *, drain: bool = False) -> None:
-        """Write what was pushed, which may be overwritten by what the current stream does from then on.
+        """Write pushed tensors. Later work on the current stream may overwrite them.
 
         Args:
-            tensors: A list, all of which is there; or an iterator, which may overwrite each when it is asked for the next.
+            tensors: A list of tensors that stay valid; or an iterator, which may overwrite a tensor when the next one
+                is requested.
             drain: See `read`.
 
         Raises:
-            InvalidSourceError: A tensor came twice, in part, without bytes, or otherwise than announced.
+            InvalidSourceError: A tensor arrived twice, incomplete, without bytes, or not as announced.
         """
-        raise AssertionError("nothing is pushed to a fill that has its source")
+        raise AssertionError("this fill reads its own source; nothing can be pushed to it")
 
     def flush(self) -> None:
         """Write what is still staged."""
         return
 
     def finish(self) -> None:
-        """Check that everything came, and write what is still staged.
+        """Check that everything has arrived, and write what is still staged.
 
         Raises:
-            InvalidSourceError: Not everything came, or what came without announcement does not fit.
+            InvalidSourceError: Tensors are missing, or unannounced tensors do not fit.
         """
         return
 
     def release(self) -> None:
-        """Give back what serves one refit: the source's tensors, and buckets."""
+        """Release what only this refit needs: the source's tensors, and buckets."""
         return
 
     @abstractmethod
     def bad_sources(self) -> list[str]:
-        """Wait for the device, and name the source tensors that were flagged since this was asked last."""
+        """Wait for the device, and return the names of source tensors flagged since the last call."""

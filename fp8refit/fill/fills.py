@@ -1,4 +1,4 @@
-"""Chooses how a source is written, and keeps what the next one that is laid out alike can use again."""
+"""Chooses how to write a source, and keeps what the next source with the same layout can reuse."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,46 +22,46 @@ from fp8refit.sources.handover import HandedSource
 from fp8refit.sources.source import MappingSource, PushedSource, RandomAccess, Source, check_can_be_read_twice
 
 _OUT_OF_MEMORY = 2
-"""cudaErrorMemoryAllocation: pinned host memory is refused with it, and the device is as healthy as before."""
+"""cudaErrorMemoryAllocation: raised when pinned host memory is exhausted; the device is not affected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A source that was judged, and how it is written. Serves one refit, and is gone after it."""
+    """A validated source and how to write it. Used for one refit."""
 
     source: Source
     config: RefitConfig
     inventory: Inventory
     fills: tuple[Fill, ...]
-    """Each carries out a part of one plan. What is pushed goes to the last."""
+    """Each carries out part of one plan. Pushed tensors go to the last one."""
     comparison: Comparison | None
-    """What compares with what is held; None if it is written."""
+    """Compares with the slots instead of writing; None for a refit."""
     kv: KvOrder | None = None
     """Which KV scales are set once the weights are in place."""
     ticket: object
-    """Shows that nothing else was prepared since, and that this was not given up."""
+    """Identifies the latest preparation; see `Fills.is_current`."""
 
     @property
     def plan(self) -> RefitPlan | None:
-        """What is read from where; None until a stream of which nothing is known has come."""
+        """The plan; None for an unannounced stream until all of it has arrived."""
         return self.fills[-1].plan
 
     def flush(self) -> None:
-        """Write what has come and is still staged."""
+        """Write what is still staged."""
         for fill in self.fills:
             fill.flush()
 
     def release(self) -> None:
-        """Give back what serves this refit alone."""
+        """Release what only this refit needs."""
         for fill in self.fills:
             fill.release()
 
     def bad_sources(self) -> list[str]:
-        """Wait for the device, and name the source tensors that were flagged."""
+        """Wait for the device, and return the names of flagged source tensors."""
         return [name for fill in self.fills for name in fill.bad_sources()]
 
     def check_values(self) -> None:
-        """Read everything, while nothing is written.
+        """Read everything without writing.
 
         Raises:
             NonFiniteError: NaN or Inf.
@@ -72,7 +72,7 @@ class Prepared:
             raise self.error_of(bad, written=False)
 
     def error_of(self, bad: list[str], *, written: bool) -> RefitError:
-        """The error for tensors that a fill flagged: scales that fit no slot, else NaN or Inf."""
+        """The error for flagged tensors: scales that do not fit their slots, or NaN or Inf."""
         if self.plan is not None and all(name.endswith(SCALE_SUFFIX) for name in bad):
             slots = self.inventory.slots
             formats = {step.source: required_format(slots[step.slot], self.config) for step in self.plan.steps}
@@ -83,12 +83,11 @@ class Prepared:
 class Fills:
     """Prepares fills of one inventory.
 
-    What was compiled for a source is kept. The next source of its kind is asked once whether it is laid out alike, by the fill
-    that was compiled, or by comparing what is announced with what was expected the last time.
+    Keeps what was compiled for a source. Whether the next source of the same kind has the same layout is checked once.
 
     Args:
-        inventory: What this rank holds.
-        device: Where.
+        inventory: The rank's inventory.
+        device: The rank's device.
     """
 
     def __init__(self, inventory: Inventory, device: torch.device) -> None:
@@ -97,11 +96,11 @@ class Fills:
         self._resident: ResidentFill | None = None
         self._received: ReceivedFill | None = None
         self._expected: tuple[tuple[str, ...], Expected] | None = None
-        """Of the last stream, and what was kept then."""
+        """`keep` patterns and expectations of the last stream."""
         self._foreign: frozenset[str] = frozenset()
-        """Names for which all of these were compiled."""
+        """The `foreign` names that everything kept was compiled for."""
         self._directs: dict[bool, DirectFill] = {}
-        """For writing, and for comparing."""
+        """One for writing, one for comparing."""
         self._ticket = object()
 
     def prepare(
@@ -117,14 +116,14 @@ class Fills:
 
         Args:
             source: The whole policy.
-            config: How to refit.
-            kv: Which KV scales are set once the weights are in place.
-            foreign: Names that other ranks hold and this one does not; they may come.
-            compares: Whether what would be written is compared with what is held instead.
+            config: Options of the refit.
+            kv: The KV scales to set after the weights.
+            foreign: Names that only other ranks hold. They are accepted.
+            compares: Compare with the slots instead of writing to them.
 
         Raises:
-            InvalidSourceError: The source does not fit; names everything that is wrong with it.
-            StagingMemoryError: No room for the buckets of a stream.
+            InvalidSourceError: The source does not fit; lists every problem.
+            StagingMemoryError: There is no room for a stream's buckets.
         """
         self.release()
         if foreign is not self._foreign and foreign != self._foreign:
@@ -150,11 +149,11 @@ class Fills:
         )
 
     def is_current(self, prepared: Prepared) -> bool:
-        """Whether `prepared` is what was prepared last, and was not released."""
+        """Whether `prepared` is the latest preparation and has not been released."""
         return prepared.ticket is self._ticket
 
     def release(self) -> None:
-        """Let go of the tensors of the last source. What was prepared for it is not used any more."""
+        """Release the last source's tensors. Its preparation can no longer be used."""
         self._ticket = object()
         if self._resident is not None:
             self._resident.release()
@@ -175,7 +174,7 @@ class Fills:
             return (resident,)
         for device in {source.tensors[step.source].device for step in staged}:
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # what the trainer computes there has to be there before it is read
+                torch.cuda.synchronize(device)  # the trainer must have finished computing what is read
         rest = Expected(plan=resident.plan, steps=by_source(staged))
         return resident, self._stream(source, rest, config, foreign, is_announced=True, is_first=False)
 
@@ -191,7 +190,7 @@ class Fills:
     def _prepare_stream(
         self, source: Source, config: RefitConfig, foreign: frozenset[str], direct: DirectFill
     ) -> StreamFill:
-        """Plan a stream before it is written, unless it can be read only once and nothing is known of it."""
+        """Plan a stream before it is written, unless it is unannounced and can be read only once."""
         scanned, is_first = source.scan(), False
         known = self._expected[1] if self._expected is not None and self._expected[0] == config.keep else None
         if scanned is None:
@@ -230,10 +229,10 @@ class Fills:
         direct: DirectFill | None = None,
         learn: Callable[[Expected], None] = lambda _: None,
     ) -> StreamFill:
-        """A stream's fill, with its staging memory, while nothing is written yet.
+        """Make a stream's fill with its staging memory, before anything is written.
 
         Raises:
-            StagingMemoryError: There is not enough.
+            StagingMemoryError: There is not enough memory.
         """
         slots, aliases = self._inventory.slots, self._inventory.aliases
         comparison = direct.comparison if direct is not None else None
@@ -267,7 +266,7 @@ class Fills:
         )
 
     def _direct_for(self, config: RefitConfig, compares: bool) -> DirectFill:
-        """What is known of tensors that come to this device, if they are those of a stream such as the last one."""
+        """The fill for stream tensors on this device, with the tables of earlier streams."""
         direct = self._directs.get(compares)
         if direct is None or direct.config != config:
             comparison = Comparison(self._device) if compares else None
@@ -293,10 +292,10 @@ class Fills:
         )
 
     def _check_scales(self, plan: RefitPlan, source: Source, config: RefitConfig) -> None:
-        """Judge scales that come with a stream, as far as they can be seen before it is written.
+        """Check scales in a stream, as far as they can be read before it is written.
 
         Raises:
-            InvalidSourceError: Some fit no slot.
+            InvalidSourceError: Some do not fit their slots.
         """
         slots = self._inventory.slots
         need_powers = {

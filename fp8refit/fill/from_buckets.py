@@ -1,6 +1,6 @@
-"""Writes live slots from the buckets of a broadcast, which lie in a few buffers at the same place in every refit.
+"""Writes live slots from the buckets of a broadcast.
 
-So a bucket's table is compiled once and replayed, and no address in it changes.
+Buckets arrive in the same few buffers in every refit, so each bucket's table is compiled once and replayed unchanged.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,12 +24,12 @@ from fp8refit.transport.collective.buckets import BucketLayout, Part, WireTensor
 
 
 class ReceivedSource(PushedSource):
-    """A policy that arrives in buckets. What could be judged by the trainer was judged there.
+    """A policy that arrives in buckets. The trainer has already checked what it can.
 
     Args:
-        tensors: Everything that is announced.
-        buckets: How it is laid out, as far as it comes to this rank.
-        buffers: uint8, on the engine's device, in which buckets arrive in turn.
+        tensors: All announced tensors.
+        buckets: Layout of the buckets that this rank receives.
+        buffers: uint8, on the engine's device; buckets arrive in them in turn.
         **found: See `PushedSource`.
     """
 
@@ -50,22 +50,22 @@ class ReceivedSource(PushedSource):
         self.buffers = tuple(buffers)
 
     def buffer(self, ordinal: int) -> Tensor:
-        """Where a bucket arrives."""
+        """The buffer in which a bucket arrives."""
         return self.buffers[ordinal % len(self.buffers)][: self.buckets[ordinal].num_bytes]
 
 
 class ReceivedFill(Fill):
-    """The steps of a plan, bucket by bucket.
+    """Carries out a plan bucket by bucket.
 
     Args:
-        plan: What is read from where.
-        slots: Of the inventory that was planned for.
-        source: The policy; a fill serves it alone.
-        device: Of slots and buffers.
-        config: How to refit.
+        plan: The plan.
+        slots: The slots of the planned inventory.
+        source: The policy.
+        device: Device of slots and buffers.
+        config: Options of the refit.
 
     Raises:
-        TransportError: Something is not sent to this rank that it holds.
+        TransportError: This rank is not sent everything it holds.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class ReceivedFill(Fill):
                 "is not what it was when it joined; refit again"
             )
         self._unread: list[tuple[WorkTable, list[str]]] = []
-        """What was launched, and what each of its tasks reads: whether it was flagged was not asked yet."""
+        """Launched tables whose flags have not been read, with the source tensor of each task."""
         self._num_filled = 0
 
     def renew(self, source: ReceivedSource, config: RefitConfig) -> bool:
-        """Whether `source` lies in its buffers as the one before; then it is filled from next."""
+        """Use `source` next, if it has the layout of the one before; otherwise return False."""
         self.is_first = False
         return source is self._source and config == self._config
 
@@ -116,15 +116,16 @@ class ReceivedFill(Fill):
 
     @override
     def launch(self, begun: torch.cuda.Event | None) -> None:
-        """Nothing has arrived yet. What an earlier refit flagged, and nobody asked for, is forgotten."""
+        """Start. Nothing has arrived yet; flags of earlier refits that nobody has read are dropped."""
         self.bad_sources()
         self._num_filled = 0
         if begun is not None:
             begun.record()
 
     def take(self, tensors: Iterable[Arriving] = (), *, drain: bool = False) -> None:
-        """Write what the next bucket holds, which has arrived in its buffer, on the current stream: what comes after it there
-        may overwrite the bucket. Nothing else is taken.
+        """Write the next bucket, which has arrived in its buffer. Later work on the current stream may overwrite it.
+
+        Takes no tensors.
         """
         table = self._tables[self._num_filled]
         table.launch(check=self._config.validate_values != "off")
@@ -134,16 +135,16 @@ class ReceivedFill(Fill):
     @override
     def finish(self) -> None:
         if self._num_filled < len(self._tables):
-            raise InvalidSourceError(["source: ended before everything came that was announced"])
+            raise InvalidSourceError(["source: ended before everything that was announced had arrived"])
 
     @override
     def look(self) -> list[str]:
-        """The trainer looked."""
+        """Nothing to do: the trainer has checked the values."""
         return []
 
     def bad_sources(self) -> list[str]:
-        """Wait for all that was written, and name the tensors that were flagged, as the trainer calls them: also those that
-        overflow in this engine's dtype alone.
+        """Wait for everything, and return the trainer's names of flagged tensors, including those that overflow only in
+        this engine's dtype.
         """
         unread, self._unread = self._unread, []
         return sorted({names[index] for table, names in unread for index in table.bad_tasks()} - {""})
@@ -157,14 +158,16 @@ class ReceivedFill(Fill):
 
 
 def _blamed(tensor: WireTensor, part: Part) -> str:
-    """The tensor to name if a part is flagged. Nothing for scales of the trainer's making: their codes are flagged too."""
+    """The tensor to blame if a part is flagged; empty for scales that the trainer computed, since their codes are
+    flagged too.
+    """
     if tensor.block_size is not None and part.name != tensor.name:
         return ""
     return tensor.part_of or part.name
 
 
 def _cut(task: Task, part: Part) -> Task | None:
-    """What of a task can be done with a part of a bucket; None if nothing. The task's source is the part already."""
+    """The part of a task that a part of a bucket allows; None if there is none. The task's source is that part."""
     if not part.shape or not task.target.ndim:
         return task
     cut = cut_to_run(task, part.start[0], part.shape[0])

@@ -1,7 +1,7 @@
-"""What is read from where and written to which slot: pure, on names, shapes and dtypes alone.
+"""Plans what to read from which source tensor and write to which slot, from names, shapes and dtypes only.
 
-`PlanBuilder` judges one source tensor at a time, so that a stream can be planned while it arrives; `compile_plan` judges
-a whole source and raises every problem at once.
+`PlanBuilder` takes one source tensor at a time, so that a stream can be planned while it arrives. `compile_plan` takes
+a whole source and raises all problems at once.
 """
 
 import fnmatch
@@ -35,7 +35,7 @@ class Step:
     select: tuple[int, ...] = ()
     """Indexes into the leading dimensions of the source tensor, before `offset`: one expert of a stack."""
     is_transposed: bool = False
-    """Whether rows and columns of the source tensor change places, before `offset`."""
+    """Whether to transpose the source tensor before applying `offset`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,17 +45,17 @@ class RefitPlan:
     steps: tuple[Step, ...]
     ignored: tuple[str, ...]
     kept: tuple[str, ...]
-    """Names of slots that nothing was sent for, and that need nothing."""
+    """Names of slots that were not sent and keep their values."""
     num_sources: int
-    """Source tensors that some step reads."""
+    """Number of source tensors that steps read."""
     num_quantized: int
-    """Those of them that are quantized on the way."""
+    """How many of them are quantized."""
     num_bytes_read: int
     num_bytes_written: int
     digest: str
-    """sha256 over the steps: equal when the same source meets the same engine again."""
+    """SHA-256 over the steps: equal for equal sources on the same engine."""
     source_digest: str
-    """sha256 over names, shapes and dtypes of all that came: equal on every rank of one refit."""
+    """SHA-256 over names, shapes and dtypes of the source: equal on all ranks of a refit."""
 
 
 def compile_plan(
@@ -68,16 +68,16 @@ def compile_plan(
     problems: Iterable[str] = (),
     keep: Sequence[str] = (),
 ) -> RefitPlan:
-    """Plan the refit of `slots` from a source whose tensors are all known.
+    """Plan a refit of `slots` from a source whose tensors are all known.
 
     Args:
         slots: The inventory's slots.
         sources: Checkpoint name to shape and dtype.
         aliases: Names that share another name's slot.
-        unneeded: Names that no slot takes and that may come all the same.
-        stacked: Tensors that may come instead of those of single experts.
-        problems: What was already found wrong with the source (duplicates), to be raised together with the rest.
-        keep: Patterns of names that need not come.
+        unneeded: Names that a source may send although no slot takes them.
+        stacked: Tensors that may replace those of single experts.
+        problems: Problems already found in the source (duplicates), to be raised with the others.
+        keep: Patterns of names that may be missing.
 
     Raises:
         InvalidSourceError: Names every missing, unexpected or ill-fitting tensor.
@@ -89,13 +89,13 @@ def compile_plan(
 
 
 def is_any_of(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name is one of those that some pattern means."""
+    """A function that tells whether a name matches any pattern."""
     matchers = [re.compile(fnmatch.translate(pattern)) for pattern in patterns]
     return lambda name: any(matcher.match(name) for matcher in matchers)
 
 
 class PlanBuilder:
-    """Collects steps tensor by tensor; `finish` judges completeness."""
+    """Collects steps tensor by tensor; `finish` checks that nothing is missing."""
 
     def __init__(
         self,
@@ -120,14 +120,14 @@ class PlanBuilder:
         self._kept: dict[str, None] = {}
         self._ignored: list[str] = []
         self._apart: dict[str, tuple[str, ...]] = {}
-        """Tensors of single experts, and the slots that hold them in one."""
+        """Tensors of single experts, and the slots that hold all experts."""
         self.seen: dict[str, TensorMeta] = {}
-        """Everything that came."""
+        """All tensors that arrived."""
         self._weights: dict[int, Step] = {}
         self._scales: dict[int, Step] = {}
 
     def add(self, name: str, meta: TensorMeta) -> list[Step]:
-        """Judge one source tensor and give the steps it takes part in: none if it is ignored or does not fit."""
+        """Check one source tensor and return its steps: none if it is ignored or does not fit."""
         if name in self.seen:
             self._problems.append(f"{name}: sent twice (as {self.seen[name]} and as {meta}); send it once")
             return []
@@ -172,7 +172,7 @@ class PlanBuilder:
         return steps
 
     def _add_stack(self, name: str, meta: TensorMeta, stack: Stacked, *, is_scale: bool) -> list[Step]:
-        """The steps of a tensor that holds a matrix of every expert."""
+        """The steps of a tensor with a matrix of every expert."""
         found = self._scales if is_scale else self._weights
         steps: dict[int, Step] = {}
         for part, (expert, first_row) in stack.parts.items():
@@ -205,7 +205,7 @@ class PlanBuilder:
         return list(steps.values())
 
     def _held_stacked(self, name: str) -> tuple[str, ...]:
-        """The slots for what came under a name that only files have: those of all experts of its layer, or its own."""
+        """The slots for a tensor whose name occurs only in files: those of all experts of its layer, or its own."""
         for spelled in (name, *other_spellings(name)):
             if spelled in self._by_name:
                 return (spelled,)
@@ -216,7 +216,7 @@ class PlanBuilder:
 
     @cached_property
     def _stacks(self) -> dict[str | None, tuple[str, ...]]:
-        """The slots that hold all experts of a layer, by that layer."""
+        """The slots that hold all experts of a layer, by layer."""
         stacks: dict[str | None, tuple[str, ...]] = {}
         for name, indexes in self._by_name.items():
             if len(self._slots[indexes[0]].full_shape) == 3 and (stack := stack_of(name)):
@@ -224,10 +224,10 @@ class PlanBuilder:
         return stacks
 
     def finish(self) -> RefitPlan:
-        """Judge completeness and give the plan.
+        """Check that nothing is missing, and return the plan.
 
         Raises:
-            InvalidSourceError: Names every problem met so far and every weight that did not come.
+            InvalidSourceError: Lists every problem found so far and every missing weight.
         """
         self._drop_superseded_aliases()
         problems = [*self._problems, *self._come_apart(), *self._incomplete()]
@@ -259,7 +259,7 @@ class PlanBuilder:
         return (canonical + SCALE_SUFFIX if is_scale else canonical) in self.seen
 
     def _drop_superseded_aliases(self) -> None:
-        """A tensor sent under its own name won over its alias; report the alias as ignored."""
+        """Report aliases as ignored if the tensor also arrived under its own name."""
         used = {step.source for step in (*self._weights.values(), *self._scales.values())}
         self._ignored += [name for name in self.seen if name in self._aliases and name not in used | set(self._ignored)]
 
@@ -295,8 +295,9 @@ class PlanBuilder:
         if self._apart:
             name, held = next(iter(self._apart.items()))
             yield (
-                f"{name}: it and {len(self._apart) - 1} more are as save_pretrained() writes them, and this engine holds all "
-                f"experts of a layer in one tensor ({held[0]}); load the files with from_pretrained() and send the state_dict()"
+                f"{name}: it and {len(self._apart) - 1} more are in the form that save_pretrained() writes, but this "
+                f"engine holds all experts of a layer in one tensor ({held[0]}); load the files with from_pretrained() "
+                "and send the state_dict()"
             )
 
     def _incomplete(self) -> Iterable[str]:
@@ -335,7 +336,7 @@ class PlanBuilder:
 
 
 def _weight_op(meta: TensorMeta, slot: Slot) -> Op | str:
-    """What is done with a tensor that may be quantized already, or why nothing can be."""
+    """The operation for a tensor, which may already be quantized; or why there is none."""
     if meta.dtype == FP8_DTYPE:
         if not slot.is_quantized:
             return f"is FP8, but this engine holds it as {dtype_name(slot.weight.dtype)}; send it unquantized"
@@ -346,7 +347,7 @@ def _weight_op(meta: TensorMeta, slot: Slot) -> Op | str:
 
 
 def _scale_offset(meta: TensorMeta, slot: Slot, origin: tuple[int, ...]) -> tuple[int, ...] | str:
-    """Where the scales of a slice start that starts at `origin` in its matrix, or why they cannot be taken apart."""
+    """Where the scales of a slice at `origin` start; or why they cannot be split there."""
     block = slot.block_size
     if meta.dtype not in SOURCE_DTYPES:
         return f"has dtype {dtype_name(meta.dtype)}; send block scales as float32, bfloat16 or float16"
@@ -361,22 +362,22 @@ def _scale_offset(meta: TensorMeta, slot: Slot, origin: tuple[int, ...]) -> tupl
 def _stacked_weight(
     meta: TensorMeta, stack: Stacked, slot: Slot, first_row: int
 ) -> tuple[Op, tuple[int, ...], bool] | str:
-    """What is done with the part of a stack that is bound for `slot`: operation, offset, whether it is transposed."""
+    """Operation, offset and transposition for the part of a stack that goes to `slot`; or why there is none."""
     is_transposed = stack.is_transposed_in(meta.shape)
     if is_transposed is None:
-        return f"has shape {list(meta.shape)}, this engine's is {list(stack.shape)}, or with rows and columns exchanged"
+        return f"has shape {list(meta.shape)}, this engine's is {list(stack.shape)}, or with rows and columns swapped"
     op = _weight_op(meta, slot)
     if not isinstance(op, Op):
         return op
     if op is Op.COPY_CODES and is_transposed:
-        return "is FP8 with rows and columns exchanged; send it unquantized, or expert by expert"
+        return "is FP8 with rows and columns swapped; send it unquantized, or expert by expert"
     return op, (first_row + slot.origin[0], slot.origin[1]), is_transposed
 
 
 def _stacked_scale(
     meta: TensorMeta, stack: Stacked, slot: Slot, first_row: int
 ) -> tuple[Op, tuple[int, ...], bool] | str:
-    """The same for the scales of a stack that is FP8 already."""
+    """The same for the scales of a stack that is already FP8."""
     if slot.scale is None:
         return f"is a scale, but this engine holds {slot.name} as {dtype_name(slot.weight.dtype)}; leave it out"
     block = slot.block_size

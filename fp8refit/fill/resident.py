@@ -1,6 +1,6 @@
-"""Fills from tensors that are on the engine's device, through one table.
+"""Fills from tensors on the engine's device through one table, which is compiled once.
 
-Compiled once and replayed: later sources of the same layout only change its addresses.
+For later sources of the same layout, only its addresses change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from fp8refit.sources.source import MappingSource
 
 
 class ResidentFill(Fill):
-    """The steps of a plan whose tensors are on the engine's device, as one table. The others are its `staged_steps`."""
+    """Carries out the steps whose tensors are on the engine's device, as one table. The others are `staged_steps`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ResidentFill(Fill):
             self._scale_table = compile_table([tasks[index] for index in strict_scales], device, places)
 
     def renew(self, source: MappingSource, config: RefitConfig) -> bool:
-        """Point the tables at the tensors of `source`; False, and nothing done, if they are not laid out as those before."""
+        """Point the tables at the tensors of `source` if the layout is the same; otherwise return False."""
         if config != self._config:
             return False
         if not self._guard.holds(source.sent_names, source.sent):
@@ -74,7 +74,7 @@ class ResidentFill(Fill):
         return True
 
     def _recognise(self, source: MappingSource) -> None:
-        """Know the next source that is laid out as this one, in which nothing is wrong."""
+        """Remember this source's layout, if it has no problems."""
         place_of = {name: place for place, name in enumerate(source.tensors)}
         self._places = [place_of[name] for name in self._layouts]
         self._guard = LayoutGuard(source.sent_names, source.sent)
@@ -87,7 +87,7 @@ class ResidentFill(Fill):
         )
 
     def misfit_scales(self) -> list[str]:
-        """One line for each prequantized tensor whose scales its slot cannot hold. Writes nothing."""
+        """Return one line per prequantized tensor whose scales do not fit its slot. Writes nothing."""
         if self._scale_table is None:
             return []
         self._scale_table.launch(check=True, write=False)
@@ -114,7 +114,7 @@ class ResidentFill(Fill):
 
     @override
     def release(self) -> None:
-        """Let go of the source's tensors; `renew` comes before the next use."""
+        """Release the source's tensors. Call `renew` before the next use."""
         for table in (self._table, self._scale_table):
             if table is not None:
                 table.release()
@@ -122,13 +122,13 @@ class ResidentFill(Fill):
     @property
     @override
     def num_device_bytes(self) -> int:
-        """It is held between refits."""
+        """Device memory held between refits, in bytes."""
         tables = [table for table in (self._table, self._scale_table) if table is not None]
         return sum(table.num_device_bytes for table in tables)
 
 
 def _places(sources: Sequence[str]) -> list[int]:
-    """For each step the place of its source among all sources, each counted once, in order."""
+    """For each step, the index of its source among the distinct sources, in order."""
     places = {name: place for place, name in enumerate(dict.fromkeys(sources))}
     return [places[name] for name in sources]
 

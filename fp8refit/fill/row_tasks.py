@@ -1,4 +1,4 @@
-"""What of a task can be done with some rows of its source: a tensor may come in runs of rows."""
+"""Splits tasks by rows, for tensors that arrive in runs of rows."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ from fp8refit.fill.kernels import Task
 
 
 def rows_of(task: Task, start: int, count: int) -> Task:
-    """The part of a task that writes `count` rows of its target from `start` on, where a row of blocks begins."""
+    """The part of a task that writes `count` rows of its target from `start`, which begins a row of blocks."""
     scale = task.scale
     if scale is not None:
         block = task.block_size[0]
@@ -21,12 +21,12 @@ def rows_of(task: Task, start: int, count: int) -> Task:
 
 
 def cut_to_run(task: Task, first_row: int, num_rows: int) -> Task | None:
-    """What of a task can be done with a run of rows of its source; None if nothing.
+    """The part of a task that a run of rows of its source allows; None if there is none.
 
     Args:
-        task: Its source is the run already; `offset` and `select` are those in the whole tensor.
-        first_row: Of the run. It cuts no block of the task's.
-        num_rows: Of the run.
+        task: Its source is the run; `offset` and `select` refer to the whole tensor.
+        first_row: First row of the run, which does not cut a block of the task.
+        num_rows: Number of rows of the run.
     """
     if task.select:
         index = task.select[0] - first_row
@@ -40,9 +40,9 @@ def cut_to_run(task: Task, first_row: int, num_rows: int) -> Task | None:
 
 
 class Seams:
-    """Puts together the rows of blocks that runs of rows cut, because a slot's blocks begin elsewhere in the tensor.
+    """Reassembles rows of blocks that runs of rows cut, where a slot's blocks are not aligned to the tensor's.
 
-    Keeps less than one row of blocks of each slot, while the runs of its tensor come.
+    Holds less than one row of blocks per slot, while its tensor arrives.
     """
 
     def __init__(self) -> None:
@@ -51,14 +51,14 @@ class Seams:
     def runs_of_blocks(
         self, slot: int, wanted: range, block_rows: int, first_row: int, rows: Tensor
     ) -> Iterator[tuple[int, Tensor]]:
-        """What whole rows of blocks there are by now: first row and rows.
+        """Yield complete rows of blocks: first row, and rows.
 
         Args:
-            slot: Whose blocks.
-            wanted: Rows of the tensor that the slot holds; the first block begins with the first of them.
+            slot: Index of the slot.
+            wanted: Rows of the tensor that the slot holds; its first block begins at the first of them.
             block_rows: Height of a block.
-            first_row: Of the run.
-            rows: The run, which follows the last one.
+            first_row: First row of the run.
+            rows: The run, which must follow the last one.
         """
         low, high = max(first_row, wanted.start), min(first_row + rows.shape[0], wanted.stop)
         if low >= high:

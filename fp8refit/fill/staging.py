@@ -1,4 +1,6 @@
-"""Moves tensors to the engine's device through two buckets of bounded size, and fills from one while the other is filled."""
+"""Moves tensors to the engine's device through two buckets of bounded size: one is written to slots while the other
+fills.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,15 +21,15 @@ from fp8refit.live.slots import Op, Slot
 _BUCKET_ALIGNMENT_BYTES = 256
 
 ReadBox: TypeAlias = Callable[[Tensor, Tensor], None]
-"""Reads what a view of a tensor without bytes shows, into memory of its shape and dtype."""
+"""Reads the bytes that a view of a meta tensor stands for, into memory of its shape and dtype."""
 
 
 class Staging:
-    """Steps filled from tensors that arrive one after another, through two buckets.
+    """Carries out steps on tensors that arrive one after another, through two buckets.
 
-    Peak memory: two buckets on the engine's device and, for a GPU, two of pinned host memory. A bucket is
-    `config.bucket_bytes`, or one row of blocks of the widest tensor if that is more. A tensor that comes in runs of rows
-    which cut its blocks takes one row of blocks more.
+    Peak memory: two buckets on the engine's device and, for a GPU, two in pinned host memory. A bucket has
+    `config.bucket_bytes`, or one row of blocks of the widest tensor if that is larger. A tensor whose runs of rows cut
+    its blocks needs one more row of blocks.
     """
 
     def __init__(
@@ -51,41 +53,41 @@ class Staging:
 
     @property
     def bucket_bytes(self) -> int:
-        """How much a bucket is to hold."""
+        """Intended size of a bucket."""
         return self._config.bucket_bytes
 
     def reserve(self) -> None:
-        """Take the buckets' memory now, and not when the first tensor is staged."""
+        """Allocate the buckets now, before the first tensor is staged."""
         if not self._buckets:
             num_bytes = max([self._config.bucket_bytes, *(_least_bytes(slot) for slot in self._slots)])
             self._buckets = [_Bucket(num_bytes, self.device) for _ in range(2)]
 
     @property
     def num_device_bytes(self) -> int:
-        """Device memory of the buckets."""
+        """Device memory of the buckets, in bytes."""
         return sum(bucket.num_bytes for bucket in self._buckets)
 
     def add(self, step: Step, tensor: Tensor, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
-        """Stage the box of `step` in `tensor`.
+        """Stage what `step` reads of `tensor`.
 
         Args:
-            step: What to do with it.
+            step: The step.
             tensor: The whole source tensor.
-            is_stable: Whether it keeps its bytes until `bad_sources` returned.
-            read_box: Gives the bytes, if it has none itself.
+            is_stable: Whether its bytes stay unchanged until `bad_sources` returns.
+            read_box: Reads the bytes, for a tensor without bytes of its own.
         """
         task = bind(step, self._slots[step.slot], tensor, self._config)
         self._stage(step.source, task, is_stable=is_stable, read_box=read_box)
 
     def add_rows(self, step: Step, rows: Tensor, first_row: int) -> None:
-        """Stage what `step` reads of some rows of its tensor, `first_row` the first of them. Runs of rows come in order."""
+        """Stage what `step` reads of some rows of its tensor, from `first_row`. Runs of rows arrive in order."""
         for first, run in self.runs_of(step, rows, first_row):
             task = cut_to_run(bind(step, self._slots[step.slot], run, self._config), first, run.shape[0])
             if task is not None:
                 self._stage(step.source, task, is_stable=False)
 
     def runs_of(self, step: Step, rows: Tensor, first_row: int) -> Iterable[tuple[int, Tensor]]:
-        """What can be done by now of some rows of a step's tensor, as no run cuts a block: the first row and rows of each."""
+        """Split rows of a step's tensor so that no run cuts a block: first row and rows of each complete run."""
         slot = self._slots[step.slot]
         if step.op is not Op.QUANTIZE or step.select:
             return [(first_row, rows)]
@@ -101,17 +103,17 @@ class Staging:
             self._buckets[0].put(name, piece, box, is_stable=is_stable, read_box=read_box)
 
     def bad_sources(self) -> list[str]:
-        """Fill what is staged, wait, and name the source tensors that were flagged."""
+        """Write what is staged, wait, and return the names of flagged source tensors."""
         for _ in self._buckets:
             self.flush()
         return sorted(self._bad)
 
     def release(self) -> None:
-        """Give the buckets back, and what is staged in them."""
+        """Free the buckets with their contents."""
         self._buckets, self._seams = [], Seams()
 
     def flush(self) -> None:
-        """Fill from what is staged, and stage in the other bucket, once its own fill is done."""
+        """Write what is staged, and switch to the other bucket once that has been written."""
         if not self._buckets:
             return
         self._buckets[0].launch(check=self._check, write=self._write, comparison=self._comparison)
@@ -120,7 +122,7 @@ class Staging:
 
 
 class _Bucket:
-    """One staging buffer, the tasks that read from it, and their table while it runs."""
+    """One staging buffer, the tasks that read it, and their table while it runs."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
@@ -139,7 +141,7 @@ class _Bucket:
 
     @torch.inference_mode()
     def put(self, name: str, task: Task, box: Tensor, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
-        """Copy `box` in, or read it, and remember to do `task` with the copy."""
+        """Copy or read `box` into the buffer, and queue `task` on the copy."""
         num_bytes = box.numel() * box.element_size()
         staged = _view(self._memory, self._used, box)
         if read_box is not None:
@@ -164,7 +166,7 @@ class _Bucket:
             comparison.compare(self._sources, pairs)
 
     def drain(self) -> set[str]:
-        """Wait until the bucket may be filled again, and name the sources that were flagged."""
+        """Wait until the bucket may be reused, and return the names of flagged sources."""
         bad = {self._sources[index] for index in self._table.bad_tasks()} if self._table is not None else set()
         self._used, self._sources, self._tasks, self._table = 0, [], [], None
         return bad
@@ -177,7 +179,7 @@ def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def _least_bytes(slot: Slot) -> int:
-    """Bytes of the smallest piece a slot's source can be cut into, in the widest dtype."""
+    """Bytes of the smallest piece that a slot's source can be cut into, in the widest dtype."""
     if slot.weight.ndim < 2:
         return slot.weight.numel() * 4
     rows = slot.block_size[0] if slot.is_quantized else 1

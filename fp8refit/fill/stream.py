@@ -1,7 +1,7 @@
-"""Fills from tensors that come one after another: pulled from a stream, or pushed by whoever reads it.
+"""Fills from tensors that arrive one after another, pulled from a stream or pushed by its reader.
 
-Each is compared with what was announced. Those on the engine's device are read where they lie, the others are staged. What a
-stream brought that announced nothing is expected of the next one, and planned anew where that brings something else.
+Each tensor is compared with the announcement. Tensors on the engine's device are read in place, others are staged.
+After an unannounced stream, the next one is expected to be the same, and is planned again if it differs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,24 +24,24 @@ from fp8refit.sources.source import MappingSource, PushedSource, SafetensorsSour
 from fp8refit.sources.work_stream import WorkStream
 
 _SMALL_BYTES = 16 << 20
-"""To copy so much takes a device about as long as a launch."""
+"""Copying this much takes a device about as long as a launch."""
 _MOST_COPIED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What is expected to come, and what is done with it."""
+    """The expected tensors and their steps."""
 
     plan: RefitPlan
     steps: Mapping[str, Sequence[Step]]
-    """By source tensor."""
+    """Steps by source tensor."""
     metadata: Mapping[str, TensorMeta] | None = None
-    """Of everything; None if it is known to be right."""
+    """All expected tensors; None if they need no check."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _CutTensor:
-    """A tensor of which some rows came."""
+    """A tensor whose first rows have arrived."""
 
     name: str
     full_shape: tuple[int, ...]
@@ -54,18 +54,18 @@ class _CutTensor:
 
 
 class StreamFill(Fill):
-    """Steps filled from tensors that come one after another.
+    """Carries out steps on tensors that arrive one after another.
 
     Args:
-        source: Where they come from.
-        expected: What will come; None if nothing is known.
-        is_announced: Whether anything else is an error. If not, it is planned as it comes.
+        source: The source of the tensors.
+        expected: The expected tensors; None if unknown.
+        is_announced: Whether anything unexpected is an error; otherwise it is planned on arrival.
         is_first: Whether `expected` was planned for this refit.
-        make_builder: Begins a plan of what was not announced.
-        make_staging: Gives the buckets, for writing or only for looking.
+        make_builder: Starts a plan for unannounced tensors.
+        make_staging: Makes the staging buckets, for writing or only for checking values.
         aliases: Names that share another name's slot.
-        direct: For tensors that are on the engine's device; None if they are staged too.
-        learn: Called with what came, if that was not expected.
+        direct: Fills from tensors on the engine's device; None to stage them too.
+        learn: Called with what arrived, if that was not expected.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class StreamFill(Fill):
         self._names: set[str] = set()
         self._cut: _CutTensor | None = None
         self._waiting: list[Lying] = []
-        """What lies on the engine's device, and is filled from with the next launch."""
+        """Tensors on the engine's device that the next launch reads."""
         self._waiting_bytes = 0
         self._builder = make_builder() if expected is None else None
 
@@ -108,7 +108,7 @@ class StreamFill(Fill):
     @property
     @override
     def num_device_bytes(self) -> int:
-        """Buckets, and tables that are held between streams."""
+        """Device memory of buckets and of tables kept between streams, in bytes."""
         return self._staging.num_device_bytes + (self._direct.num_device_bytes if self._direct is not None else 0)
 
     @property
@@ -133,7 +133,7 @@ class StreamFill(Fill):
 
     @override
     def launch(self, begun: torch.cuda.Event | None) -> None:
-        """Nothing has come yet."""
+        """Start; nothing has arrived yet."""
         if self._direct is not None:
             self._direct.begin(self._expected.plan if self._expected is not None else None)
         if begun is not None:
@@ -157,10 +157,10 @@ class StreamFill(Fill):
             plan = self._builder.finish()
             expected = Expected(plan=plan, steps=by_source(plan.steps), metadata=self._builder.seen)
             self._learn(expected)
-        assert expected is not None, "or it was planned as it came"
+        assert expected is not None, "otherwise it was planned on arrival"
         absent = [name for name in expected.steps if self._is_announced and name not in self._names]
         if absent:
-            raise InvalidSourceError([f"{name}: was announced but did not come" for name in absent])
+            raise InvalidSourceError([f"{name}: was announced but did not arrive" for name in absent])
         self._plan = expected.plan
         if self._direct is not None:
             self._direct.end(expected.plan)
@@ -181,7 +181,7 @@ class StreamFill(Fill):
         return self._staging.bad_sources() + (self._direct.bad_sources() if self._direct is not None else [])
 
     def _tensors(self) -> Iterable[Arriving]:
-        """What is read from the source, whole or in runs of rows; a list if all of it is there."""
+        """Read the source, whole tensors or runs of rows; a list if all tensors stay valid."""
         source = self._source
         if isinstance(source, InPieces):
             return source.pieces(self._staging.bucket_bytes)
@@ -227,7 +227,7 @@ class StreamFill(Fill):
             self._take_where_it_lies(name, value, is_lent=is_lent)
 
     def _take_known(self, tensors: Sequence[Any]) -> bool:
-        """Fill from tensors that came together in the last stream too; False, and nothing done, if they did not."""
+        """Fill from tensors that also arrived together in the last stream; otherwise return False."""
         if self._direct is None or not all(type(each) is tuple for each in tensors):
             return False
         return self._fill_known([each[0] for each in tensors], [each[1] for each in tensors])
@@ -242,9 +242,9 @@ class StreamFill(Fill):
         return True
 
     def _take_where_it_lies(self, name: str, tensor: Tensor, *, is_lent: bool) -> None:
-        """Fill from a tensor of the engine's device without staging it, with the next launch.
+        """Fill from a tensor on the engine's device without staging it, with the next launch.
 
-        One that is lent may be overwritten after this, and so is read by a launch of its own, unless to copy it is less.
+        A lent tensor may be overwritten when this returns, so it gets its own launch, or is copied if that is cheaper.
         """
         self._check_is_complete()
         check_readable(name, tensor)
@@ -253,7 +253,7 @@ class StreamFill(Fill):
         )
 
     def _let_wait(self, lying: Lying, is_lent: bool) -> None:
-        """Fill from something with the next launch; see `_take_where_it_lies`."""
+        """Queue a tensor for the next launch; see `_take_where_it_lies`."""
         num_bytes = lying.tensor.nbytes
         is_small = is_lent and num_bytes <= _SMALL_BYTES
         self._waiting.append(replace(lying, tensor=lying.tensor.clone()) if is_small else lying)
@@ -265,12 +265,12 @@ class StreamFill(Fill):
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if not waiting:
             return
-        assert self._direct is not None, "they lie on the engine's device"
+        assert self._direct is not None, "they are on the engine's device"
         if self._builder is None and self._direct.fill_known(
             [str(each) for each in waiting], [each.tensor for each in waiting]
         ):
             return
-        # Which of two names for one tensor counts is known when all came.
+        # Only once all have arrived is it known which of two names for one tensor counts.
         aliases = self._aliases
         is_kept = self._builder is None or not any(
             each.name in aliases or each.name in aliases.values() for each in waiting
@@ -288,7 +288,7 @@ class StreamFill(Fill):
             self._staging.add(step, tensor, is_stable=isinstance(self._source, MappingSource))
 
     def _take_rows(self, piece: Piece, *, is_lent: bool) -> None:
-        """Fill from rows as they come: where they lie, if that is the engine's device."""
+        """Fill from rows as they arrive: in place, if they are on the engine's device."""
         check_readable(piece.name, piece.tensor)
         cut = self._cut
         if cut is None or piece.name != cut.name:
@@ -308,20 +308,20 @@ class StreamFill(Fill):
             self._cut = None
 
     def _check_is_complete(self) -> None:
-        """Check that the last tensor which came in runs of rows came whole.
+        """Check that the last tensor that arrived in runs of rows is complete.
 
         Raises:
-            InvalidSourceError: It did not.
+            InvalidSourceError: It is not.
         """
         cut = self._cut
         if cut is not None:
             raise InvalidSourceError([f"{cut.name}: came up to row {cut.next_row} of {cut.num_rows}"])
 
     def _check_follows(self, piece: Piece, cut: _CutTensor) -> None:
-        """Check that rows are those after the last.
+        """Check that rows follow the last ones.
 
         Raises:
-            InvalidSourceError: They are not.
+            InvalidSourceError: They do not.
         """
         came = f"{piece.name}: rows {piece.first_row} to {piece.end_row} of {list(piece.full_shape)} came"
         if (piece.first_row, piece.full_shape) != (cut.next_row, cut.full_shape) or piece.end_row > cut.num_rows:
@@ -340,12 +340,12 @@ class StreamFill(Fill):
                 self._judge_anew()
         if self._builder is not None:
             return self._builder.add(name, meta)
-        assert expected is not None, "or it is planned as it comes"
+        assert expected is not None, "otherwise it is planned on arrival"
         self._names.add(name)
         return expected.steps.get(name, ())
 
     def _check_was_announced(self, name: str, meta: TensorMeta, expected: Expected) -> None:
-        """Check that a tensor comes once, and as it was announced.
+        """Check that a tensor arrives only once, and as announced.
 
         Raises:
             InvalidSourceError: It does not.
@@ -354,10 +354,10 @@ class StreamFill(Fill):
             raise InvalidSourceError([f"{name}: sent twice; send it once"])
         if expected.metadata is not None and expected.metadata.get(name) != meta:
             announced = expected.metadata.get(name, "nothing of that name")
-            raise InvalidSourceError([f"{name}: came as {meta}, announced was {announced}"])
+            raise InvalidSourceError([f"{name}: arrived as {meta}, but {announced} was announced"])
 
     def _judge_anew(self) -> None:
-        """What comes is not what came the last time: plan it as what was never seen."""
+        """Plan the stream again: it is not like the last one."""
         expected, self._expected = self._expected, None
         assert expected is not None and expected.metadata is not None, "nothing else is judged twice"
         self._builder, self.is_first = self._make_builder(), True

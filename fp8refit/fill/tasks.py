@@ -1,4 +1,4 @@
-"""Steps of a plan as tasks for the kernels, and scales that do not fit their slots."""
+"""Turns steps of a plan into tasks for the kernels, and finds scales that do not fit their slots."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -15,7 +15,7 @@ from fp8refit.live.slots import Op, ScaleFormat, Slot
 
 
 def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig) -> Task:
-    """The task that does `step` with `source`, for all of `slot`."""
+    """The task that carries out `step` on `source`, for all of `slot`."""
     target = slot.scale if step.op is Op.COPY_SCALES else slot.weight
     assert target is not None, f"{step=}"
     if not step.shape:
@@ -35,14 +35,14 @@ def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig) -> Task:
 
 
 def required_format(slot: Slot, config: RefitConfig) -> ScaleFormat:
-    """What the scales of a tensor that is already FP8 have to be, for `slot`."""
+    """The scale format that `slot` needs of a tensor that is already FP8."""
     return ScaleFormat.FP32 if config.on_scale_mismatch == "copy" else slot.scale_format
 
 
 def misfit_scales(
     steps: Sequence[Step], slots: Sequence[Slot], named_tensors: Iterable[tuple[str, Tensor]]
 ) -> list[str]:
-    """One line for each scale tensor of `steps` that its slot cannot hold. Reads the tensors, writes nothing."""
+    """Return one line per scale tensor that does not fit its slot. Reads the tensors, writes nothing."""
     formats = {step.source: slots[step.slot].scale_format for step in steps if step.op is Op.COPY_SCALES}
     return [
         scale_problem(name, formats[name])
@@ -56,14 +56,14 @@ def scale_problem(name: str, scale_format: ScaleFormat) -> str:
     if scale_format is ScaleFormat.FP32:
         return f"{name}: holds scales that are not finite and positive"
     return (
-        f"{name}: holds scales that are no powers of two, which this layer's kernel needs; quantize with "
+        f"{name}: holds scales that are not powers of two, which this layer's kernel needs; quantize with "
         'scale_format="ue8m0", boot the engine with kernels that take any scale, or write them anyway with '
         'on_scale_mismatch="copy"'
     )
 
 
 def split(task: Task, num_bytes: int) -> Iterator[Task]:
-    """Cut a task into row ranges whose boxes fit into `num_bytes`."""
+    """Cut a task into ranges of rows that fit into `num_bytes`."""
     length = task.target.shape[0] if task.target.ndim else 1
     row_bytes = prod(task.target.shape[1:]) * task.source.element_size()
     if length * row_bytes <= num_bytes or task.target.ndim == 0:

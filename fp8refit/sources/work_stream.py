@@ -1,4 +1,4 @@
-"""Whoever gives tensors may change the current stream of a GPU in between; whoever reads them stays on one."""
+"""Keeps a reader of tensors on one CUDA stream, even if the source changes the current stream in between."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,14 +7,14 @@ import torch
 
 
 class WorkStream:
-    """The stream on which a reader queues all its work on one device: the one that is current when this is made.
+    """The stream on which a reader queues all its work on one device: the one that is current at construction.
 
-    A generator that yields inside `with torch.cuda.stream(...)` makes that stream current for its reader, until it ends. A
-    receiver may load each bucket on a stream of its own. If the reader followed them, what it queues later could overtake what
-    it queued before, and memory that it took on one stream would be used again while another one reads it.
+    A generator that yields inside `with torch.cuda.stream(...)` changes its reader's current stream, and a receiver may
+    load each bucket on a different stream. If the reader followed, its later work could overtake earlier work, and
+    memory allocated on one stream could be reused while another still reads it.
 
     Args:
-        device: Where the work is queued. On a CPU nothing is.
+        device: The device. On a CPU this does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +23,7 @@ class WorkStream:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Queue work on the stream: after what the current one has queued, and before what that one queues next."""
+        """Queue work on the stream: after what the current stream has queued so far, and before what it queues next."""
         stream = self._stream
         current = torch.cuda.current_stream(self._device) if stream is not None else None
         if stream is None or current is None or current == stream:
@@ -35,12 +35,12 @@ class WorkStream:
         current.wait_stream(stream)
 
     def record(self) -> torch.cuda.Event:
-        """An event of a GPU after all work that was queued on the stream."""
+        """Record an event after all work queued on the stream so far."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
     def synchronize(self) -> None:
-        """Wait for all of it."""
+        """Wait for all work queued on the stream."""
         if self._stream is not None:
             self._stream.synchronize()

@@ -283,7 +283,7 @@ def test_scales_that_their_slot_cannot_hold_are_named():
     tensors = prequantize(make_policy(model, seed=1), O_PROJ, ScaleFormat.FP32)
     plan = make_plan(slots, tensors)
     (problem,) = misfit_scales(plan.steps, slots, tensors.items())
-    assert problem.startswith(f"{O_PROJ}_scale_inv: holds scales that are no powers of two")
+    assert problem.startswith(f"{O_PROJ}_scale_inv: holds scales that are not powers of two")
     source = MappingSource(tensors)
     fill = ResidentFill(plan, slots, source, CPU, RefitConfig())
     assert fill.misfit_scales() == [problem]

@@ -329,7 +329,7 @@ def test_one_stack_and_the_rest_expert_by_expert(experts, stacked):
     [
         (
             {GATE_UP: meta(3, 1024, 384)},
-            f"{GATE_UP}: has shape [3, 1024, 384], this engine's is [4, 1024, 384], or with rows and columns exchanged",
+            f"{GATE_UP}: has shape [3, 1024, 384], this engine's is [4, 1024, 384], or with rows and columns swapped",
         ),
         ({GATE_UP: meta(4, 512, 384)}, f"{GATE_UP}: has shape [4, 512, 384], this engine's is"),
         ({GATE_UP: meta(4096, 384)}, f"{GATE_UP}: has shape [4096, 384], this engine's is"),
@@ -357,7 +357,7 @@ def test_a_stack_after_one_of_its_experts_is_named(experts, stacked):
     [
         (
             {GATE_UP: meta(4, 384, 1024, dtype=FP8_DTYPE)},
-            f"{GATE_UP}: is FP8 with rows and columns exchanged; send it unquantized, or expert by expert",
+            f"{GATE_UP}: is FP8 with rows and columns swapped; send it unquantized, or expert by expert",
         ),
         ({f"{GATE_UP}_scale_inv": None}, f"{GATE_UP}: is FP8 without its scales; send {GATE_UP}_scale_inv too"),
         (

@@ -67,7 +67,7 @@ def test_parameters_of_torchao_reach_the_engine_bit_for_bit():
 
 
 UNFIT = {
-    "scales that are no powers of two": (lambda w: of_transformer_engine(w, "fp32")[0], "ue8m0", "are not all ue8m0"),
+    "scales that are not powers of two": (lambda w: of_transformer_engine(w, "fp32")[0], "ue8m0", "are not all ue8m0"),
     "groups instead of blocks": (
         lambda w: Float8BlockwiseQTensor(w.to(FP8_DTYPE), torch.ones(2, 256), is_2d=False),
         "fp32",

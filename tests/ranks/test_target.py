@@ -354,13 +354,13 @@ def test_an_fp8_slice_off_the_grid_is_refused(make_source, target, model, tmp_pa
 @pytest.mark.parametrize("make_source", REPEATABLE)
 def test_scales_that_are_no_powers_of_two_are_refused_where_the_kernel_wants_them(make_source, target, model, tmp_path):
     sent = prequantize(make_policy(model, seed=1), O_PROJ, ScaleFormat.FP32)
-    refuse(target, model, InvalidSourceError, make_source(sent, tmp_path), f"{O_PROJ}_scale_inv: .* no powers of two")
+    refuse(target, model, InvalidSourceError, make_source(sent, tmp_path), f"{O_PROJ}_scale_inv: .* not powers of two")
 
 
 @pytest.mark.parametrize("make_source", [from_iterator, from_announced_iterator])
 def test_scales_that_are_no_powers_of_two_end_a_stream_that_is_read_once(make_source, target, model, tmp_path):
     sent = prequantize(make_policy(model, seed=1), O_PROJ, ScaleFormat.FP32)
-    break_off(target, InvalidSourceError, make_source(sent, tmp_path), f"{O_PROJ}_scale_inv: .* no powers of two")
+    break_off(target, InvalidSourceError, make_source(sent, tmp_path), f"{O_PROJ}_scale_inv: .* not powers of two")
     assert_heals(target, model)
 
 
@@ -405,7 +405,7 @@ def test_a_truncated_iterator_leaves_the_rank_dirty(announced, target, model):
     source = as_source(iter(list(policy.items())[:-1]), manifest=manifest)
     last = list(policy)[-1]
     break_off(
-        target, InvalidSourceError, source, f"{last}: {'was announced but did not come' if announced else 'missing'}"
+        target, InvalidSourceError, source, f"{last}: {'was announced but did not arrive' if announced else 'missing'}"
     )
     assert_heals(target, model)
 
@@ -426,10 +426,10 @@ def test_an_iterator_that_raises_midway_leaves_the_rank_dirty(announced, target,
 @pytest.mark.parametrize(
     ("second_pass", "problem"),
     [
-        (lambda policy: list(policy.items())[:-1], f"{BIAS}: was announced but did not come"),
-        (lambda policy: [*policy.items(), ("model.extra.weight", torch.ones(1))], "model.extra.weight: came as"),
+        (lambda policy: list(policy.items())[:-1], f"{BIAS}: was announced but did not arrive"),
+        (lambda policy: [*policy.items(), ("model.extra.weight", torch.ones(1))], "model.extra.weight: arrived as"),
         (lambda policy: [*policy.items(), (NORM, policy[NORM])], f"{NORM}: sent twice"),
-        (lambda policy: {**policy, NORM: policy[NORM].float()}.items(), f"{NORM}: came as"),
+        (lambda policy: {**policy, NORM: policy[NORM].float()}.items(), f"{NORM}: arrived as"),
     ],
     ids=["shorter", "longer", "twice", "other dtype"],
 )
@@ -444,7 +444,7 @@ def test_an_iterator_that_is_not_what_its_manifest_says_leaves_the_rank_dirty(ta
     policy = make_policy(model, seed=1)
     manifest = {name: TensorMeta.of(tensor) for name, tensor in policy.items()}
     sent = {**policy, NORM: policy[NORM].float()}
-    break_off(target, InvalidSourceError, as_source(iter(sent.items()), manifest=manifest), f"{NORM}: came as")
+    break_off(target, InvalidSourceError, as_source(iter(sent.items()), manifest=manifest), f"{NORM}: arrived as")
 
 
 # Plans.
@@ -754,7 +754,7 @@ def test_scales_that_a_slot_cannot_hold_are_refused_in_every_mode(validate, targ
     slot = next(slot for slot in model.slots() if slot.name == O_PROJ)
     assert slot.scale_format is ScaleFormat.UE8M0
     prepared = target.prepare(as_source(iter(policy.items())), RefitConfig(validate=validate))
-    with pytest.raises(InvalidSourceError, match="no powers of two"):
+    with pytest.raises(InvalidSourceError, match="not powers of two"):
         target.write(prepared)
 
 
@@ -831,10 +831,10 @@ def test_what_was_announced_is_the_digest_of_what_came(target, model):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda policy: list(policy.items())[1:], f"{EMBED}: was announced but did not come"),
+        (lambda policy: list(policy.items())[1:], f"{EMBED}: was announced but did not arrive"),
         (lambda policy: [*policy.items(), (NORM, policy[NORM])], f"{NORM}: sent twice"),
-        (lambda policy: [*policy.items(), ("extra", torch.ones(1))], "extra: came as"),
-        (lambda policy: (policy | {NORM: policy[NORM].float()}).items(), f"{NORM}: came as float32"),
+        (lambda policy: [*policy.items(), ("extra", torch.ones(1))], "extra: arrived as"),
+        (lambda policy: (policy | {NORM: policy[NORM].float()}).items(), f"{NORM}: arrived as float32"),
     ],
     ids=["short", "twice", "extra", "dtype"],
 )
@@ -914,7 +914,7 @@ def test_problems_and_odd_scales_that_were_found_elsewhere_are_refused(target, m
     refuse(target, model, InvalidSourceError, twice, f"{NORM}: sent twice")
     sent = prequantize(policy, O_PROJ, ScaleFormat.FP32)
     odd = announce(sent, odd_scales=[O_PROJ + "_scale_inv"])
-    refuse(target, model, InvalidSourceError, odd, f"{O_PROJ}_scale_inv: holds scales that are no powers of two")
+    refuse(target, model, InvalidSourceError, odd, f"{O_PROJ}_scale_inv: holds scales that are not powers of two")
 
 
 def test_odd_scales_that_were_found_elsewhere_are_copied_when_asked(target, model):
@@ -1090,7 +1090,7 @@ def test_a_stream_is_read_to_its_end_if_others_wait_in_it(drain, target, model):
     prepared = target.prepare(
         as_source(gather(), manifest={name: TensorMeta.of(each) for name, each in policy.items()}), RefitConfig()
     )
-    with pytest.raises(InvalidSourceError, match=f"{NORM}: came as"):
+    with pytest.raises(InvalidSourceError, match=f"{NORM}: arrived as"):
         target.write(prepared, drain=drain)
     assert read == ([NORM, *policy] if drain else [NORM])
     assert_heals(target, model)

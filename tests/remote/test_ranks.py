@@ -852,7 +852,7 @@ def test_scales_that_are_no_powers_of_two_are_refused_where_the_kernel_wants_the
     make_arguments, remote, cluster, tmp_path
 ):
     sent = prequantize(cluster.make_policy(1), O_PROJ, ScaleFormat.FP32)
-    match = f"{O_PROJ}_scale_inv: holds scales that are no powers of two"
+    match = f"{O_PROJ}_scale_inv: holds scales that are not powers of two"
     refuse(remote, InvalidSourceError, match, **make_arguments(sent, tmp_path))
     sent = prequantize(cluster.make_policy(1), K_PROJ, ScaleFormat.FP32)
     remote.refitter.refit(**make_arguments(sent, tmp_path))
@@ -882,7 +882,9 @@ def test_a_stream_that_breaks_off_leaves_the_engine_dirty(announced, change, rem
     last = list(policy)[-1]
     error = ConnectionError if change == "raises" else InvalidSourceError
     match = (
-        "went away" if change == "raises" else f"{last}: {'was announced but did not come' if announced else 'missing'}"
+        "went away"
+        if change == "raises"
+        else f"{last}: {'was announced but did not arrive' if announced else 'missing'}"
     )
     break_off(remote, error, match, gather(), **more)
     assert_heals(remote)

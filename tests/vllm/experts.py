@@ -68,9 +68,9 @@ def sources_of(policy: dict[str, Tensor], bf16: Path, fp8: Path, scale_format: s
     yield "expert by expert, files", bf16
     yield "expert by expert, FP8 files", fp8
     turned = {name: stack.mT.contiguous() if is_not_square(stack) else stack for name, stack in stacks.items()}
-    yield "rows and columns exchanged", rest | turned
+    yield "rows and columns swapped", rest | turned
     yield (
-        "rows and columns exchanged, strided",
+        "rows and columns swapped, strided",
         rest | {name: stack.mT.contiguous().mT for name, stack in stacks.items()},
     )
     yield "one-shot iterator", iter(policy.items())

@@ -25,8 +25,8 @@ BACKENDS = {"fp32": ("TRITON", "fp32"), "ue8m0": ("DEEPGEMM", "ue8m0"), "up firs
 SOURCES = [
     "expert by expert, files",
     "expert by expert, FP8 files",
-    "rows and columns exchanged",
-    "rows and columns exchanged, strided",
+    "rows and columns swapped",
+    "rows and columns swapped, strided",
     "one-shot iterator",
     "float32",
     "FP8 stacks",

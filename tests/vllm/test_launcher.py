@@ -57,7 +57,7 @@ def test_a_rank_whose_stream_does_not_fit_goes_through_the_collective_with_the_o
     for driver in drivers:
         found = driver["mismatch in mid-stream"]
         assert found["refit"]["error"] == "InvalidSourceError"
-        assert found["refit"]["named"][0].startswith(f"{DOWN_PROJ}: came as bfloat16 [1, 512]")
+        assert found["refit"]["named"][0].startswith(f"{DOWN_PROJ}: arrived as bfloat16 [1, 512]")
         assert found["num_given"] == found["num_announced"]
         assert found["dirty"]
         assert found["generate"]["error"] == "EngineDirtyError"

@@ -1,4 +1,4 @@
-"""Plain functions over the kernels. Nothing above this package knows Triton; CPU tensors take the torch reference."""
+"""Plain functions over the kernels. Nothing outside this package uses Triton; CPU tensors take the torch reference."""
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def quantize_blockwise(
         dequantize (`weight_scale_inv` in a checkpoint).
 
     Raises:
-        TypeError: `weight` is no tensor.
+        TypeError: `weight` is not a tensor.
         ValueError: Wrong shape, dtype, block size or format, or a tensor without bytes.
         NonFiniteError: `weight` holds NaN or Inf.
 
@@ -64,7 +64,7 @@ def quantize_blockwise(
             "quantize_blockwise takes a matrix of bfloat16, float16 or float32"
         )
     if scale_format not in list(ScaleFormat):
-        raise ValueError(f"scale_format is {scale_format!r}; there are {', '.join(map(repr, map(str, ScaleFormat)))}")
+        raise ValueError(f"scale_format is {scale_format!r}; use one of {', '.join(map(repr, map(str, ScaleFormat)))}")
     _check_blocks(block_size)
     block_n, block_k = block_size
     rows, cols = weight.shape
@@ -106,8 +106,8 @@ def dequantize_blockwise(
         (N, K) in `dtype`.
 
     Raises:
-        TypeError: `codes` or `scale` is no tensor, or `dtype` no dtype.
-        ValueError: The shapes do not belong together, wrong dtypes or block size, other devices, or a tensor without bytes.
+        TypeError: `codes` or `scale` is not a tensor, or `dtype` is not a dtype.
+        ValueError: Shapes do not match, dtypes or block size are wrong, devices differ, or a tensor has no bytes.
     """
     _check_matrix("codes", codes)
     _check_matrix("scale", scale)
@@ -128,11 +128,11 @@ def dequantize_blockwise(
 
 
 def _check_matrix(name: str, value: object) -> None:
-    """Refuse what is no matrix that can be read.
+    """Check that a value is a readable matrix.
 
     Raises:
-        TypeError: It is no tensor.
-        ValueError: It is no matrix, or has no bytes.
+        TypeError: It is not a tensor.
+        ValueError: It is not a matrix, or has no bytes.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is of type {type(value).__name__}; pass a tensor")
@@ -144,10 +144,10 @@ def _check_matrix(name: str, value: object) -> None:
 
 
 def _check_blocks(block_size: object) -> None:
-    """Refuse what is no size of blocks.
+    """Check a block size.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not two positive integers.
     """
     is_pair = isinstance(block_size, (tuple, list)) and len(block_size) == 2
     if not is_pair or not all(isinstance(side, int) and side >= 1 for side in block_size):  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The input of a block-FP8 product, quantized as the engines' kernels do it."""
+"""Quantizes the input of a block-FP8 product as the engines' kernels do."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def quantize_activations(x_MK: Tensor, scale_format: ScaleFormat, *, group_size:
 
     Args:
         x_MK: (M, K), any floating dtype.
-        scale_format: Of the weights that it is multiplied by; their kernels want both alike.
+        scale_format: Scale format of the weights; kernels use the same one for both operands.
         group_size: Values that share a scale.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A weight with a product of two small matrices in it, as LoRA adds one: each element is read and written once."""
+"""Adds a low-rank product to a weight, as in LoRA, reading and writing each element once."""
 
 import torch
 from torch import Tensor
@@ -6,14 +6,14 @@ from torch import Tensor
 
 @torch.no_grad()
 def add_product(weight: Tensor, up: Tensor, down: Tensor, scale: float, *, out: Tensor) -> Tensor:
-    """Write `weight + scale * up @ down` to `out`, added up in float32 and rounded once. Nothing here waits for the device.
+    """Write `weight + scale * up @ down` to `out`, summed in float32 and rounded once. Does not wait for the device.
 
     Args:
-        weight: (N, K), of a floating dtype.
-        up: (N, R), of any; rounded to that of `weight`.
+        weight: (N, K), floating dtype.
+        up: (N, R), any floating dtype; rounded to the dtype of `weight`.
         down: (R, K), likewise.
-        scale: Of the product.
-        out: (N, K) of `weight`'s dtype and device, with dense rows; `weight` itself, or other memory.
+        scale: Factor of the product.
+        out: (N, K), dtype and device of `weight`, with dense rows; may be `weight` itself.
     """
     up, down = up.to(weight.dtype), down.to(weight.dtype)
     if not weight.is_cuda or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -24,5 +24,5 @@ def add_product(weight: Tensor, up: Tensor, down: Tensor, scale: float, *, out: 
 
 
 def add_product_reference(weight: Tensor, up: Tensor, down: Tensor, scale: float, *, out: Tensor) -> Tensor:
-    """The specification, but for the last bit: in which order products are added up is not said."""
+    """The specification, except for the last bit: the order of summation is not defined."""
     return torch.addmm(weight, up, down, alpha=scale, out=out)

@@ -1,4 +1,4 @@
-"""One refit's work as a table: what to read, what to write, in one launch for each kind of work.
+"""A refit's work as a table of reads and writes, run in one launch per kind of work.
 
 `compile_table` turns tasks into a `WorkTable`; `refresh` points it at new source tensors of the same layout; `launch`
 runs it. On CUDA a table is a matrix of addresses that Triton kernels walk; on the CPU it is the torch reference.
@@ -18,7 +18,7 @@ from fp8refit.live.layout_guard import Addresses
 from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat
 
 ALIGNMENT_BYTES = 16
-"""Widest load and store of one thread."""
+"""Width of the widest load and store of one thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class Task:
     select: tuple[int, ...] = ()
     """Indexes into the leading dimensions of `source`: one expert of a stack."""
     is_transposed: bool = False
-    """Whether rows and columns of `source` change places."""
+    """Whether to transpose `source`."""
 
     def box(self, source: Tensor) -> Tensor:
         """The box of this task in `source`, which has the layout of the task's own source."""
@@ -59,45 +59,46 @@ class WorkTable(Protocol):
     """Compiled tasks on one device."""
 
     num_device_bytes: int
-    """Memory the table itself holds on the device."""
+    """Device memory of the table itself."""
 
     def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
-        """Point the tasks at `sources`, each with the `source_layout` of the source of the tasks that read it.
+        """Point the tasks at new `sources` with the same `source_layout`.
+
+        Waits for a launch whose `bad_tasks` was never called, and drops its flags.
 
         Args:
-            sources: All of which can be read.
-            addresses: Where each begins, if that was asked already.
+            sources: Readable tensors, one per distinct source.
+            addresses: Their addresses, if known.
 
         Returns:
-            False, with nothing done, if one is aligned otherwise than those that the table was compiled for.
-
-        Waits for, and forgets the flags of, a launch whose `bad_tasks` was never asked for.
+            False, with nothing changed, if the alignment of one differs from what the table was compiled for.
         """
         ...
 
     def launch(self, *, check: bool, write: bool = True, begun: torch.cuda.Event | None = None) -> None:
-        """Run every task on the current stream. `check` flags NaN and Inf; scales that fit no slot always are.
+        """Run every task on the current stream.
 
-        `begun`, of a device that has such, is recorded right before the first kernel.
+        `check` flags NaN and Inf; scales that do not fit are always flagged. `begun`, on CUDA, is recorded right before
+        the first kernel.
         """
         ...
 
     def bad_tasks(self) -> list[int]:
-        """Wait for the last launch and give the indexes of the tasks that were flagged."""
+        """Wait for the last launch, and return the indexes of flagged tasks."""
         ...
 
     def release(self) -> None:
-        """Let go of the source tensors; `refresh` comes before the next launch."""
+        """Release the source tensors. Call `refresh` before the next launch."""
         ...
 
 
 def compile_table(tasks: Sequence[Task], device: torch.device, places: Sequence[int] | None = None) -> WorkTable:
-    """Compile `tasks`, whose tensors are all on `device`; the caller keeps them alive, the table may hold only addresses.
+    """Compile `tasks`. The caller keeps their tensors alive, since the table may hold only addresses.
 
     Args:
-        tasks: What to do.
-        device: Where.
-        places: For each task the place of its source among those that `refresh` will be given: experts of one stack read one
+        tasks: The tasks, with all tensors on `device`.
+        device: The device.
+        places: For each task, the index of its source in the `sources` of `refresh`; experts of one stack share a
             source. By default every task has its own.
     """
     if device.type == "cuda":
@@ -111,15 +112,15 @@ SourceLayout: TypeAlias = tuple[torch.Size, tuple[int, ...] | None, torch.dtype,
 
 
 def source_layout(source: Tensor) -> SourceLayout:
-    """What must be equal for a table to be pointed at another tensor, beside its alignment, which `refresh` looks at."""
+    """What must be equal for a table to be pointed at another tensor, except alignment, which `refresh` checks."""
     stride = None if source.is_contiguous() else source.stride()
     return source.shape, stride, source.dtype, source.get_device()
 
 
 def have_layouts(sources: Mapping[str, Tensor], layouts: Mapping[str, SourceLayout]) -> bool:
-    """Whether every named tensor is there, and its `source_layout` is the one that is given for it.
+    """Whether every named tensor exists with the given `source_layout`.
 
-    Takes half the time of asking for the layouts: a model of experts has 18 000 tensors.
+    Takes half the time of computing the layouts; a model of experts has 18,000 tensors.
     """
     for name, (shape, stride, dtype, device) in layouts.items():
         source = sources.get(name)
@@ -135,7 +136,7 @@ def have_layouts(sources: Mapping[str, Tensor], layouts: Mapping[str, SourceLayo
 
 
 def is_empty(task: Task) -> bool:
-    """Whether the task has nothing to move."""
+    """Whether the task moves nothing."""
     return prod(task.target.shape) == 0
 
 
@@ -176,7 +177,7 @@ class ReferenceTable(WorkTable):
 
 
 def _run_reference(task: Task, source: Tensor, *, write: bool) -> bool:
-    """Run one task and say whether its source is bad."""
+    """Run one task; returns whether its source is bad."""
     if task.op is Op.QUANTIZE:
         assert task.scale is not None, f"{task=}"
         if source.dtype is torch.float32 and task.round_to_bf16:

@@ -78,7 +78,7 @@ class TritonTable(WorkTable):
 
     def __init__(self, tasks: Sequence[Task], device: torch.device, places: Sequence[int] | None = None) -> None:
         rows = [row for index, task in enumerate(tasks) for row in _rows_of(index, task)]
-        # One kind after another, and the long launches first: the short ones are then queued while those run.
+        # Long launches first, so that the short ones are queued while they run.
         rows.sort(key=lambda row: (row[0].op is not Op.QUANTIZE, repr(row[0])))
         self._device = device
         self._launches, matrix, tile_rows = _lay_out(rows)
@@ -126,9 +126,9 @@ class TritonTable(WorkTable):
             self._done.record(torch.cuda.current_stream(self._device))
 
     def _launch_or_replay(self, *, check: bool, write: bool, begun: torch.cuda.Event | None) -> None:
-        """Launch the first time, which compiles the kernels; from the second time on replay the launches as one graph.
+        """Launch the kernels the first time, which compiles them; later replay the launches as one CUDA graph.
 
-        A launch through Triton takes the host about 0.1 ms, for which the device would stand still.
+        A Triton launch costs the host about 0.1 ms, during which the device would be idle.
         """
         key = check, write
         is_first, graph = key not in self._graphs, self._graphs.get(key)
@@ -146,12 +146,12 @@ class TritonTable(WorkTable):
         stream = _capture_stream(self._device, threading.get_ident())
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            # Not `torch.cuda.graph`, which gives all cached memory back first. Other threads go on as they like.
+            # Not `torch.cuda.graph`, which first frees all cached memory. Other threads are not restricted.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self._launch_all(check=check, write=write)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+                with contextlib.suppress(RuntimeError):  # the first error matters
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -180,8 +180,10 @@ class TritonTable(WorkTable):
 
 @lru_cache(maxsize=16)
 def _capture_stream(device: torch.device, thread: int) -> torch.cuda.Stream:
-    """What a thread captures on. A capture takes in whatever others launch on its stream, and torch hands out 32 in turn: with
-    one for each capture, each that a trainer or an engine has would be met soon.
+    """The stream that a thread captures on, always the same one.
+
+    A capture also records what others launch on its stream. torch hands out 32 streams in turn, so a new one for each
+    capture would soon be one that the trainer or the engine uses.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -312,7 +314,7 @@ def _run(launch: _Launch, matrix: Tensor, tile_rows: Tensor, status: Tensor, *, 
 
 @triton.jit
 def _magnitude_bits(x):
-    """float32 bits of |x|: ordered like the magnitudes, with Inf and NaN above every finite value."""
+    """float32 bits of |x|, which sort like the magnitudes, with Inf and NaN above every finite value."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -420,7 +422,7 @@ def _copy_tiles(
     TILE: tl.constexpr, RULE: tl.constexpr,
     IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """One program copies one stretch of one row. `RULE` is a `Check`: what is flagged."""
+    """One program copies one segment of one row. `RULE` is a `Check`: what to flag."""
     tile = first_tile + tl.program_id(0)
     row = _load_row(matrix, tile_rows, tile, NUM_FIELDS)
     source = tl.load(row + 0).to(tl.pointer_type(SOURCE))
