@@ -1,5 +1,5 @@
 """Engines whose ranks run in other processes: messages, the rank's end and the driver's.
 
-Policies that are sent over NCCL or gloo are in `broadcast`, engines behind a server in `servers`. What moves bytes and knows no
-refit belongs in `fp8refit.transport`.
+`broadcast` sends policies over NCCL or gloo; `servers` reaches engines behind a server. Code that moves bytes without
+knowing about refits belongs in `fp8refit.transport`.
 """

@@ -1,4 +1,4 @@
-"""What is asked of every rank of an engine in other processes, and what is known of the ranks from their answers."""
+"""Sends orders to every rank of an engine in other processes, and tracks what their replies say about them."""
 
 import uuid
 from collections.abc import Awaitable, Sequence
@@ -19,12 +19,13 @@ from fp8refit.transport.vote import merge_errors
 T = TypeVar("T")
 
 NUM_VOTES = 3
-"""Of a prepare, of a calibration, and of a write that sets KV scales."""
+"""Largest number of votes in one order: prepare, calibration, and a write that sets KV scales."""
 GRACE_S = 30.0
-"""How much longer a driver waits than the ranks wait for each other, so that theirs is the error that is told."""
+"""How much longer a driver waits than the ranks wait for each other, so that their error is the one raised."""
 
 _LOST_STEP = (
-    "the engine's channel to its ranks lost step, which it does for good when a worker raises. Restart the engine"
+    "the engine's channel to its ranks is out of step, which happens when a worker raises and cannot be undone. "
+    "Restart the engine"
 )
 
 
@@ -33,11 +34,11 @@ class Channel(Protocol):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether its methods may suspend, and so need an event loop."""
+        """Whether its methods may suspend, so that they need an event loop."""
         ...
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        """Give `message` to the `RankServer` of every rank, and their answers.
+        """Send `message` to the `RankServer` of every rank, and return their answers.
 
         Raises:
             EngineLostError: The engine, or a rank, died or does not answer.
@@ -45,56 +46,55 @@ class Channel(Protocol):
         ...
 
     async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
-        """Give `message` to every rank, and what waits for their answers, as `call` would.
-
-        That is awaited once, and before anything else is asked. Meanwhile whoever called may use the engine as always.
+        """Send `message` to every rank without waiting for answers.
 
         Returns:
-            None, and nothing was given, where the engine can only be called.
+            An awaitable for the answers. Await it once, before sending anything else; the engine can be used in the
+            meantime. None if the engine only supports `call`; then nothing was sent.
         """
         ...
 
 
 class AskedRanks:
-    """Every rank of one engine, to be asked for one thing after another.
+    """Sends orders to every rank of one engine, one at a time.
 
     Args:
         channel: Reaches every rank.
-        pairs: Does so with two messages at once, if the engine can.
+        pairs: Sends two messages in one exchange, if the engine can.
     """
 
     def __init__(self, channel: Channel, pairs: Pairs | None) -> None:
         self.channel, self.pairs = channel, pairs
         self.config = RefitConfig()
-        """Of what is under way."""
+        """Options of the current refit."""
         self.refit = ""
-        """Names what was prepared and is not over."""
+        """Id of the prepared refit; empty if there is none."""
         self.version = 0
         self.is_dirty = False
         self.num_ranks = 0
-        """As many as answer; none before the first refit."""
+        """Number of ranks that answer; 0 before the first refit."""
         self.has_refused = False
-        """Whether the last exchange of two orders ended with the first."""
+        """Whether the last exchange of two orders ended after the first."""
         self.lost_because: str | None = None
         self._held: Request | None = None
         self._flush_s = 0.0
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether to ask needs an event loop."""
+        """Whether sending an order needs an event loop."""
         return self.channel.is_asynchronous
 
     @property
     def holds(self) -> bool:
-        """Whether an order waits for the next one."""
+        """Whether an order is held back to be sent with the next one."""
         return self._held is not None
 
     async def meet(self) -> None:
-        """Learn, once, who is at the other end.
+        """Identify the ranks, once.
 
         Raises:
-            EngineLostError: Nobody, any more.
-            RankFailedError: Another version.
+            EngineLostError: They no longer answer.
+            RankFailedError: They have another version of fp8refit.
         """
         self._check_is_there()
         if self.num_ranks:
@@ -109,18 +109,18 @@ class AskedRanks:
         self.num_ranks = len(replies)
 
     async def ask(self, order: messages.Order, *, num_votes: int | None = None) -> list[Reply]:
-        """Give an order to every rank and hear from each.
+        """Send an order to every rank, and return their replies.
 
         Args:
-            order: What is asked for.
-            num_votes: How often the ranks may wait for each other until they answer, if not as often as all orders of a kind.
+            order: The order.
+            num_votes: How many votes the ranks may hold before they answer, if that differs from the order's default.
 
         Raises:
-            RefitError: What the ranks agreed on, or what some of them could not do.
-            EngineLostError: They cannot be reached any more.
+            RefitError: The ranks' common error, or the combined errors of those that failed.
+            EngineLostError: They can no longer be reached.
         """
         self._check_is_there()
-        held, self._held = self._held, None  # whatever else is asked for first ends it
+        held, self._held = self._held, None  # any other order drops it
         self._flush_s = 0.0
         request, timeout_s = Request(id=uuid.uuid4().hex, order=order), self._timeout_s(order, num_votes)
         if held is not None and isinstance(order, messages.Write | messages.Take):
@@ -128,14 +128,16 @@ class AskedRanks:
         return await self._hear(self.channel.call(request.encode(), timeout_s=timeout_s), request)
 
     async def begin(self, order: messages.Order) -> Awaitable[Sequence[Reply]] | None:
-        """Give an order, and what waits for the answers; None, and nothing given, where the engine can only be called."""
+        """Send an order, and return an awaitable for the replies; None, with nothing sent, if the engine only supports
+        `call`.
+        """
         self._check_is_there()
         request = Request(id=uuid.uuid4().hex, order=order)
         answers = await self._reach(self.channel.begin(request.encode(), timeout_s=self._timeout_s(order)))
         return self._hear(answers, request) if answers is not None else None
 
     def hold(self, order: messages.Prepare) -> bool:
-        """Keep an order for the exchange of the next one; False if the engine is not to be given both at once."""
+        """Hold an order back to send it with the next one; False if the engine does not take both at once."""
         if self.pairs is None or self.config.in_flight == "abort":
             return False
         self._check_is_there()
@@ -143,13 +145,13 @@ class AskedRanks:
         return True
 
     async def abandon(self) -> None:
-        """Let the ranks go of what was prepared, unless it is over."""
+        """Make the ranks drop what was prepared, if the refit is not over."""
         if self.refit:
             await self.ask(messages.Abandon(refit=self.refit))
             self.refit = ""
 
     def reports(self, replies: Sequence[Reply]) -> Sequence[RankReport]:
-        """What each rank wrote, and how long the engine dropped its caches meanwhile."""
+        """The ranks' reports, with the time the engine spent dropping caches."""
         if not self._flush_s:
             return replies[0].reports
         return [report.model_copy(update={"flush_s": self._flush_s}) for report in replies[0].reports]
@@ -165,7 +167,7 @@ class AskedRanks:
             raise RankFailedError(f"the ranks serve different versions ({held}); refit again")
 
     async def _hear(self, answers: Awaitable[Sequence[str]], request: Request) -> list[Reply]:
-        """What every rank said to a request; see `ask`."""
+        """Wait for every rank's reply to a request; see `ask`."""
 
         async def replies() -> list[Reply]:
             return _replies(await answers, request)
@@ -173,7 +175,7 @@ class AskedRanks:
         return self._judge(await self._reach(replies()))
 
     async def _reach(self, step: Awaitable[T]) -> T:
-        """Note that the engine is lost, if that comes of a step."""
+        """Await a step, and remember if it shows that the engine is lost."""
         try:
             return await step
         except EngineLostError as lost:
@@ -181,7 +183,7 @@ class AskedRanks:
             raise
 
     def _judge(self, replies: list[Reply]) -> list[Reply]:
-        """Note what the ranks say that they hold, and check that all could do what they were asked for."""
+        """Record the state that the ranks report, and check that all of them succeeded."""
         versions = {reply.version for reply in replies}
         self.is_dirty = len(versions) > 1 or any(reply.is_dirty for reply in replies)
         self.version = min(versions)
@@ -194,7 +196,9 @@ class AskedRanks:
         return replies
 
     async def _exchange_pair(self, held: Request, request: Request, timeout_s: float) -> list[Reply]:
-        """Give the ranks what was held and, if all could do that, a request. Replies are those to the last they were given."""
+        """Send the held request and, if all ranks succeed, another one. Returns the replies to the last request
+        sent.
+        """
         assert self.pairs is not None, "something was held"
         timeouts_s = self._timeout_s(held.order), timeout_s
         pair = await self.pairs.call_pair(held.encode(), request.encode(), timeouts_s=timeouts_s)
@@ -202,7 +206,7 @@ class AskedRanks:
         return _replies(pair.answers, held if pair.is_refused else request)
 
     def _timeout_s(self, order: messages.Order, num_votes: int | None = None) -> float:
-        """How long to wait for the ranks."""
+        """Seconds to wait for the ranks."""
         if num_votes is None:
             num_votes = NUM_VOTES if isinstance(order, messages.Prepare | messages.Calibrate) else 1
         return min(num_votes * self.config.timeout_s + GRACE_S, LONGEST_WAIT_S)
@@ -213,11 +217,11 @@ class AskedRanks:
 
 
 def _read(answer: str) -> Reply:
-    """What a rank said.
+    """Parse a rank's reply.
 
     Raises:
-        EngineLostError: It is an answer to something else than a request of ours.
-        RankFailedError: It is nothing that this version knows.
+        EngineLostError: It is not a reply to one of our requests.
+        RankFailedError: This version cannot read it.
     """
     try:
         reply = Reply.model_validate_json(answer)
@@ -225,7 +229,7 @@ def _read(answer: str) -> Reply:
         if not (isinstance(answer, str) and answer.startswith('{"id":')):
             raise EngineLostError(f"a rank answered {shorten(repr(answer), 80)}: {_LOST_STEP}") from error
         raise RankFailedError(
-            f"a rank answered what fp8refit {__version__} cannot read; install the same version for every process "
+            f"fp8refit {__version__} cannot read a rank's answer; install the same version for every process "
             f"({messages.first_problem(error)})"
         ) from error
     if reply.protocol != PROTOCOL:
@@ -237,11 +241,11 @@ def _read(answer: str) -> Reply:
 
 
 def _replies(answers: Sequence[str], request: Request) -> list[Reply]:
-    """What the ranks answered to a request.
+    """Parse the ranks' replies to a request.
 
     Raises:
-        EngineLostError: One answered something else.
-        RankFailedError: It is nothing that this version knows.
+        EngineLostError: A reply belongs to another request.
+        RankFailedError: This version cannot read a reply.
     """
     replies = [_read(answer) for answer in answers]
     if not replies:

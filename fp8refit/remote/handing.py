@@ -1,8 +1,8 @@
-"""Hands a stream to ranks in other processes of this host, bucket by bucket: no round trip and no waiting for a device each.
+"""Hands a stream to ranks in other processes of this host in buckets, without a round trip or a device wait per bucket.
 
-The source is read by whoever calls. Meanwhile the ranks carry out an order to take what comes through a ring. They leave it
-when nothing has come for some milliseconds, or after a fraction of a second, and are told anew: between two orders an engine
-does whatever else it has to do, and a rank that died is noticed as it is in every order.
+The caller reads the source. Meanwhile the ranks carry out an order to write what arrives through a ring. They return
+when nothing has arrived for some milliseconds, or after a fraction of a second, and get the order again. Between two
+orders the engine can do other work, and a dead rank is noticed as in every order.
 """
 
 import asyncio
@@ -20,50 +20,52 @@ from fp8refit.transport.memory.ring import NUM_SETS, Ring
 
 _POLL_S, _SLOWEST_POLL_S = 2e-5, 1e-3
 _PATIENCE_S = 0.25
-"""How long ranks that take nothing are looked at before their answer is waited for: they may have died."""
+"""Seconds to poll ranks that take nothing before waiting for their answer: they may have died."""
 
 
 class Asks(Protocol):
-    """Asks every rank of one engine."""
+    """Sends orders to every rank of one engine."""
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether that needs an event loop."""
+        """Whether sending needs an event loop."""
         ...
 
     @property
     def num_ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         ...
 
     async def ask(self, order: messages.Order) -> Sequence[Reply]:
-        """Give an order, and hear from each."""
+        """Send an order, and return the replies."""
         ...
 
     async def begin(self, order: messages.Order) -> Awaitable[Sequence[Reply]] | None:
-        """Give an order, and what waits for the answers; None, and nothing given, where only `ask` can be done."""
+        """Send an order, and return an awaitable for the replies; None, with nothing sent, if only `ask` is
+        possible.
+        """
         ...
 
 
 class Handing:
-    """The way of one stream to the ranks, which were told to be ready for it.
+    """Hands one stream to the ranks, which have already prepared for it.
 
     Args:
-        asks: Asks the ranks.
+        asks: Sends orders to the ranks.
         packer: Packs the stream.
         ring: Tells the ranks what was packed.
-        refit: Names the refit.
+        refit: Id of the refit.
     """
 
     def __init__(self, asks: Asks, packer: Packer, ring: Ring, refit: str) -> None:
         self._asks, self._packer, self._ring = asks, packer, ring
         self._order = messages.Stream(refit=refit, ring=ring.segment)
         self._packed: Packed | None = None
-        """What ranks are told of when the device has packed it."""
+        """The set whose text is sent once the device has packed it."""
         self._answers: Awaitable[Sequence[Reply]] | None = None
-        """Those of an order under way."""
+        """Replies to the current order."""
         self._pieces: Generator[Piece, None, None] | None = None
-        """What is left of the source."""
+        """The rest of the source."""
 
     def open(self, source: Source, bucket_bytes: int) -> None:
         """Begin to read a source, and take the memory that it goes through. Ranks hear nothing of it yet.
@@ -116,21 +118,21 @@ class Handing:
             raise failed.take()
 
     async def _open_set(self, piece: Piece) -> None:
-        """Begin another set of buckets that has room for a piece.
+        """Open another set of buckets with room for a piece.
 
-        A bucket that is too small is replaced: where a single row of blocks is larger than a bucket.
+        Replaces a bucket that is smaller than a single row of blocks.
         """
         await self._seal()
         await self._wait_for_set()
         while not self._packer.has_room(piece):
             self._packer.drop_bucket(piece.tensor.device)
-            await self._seal()  # which tells every rank to let go of it
+            await self._seal()  # which makes every rank unmap it
             await self._catch_up()
             self._packer.free_dropped()
             self._packer.open_set()
 
     async def _wait_for_set(self) -> None:
-        """Wait until every rank has read the set of buckets that comes next, and empty it."""
+        """Wait until every rank has read the next set of buckets, and clear it."""
         start_s, pause_s = time.monotonic(), _POLL_S
         while self._ring.num_taken(self._asks.num_ranks) <= self._packer.num_packed - NUM_SETS:
             await self._tell()
@@ -145,13 +147,13 @@ class Handing:
         self._packer.open_set()
 
     async def _seal(self) -> None:
-        """Close the set that was filled. Ranks are told of it as soon as the device has packed it."""
+        """Close the filled set. Its text is sent as soon as the device has packed it."""
         await self._tell(waits=True)
         self._packed = self._packer.seal()
         await self._tell()
 
     async def _tell(self, *, waits: bool = False) -> None:
-        """Let the ranks know what was packed, if the device is done with it; or when it is."""
+        """Send the text of the packed set if the device is done, or wait for that."""
         packed = self._packed
         if packed is None or not (waits or packed.is_done()):
             return
@@ -165,11 +167,11 @@ class Handing:
 
     @property
     def _is_read(self) -> bool:
-        """Whether every rank looks at the ring."""
+        """Whether every rank reads the ring."""
         return self._answers is not None and not self._ring.is_left(self._asks.num_ranks)
 
     async def _catch_up(self) -> None:
-        """Have the ranks take everything that was packed."""
+        """Wait until the ranks have taken everything packed."""
         await self._tell(waits=True)
         self._ring.call_back()
         await self._hear()
@@ -179,7 +181,7 @@ class Handing:
             await self._asks.ask(self._order)
 
     async def _hear(self) -> None:
-        """Wait for the end of the order under way, if there is one."""
+        """Wait for the end of the current order, if there is one."""
         answers, self._answers = self._answers, None
         if answers is not None:
             await answers

@@ -1,6 +1,6 @@
-"""How a policy comes to ranks in other processes of this host.
+"""Gets a policy to ranks in other processes of this host.
 
-Tensors that those processes can map go by handle, all at once; files go by path; everything else goes as a stream.
+Tensors that those processes can map are sent as handles, all at once; files as paths; everything else as a stream.
 """
 
 import logging
@@ -29,22 +29,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Offered:
-    """A policy that every rank was told of, and is ready to write or to compare."""
+    """A policy that every rank has prepared to write or compare."""
 
     source: Source
     is_stream: bool
-    """Whether this process reads it, and hands it over part by part."""
+    """Whether this process reads it and hands it over part by part."""
     is_settled: bool
-    """Whether its tensors lie where the last ones did: they stay mapped."""
+    """Whether its tensors are where the last ones were; then they stay mapped."""
     sets_kv_scales: bool
     compares: bool
 
 
 class HostRoute:
-    """Offers policies to the ranks of one engine, and has them written.
+    """Offers policies to the ranks of one engine, and makes them write.
 
     Args:
-        ranks: Of the engine.
+        ranks: The engine's ranks.
     """
 
     def __init__(self, ranks: AskedRanks) -> None:
@@ -53,19 +53,17 @@ class HostRoute:
         self._packer = Packer(_make_bucket)
         self._ring: Ring | None = None
         self._mapped_digest = ""
-        """Of the tensors that the ranks have mapped."""
+        """Digest of the tensors that the ranks have mapped."""
         self._offered_digest = ""
-        """Of those that they were offered last."""
+        """Digest of the tensors offered last."""
 
     async def prepare(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:
-        """Have every rank judge a policy.
-
-        What is laid out as the last one may be judged when it is written.
+        """Make every rank check a policy. If its layout is known, the check may be sent together with the write.
 
         Raises:
-            NonFiniteError: NaN or Inf, if they are looked for before writing and this process reads the source.
-            InvalidSourceError: It does not fit, or has to be read twice and cannot be.
-            RefitError: What a rank has to say.
+            NonFiniteError: NaN or Inf, with `validate="strict"`, if this process reads the source.
+            InvalidSourceError: It does not fit, or must be read twice and cannot be.
+            RefitError: A rank's error.
         """
         ranks, ranks.refit = self._ranks, uuid.uuid4().hex
         offer = self._offer(source)
@@ -92,14 +90,14 @@ class HostRoute:
         No rank writes anything before the first tensor of a stream was read, and there is memory for it.
 
         Raises:
-            InvalidSourceError: A stream is not what was announced.
-            StagingMemoryError: No room for the buckets of a stream.
-            RefitError: What a rank has to say.
-            BaseException: What reading a stream raised.
+            InvalidSourceError: A stream is not as announced.
+            StagingMemoryError: There is no room for a stream's buckets.
+            RefitError: A rank's error.
+            BaseException: Whatever reading a stream raised.
         """
         ranks, num_votes = self._ranks, NUM_VOTES if offered.sets_kv_scales else 1
         if not offered.is_stream:
-            # A trainer that gathers into new memory every time wants it back; weights that stay in place stay mapped.
+            # A trainer that gathers into new memory every time needs it back; weights that stay in place stay mapped.
             order = messages.Write(refit=ranks.refit, keeps_mapped=offered.is_settled)
             replies = await ranks.ask(order, num_votes=num_votes)
         else:
@@ -118,11 +116,11 @@ class HostRoute:
         return replies
 
     def forget(self) -> None:
-        """The ranks have nothing mapped any more."""
+        """Note that the ranks no longer have anything mapped."""
         self._mapped_digest = self._offered_digest = ""
 
     def fail(self) -> None:
-        """What the ranks have mapped is not known."""
+        """Note that it is unknown what the ranks have mapped."""
         self._mapped_digest = ""
 
     def close(self, *, may_be_read: bool) -> None:
@@ -140,13 +138,13 @@ class HostRoute:
         return self._ring
 
     def _offer(self, source: Source) -> messages.MappedTensors | messages.Files | messages.Pushed:
-        """Say how the ranks come by the source's tensors."""
+        """Describe how the ranks get the source's tensors."""
         if isinstance(source, SafetensorsSource):
             return messages.Files(path=str(Path(source.path).resolve()), stamps=source.stamps)
         if isinstance(source, MappingSource):
             export, problems = self._export(source)
             for device in export.gpus:
-                torch.cuda.synchronize(device)  # what the trainer computes has to be there before it is read
+                torch.cuda.synchronize(device)  # the trainer must have finished computing what is read
             if not export.leftover:
                 if export.digest == self._mapped_digest and not problems:
                     return messages.MappedTensors(digest=export.digest)
@@ -169,8 +167,8 @@ class HostRoute:
         )
 
     def _export(self, source: MappingSource) -> tuple[Export, tuple[str, ...]]:
-        """References to the tensors, and what is wrong with others. If all lie where and as the last ones did, nothing is: they
-        are not looked at one by one.
+        """References to the tensors, and the problems of others. If all are where and as they were last time, none is
+        checked again.
         """
         export = self._exporter.again(source.sent_names, source.sent)
         if export is not None:

@@ -1,4 +1,6 @@
-"""Two messages to every rank of an engine in one exchange, in which the engine drops its caches once all could do the first."""
+"""Sends two messages to every rank in one exchange; between them the engine drops its caches, if the first
+succeeded.
+"""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,26 +12,26 @@ from fp8refit.remote.messages import have_done
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairAnswers:
-    """What came of two messages in one exchange."""
+    """The result of an exchange of two messages."""
 
     answers: Sequence[str]
-    """To the second; or to the first, if a rank could not do that and nothing came after it."""
+    """Answers to the second message; or to the first, if a rank failed it and the second was not sent."""
     is_refused: bool
-    """Whether they are those to the first."""
+    """Whether a rank failed the first message."""
     flush_s: float
-    """Seconds in which the engine dropped its caches while the ranks waited for that."""
+    """Seconds that the ranks waited while the engine dropped its caches."""
 
 
 class Pairs(Protocol):
-    """Reaches every rank with two messages in one exchange."""
+    """Sends two messages to every rank in one exchange."""
 
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        """Give every rank `first`; if all could do that drop the caches, and give every rank `second`.
+        """Send `first` to every rank. If all succeed, drop the caches and send `second`.
 
         Raises:
-            CacheFlushError: Caches stay. No rank was given `second`.
-            RankFailedError: Dropping them failed. No rank was given `second`.
-            EngineLostError: A rank does not answer; or caches stay that nothing uses, and the ranks were given `second`.
+            CacheFlushError: The engine kept its caches; `second` was not sent.
+            RankFailedError: Dropping the caches failed; `second` was not sent.
+            EngineLostError: A rank does not answer; or unused caches could not be dropped after `second` was sent.
         """
         ...
 
@@ -42,14 +44,14 @@ async def call_in_turn(
     *,
     timeouts_s: tuple[float, float],
 ) -> PairAnswers:
-    """See `Pairs.call_pair`, where whoever asks is beside the engine and an exchange costs little.
+    """Implement `Pairs.call_pair` by two separate calls, for callers near the engine, where an exchange is cheap.
 
     Args:
-        call: Gives every rank a message; see `fp8refit.remote.channel.Channel`.
+        call: Sends a message to every rank; see `fp8refit.remote.channel.Channel`.
         flush_caches: Drops the caches; see `fp8refit.remote.servers.control.ControlPlane`.
-        first: See `Pairs.call_pair`.
-        second: See there.
-        timeouts_s: For each.
+        first: The first message.
+        second: The second message.
+        timeouts_s: Time limit of each.
     """
     answers = await call(first, timeout_s=timeouts_s[0])
     if not have_done(answers, first):

@@ -1,6 +1,6 @@
-"""What a driver and the ranks of its engine say to each other: validated JSON, no pickle, no tensors.
+"""The messages between a driver and its engine's ranks: validated JSON, no pickle, no tensors.
 
-Every request has an id that its reply echoes, and every step after `Prepare` names the refit it belongs to. Errors are values.
+Every reply echoes its request's id, and every order after `Prepare` names its refit. Errors are values.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from fp8refit.transport.memory.shared_tensors import Segment, TensorRef
 from fp8refit.transport.vote import ErrorRecord
 
 PROTOCOL = 10
-"""Number of this language; both sides have to speak the same."""
+"""Version of these messages; both sides must use the same."""
 _MAX_PROBLEMS = 100
-"""Beyond this many they are counted alone: pydantic's list of them takes a hundred times what was sent."""
+"""Further problems are only counted: pydantic's list of them takes a hundred times the size of the message."""
 
 
 def first_problem(error: ValidationError) -> str:
-    """What is wrong with what was sent, briefly, however much there is."""
+    """Describe the first problem of a message, and count the others."""
     count = error.error_count()
     if count > _MAX_PROBLEMS:
         return f"{count} problems"
@@ -41,59 +41,59 @@ class _Message(BaseModel):
 
 
 class MappedTensors(_Message):
-    """A source whose tensors lie in memory that the ranks can map."""
+    """A source whose tensors are in memory that the ranks can map."""
 
     kind: Literal["mapped"] = "mapped"
     digest: str
     segments: tuple[Segment, ...] = ()
     refs: tuple[TensorRef, ...] | None = None
-    """None if these are the tensors of the last refit, by their digest."""
+    """None if these are the tensors of the last refit, identified by their digest."""
     problems: tuple[str, ...] = ()
 
 
 class Files(_Message):
-    """A safetensors file or folder that every rank reads for itself."""
+    """A safetensors file or folder that every rank reads itself."""
 
     kind: Literal["files"] = "files"
     path: str
     stamps: tuple[FileStamp, ...]
-    """Of the files that the driver judged, in their order; no others are read."""
+    """The files that the driver checked, in order; no others are read."""
 
 
 class Pushed(_Message):
-    """A source that the driver reads, and hands over part by part."""
+    """A source that the driver reads and sends part by part."""
 
     kind: Literal["pushed"] = "pushed"
     manifest: dict[str, tuple[tuple[int, ...], str]] | None
-    """Shape and dtype of everything that will come, if that is known."""
+    """Shape and dtype of every tensor to come, if known."""
     problems: tuple[str, ...] = ()
     odd_scales: tuple[str, ...] = ()
     unfit: dict[str, str] = {}
-    """KV scales that are none, and why."""
+    """Names of invalid KV scales, and why."""
 
 
 class Broadcast(_Message):
-    """A source that the trainer broadcasts, in buckets that both sides derive from what is announced here."""
+    """A source that the trainer broadcasts, in buckets whose layout both sides derive from this offer."""
 
     kind: Literal["broadcast"] = "broadcast"
     token: str
-    """Of the group that it is broadcast in."""
+    """Token of the broadcast group."""
     digest: str
-    """sha256 over the rest."""
+    """SHA-256 over the rest."""
     tensors: tuple[WireTensor, ...] | None
-    """None if this is the offer of the last refit, by its digest."""
+    """None if this is the offer of the last refit, identified by its digest."""
     sections: tuple[Annotated[int, Field(ge=0, lt=MAX_SECTIONS)], ...] = Field(default=(), max_length=1 << 16)
-    """In which section each rank of the group is, the trainer apart; empty if all get the same."""
+    """The section of each rank of the group except the trainer; empty if all get the same."""
     bucket_bytes: int = 0
     num_buckets: int = 0
     problems: tuple[str, ...] = ()
     odd_scales: tuple[str, ...] = ()
     unfit: dict[str, str] = {}
-    """KV scales that are none, and why."""
+    """Names of invalid KV scales, and why."""
 
     @property
     def num_sections(self) -> int:
-        """Between how many tensors are cut."""
+        """Number of sections."""
         return max(self.sections, default=-1) + 1
 
     @model_validator(mode="after")
@@ -101,34 +101,34 @@ class Broadcast(_Message):
         for tensor in self.tensors or ():
             if tensor.cut is not None and len(tensor.cut.spans) != self.num_sections:
                 raise ValueError(
-                    f"{tensor.name}: is cut for {len(tensor.cut.spans)} sections, there are {self.num_sections}"
+                    f"{tensor.name}: is cut for {len(tensor.cut.spans)} sections, but there are {self.num_sections}"
                 )
         return self
 
 
 class Hello(_Message):
-    """Who is there?"""
+    """Ask who answers and what state it is in."""
 
     step: Literal["hello"] = "hello"
 
 
 class Prepare(_Message):
-    """Judge a source; see `Rank.prepare`."""
+    """Check a source; see `Rank.prepare`."""
 
     step: Literal["prepare"] = "prepare"
     refit: str
-    """Names this refit from here on; an unfinished one is given up."""
+    """Id of this refit. An unfinished refit is abandoned."""
     config: RefitConfig
     source: Annotated[MappedTensors | Files | Pushed | Broadcast, Field(discriminator="kind")]
     kv: KvOrder | None = None
     compares: bool = False
-    """Whether nothing is written, and what is held is compared with what would be."""
+    """Whether to compare with the slots instead of writing to them."""
     is_under_way: bool = False
-    """Whether the trainer broadcasts already, and `Take` comes next: the first buckets may be received meanwhile."""
+    """Whether the broadcast has begun and `Take` follows: the first buckets may be received now."""
 
     @property
     def is_known(self) -> bool:
-        """Whether the source is said to be laid out as that of the last refit."""
+        """Whether the source has the layout of the last refit, according to the driver."""
         source = self.source
         return (source.kind == "mapped" and source.refs is None) or (
             source.kind == "broadcast" and source.tensors is None
@@ -141,18 +141,18 @@ class Write(_Message):
     step: Literal["write"] = "write"
     refit: str
     keeps_mapped: bool
-    """Whether the source's memory stays mapped for the next refit; what is mapped cannot be given back to its GPU."""
+    """Whether the source's memory stays mapped for the next refit. Its GPU cannot reclaim mapped memory."""
 
 
 class Begin(_Message):
-    """Be ready for parts; see `Target.begin`."""
+    """Get ready for parts; see `Target.begin`."""
 
     step: Literal["begin"] = "begin"
     refit: str
 
 
 class Run(_Message):
-    """Where the rows begin of a part of a tensor."""
+    """The position of a run of rows in its tensor."""
 
     first_row: int = Field(ge=0)
     full_shape: tuple[int, ...] = Field(min_length=1)
@@ -160,17 +160,17 @@ class Run(_Message):
 
 
 class Packed(_Message):
-    """What one set of buckets holds. It is no order: it comes through the ring of a `Stream`."""
+    """The contents of one set of buckets. Not an order: it is sent through the ring of a `Stream`."""
 
     segments: tuple[Segment, ...]
-    """All that the trainer uses; the ranks let go of others."""
+    """All segments that the trainer uses; the ranks unmap others."""
     refs: tuple[TensorRef, ...]
     runs: dict[str, Run] = {}
-    """Which of them are not the whole tensor of their name, but rows of it. The runs of one tensor come in order."""
+    """The tensors that are runs of rows. The runs of one tensor arrive in order."""
 
 
 class Stream(_Message):
-    """Write what a ring tells of, for as long as something comes; see `fp8refit.remote.handing`."""
+    """Write what arrives through a ring, until nothing more does; see `fp8refit.remote.handing`."""
 
     step: Literal["stream"] = "stream"
     refit: str
@@ -200,7 +200,7 @@ class Take(_Message):
     step: Literal["take"] = "take"
     refit: str
     version: int
-    """Least number that the new policy may have: replicas that are refitted together have the same."""
+    """Lowest version that the new policy may get, so that replicas that are refitted together get the same."""
 
 
 class CheckCalibration(_Message):
@@ -220,26 +220,26 @@ class Calibrate(_Message):
 
 
 class Abandon(_Message):
-    """Let go of what was prepared; see `Target.abandon`."""
+    """Drop what was prepared; see `Target.abandon`."""
 
     step: Literal["abandon"] = "abandon"
     refit: str
 
 
 class Describe(_Message):
-    """Say what is held; see `LiveModel.layout`."""
+    """Describe the inventory; see `LiveModel.layout`."""
 
     step: Literal["describe"] = "describe"
 
 
 class Fingerprint(_Message):
-    """Say what the weights are; see `LiveModel.fingerprint`."""
+    """Compute a digest of the weights; see `LiveModel.fingerprint`."""
 
     step: Literal["fingerprint"] = "fingerprint"
 
 
 class Close(_Message):
-    """Drop what is held beyond the engine, mappings among it."""
+    """Release everything except the engine itself, including mappings."""
 
     step: Literal["close"] = "close"
 
@@ -271,7 +271,7 @@ class Request(_Message):
 
 
 class Reply(_Message):
-    """What one rank answers."""
+    """One rank's answer."""
 
     id: str
     protocol: int = PROTOCOL
@@ -286,16 +286,16 @@ class Reply(_Message):
     kv: KvReport | None = None
 
     def is_to(self, request: Request) -> bool:
-        """Whether this answers a request, and no earlier one. What a rank could not read had no id for it."""
+        """Whether this is the reply to `request`. The reply to an unreadable request has no id."""
         return self.id in (request.id, "")
 
 
 def have_done(answers: Sequence[Any], request: str) -> list[Reply]:
-    """What the ranks say, if every one of them did what was asked for; nothing if not, and then the driver says why.
+    """The ranks' replies if all of them succeeded, otherwise an empty list; the driver then raises the reasons.
 
     Args:
-        answers: Whatever came.
-        request: As it was given to them.
+        answers: The ranks' answers, unchecked.
+        request: The request as it was sent.
     """
     try:
         asked = Request.model_validate_json(request)

@@ -1,6 +1,6 @@
 """Packs the tensors of a stream into buckets that ranks in other processes of this host can map.
 
-There are two sets of buckets, each with one on every device that tensors come from: one is filled while ranks read the other.
+There are two sets of buckets, each with one per device that tensors are on: one is filled while ranks read the other.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,33 +20,33 @@ from fp8refit.transport.memory.shared_tensors import Bucket, TensorRef
 
 _SENDABLE = frozenset(DTYPES.values())
 _MOST_REFS = 8192
-"""Of one set."""
+"""Most references in one set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """A set of buckets, and what the ranks are told of it once the device has packed it."""
+    """A filled set of buckets, and the text that the ranks get once the device has packed it."""
 
     text: str
     events: tuple[torch.cuda.Event, ...]
 
     def is_done(self) -> bool:
-        """Whether the device has packed it."""
+        """Whether the device has finished packing."""
         return all(event.query() for event in self.events)  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has finished packing."""
         for event in self.events:
             event.synchronize()
 
 
 class Packer:
-    """Packs one stream after another into buckets that are kept.
+    """Packs streams into buckets, which are kept from one stream to the next.
 
-    Copies are queued on one stream of each device: the one that is current when its first tensor comes.
+    Copies are queued on one CUDA stream per device: the one that is current when its first tensor arrives.
 
     Args:
-        make_bucket: Makes a bucket on a device, of a size.
+        make_bucket: Makes a bucket on a device, of a size in bytes.
     """
 
     def __init__(self, make_bucket: Callable[[torch.device, int], Bucket]) -> None:
@@ -58,13 +58,13 @@ class Packer:
         self._dropped: list[Bucket] = []
         self._bucket_bytes = 0
         self.num_packed = 0
-        """Sets of this stream that were sealed."""
+        """Number of sealed sets of this stream."""
 
     def begin(self, bucket_bytes: int) -> None:
-        """Begin a stream. Ranks read nothing."""
+        """Begin a stream. No rank may be reading."""
         self._bucket_bytes, self.num_packed = bucket_bytes, 0
         for work in self._work.values():
-            work.synchronize()  # a stream that failed may have left copies, which would come late
+            work.synchronize()  # a failed stream may have left copies that would arrive late
         self._work.clear()
         self.free_dropped()
         self._refs.clear()
@@ -73,21 +73,21 @@ class Packer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing lies in the set that is being filled."""
+        """Whether the set being filled is empty."""
         return not self._refs
 
     @property
     def buckets(self) -> Mapping[torch.device, Bucket]:
-        """Of the set that is being filled."""
+        """The buckets of the set being filled."""
         return self._sets[self.num_packed % NUM_SETS]
 
     def open_set(self) -> None:
-        """Fill the next set, which every rank has read."""
+        """Switch to the next set, which every rank must have read."""
         for bucket in self.buckets.values():
             bucket.clear()
 
     def has_room(self, piece: Piece) -> bool:
-        """Whether a piece can be put beside what is there."""
+        """Whether a piece fits into the remaining room."""
         if piece.name in self._refs or len(self._refs) == _MOST_REFS:
             return False
         bucket = self.buckets.get(piece.tensor.device)
@@ -105,11 +105,11 @@ class Packer:
                 buckets[tensor.device] = self._make_bucket(tensor.device, num_bytes)
 
     def put(self, piece: Piece) -> None:
-        """Queue a copy of a piece, for which there is room.
+        """Queue a copy of a piece, which must fit.
 
         Raises:
-            InvalidSourceError: No weight has its dtype.
-            StagingMemoryError: No room for a bucket on its device, which is not that of anything before it.
+            InvalidSourceError: Its dtype is not that of a weight.
+            StagingMemoryError: There is no room for the first bucket on its device.
         """
         name, tensor = piece.name, piece.tensor
         if tensor.dtype not in _SENDABLE:
@@ -125,7 +125,7 @@ class Packer:
             self._runs[name] = messages.Run(first_row=piece.first_row, full_shape=piece.full_shape)
 
     def seal(self) -> Packed:
-        """What the ranks are to be told of the set that was filled. The next one may be opened once they have read it."""
+        """Close the filled set, and return the text for the ranks. Open the next set once they have read it."""
         events = tuple(work.record() for device, work in self._work.items() if device.type == "cuda")
         segments = tuple(bucket.segment for buckets in self._sets for bucket in buckets.values())
         told = messages.Packed(segments=segments, refs=tuple(self._refs.values()), runs=dict(self._runs))
@@ -135,11 +135,11 @@ class Packer:
         return Packed(text=told.encode(), events=events)
 
     def drop_bucket(self, device: torch.device) -> None:
-        """Take away the bucket of an open set that is too small."""
+        """Remove a bucket that is too small from the open set."""
         self._dropped.append(self._sets[self.num_packed % NUM_SETS].pop(device))
 
     def free_dropped(self) -> None:
-        """Give back buckets that were dropped. Every rank was told of a set without them, or reads nothing."""
+        """Free dropped buckets. Every rank must have seen a set without them, or be idle."""
         while self._dropped:
             self._dropped.pop().close()
 

@@ -1,4 +1,4 @@
-"""The rank side of an engine in other processes: takes one request after another and answers with values, never errors."""
+"""The rank's side of an engine in other processes: carries out requests one by one, and answers errors as values."""
 
 import logging
 import time
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 2e-5
 _LINGERING_S = 0.005
-"""How long a rank looks for more of a stream before it turns to other things."""
+"""Seconds a rank polls for more of a stream before it returns."""
 _FOLLOWING_S = 0.25
-"""How long it does nothing else, if something comes all the time."""
+"""Seconds after which it returns even if more keeps arriving."""
 
 
 class RankServer:
-    """Does what a driver asks of one rank.
+    """Carries out a driver's orders on one rank.
 
     Args:
-        make_rank: Gives the rank; called once, at the first request.
+        make_rank: Creates the rank; called at the first request.
     """
 
     def __init__(self, make_rank: Callable[[], Rank]) -> None:
@@ -49,14 +49,16 @@ class RankServer:
         self._mapped: tuple[str, MappingSource] | None = None
         self._ring: Ring | None = None
         self._packed: dict[int, tuple[str, list[tuple[str, Tensor] | Piece]]] = {}
-        """What was told last of each set of buckets of a stream, in their order, and the tensors there."""
+        """The last text for each set of buckets of a stream, and the tensors it describes."""
         self._receiver: Receiver | None = None
         self._token = ""
         self._refit = ""
         self._prepared: Prepared | None = None
 
     def handle(self, message: str) -> str:
-        """Answer one request. An error is a value: one that crosses an engine's RPC may end the engine."""
+        """Answer one request. Errors are returned as values: an exception that crosses an engine's RPC may end the
+        engine.
+        """
         request_id = ""
         try:
             request = _read(message)
@@ -142,7 +144,7 @@ class RankServer:
             RefitError: What this rank could not do.
         """
         if order.refit != self._refit:
-            raise RankFailedError("this refit was given up: another one began, or the engine was closed; refit again")
+            raise RankFailedError("this refit was abandoned: another one began, or the engine was closed; refit again")
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             raise RankFailedError("nothing is prepared on this rank; refit again")
@@ -170,12 +172,13 @@ class RankServer:
             self._unmap()
 
     def _follow(self, order: messages.Stream, rank: Rank, importer: Importer) -> None:
-        """Write what a ring tells of, until nothing comes, or for as long as other things may wait.
+        """Write what arrives through a ring, until nothing more arrives or `_FOLLOWING_S` have passed.
 
-        A text is taken when the device has read what it tells of. All that came are when this returns.
+        A text counts as taken when the device has read the buckets it describes. All received texts are taken when this
+        returns.
 
         Raises:
-            RefitError: What this rank could not do.
+            RefitError: This rank failed.
         """
         if self._ring is None or self._ring.segment != order.ring:
             self._ring = Ring.find(order.ring)
@@ -210,7 +213,7 @@ class RankServer:
             ring.take(place, num_received)
 
     def _write_packed(self, place: int, text: str, rank: Rank, importer: Importer) -> None:
-        """Write what lies in a set of buckets. What was told in the same words the last time lies where it lay."""
+        """Write the contents of a set of buckets. If the text is the same as last time, so are the tensors' places."""
         last, tensors = self._packed.get(place, ("", []))
         if last != text:
             told = messages.Packed.model_validate_json(text)
@@ -220,7 +223,7 @@ class RankServer:
         rank.target.push(tensors)
 
     def _keep_mapped(self, ids: Iterable[str]) -> None:
-        """Let go of all of the trainer's memory but some segments. What was launched may still be reading it."""
+        """Unmap all of the trainer's memory except some segments, after waiting for launched work that may read it."""
         kept, importer, live = (
             frozenset(ids),
             self._importer,
@@ -273,7 +276,7 @@ class RankServer:
         return self._mapped[1]
 
     def _forget(self) -> None:
-        """Let go of the refit under way, and of everything mapped."""
+        """Abandon the current refit, and unmap everything."""
         self._refit, self._prepared = "", None
         if self._rank is not None:
             self._rank.target.abandon()
@@ -287,7 +290,7 @@ class RankServer:
 
 
 class MappedSource(MappingSource):
-    """Tensors of another process, under the names and with the problems that it found."""
+    """Tensors of another process, with the names and problems that it found."""
 
     def __init__(self, tensors: Mapping[str, Tensor], problems: tuple[str, ...]) -> None:
         super().__init__(tensors)
@@ -300,16 +303,16 @@ class MappedSource(MappingSource):
 
 
 def _read(message: str) -> Request:
-    """The request.
+    """Parse a request.
 
     Raises:
-        RankFailedError: It is none that this version knows.
+        RankFailedError: This version cannot read it.
     """
     try:
         request = Request.model_validate_json(message)
     except ValidationError as error:
         raise RankFailedError(
-            f"this rank, fp8refit {__version__}, cannot read what the driver says; install the same version on both sides "
+            f"this rank (fp8refit {__version__}) cannot read the driver's message; install the same version on both sides "
             f"({messages.first_problem(error)})"
         ) from error
     if request.protocol != messages.PROTOCOL:
@@ -330,7 +333,7 @@ def _pieces(tensors: Mapping[str, Tensor], runs: Mapping[str, messages.Run]) -> 
 
 
 def _recorded() -> torch.cuda.Event:
-    """An event after all that was launched on the current device."""
+    """Record an event after everything launched on the current device."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -341,6 +344,6 @@ def _metadata(manifest: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, 
     for name, (shape, dtype) in manifest.items():
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype):
-            raise RankFailedError(f"{name}: {dtype!r} is no dtype of this rank's PyTorch {torch.__version__}")
+            raise RankFailedError(f"{name}: {dtype!r} is not a dtype of this rank's PyTorch {torch.__version__}")
         metadata[name] = TensorMeta(shape=shape, dtype=kind)
     return metadata

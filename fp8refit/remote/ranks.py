@@ -1,4 +1,4 @@
-"""The driver side of an engine whose ranks run in other processes, on this host or on others."""
+"""The driver's side of an engine whose ranks run in other processes, on this host or others."""
 
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
@@ -38,11 +38,11 @@ class RemoteRanks(Ranks, Audience):
         self.asked = AskedRanks(channel, pairs)
         self._route = HostRoute(self.asked)
         self._source: Source | None = None
-        """Which ranks may be reading."""
+        """The source that ranks may be reading."""
         self._offered: Offered | None = None
         self._broadcast = Broadcast([self])
         self._take_votes: int | None = None
-        """How often the ranks may wait in a broadcast that was prepared; None if none was."""
+        """How many votes the ranks may hold in the prepared broadcast; None if none is prepared."""
         self._num_buckets = 0
 
     @property
@@ -137,11 +137,11 @@ class RemoteRanks(Ranks, Audience):
         with ErrorCapture() as failed:
             report = (await self.asked.ask(messages.Calibrate(config=config, kv=kv)))[0].kv
             if report is None:
-                raise RankFailedError("a rank calibrated and did not say what came of it; refit again")
+                raise RankFailedError("a rank calibrated but did not report the result; refit again")
             return report
         if not isinstance(failed.error, RefitError):
             with contextlib.suppress(RefitError):
-                await self.asked.ask(messages.Hello())  # interrupted: whether scales were written in part was not heard
+                await self.asked.ask(messages.Hello())  # interrupted: it is unknown whether scales were partly written
         raise failed.take()
 
     @override
@@ -164,11 +164,11 @@ class RemoteRanks(Ranks, Audience):
             self._route.close(may_be_read=self.asked.lost_because is not None)
 
     async def meet(self, config: RefitConfig) -> None:
-        """Learn who is at the other end, for a refit by `config`.
+        """Identify the ranks, for a refit with `config`.
 
         Raises:
-            EngineLostError: Nobody, any more.
-            RankFailedError: Another version.
+            EngineLostError: They no longer answer.
+            RankFailedError: They have another version of fp8refit.
         """
         self.asked.config = config
         await self.asked.meet()
@@ -221,7 +221,9 @@ class RemoteRanks(Ranks, Audience):
         return self.asked.reports(replies)
 
     async def _or_give_up(self, step: Awaitable[T]) -> T:
-        """On an error let the ranks go of what was prepared. After a lost rank the source stays: somebody may still read it."""
+        """Await a step; on an error make the ranks drop what was prepared. If a rank is lost, keep the source: it may
+        be reading.
+        """
         with ErrorCapture() as failed:
             return await step
         self._route.fail()

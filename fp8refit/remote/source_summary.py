@@ -1,4 +1,4 @@
-"""What a driver knows of a source before it is sent: the ranks do not read it themselves."""
+"""What a driver finds out about a source before sending it to ranks that do not read it themselves."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,23 +25,23 @@ class SourceSummary:
     metadata: Mapping[str, TensorMeta]
     problems: Sequence[str] = ()
     odd_scales: tuple[str, ...] = ()
-    """Scale tensors with values that are no powers of two."""
+    """Names of scale tensors with values that are not powers of two."""
     unfit: dict[str, str] = field(default_factory=dict)
-    """KV scales that are none, and why."""
+    """Names of invalid KV scales, and why."""
 
     def depends_on_values(self, config: RefitConfig) -> bool:
-        """Whether another source of the same names, shapes and dtypes may say something else."""
+        """Whether the summary also depends on values, not just on names, shapes and dtypes."""
         return config.validate_values == "strict" or any(
             meta.dtype is FP8_DTYPE or is_kv_scale(name) for name, meta in self.metadata.items()
         )
 
 
 def summarize(source: Source, config: RefitConfig) -> SourceSummary | None:
-    """Judge a source; None if nothing can be known before it is read.
+    """Check a source; None if nothing is known before it is read.
 
     Raises:
-        NonFiniteError: NaN or Inf, if they are looked for before writing.
-        InvalidSourceError: They have to be looked for in a source that can be read only once.
+        NonFiniteError: NaN or Inf, with `validate="strict"`.
+        InvalidSourceError: `validate="strict"` needs to read a source twice that can be read only once.
     """
     scanned = source.scan()
     metadata, problems = scanned if scanned is not None else ({}, ())
@@ -69,7 +69,7 @@ def summarize(source: Source, config: RefitConfig) -> SourceSummary | None:
 
 
 def _scales(source: Source, metadata: Mapping[str, TensorMeta], config: RefitConfig) -> Iterator[tuple[str, Tensor]]:
-    """Scales of what is FP8 already, or rows of them; where all else need not be read for that, it is not."""
+    """Yield the scales of FP8 tensors, or rows of them, without reading other tensors where that is possible."""
     if isinstance(source, RandomAccess):
         yield from source.pick(name for name in metadata if name.endswith(SCALE_SUFFIX)).items()
         return
@@ -83,7 +83,7 @@ def _look_for_bad_values(source: Source, config: RefitConfig) -> None:
 
     Raises:
         NonFiniteError: NaN or Inf.
-        InvalidSourceError: The source can be read only once, or holds scales that fit no slot.
+        InvalidSourceError: The source can be read only once, or holds invalid scales.
     """
     check_can_be_read_twice(source)
     pieces = in_pieces(source, config.bucket_bytes)
@@ -105,5 +105,5 @@ def _has_bad_value(name: str, tensor: Tensor, config: RefitConfig) -> bool:
 
 
 def _is_odd(scale: Tensor) -> bool:
-    """Whether a scale is no power of two."""
+    """Whether any scale is not a power of two."""
     return not bool(fits_scale_format(scale.to(torch.float32), ScaleFormat.UE8M0).all())

@@ -191,7 +191,7 @@ def test_what_no_rank_can_read_is_answered(engine, session):
     engine.start_weight_update()
     engine.update_weights(Letter(token=mailbox.address.token, id="x", message="{").encode())
     engine.finish_weight_update()
-    assert all("cannot read what the driver says" in mailbox.collect("x", rank) for rank in range(2))
+    assert all("cannot read the driver's message" in mailbox.collect("x", rank) for rank in range(2))
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,7 @@ def test_whatever_ranks_are_asked_for_before_they_take_it_ends_what_comes(open_s
             server.handle(Request(id="other", order=Fingerprint()).encode())
 
     steady.channel.while_flushing = ask
-    with pytest.raises(TransportError, match="not in the group"):
+    with pytest.raises(TransportError, match="not in the trainer's broadcast group"):
         steady.refitter.refit(steady.fill(2))
     assert steady.cluster.live_bytes() == before
     steady.channel.while_flushing = lambda: None
@@ -327,7 +327,7 @@ def test_whatever_else_comes_first_ends_what_waits(steady):
     ranks = steady.ranks
     finish(ranks.prepare(source, config))
     finish(ranks.fingerprints())
-    with pytest.raises(RankFailedError, match="this refit was given up"):
+    with pytest.raises(RankFailedError, match="this refit was abandoned"):
         finish(ranks.write())
     assert steady.cluster.live_bytes() == before
     assert (ranks.is_dirty, steady.cluster.states) == (False, [(False, 2)] * 2)

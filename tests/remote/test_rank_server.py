@@ -226,7 +226,7 @@ def test_files_that_are_not_there_are_named(server):
 
 def test_a_dtype_that_this_torch_does_not_know_is_named(server):
     source = messages.Pushed(manifest={"w": ((1,), "float3"), "v": ((1,), "nn")})
-    refused(server, prepare("a", source), RankFailedError, "w: 'float3' is no dtype of this rank's PyTorch")
+    refused(server, prepare("a", source), RankFailedError, "w: 'float3' is not a dtype of this rank's PyTorch")
 
 
 def test_what_the_driver_found_wrong_is_told_with_the_rest(server, model):
@@ -288,7 +288,7 @@ def test_a_step_of_a_refit_that_was_given_up_changes_nothing(reached, late, serv
     version = int(reached == "committed")
     do(server, prepare("new", pushed(policy)))
     before = live_bytes(model)
-    reply = refused(server, late(old, bucket), RankFailedError, "this refit was given up: another one began")
+    reply = refused(server, late(old, bucket), RankFailedError, "this refit was abandoned: another one began")
     assert (reply.is_dirty, reply.version) == (reached not in ("prepared", "committed"), version)
     do(server, messages.Abandon(refit="old"))
     assert live_bytes(model) == before
@@ -311,7 +311,7 @@ def test_a_closed_engine_writes_nothing_until_it_is_prepared_anew(server, model,
     before = live_bytes(model)
     do(server, prepare("a", files(make_policy(model, seed=1), tmp_path)))
     do(server, messages.Close())
-    refused(server, written("a"), RankFailedError, "given up")
+    refused(server, written("a"), RankFailedError, "abandoned")
     assert live_bytes(model) == before
     refit(server, model, tmp_path)
 

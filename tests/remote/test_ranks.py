@@ -455,7 +455,7 @@ def test_nobody_answering_ends_the_engine(remote, cluster):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda answer: with_fields(answer, added_later=1), "cannot read; install the same version"),
+        (lambda answer: with_fields(answer, added_later=1), "cannot read a rank's answer; install the same version"),
         (lambda answer: with_fields(answer, protocol=99), "speaks protocol 99 .* install the same version"),
         (
             lambda answer: with_fields(answer, package_version="0.0.1"),
@@ -480,7 +480,7 @@ def test_ranks_of_another_version_are_refused_before_anything_is_prepared(change
 def test_what_no_rank_says_ends_the_engine(step, answer, cluster):
     remote = Remote(cluster)
     mangle(remote, step, lambda answers: [answers[0], answer])
-    match = f"a rank answered {answer!r}: the engine's channel to its ranks lost step.*Restart the engine"
+    match = f"a rank answered {answer!r}: the engine's channel to its ranks is out of step.*Restart the engine"
     with pytest.raises(EngineLostError, match=match):
         remote.refitter.refit(cluster.make_policy(1))
     assert remote.channel.steps[-1] == step
@@ -564,7 +564,7 @@ def test_a_driver_that_vanishes_leaves_nothing_that_stops_the_next_one(step, rem
         successor.refitter.refit({})
     assert (successor.refitter.is_dirty, successor.refitter.version) == (is_dirty, 1)
     assert_heals(successor)
-    with pytest.raises(RankFailedError, match="this refit was given up: another one began"):
+    with pytest.raises(RankFailedError, match="this refit was abandoned: another one began"):
         asyncio.run(remote.ranks.asked.ask(Finish(refit=remote.ranks.asked.refit)))
     assert cluster.states == [(False, 2)] * 2
     successor.refitter.close()
@@ -1117,7 +1117,7 @@ def test_a_driver_waits_longer_than_the_ranks_for_each_other_in_every_vote(call,
 
 def test_a_rank_that_does_not_say_what_it_calibrated_is_told(kv_remote):
     mangle(kv_remote, "calibrate", lambda answers: [with_fields(answer, kv=None) for answer in answers])
-    with pytest.raises(RankFailedError, match="did not say what came of it"):
+    with pytest.raises(RankFailedError, match="did not report the result"):
         kv_remote.refitter.calibrate(BATCH)
     assert kv_remote.refitter.calibrate(BATCH).scales == LARGEST
 

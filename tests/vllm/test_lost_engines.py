@@ -95,10 +95,10 @@ def test_replies_that_are_out_of_step_are_not_believed(layout_runs):
     (driver,) = layout_runs.lived("core in process").drivers
     assert "injected into the channel" in driver["ending"]["raised"]
     assert driver["ending"]["again"]["error"] == "EngineLostError"
-    assert "lost step" in driver["ending"]["again"]["message"]
+    assert "is out of step" in driver["ending"]["again"]["message"]
 
 
 def test_the_first_refit_after_another_method_raised_says_that_the_channel_lost_step(layout_runs):
     (driver,) = layout_runs.lived("core in process").drivers
     assert driver["ending"]["refit"]["error"] == "EngineLostError"
-    assert "lost step" in driver["ending"]["refit"]["message"]
+    assert "is out of step" in driver["ending"]["refit"]["message"]

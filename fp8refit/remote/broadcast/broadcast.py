@@ -1,4 +1,4 @@
-"""The driver's side of a broadcast: one group with the ranks of one or several engines, kept from one refit to the next."""
+"""The driver's side of a broadcast: one group with the ranks of one or more engines, kept between refits."""
 
 import contextlib
 import uuid
@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 
 class Together(Protocol):
-    """Awaits several calls at the same time, one to each engine, in order of the engines."""
+    """Awaits several calls concurrently, one per engine."""
 
     def __call__(self, calls: Sequence[Coroutine[Any, Any, T]], /) -> Awaitable[list[T]]:
-        """What each call returned.
+        """Return all results, in order.
 
         Raises:
-            BaseException: What the first of those raised that did, once all have ended.
+            BaseException: The first call's error, once all have ended.
         """
         ...
 
@@ -47,7 +47,7 @@ async def alone(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class Audience(Protocol):
-    """The ranks of one engine, to be asked."""
+    """The ranks of one engine."""
 
     @property
     def num_ranks(self) -> int:
@@ -55,64 +55,64 @@ class Audience(Protocol):
         ...
 
     async def layouts(self) -> list[EngineLayout]:
-        """What each rank holds, in order of the ranks."""
+        """Each rank's layout, in rank order."""
         ...
 
     async def join(self, order: messages.Join) -> None:
-        """Let them join a group."""
+        """Make them join a group."""
         ...
 
     async def prepare_offered(
         self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None, may_wait: bool
     ) -> bool:
-        """Let them judge what will come; at once, or, if that may wait, when they are asked to take it.
+        """Make them check an offer: now or, if `may_wait`, together with `take`.
 
         Returns:
-            Whether it waits.
+            Whether the check was postponed.
         """
         ...
 
     @property
     def has_refused(self) -> bool:
-        """Whether the last `take` failed at what had waited for it: nothing was written."""
+        """Whether the last `take` failed at the postponed check, so that nothing was written."""
         ...
 
     async def take(self, version: int) -> Sequence[RankReport]:
-        """Let them take what comes, and commit it under this number or a later one."""
+        """Make them receive, write and commit the policy, with this version or a later one."""
         ...
 
     async def abandon(self) -> None:
-        """Let them go of what was prepared."""
+        """Make them drop what was prepared."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Heard:
-    """What a source said of itself."""
+    """The summary of a known source."""
 
     said: SourceSummary
     config: RefitConfig
     guard: LayoutGuard
 
     def is_of(self, source: MappingSource, config: RefitConfig) -> bool:
-        """Whether another one says the same."""
+        """Whether another source has the same summary."""
         return self.config == config and self.guard.holds(source.sent_names, source.sent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Prepared:
-    """What is to be sent."""
+    """A prepared broadcast."""
 
     source: Source
     config: RefitConfig
 
 
 class Broadcast:
-    """Joins engines, announces policies to them, and sends.
+    """Connects to engines, announces policies to them, and sends them.
 
     Args:
         audiences: The engines.
-        together: Asks them at the same time.
+        together: Awaits calls to all of them concurrently.
     """
 
     def __init__(self, audiences: Sequence[Audience], together: Together = alone) -> None:
@@ -131,15 +131,15 @@ class Broadcast:
         self._refit = ""
 
     async def prepare(self, source: Source, config: RefitConfig, *, kv: KvOrder | None) -> None:
-        """Judge a source, join whoever is to have it, and let all ranks judge it. Writes nothing.
+        """Check a source, connect to the engines, and make all ranks check the offer. Writes nothing.
 
-        A lone engine that knows the offer may judge when it is asked to take it, in one exchange.
+        A single engine that knows the offer may postpone its check to the write, to save an exchange.
 
         Raises:
-            InvalidSourceError: It does not fit, or nothing is known of what will come.
-            NonFiniteError: NaN or Inf, if they are looked for before writing.
-            TransportError: A rank does not come, or cannot be reached.
-            StagingMemoryError: No room for the buffers.
+            InvalidSourceError: It does not fit, or its contents are unknown.
+            NonFiniteError: NaN or Inf, with `validate="strict"`.
+            TransportError: A rank did not join, or cannot be reached.
+            StagingMemoryError: There is no room for the buffers.
             RefitError: See `Ranks.prepare`.
         """
         with ErrorCapture() as failed:
@@ -147,7 +147,7 @@ class Broadcast:
             with ErrorCapture() as stale:
                 await self._prepare(source, config, kv)
             if was_joined and isinstance(stale.error, TransportError):
-                # An engine was started again, or another trainer refitted it meanwhile: they are joined anew, once.
+                # An engine was restarted, or another trainer has refitted it: connect again, once.
                 await self._abandon()
                 self.leave()
                 stale.error = None
@@ -160,16 +160,16 @@ class Broadcast:
             raise failed.take()
 
     async def write(self, version: int) -> list[Sequence[RankReport]]:
-        """Send what was prepared, and let every rank write and commit it; the reports of each engine.
+        """Send what was prepared, and make every rank write and commit it. Returns the reports of each engine.
 
         Args:
-            version: Least number of the new policy.
+            version: Lowest version of the new policy.
 
         Raises:
-            BaseException: What reading the source raised.
-            RefitError: What a rank failed with. No engine has committed; every one is dirty. If a lone engine judged only now,
-                what it refused: then nothing was written.
-            CacheFlushError: Such an engine kept its caches; nothing was written.
+            BaseException: Whatever reading the source raised.
+            RefitError: A rank failed. No engine has committed and all are dirty; except if a single engine's postponed
+                check failed: then nothing was written.
+            CacheFlushError: The engine kept its caches; nothing was written.
             EngineLostError: An engine is lost. The others are dirty.
         """
         prepared, self._prepared = self._prepared, None
@@ -177,7 +177,7 @@ class Broadcast:
         with ErrorCapture() as failed:
             return await self._send(prepared.source, version)
         if isinstance(failed.error, TransportError) and any(audience.has_refused for audience in self._audiences):
-            # See `prepare`. The ranks judge once more when they are asked to take it, as caches are dropped between the two.
+            # See `prepare`. The ranks check again when they take it, because caches are dropped in between.
             with ErrorCapture() as failed:
                 await self._prepare(prepared.source, prepared.config, None, is_again=True)
                 return await self._send(prepared.source, version)
@@ -205,7 +205,7 @@ class Broadcast:
         if error is not None:
             self.leave(why=str(error))
             if sending.is_under_way:
-                self._sender = None  # with the buffers that it still uses
+                self._sender = None  # together with its buffers, which are still in use
             raise error
         return reports
 
@@ -214,7 +214,7 @@ class Broadcast:
     ) -> None:
         offer = await self._offer(source, config)
         self._refit = uuid.uuid4().hex
-        # One of several engines might write while another refuses, and a stream that was begun cannot be sent again.
+        # With several engines one might write while another refuses; and a stream cannot be sent twice.
         is_alone = len(self._audiences) == 1 and isinstance(source, MappingSource) and kv is None
         may_wait = is_alone and (offer.tensors is None or is_again)
         waits = await self._together(
@@ -231,7 +231,7 @@ class Broadcast:
             await self._together([audience.abandon() for audience in self._audiences])
 
     async def _offer(self, source: Source, config: RefitConfig) -> messages.Broadcast:
-        """Judge a source, and say what will come."""
+        """Check a source, and make its offer."""
         said = self._hear(source, config)
         device = _device_of(source)
         communicator = await self._join(config, device)
@@ -262,10 +262,10 @@ class Broadcast:
         return offer.model_copy(update={"token": communicator.meeting.token, **known})
 
     def _hear(self, source: Source, config: RefitConfig) -> SourceSummary:
-        """What a source says of itself. One that is laid out as the last, of which no value was asked, says the same.
+        """Check a source, or reuse the offer of one with the same layout if it does not depend on values.
 
         Raises:
-            InvalidSourceError: Nothing.
+            InvalidSourceError: Its contents are unknown.
         """
         heard, self._heard = self._heard, None
         if heard is not None and isinstance(source, MappingSource) and heard.is_of(source, config):
@@ -274,21 +274,21 @@ class Broadcast:
         said = summarize(source, config)
         if said is None:
             raise InvalidSourceError(
-                ["source: is read once, and nothing says what will come, which a broadcast announces; pass a manifest"]
+                ["source: can be read only once, and a broadcast must announce its tensors first; pass a manifest"]
             )
         if isinstance(source, MappingSource) and not said.problems and not said.depends_on_values(config):
             self._heard = _Heard(said=said, config=config, guard=LayoutGuard(source.sent_names, source.sent))
         return said
 
     def leave(self, *, why: str = "the trainer left") -> None:
-        """Leave the group, as after any failure. The next refit joins anew and announces anew."""
+        """Leave the group, as after any failure. The next refit connects and announces again."""
         communicator, self._communicator = self._communicator, None
         self._known_digest, self._layouts = "", None
         if communicator is not None:
             communicator.abort(why)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         self.leave()
         self._sender = self._chosen = self._heard = self._offered = None
 
@@ -341,9 +341,9 @@ class Broadcast:
 
 
 def _device_of(source: Source) -> torch.device:
-    """Where a source is quantized: on the GPU that its tensors are on, or on the current one."""
+    """The device to quantize on: the GPU of the source's tensors, or the current one."""
     if isinstance(source, MappingSource):
-        # As they were sent: those of a source that is recognised are not looked at one by one.
+        # Values as they were sent: a recognized source's tensors are not checked one by one.
         found = next((value.device for value in source.sent if isinstance(value, Tensor) and value.is_cuda), None)
         if found is not None:
             return found

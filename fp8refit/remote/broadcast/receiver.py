@@ -1,4 +1,4 @@
-"""The rank side of a broadcast: joins the trainer's group, and writes what arrives, bucket by bucket."""
+"""The rank's side of a broadcast: joins the trainer's group, and writes what arrives, bucket by bucket."""
 
 import hashlib
 import logging
@@ -24,14 +24,14 @@ from fp8refit.transport.vote import ErrorRecord
 logger = logging.getLogger(__name__)
 
 NUM_VOTES = 3
-"""For how many votes of another engine this one waits at the end: on what is written, and on KV scales."""
+"""How many votes of other engines to wait for at the end: on the write, and on KV scales."""
 
 
 class Receiver:
-    """What one rank keeps from one broadcast to the next: its place in the group, buffers, and the last offer.
+    """Receives broadcasts on one rank. Keeps its membership, buffers and the last offer between refits.
 
     Args:
-        rank: What is written. Its device takes the buffers.
+        rank: The rank to write. Buffers are on its device.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -40,13 +40,13 @@ class Receiver:
         self._buffers: tuple[Tensor, ...] = ()
         self._source: tuple[tuple[str, int | None], ReceivedSource] | None = None
         self._arriving: deque[Transfer] = deque()
-        """The buckets that are on their way, in their order."""
+        """Buckets being received, in order."""
 
     def join(self, order: messages.Join) -> None:
-        """Join the trainer's group, and leave the last one.
+        """Join the trainer's group, and leave the previous one.
 
         Raises:
-            TransportError: Somebody did not come in time, or cannot be connected with.
+            TransportError: A member did not join in time, or cannot be connected to.
         """
         self.leave()
         rank = order.first_rank + self._rank.group.rank
@@ -55,12 +55,12 @@ class Receiver:
         self._communicator = communicator
 
     def source(self, offer: messages.Broadcast) -> ReceivedSource:
-        """What was announced, and where it will arrive.
+        """The offered source, with the buffers in which it will arrive.
 
         Raises:
             TransportError: This rank is not in the trainer's group.
             RankFailedError: It does not know the offer.
-            StagingMemoryError: No room for the buffers.
+            StagingMemoryError: There is no room for the buffers.
         """
         communicator = self._require(offer.token)
         if offer.sections != communicator.meeting.sections:
@@ -87,26 +87,28 @@ class Receiver:
         return self._source[1]
 
     def receive_ahead(self, token: str, config: RefitConfig) -> None:
-        """Let the first buckets come, as many as there are buffers, before `take` is asked for. The trainer sends already.
+        """Start receiving the first buckets, one per buffer, before `take`. The trainer is already sending.
 
         Raises:
-            TransportError: A member is gone, or gave up.
+            TransportError: A member is gone or gave up.
         """
         assert self._source is not None, "receive_ahead() follows source()"
         self._begin_next(self._require(token), self._source[1], config, num_taken=0)
 
     def recall(self) -> None:
-        """Want nothing of what comes already, as `take` will not be asked for: only who leaves a group ends its broadcasts."""
+        """Discard buckets being received, because `take` will not follow. Leaving the group is the only way to end
+        broadcasts.
+        """
         if self._arriving:
             self.leave()
 
     def take(self, order: messages.Take, token: str, prepared: Prepared) -> list[RankReport]:
-        """Receive and write every bucket, agree with every rank of every engine that all is whole, and commit.
+        """Receive and write every bucket, agree with all ranks of all engines that the policy is whole, and commit.
 
-        A rank that cannot write goes on receiving, so that no other one waits for it.
+        A rank that cannot write keeps receiving, so that no other rank waits for it.
 
         Raises:
-            RefitError: What this rank, another one, or the trainer failed with. The rank is dirty.
+            RefitError: This rank, another one, or the trainer failed. The rank is dirty.
         """
         assert self._source is not None, "take() follows source()"
         communicator, source, clock = self._require(token), self._source[1], PhaseClock()
@@ -122,28 +124,28 @@ class Receiver:
             with clock.phase("finish"):
                 return self._rank.finish(prepared, version=order.version, error=failed.error, confirm=confirm)
         finally:
-            self.recall()  # after an error that is not the trainer's
+            self.recall()  # after an error that the trainer does not know of
             logger.debug("took %d buckets in %s s", len(source.buckets), clock.phases_s)
 
     def leave(self) -> None:
-        """Leave the group. What was announced stays known."""
+        """Leave the group, but keep the offer."""
         communicator, self._communicator = self._communicator, None
         self._arriving.clear()
         if communicator is not None:
             communicator.abort()
 
     def forget(self) -> None:
-        """Give the buffers back too."""
+        """Leave the group, and free the buffers."""
         self.leave()
         self._source, self._buffers = None, ()
 
     def _receive(
         self, communicator: Communicator, source: ReceivedSource, refit: str, prepared: Prepared, clock: PhaseClock
     ) -> None:
-        """Receive every bucket, others on their way while one is written.
+        """Receive every bucket; further ones arrive while one is written.
 
         Raises:
-            RefitError: The first failure, once nothing is under way any more.
+            RefitError: The first failure, once nothing is pending.
         """
         config, timeout_s = prepared.config, prepared.config.timeout_s
         with ErrorCapture() as failed:
@@ -167,13 +169,13 @@ class Receiver:
     def _begin_next(
         self, communicator: Communicator, source: ReceivedSource, config: RefitConfig, *, num_taken: int
     ) -> None:
-        """Receive the next buckets, as far as there are buffers that no bucket lies in.
+        """Start receiving the next buckets, as far as there are free buffers.
 
         Args:
-            communicator: What they come by.
-            source: What comes.
-            config: How.
-            num_taken: How many buckets came, and are written by what the current stream does until now.
+            communicator: The group.
+            source: The announced source.
+            config: Options of the refit.
+            num_taken: Number of buckets received, whose writes are queued on the current stream.
         """
         begun, end = num_taken + len(self._arriving), min(num_taken + len(source.buffers), len(source.buckets))
         for ordinal in range(begun, end):
@@ -183,21 +185,21 @@ class Receiver:
             self._arriving.append(communicator.broadcast(shared, sections=sections, timeout_s=config.timeout_s))
 
     def _require(self, token: str) -> Communicator:
-        """The group that the trainer means.
+        """The group with this token.
 
         Raises:
-            TransportError: This rank is in none, or in another.
+            TransportError: This rank is in no group, or in another.
         """
         communicator = self._communicator
         if communicator is None or not communicator.is_joined or communicator.meeting.token != token:
             raise TransportError(
-                "this rank is not in the group that the trainer broadcasts in: the engine was started again, or another "
-                "trainer refitted it; refit again"
+                "this rank is not in the trainer's broadcast group: the engine was restarted, or another trainer has "
+                "refitted it; refit again"
             )
         return communicator
 
     def _take_buffers(self, buckets: Sequence[BucketLayout]) -> tuple[Tensor, ...]:
-        """Buffers that every bucket fits into: those of before, if they are large enough.
+        """Buffers large enough for every bucket, reused if possible.
 
         Raises:
             StagingMemoryError: There is not enough memory.
@@ -212,7 +214,7 @@ class Receiver:
 
 
 def digest_of(offer: messages.Broadcast) -> str:
-    """sha256 over what an offer says, its digest and group apart."""
+    """SHA-256 over an offer, without its digest and group."""
     said = offer.model_copy(update={"token": "", "digest": ""})
     return hashlib.sha256(said.encode().encode()).hexdigest()
 

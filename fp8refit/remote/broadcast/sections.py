@@ -1,7 +1,7 @@
-"""Which ranks need the same of a policy, and what that is: pure, on layouts alone.
+"""Groups ranks that need the same parts of a policy into sections, from their layouts.
 
-A rank of tensor parallelism holds some rows or columns of a matrix, one of pipeline parallelism some layers, one of expert
-parallelism some experts. The same rank of every replica holds the same: they form a section.
+A tensor-parallel rank holds some rows or columns of a matrix, a pipeline-parallel rank some layers, an expert-parallel
+rank some experts. Equal ranks of all replicas hold the same, and form a section.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,27 +14,27 @@ from fp8refit.transport.collective.buckets import Cut
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sections:
-    """Who gets what. None at all if nobody can do with less than everything."""
+    """The section of each rank, and what each section gets. Empty if every rank needs the whole policy."""
 
     of_rank: tuple[int, ...] = ()
-    """In which section each rank is."""
+    """The section of each rank."""
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    """What of a tensor goes to each section, by its checkpoint name; what is not named goes to all."""
+    """What each section gets of a tensor, by checkpoint name. Other tensors go to all."""
 
     @property
     def num_sections(self) -> int:
-        """How many there are."""
+        """Number of sections."""
         return len(set(self.of_rank))
 
 
 def find_sections(layouts: Sequence[EngineLayout]) -> Sections:
-    """Put ranks that hold the same boxes of the same tensors together.
+    """Find ranks that hold the same boxes of the same tensors.
 
-    A tensor is cut if its parts for all sections together are no larger than it is: the trainer, which sends each of them, then
-    sends no more than if all got everything. Vectors are not, they are small.
+    A matrix is cut if the parts for all sections together are no larger than the whole, so that the trainer does not
+    send more than in one broadcast to all. Vectors are small and never cut.
 
     Args:
-        layouts: Of every rank of every engine.
+        layouts: The layouts of every rank of every engine.
     """
     numbers: dict[frozenset[tuple[object, ...]], int] = {}
     of_rank = []
@@ -55,7 +55,7 @@ def find_sections(layouts: Sequence[EngineLayout]) -> Sections:
 
 
 def _cut(of_section: Mapping[int, Sequence[SlotLayout]], num_sections: int) -> Cut | None:
-    """How to cut one tensor, if it is worth it."""
+    """How to cut one tensor; None if cutting saves nothing."""
     shapes = {slot.full_shape for slots in of_section.values() for slot in slots}
     full_shape = shapes.pop()
     if shapes or len(full_shape) < 2:
@@ -73,11 +73,11 @@ def _cut(of_section: Mapping[int, Sequence[SlotLayout]], num_sections: int) -> C
 
 @lru_cache(maxsize=1 << 12)
 def _cut_of(dim: int, spans: tuple[tuple[int, int], ...]) -> Cut:
-    """Tensors that are cut alike share a cut."""
+    """The cut, shared by all tensors that are cut alike."""
     return Cut(dim=dim, spans=spans)
 
 
 def _span(slots: Sequence[SlotLayout], dim: int) -> tuple[int, int]:
-    """What of one dimension the slots of a rank hold together: the first, and how many."""
+    """The range of one dimension that the slots of a rank cover: start and length."""
     first = min((slot.offset[dim] for slot in slots), default=0)
     return first, max((slot.offset[dim] + slot.shape[dim] for slot in slots), default=0) - first

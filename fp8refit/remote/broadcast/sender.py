@@ -1,8 +1,8 @@
-"""The trainer's side of a broadcast: packs a policy into buckets, quantizing on the way, and sends them in a thread of its own.
+"""The trainer's side of a broadcast: packs and quantizes a policy into buckets, and sends them from a separate thread.
 
-Buffers take turns: one is packed while others travel. A bucket's tables are compiled once and pointed at the trainer's tensors
-in every later refit. Peak memory beyond the trainer's own: the buffers, and what of the source is on another device, of a
-stream one piece.
+Buffers are used in turn: one is packed while others are sent. A bucket's tables are compiled once and pointed at the
+trainer's tensors in later refits. Peak extra memory: the buffers, and tensors that must be copied from another device
+(one piece of a stream).
 """
 
 import logging
@@ -38,40 +38,40 @@ from fp8refit.transport.vote import ErrorRecord
 logger = logging.getLogger(__name__)
 
 NUM_VOTES = 3
-"""For how many votes of the engines the trainer waits at the end: on what is written, and on KV scales."""
+"""How many votes of the engines to wait for at the end: on the write, and on KV scales."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Table:
-    """A table, and what tensors it can be pointed at."""
+    """A compiled table, and the tensors that it can be pointed at."""
 
     table: WorkTable
     reads: list["_Read"]
     names: list[str]
-    """What each task reads."""
+    """The source tensor of each task."""
     is_whole: bool
-    """Whether it brings all of its bucket to its place."""
+    """Whether it fills its whole bucket."""
     bad: set[str] | None = None
-    """What was found to hold NaN or Inf, once that was asked."""
+    """Names of tensors with NaN or Inf, once known."""
 
     def bad_names(self) -> set[str]:
-        """Wait until it is done, and name the tensors in which it met NaN or Inf."""
+        """Wait for the last run, and return the names of tensors with NaN or Inf."""
         if self.bad is None:
             self.bad = {self.names[index] for index in self.table.bad_tasks()}
         return self.bad
 
     @property
     def sources(self) -> list[str]:
-        """The tensors that it reads, each once."""
+        """The distinct tensors that it reads."""
         return [name for name, _, _ in self.reads]
 
     def point_at(self, arrivals: Sequence[Arrival]) -> bool:
-        """Be about these; False if it was compiled for others."""
+        """Point the table at these tensors; False if their layout differs."""
         return _reads(arrivals) == self.reads and self.table.refresh([arrival.values for arrival in arrivals])
 
 
 _Read: TypeAlias = tuple[str, int, SourceLayout]
-"""Name, first row and layout of what a table reads."""
+"""Name, first row and layout of a tensor that a table reads."""
 
 
 def _reads(arrivals: Sequence[Arrival]) -> list[_Read]:
@@ -79,16 +79,16 @@ def _reads(arrivals: Sequence[Arrival]) -> list[_Read]:
 
 
 class Sender:
-    """Sends policies of one shape.
+    """Sends policies of one layout.
 
     Args:
-        wire: What was announced, in the form in which it travels.
-        config: How to refit.
-        device: Of the buffers, and of what is quantized.
-        num_sections: Between how many of them tensors are cut.
+        wire: The announced tensors, in the form in which they are sent.
+        config: Options of the refit.
+        device: Device of the buffers, on which tensors are quantized.
+        num_sections: Number of sections that tensors are cut for.
 
     Raises:
-        StagingMemoryError: No room for the buffers.
+        StagingMemoryError: There is no room for the buffers.
     """
 
     def __init__(self, wire: Wire, config: RefitConfig, device: torch.device, *, num_sections: int = 0) -> None:
@@ -97,46 +97,47 @@ class Sender:
         self._buckets = lay_out(wire.tensors, config.bucket_bytes, num_sections)
         self._tables: dict[tuple[int, int], _Table] = {}
         self._layout: LayoutGuard | None = None
-        """Which recognises the source that every table was pointed at, all of it on the device."""
+        """Recognizes the source that all tables point at, if all of it is on the device."""
         self._names: list[str] = []
-        """Of that source, in the order in which it was sent."""
+        """Names of that source's tensors, in the order sent."""
         self.was_told = False
-        """Whether the ranks know how the last send ended, or will."""
+        """Whether the ranks know, or will learn, how the last send ended."""
         self._headers = Headers(len(self._buckets), device)
         self._buffers = take_buffers(self._buckets, device, remedy="lower the trainer's bucket_bytes")
 
     @property
     def num_buckets(self) -> int:
-        """In which they travel."""
+        """Number of buckets of a policy."""
         return len(self._buckets)
 
     @property
     def num_bytes(self) -> int:
-        """That the trainer sends: once what goes to all, and once what goes to each section."""
+        """Bytes that the trainer sends: what goes to all, plus what goes to each section."""
         return sum(bucket.num_bytes for bucket in self._buckets)
 
     def num_bytes_to(self, section: int | None) -> int:
-        """That a rank of a section receives, or any rank if there are none."""
+        """Bytes that a rank of a section receives, or any rank if there are no sections."""
         portions = (0,) if section is None else (0, 1 + section)
         return sum(bucket.portion_bytes[portion] for bucket in self._buckets for portion in portions)
 
     def send(
         self, source: Source, communicator: Communicator, refit: str, *, layout: LayoutGuard | None = None
     ) -> None:
-        """Send everything, and wait until every rank of every engine has it and says so.
+        """Send everything, and wait until every rank of every engine confirms that it has it.
 
         Args:
-            source: What was announced. A stream is read once, in the order in which it was announced, to its end.
-            communicator: To send in; this is its rank 0.
-            refit: Names this refit.
-            layout: What recognised the source, if something did: it is not looked at tensor by tensor if the same did the last.
+            source: The announced source. A stream is read once to its end, in the announced order.
+            communicator: The group, in which this is rank 0.
+            refit: Id of this refit.
+            layout: The guard that recognized the source, if any. If it also recognized the last one, tensors are not
+                checked one by one.
 
         Raises:
-            InvalidSourceError: The source is not what was announced.
+            InvalidSourceError: The source is not as announced.
             NonFiniteError: NaN or Inf.
-            TransportError: A rank is gone, or does not answer.
-            RefitError: What a rank failed with.
-            BaseException: What reading the source raised. The ranks were told.
+            TransportError: A rank is gone or does not answer.
+            RefitError: A rank failed.
+            BaseException: Whatever reading the source raised. The ranks have been told.
         """
         self.was_told = False
         timeout_s = self._config.timeout_s
@@ -176,7 +177,7 @@ class Sender:
         communicator.agree(error, timeout_s=NUM_VOTES * timeout_s)
 
     def _known(self, source: Source, layout: LayoutGuard | None) -> dict[str, Tensor] | None:
-        """The tensors of a source that is laid out as the last one; None if it may not be."""
+        """The tensors of a source that is known to have the layout of the last one; otherwise None."""
         if layout is None or layout is not self._layout or not isinstance(source, MappingSource):
             self._layout = None
             return None
@@ -193,7 +194,7 @@ class Sender:
         return communicator.broadcast(shared, sections=sections, timeout_s=self._config.timeout_s)
 
     def _end(self, communicator: Communicator, ordinal: int) -> None:
-        """Send the buckets, from this one on, that the ranks wait for already when they read that there is nothing more."""
+        """Send, from this bucket on, as many end markers as ranks will be waiting for when they read the first."""
         for late in range(ordinal, min(ordinal + NUM_BUFFERS - 1, len(self._buckets))):
             bucket = self._buckets[late]
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
@@ -203,17 +204,19 @@ class Sender:
     def _pack(
         self, ordinal: int, portions: Sequence[Tensor], reader: Reader, known: Mapping[str, Tensor] | None
     ) -> list[_Table]:
-        """Fill one bucket, on the current stream, and give what does so: what it flags is known once it is done."""
+        """Fill one bucket on the current stream, and return the tables that do it, whose flags are known later."""
         launched = self._repeat(ordinal, reader, known)
         if not launched:
             batches = reader.batches(self._buckets[ordinal].runs)
-            # Nothing of a stream is held here while the next piece of it is read.
+            # Do not hold a piece of a stream while the next one is read.
             launch = partial(self._launch, ordinal, portions, is_whole=reader.holds_all)
             launched = list(map(launch, count(), batches))
         return launched
 
     def _repeat(self, ordinal: int, reader: Reader, known: Mapping[str, Tensor] | None) -> list[_Table]:
-        """Fill one bucket as the last time, at a cost of its tensors and not of its runs; nothing if that cannot be."""
+        """Fill one bucket with the tables of the last time, at a cost per tensor instead of per run; empty if not
+        possible.
+        """
         table = self._tables.get((ordinal, 0))
         if table is None or not (table.is_whole and reader.holds_all):
             return []
@@ -226,7 +229,7 @@ class Sender:
     def _launch(
         self, ordinal: int, portions: Sequence[Tensor], place: int, batch: Sequence[Arrived], *, is_whole: bool
     ) -> _Table:
-        """Bring what arrived together to its place in a bucket."""
+        """Copy or quantize what was read together into its place in a bucket."""
         table = self._tables.get((ordinal, place))
         arrivals = list({each.arrival.name: each.arrival for each in batch}.values())
         if table is None or table.is_whole != is_whole or not table.point_at(arrivals):
@@ -238,7 +241,7 @@ class Sender:
         table.bad = None
         table.table.launch(check=self._config.validate_values != "off")
         if not table.is_whole:
-            table.bad_names()  # what a stream gives may be overwritten as soon as the next piece of it is read
+            table.bad_names()  # a stream may overwrite its tensor when the next piece is read
         table.table.release()
         return table
 
@@ -260,7 +263,7 @@ class Sender:
         return _Table(table=table, reads=_reads(arrivals), names=names, is_whole=is_whole)
 
     def _task(self, index: int, placement: Placement, arrival: Arrival, portion: Tensor, row: int, end: int) -> Task:
-        """What brings rows from `row` to `end` of a tensor that travels to their place in a portion of a bucket."""
+        """The task that puts rows `row` to `end` of a tensor into their place in a portion of a bucket."""
         tensor, origin = self._wire.tensors[index], self._wire.origins[index]
         views, start = [part.view(portion) for part in placement.parts], placement.start
         if start:
@@ -298,11 +301,11 @@ def _copy_op(tensor: WireTensor) -> Op:
 
 
 def _refuse(bad: set[str]) -> None:
-    """Check that nothing was flagged.
+    """Raise an error if anything was flagged.
 
     Raises:
-        NonFiniteError: Something was.
-        InvalidSourceError: Scales were, and nothing else.
+        NonFiniteError: A tensor was flagged.
+        InvalidSourceError: Only scales were flagged.
     """
     if bad and all(name.endswith(SCALE_SUFFIX) for name in bad):
         raise InvalidSourceError([scale_problem(name, ScaleFormat.FP32) for name in sorted(bad)], written=True)
@@ -311,7 +314,7 @@ def _refuse(bad: set[str]) -> None:
 
 
 class Sending:
-    """A policy on its way, in a thread of its own: the engines' ranks are asked to take it meanwhile."""
+    """A send in a separate thread, while the engines' ranks are told to take the policy."""
 
     def __init__(
         self, sender: Sender, source: Source, communicator: Communicator, refit: str, layout: LayoutGuard | None
@@ -325,15 +328,15 @@ class Sending:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the thread still reads the source, and uses the sender."""
+        """Whether the thread still uses the source and the sender."""
         return self._thread.is_alive()
 
     def end(self, error: BaseException | None, *, timeout_s: float) -> BaseException | None:
-        """Wait for the thread, and give the error to raise.
+        """Wait for the thread, and return the error to raise, if any.
 
         Args:
-            error: What the engines' ranks answered, if it is an error.
-            timeout_s: After an error, for whatever the trainer's source is in the middle of.
+            error: The error of the engines' ranks, if any.
+            timeout_s: After an error, how long to wait for the trainer's source.
         """
         if error is not None:
             self._communicator.expect_end(str(error) or type(error).__name__)
@@ -342,7 +345,7 @@ class Sending:
             return error
         own = self._caught.error
         self._caught.error = None
-        # What the trainer itself raised is the cause; what it heard from the ranks, or lost, they tell better.
+        # An error of the trainer itself is the cause. Errors it got from the ranks are better told by the ranks.
         return own if own is not None and (error is None or not isinstance(own, RefitError)) else error
 
     def _run(self, sender: Sender, source: Source, refit: str, layout: LayoutGuard | None) -> None:

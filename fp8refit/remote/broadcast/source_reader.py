@@ -1,4 +1,4 @@
-"""Reads a policy for its broadcast, in the order in which it travels: a stream once, one piece in memory at a time."""
+"""Reads a policy in the order in which it is broadcast. A stream is read once, with one piece in memory at a time."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from fp8refit.sources.source import MappingSource, Source
 from fp8refit.transport.collective.buckets import Run
 
 _PIECE_BYTES = 256 << 20
-"""In how large pieces a stream is read."""
+"""Size of the pieces in which a stream is read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -28,13 +28,13 @@ class Arrival:
 
     @property
     def end_row(self) -> int:
-        """The first row that it does not have."""
+        """The row after its last one."""
         return self.first_row + (self.values.shape[0] if self.values.ndim else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Arrived:
-    """What one arrival holds of a run: the rows of the tensor that travels from `row` to `end`."""
+    """The part of a run that one arrival holds: rows `row` to `end` of the tensor as sent."""
 
     run: Run
     arrival: Arrival
@@ -43,12 +43,12 @@ class Arrived:
 
 
 class Reader:
-    """Gives the rows of a source in the order of the buckets.
+    """Yields the rows of a source in the order of the buckets.
 
     Args:
-        source: What was announced.
-        wire: How it travels.
-        device: Where its values are wanted.
+        source: The announced source.
+        wire: The form in which it is sent.
+        device: The device on which its values are needed.
     """
 
     def __init__(self, source: Source, wire: Wire, device: torch.device) -> None:
@@ -59,11 +59,11 @@ class Reader:
 
     @property
     def holds_all(self) -> bool:
-        """Whether every tensor is there at any time."""
+        """Whether every tensor is available at any time."""
         return isinstance(self._source, MappingSource)
 
     def held(self, name: str) -> Arrival:
-        """One tensor of a source that `holds_all`. The last one, which may go on in another bucket, is not copied again."""
+        """One tensor of a source that `holds_all`. The last one is cached, since it may continue in the next bucket."""
         assert isinstance(self._source, MappingSource), "a stream is read in its order"
         if self._last is None or self._last.name != name:
             values = self._source.tensors[name].detach().to(self._device)
@@ -71,10 +71,10 @@ class Reader:
         return self._last
 
     def batches(self, runs: Iterable[Run]) -> Iterator[Sequence[Arrived]]:
-        """All runs together if every tensor is there; else what each arrival holds of them.
+        """Yield all runs together if every tensor is available; otherwise the parts that each arrival holds.
 
         Raises:
-            InvalidSourceError: What came is not what was announced.
+            InvalidSourceError: The source is not as announced.
         """
         batch: list[Arrived] = []
         for run in runs:
@@ -97,7 +97,7 @@ class Reader:
         """Read a stream to its end, which may be a collective operation of the trainer.
 
         Raises:
-            InvalidSourceError: More came than was announced.
+            InvalidSourceError: It yields more than was announced.
         """
         self._last = None
         for arrival in self._arrivals:
@@ -106,17 +106,17 @@ class Reader:
 
     @cached_property
     def _announced(self) -> dict[str, TensorMeta]:
-        """Every tensor that was announced."""
+        """Every announced tensor."""
         return {origin.name: origin.meta for origin in self._wire.origins}
 
     @cached_property
     def _travelling(self) -> frozenset[str]:
-        """Names of the tensors of which something is sent."""
+        """Names of tensors that are sent, whole or in part."""
         pairs = zip(self._wire.origins, self._wire.tensors, strict=True)
         return frozenset(origin.name for origin, tensor in pairs if tensor.travels)
 
     def _has(self, name: str, row: int) -> bool:
-        """Whether a row of one of the trainer's tensors arrived last; of a stack, an expert is one."""
+        """Whether the last arrival has this row of a tensor; in a stack, an expert counts as a row."""
         return self._last is not None and self._last.name == name and self._last.end_row > row
 
     def _arrival_with(self, name: str, row: int) -> Arrival:
@@ -126,7 +126,7 @@ class Reader:
             self._last = None
             arrival = next(self._arrivals, None)
             if arrival is None:
-                raise InvalidSourceError([f"{name}: was announced but did not come"], written=True)
+                raise InvalidSourceError([f"{name}: was announced but did not arrive"], written=True)
             if arrival.name != name:
                 self._check_is_unsent(arrival, before=name)
             self._last, self._read = arrival, (arrival.name, arrival.end_row)
@@ -135,11 +135,13 @@ class Reader:
         return self._last
 
     def _check_is_unsent(self, arrival: Arrival, *, before: str = "the end") -> None:
-        """Check that nothing is passed over that has to be sent; the rest of a tensor is what nobody holds."""
+        """Check that nothing is skipped that must be sent. The rest of a tensor may be skipped, since no rank holds
+        it.
+        """
         is_rest = self._read == (arrival.name, arrival.first_row)
         if arrival.name in self._travelling and arrival.values.numel() and not is_rest:
             raise InvalidSourceError(
-                [f"{arrival.name}: came where {before} was announced; a broadcast is read in the order of its names"],
+                [f"{arrival.name}: arrived where {before} was announced; a broadcast needs the announced order"],
                 written=True,
             )
 
@@ -148,10 +150,10 @@ class Reader:
             for piece in in_pieces(source, _PIECE_BYTES):
                 announced = self._announced.get(piece.name)
                 if announced is None:
-                    raise InvalidSourceError([f"{piece.name}: came and was not announced"])
+                    raise InvalidSourceError([f"{piece.name}: arrived but was not announced"])
                 came = TensorMeta(shape=piece.full_shape, dtype=piece.tensor.dtype)
                 if came != announced:
-                    raise InvalidSourceError([f"{piece.name}: came as {came}, announced was {announced}"])
+                    raise InvalidSourceError([f"{piece.name}: arrived as {came}, but {announced} was announced"])
                 yield Arrival(name=piece.name, first_row=piece.first_row, values=piece.tensor.detach().to(self._device))
                 del piece
         except InvalidSourceError as error:

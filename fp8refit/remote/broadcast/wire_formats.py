@@ -1,4 +1,4 @@
-"""In which form each tensor of a policy travels to the ranks that read it: pure, on names, shapes, dtypes and layouts alone."""
+"""Chooses the form in which each tensor of a policy is sent, from names, shapes, dtypes and layouts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,27 +17,27 @@ from fp8refit.transport.memory.segment import DTYPES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Where the trainer has what travels: a tensor of its own, or rows of one matrix of a stack."""
+    """Where the trainer has a tensor that is sent: as a tensor, or as rows of one matrix of a stack."""
 
     name: str
     """Checkpoint name of the trainer's tensor."""
     meta: TensorMeta
-    """Of the trainer's tensor."""
+    """Shape and dtype of the trainer's tensor."""
     expert: int | None = None
-    """Which matrix of a stack."""
+    """Index of the matrix in a stack."""
     first_row: int = 0
-    """Of what travels, in that matrix."""
+    """First row in that matrix."""
     is_transposed: bool = False
-    """Whether rows and columns of the matrix change places first."""
+    """Whether to transpose the matrix first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wire:
-    """What travels."""
+    """Everything that is sent."""
 
     tensors: tuple[WireTensor, ...]
     origins: tuple[Origin, ...]
-    """Of each tensor, in the order in which the trainer's are announced and, of a stack, of its experts and rows."""
+    """Origin of each tensor, in the announced order; within a stack, by expert and row."""
 
 
 def choose_wire(
@@ -46,17 +46,17 @@ def choose_wire(
     config: RefitConfig,
     sections: Sections | None = None,
 ) -> Wire:
-    """Choose a form for everything that is announced, in its order.
+    """Choose a form for everything announced, in order.
 
-    A weight is quantized before it travels if every rank that holds a part of it wants the same blocks and scales, and no
-    part cuts through a block: each rank would have computed just these bytes. All else travels in the narrower of the dtypes
-    in which it is held there and here. A stack of experts travels as the tensors that a checkpoint has of each expert.
+    The trainer quantizes a weight if every rank that holds a part of it uses the same blocks and scale format, and no
+    part cuts through a block: then each rank would have computed the same bytes. Everything else is sent in the
+    narrower of the trainer's and the engine's dtypes. A stack of experts is sent as one tensor per expert.
 
     Args:
-        metadata: What the trainer has, by checkpoint name.
-        layouts: Of every rank of every engine.
-        config: How to refit.
-        sections: Which ranks get only a part of some tensors.
+        metadata: The trainer's tensors, by checkpoint name.
+        layouts: The layouts of every rank of every engine.
+        config: Options of the refit.
+        sections: Which ranks get only parts of some tensors.
     """
     chooser = _Chooser(metadata, layouts, config, sections if sections is not None else Sections())
     chosen = [each for name, meta in metadata.items() for each in chooser.choose(name, meta)]
@@ -64,7 +64,7 @@ def choose_wire(
 
 
 class _Chooser:
-    """Knows what the ranks hold."""
+    """Chooses forms, from what the ranks hold."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class _Chooser:
                 self._stacks.setdefault(stack.name, []).append(stack)
 
     def choose(self, name: str, meta: TensorMeta) -> Iterator[tuple[WireTensor, Origin]]:
-        """The forms of one of the trainer's tensors: one, or those of the matrices of a stack."""
+        """Yield the form of one of the trainer's tensors, or of each matrix of a stack."""
         weight_name = name.removesuffix(SCALE_SUFFIX)
         canonical = self._aliases.get(weight_name, weight_name)
         is_superseded = canonical != weight_name and canonical in self._metadata
@@ -101,9 +101,9 @@ class _Chooser:
             yield self._choose(part, matrix, part).model_copy(update={"part_of": name}), origin
 
     def _parts_of(self, name: str, meta: TensorMeta) -> tuple[bool, dict[tuple[int, int], str]]:
-        """Whether a stack is transposed, and the checkpoint's name of each matrix in it that an engine holds.
+        """Whether a stack is transposed, and the checkpoint name of each of its matrices that an engine holds.
 
-        No names if it has to be judged as it is: it does not fit, or the same comes expert by expert too.
+        No names if the stack cannot be split: it does not fit, or its experts are also sent one by one.
         """
         stacks = self._stacks.get(name, ())
         ways = {stack.is_transposed_in(meta.shape) for stack in stacks}
@@ -116,7 +116,7 @@ class _Chooser:
         return (False, {}) if is_transposed is None else (is_transposed, parts)
 
     def _choose(self, name: str, meta: TensorMeta, canonical: str) -> WireTensor:
-        """The form of a tensor of the checkpoint."""
+        """The form of one checkpoint tensor."""
         if name.endswith(SCALE_SUFFIX):
             dtype = torch.float32 if meta.dtype in SOURCE_DTYPES else meta.dtype
             return WireTensor(name=name, shape=meta.shape, dtype=dtype_name(dtype))
@@ -141,19 +141,19 @@ class _Chooser:
     def _blocks_of(
         self, name: str, meta: TensorMeta, held: Sequence[SlotLayout]
     ) -> tuple[tuple[int, int], ScaleFormat] | None:
-        """The blocks and scales in which a tensor is quantized before it travels; None if it is not."""
+        """Block size and scale format in which the trainer quantizes a tensor; None if it does not."""
         formats = {(slot.block_size, slot.scale_format) for slot in held}
         is_asked = self._config.collective.wire == "fp8" and name + SCALE_SUFFIX not in self._metadata
         if not is_asked or meta.dtype not in SOURCE_DTYPES or len(formats) != 1:
             return None
         ((block_size, scale_format),) = formats
         if block_size is None or scale_format is None or BLOCK_ROWS % block_size[0]:
-            return None  # or runs of rows would cut blocks
+            return None  # otherwise runs of rows would cut blocks
         return (block_size, scale_format) if all(_is_on_grid(slot, block_size) for slot in held) else None
 
 
 def _is_on_grid(slot: SlotLayout, block_size: tuple[int, int]) -> bool:
-    """Whether a slice begins at a block, and ends with one or with its tensor."""
+    """Whether a slice begins at a block boundary, and ends at one or with its tensor."""
     ends = (start + n for start, n in zip(slot.offset, slot.shape, strict=True))
     return not any(start % size for start, size in zip(slot.offset, block_size, strict=True)) and all(
         end % size == 0 or end == full for end, size, full in zip(ends, block_size, slot.full_shape, strict=True)
@@ -161,7 +161,7 @@ def _is_on_grid(slot: SlotLayout, block_size: tuple[int, int]) -> bool:
 
 
 def _row_step(held: Sequence[SlotLayout]) -> int:
-    """At multiples of how many rows a tensor may be cut that travels unquantized: where no rank's blocks are cut."""
+    """The row multiple at which an unquantized tensor may be cut without cutting any rank's blocks."""
     steps = {slot.block_size[0] for slot in held if slot.block_size is not None}
     if not steps:
         return 1
@@ -171,7 +171,7 @@ def _row_step(held: Sequence[SlotLayout]) -> int:
 
 
 def _narrower(dtype: torch.dtype, held: Sequence[SlotLayout], config: RefitConfig) -> torch.dtype:
-    """The dtype to which every slot rounds a tensor, if it is one and narrower than the trainer's."""
+    """The dtype of all slots of a tensor, if they agree and it is narrower than the trainer's; else the trainer's."""
     before_blocks = "bfloat16" if config.fp32_sources == "round_to_bf16" else dtype_name(dtype)
     wanted = {slot.dtype if slot.block_size is None else before_blocks for slot in held}
     if len(wanted) != 1 or dtype not in SOURCE_DTYPES:

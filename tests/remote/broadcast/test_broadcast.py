@@ -208,7 +208,7 @@ def test_another_dtype_than_was_announced_is_refused(open_remote):
     policy = remote.cluster.make_policy(1)
     manifest = manifest_of(policy)
     policy[Q_PROJ] = policy[Q_PROJ].float()
-    with pytest.raises(InvalidSourceError, match=rf"{Q_PROJ}: came as float32 .* announced was bfloat16"):
+    with pytest.raises(InvalidSourceError, match=rf"{Q_PROJ}: arrived as float32 .* but bfloat16 .*was announced"):
         remote.refitter.refit(iter(policy.items()), manifest=manifest)
     heals(remote)
 
@@ -338,7 +338,7 @@ def test_scales_that_come_with_the_weights_are_judged_every_time(open_remote):
     policy = remote.cluster.make_policy(1)
     remote.refitter.refit(prequantize(policy, O_PROJ, ScaleFormat.UE8M0))
     before = remote.cluster.live_bytes()
-    with pytest.raises(InvalidSourceError, match=rf"{O_PROJ}_scale_inv: holds scales that are no powers of two"):
+    with pytest.raises(InvalidSourceError, match=rf"{O_PROJ}_scale_inv: holds scales that are not powers of two"):
         remote.refitter.refit(prequantize(policy, O_PROJ, ScaleFormat.FP32))
     assert remote.cluster.live_bytes() == before
     heals(remote)
