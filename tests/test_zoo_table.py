@@ -23,6 +23,7 @@ REASONS = {
         "[rank0]: f.InvalidSourceError: cannot be used (2 problems):\n[rank0]:   - q: unexpected; leave it out\n[rank0]:   - k",
         "q: unexpected; leave it out",
     ),
+    "a place on the machine": ("OSError: nothing for '/tmp/a-1/b/bf16'. Add", "OSError: nothing for 'bf16'"),
     "out of time": (
         '{"name": "zoo"} ended with -9\nTimeout (0:01:40)!',
         "does not come to an end in the time that a walk gives it",

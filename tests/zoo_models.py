@@ -121,7 +121,13 @@ EXTRA: dict[str, dict[str, Any]] = {
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "MiMoV2FlashForCausalLM": {
         **{"v_head_dim": 128, "layernorm_epsilon": 1e-5, "hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1]},
-        **{"swa_num_attention_heads": 2, "swa_num_key_value_heads": 4, "swa_head_dim": 128, "swa_v_head_dim": 128},
+        **{
+            "num_attention_heads": 4,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 128,
+            "swa_v_head_dim": 128,
+        },
         "sliding_window_size": 64,
         "add_swa_attention_sink_bias": True,
     },

@@ -38,6 +38,8 @@ _ERROR = re.compile(
 )
 _SENTENCE = re.compile(r".+?(?=[.!?](?:\s+[A-Z]|$)|$)")
 _OF_PYDANTIC = re.compile(r" \[type=\w+, input_value=.*")
+_PLACE = re.compile(r"/(?:[^\s/']+/)+")
+"""Of a file on the machine of a walk."""
 _OUT_OF_TIME = "does not come to an end in the time that a walk gives it"
 _OURS = ("InvalidSourceError", "UnsupportedEngineError")
 
@@ -78,7 +80,7 @@ def shortened(text: str) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    line = " ".join(_BY_RANK.sub("", text).split()).removeprefix("- ").removeprefix("Value error, ")
+    line = " ".join(_PLACE.sub("", _BY_RANK.sub("", text)).split()).removeprefix("- ").removeprefix("Value error, ")
     return _SENTENCE.match(_OF_PYDANTIC.sub("", line))[0]
 
 
