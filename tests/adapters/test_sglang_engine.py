@@ -420,14 +420,14 @@ def test_a_pause_that_is_cancelled_while_the_schedulers_are_told_does_not_stay(s
     assert_serves(solo)
 
 
-@pytest.mark.parametrize("step", ["_check", "check_ready", "finish"])
+@pytest.mark.parametrize("step", ["_check_kept", "check_ready", "finish"])
 def test_a_refit_that_is_cancelled_while_ranks_answer_can_be_followed_by_another(step, engine):
     rank, policy = engine.schedulers[0], engine.make_policy(2)
 
     async def steps():
         refitter = Refitter(engine)
         await refitter.refit_async(engine.make_policy(1))
-        target = rank._fp8refit_clerk._server._rank.target
+        target = rank._fp8refit_endpoint._server._rank.target
         original, loop = getattr(target, step), asyncio.get_running_loop()
         refit = asyncio.create_task(refitter.refit_async(engine.make_policy(3)))
 
@@ -589,7 +589,7 @@ def test_a_rank_that_hangs_up_is_lost_and_requests_are_refused(engine, monkeypat
     def fail(message):
         raise ValueError("no answer to this")
 
-    monkeypatch.setattr(engine.schedulers[-1]._fp8refit_clerk, "_obey", fail)
+    monkeypatch.setattr(engine.schedulers[-1]._fp8refit_endpoint, "_obey", fail)
     with pytest.raises(EngineLostError, match="restart the engine"):
         refitter.refit(engine.make_policy(2))
     with pytest.raises(EngineDirtyError, match="the engine is lost"):
