@@ -107,8 +107,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "LongcatFlashForCausalLM": {
         "mla_scale_q_lora": True,
         "mla_scale_kv_lora": True,
-        "zero_expert_num": 0,
-        "zero_expert_type": None,
+        "zero_expert_type": "identity",
     },
     "Zamba2ForCausalLM": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "Mamba2ForCausalLM": {
