@@ -33,7 +33,7 @@ def merged(model: nn.Module) -> "Merged":
         InvalidSourceError: An adapter is more than `s B A`, such as DoRA. Raised at once, naming every such layer.
 
     Examples:
-        >>> refitter.refit(fp8refit.peft.merged(model))              # doctest: +SKIP
+        >>> refitter.refit(merged(model))                           # doctest: +SKIP
     """
     layers = dict(_layers(model))
     problems = [f"{name}: {why}; call merge_adapter() and send the state dict" for name, why in _problems(layers)]

@@ -149,20 +149,30 @@ def is_cache_idle(core: Any) -> bool:
 
 
 def on_core_start(call: Callable[[Any], None]) -> None:
-    """Call `call` on every engine core after it is created, in this process and those it starts. May be repeated."""
+    """Call `call` on every engine core as it is created, in this process and those it starts. May be repeated.
+
+    A spawned process loads plugins when its core is half created, so `EngineCore.__init__` cannot be wrapped there. The
+    step function is the last thing that a core is given.
+    """
     from vllm.v1.engine.core import EngineCore
 
-    original = EngineCore.__init__
-    if getattr(original, "fp8refit_call", None) is call:
-        return
+    EngineCore.step_fn = _StepFunction(call)
 
-    @wraps(original)
-    def init(core: Any, *args: Any, **kwargs: Any) -> None:
-        original(core, *args, **kwargs)
-        call(core)
 
-    init.fp8refit_call = call  # type: ignore[attr-defined]
-    EngineCore.__init__ = init  # type: ignore[method-assign]
+class _StepFunction:
+    """The attribute `step_fn` of engine cores; calls `call` when a core is given its first."""
+
+    def __init__(self, call: Callable[[Any], None]) -> None:
+        self._call = call
+
+    def __get__(self, core: Any, kind: type | None = None) -> Any:
+        return self if core is None else vars(core)["step_fn"]
+
+    def __set__(self, core: Any, step: Callable[[], StepOutputs]) -> None:
+        is_new = "step_fn" not in vars(core)
+        vars(core)["step_fn"] = step
+        if is_new:
+            self._call(core)
 
 
 def on_deep_sleep(worker: Any, call: Callable[[], None]) -> None:

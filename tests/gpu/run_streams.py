@@ -94,6 +94,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     import fp8refit
     from fp8refit import Refitter
+    from fp8refit.peft import merged
 
     shape = arguments.shape
     with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +131,7 @@ def measure(arguments: argparse.Namespace) -> None:
     }
     model = lora_over(policy)
     if not is_sparse:
-        ways["merged LoRA, rank 64"] = lambda: refitter.refit(fp8refit.peft.merged(model))
+        ways["merged LoRA, rank 64"] = lambda: refitter.refit(merged(model))
     if arguments.place == "inside":
         worker = llm.llm_engine.model_executor.driver_worker.worker
 

@@ -33,6 +33,7 @@ def drivers(request, starter, tmp_path_factory):
     folder = tmp_path_factory.mktemp("drop-in")
     save_model(family, 1, folder / "bf16")
     (folder / "ids.json").write_text(str([[(7 * i + 3 * j) % 256 for j in range(16)] for i in range(4)]))
+    method = {"FP8REFIT_TEST_START_METHOD": "spawn" if request.param == "tensor parallel" else "fork"}
     calibration = {"FP8REFIT_CALIBRATION": str(folder / "ids.json")} if request.param == "tensor parallel" else {}
     outcome = run_scenario(
         starter,
@@ -40,7 +41,7 @@ def drivers(request, starter, tmp_path_factory):
         {"layout": request.param, "family": family, "model": folder / "bf16"},
         folder,
         timeout_s=260,
-        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(has_own_core)), **ON, **calibration},
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(has_own_core)), **ON, **method, **calibration},
         num_drivers=num_drivers,
     )
     assert outcome.left == []

@@ -36,7 +36,7 @@ def drivers(request, starter, tmp_path_factory):
         timeout_s=180,
         environment={
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(has_own_core)),
-            "FP8REFIT_TEST_START_METHOD": "fork",
+            "FP8REFIT_TEST_START_METHOD": "spawn" if request.param == "multi-process" else "fork",
         },
         num_drivers=num_drivers,
     )
