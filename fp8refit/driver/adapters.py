@@ -15,13 +15,13 @@ def connect(url: str, *, api_key: str | None = None, token: str | None = None) -
     """Find out which engine's server listens at `url`.
 
     Args:
-        url: As `http://127.0.0.1:8000`.
+        url: Such as `http://127.0.0.1:8000`.
         api_key: See `fp8refit.remote.servers.http_client.Server`.
         token: See there.
 
     Raises:
-        EngineLostError: Nobody answers.
-        UnsupportedEngineError: None that an installed adapter knows, or it asks for another API key.
+        EngineLostError: No server answers.
+        UnsupportedEngineError: No installed adapter knows the server, or it requires another API key.
     """
     adapters, broken = find_adapters()
     kinds: dict[str, type[Server]] = {
@@ -37,7 +37,7 @@ def connect(url: str, *, api_key: str | None = None, token: str | None = None) -
 
 
 def find_adapters() -> tuple[dict[str, type[Adapter]], list[str]]:
-    """Every installed adapter by name, and one line for each that cannot be imported."""
+    """Every installed adapter by name, and one line per adapter that cannot be imported."""
     adapters, broken = {}, []
     for point in entry_points(group=ENTRY_POINT_GROUP):
         try:
@@ -48,7 +48,7 @@ def find_adapters() -> tuple[dict[str, type[Adapter]], list[str]]:
 
 
 def find_adapter(name: str) -> type[Adapter]:
-    """The adapter that is installed under `name`.
+    """The installed adapter called `name`.
 
     Raises:
         UnsupportedEngineError: There is none.
@@ -61,10 +61,10 @@ def find_adapter(name: str) -> type[Adapter]:
 
 @contextmanager
 def booting(engine: str, model: object, *, act: str = "boot") -> Iterator[None]:
-    """Around an engine's own code: what it raises over a model or setting that it does not know is its own affair.
+    """Wrap an engine's own code, which raises all kinds of errors for models and settings that it does not know.
 
     Raises:
-        UnsupportedEngineError: It raised something, which is named.
+        UnsupportedEngineError: It raised an error, which the message quotes.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""How requests are kept from an engine while it is refitted, and in which words they are refused."""
+"""Keeps requests from an engine during a refit, and words the refusals."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from fp8refit.errors import CacheFlushError, EngineBusyError, EngineDirtyError
 
 
 def refusal(reason: str) -> EngineDirtyError:
-    """What a request that is not admitted is told."""
+    """The error for a refused request."""
     return EngineDirtyError(f"this engine refuses requests: {reason}")
 
 
 def unfinished(engine: str) -> EngineBusyError:
-    """Why a synchronous engine with requests is not refitted."""
+    """The error for a synchronous engine with unfinished requests."""
     return EngineBusyError(
         f"the engine has unfinished requests; a synchronous {engine} cannot drain them without taking their outputs: finish or "
         "abort them, then refit"
@@ -20,20 +20,20 @@ def unfinished(engine: str) -> EngineBusyError:
 
 
 def still_running(count: int, timeout_s: float) -> EngineBusyError:
-    """Why an asynchronous engine, whose requests were waited for, is not refitted."""
+    """The error for an asynchronous engine whose requests did not finish in time."""
     return EngineBusyError(
-        f"{count} request(s) did not finish within {timeout_s:g} s; they go on. Refit later, wait longer (timeout_s), or "
+        f"{count} request(s) did not finish within {timeout_s:g} s and keep running. Refit later, wait longer (timeout_s), or "
         'choose in_flight="abort" or "keep"'
     )
 
 
 def cache_kept(cache: str, holders: str, *, said: str = "") -> CacheFlushError:
-    """Why an engine that did not drop what it computed under the old policy is not written.
+    """The error for an engine that did not drop the old policy's caches.
 
     Args:
         cache: Which engine kept which cache.
         holders: What may hold blocks of it.
-        said: What the engine said of it.
+        said: The engine's own message.
     """
     return CacheFlushError(
         f"{cache} because blocks of it are still held; nothing was written, and the old policy is served. Finish or abort what "
@@ -42,12 +42,12 @@ def cache_kept(cache: str, holders: str, *, said: str = "") -> CacheFlushError:
 
 
 class Gate:
-    """Where requests to one asynchronous engine wait for the end of a refit, or are refused.
+    """Holds requests to one asynchronous engine until a refit ends, or refuses them.
 
-    An adapter lets every request `pass_through` while it replaces the engine's own entries.
+    An adapter replaces the engine's entry points and awaits `pass_through` in them.
 
     Args:
-        refuse_with: Gives the error for a reason to refuse requests.
+        refuse_with: Makes the error that refused requests raise, from the reason.
     """
 
     def __init__(self, refuse_with: Callable[[str], Exception] = refusal) -> None:
@@ -56,22 +56,22 @@ class Gate:
         self.reason: str | None = None
 
     def close(self) -> None:
-        """Let requests wait."""
+        """Make requests wait."""
         self.reason = None
         self._may_decide.clear()
 
     def refuse(self, reason: str) -> None:
-        """Refuse those that wait, and every one that comes."""
+        """Refuse waiting and new requests."""
         self.reason = reason
         self._may_decide.set()
 
     def open(self) -> None:
-        """Admit those that wait."""
+        """Admit waiting and new requests."""
         self.reason = None
         self._may_decide.set()
 
     async def until_decided(self) -> None:
-        """Wait for the end of a refit that is under way, however it ends."""
+        """Wait until the current refit ends, however it ends."""
         await self._may_decide.wait()
 
     async def pass_through(self) -> None:

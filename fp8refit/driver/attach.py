@@ -1,4 +1,4 @@
-"""Attaches one adapter to each live engine, and lets one refit at a time have it."""
+"""Attaches one adapter to each live engine, and admits one refit at a time."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -13,27 +13,27 @@ _HOLDER = "_fp8refit_holder"
 
 
 class Turn:
-    """What one refit of an engine at a time holds.
+    """A lock that one refit at a time holds.
 
-    A lock whose holder is known: after an interrupt that comes in the middle of `take` or `end`, `end` is right in any case.
+    It knows its holder, so `end` is safe to call even if an interrupt hit `take` or `end` halfway.
     """
 
     def __init__(self) -> None:
         self._holders: dict[str, object] = {}
 
     def take(self, holder: object) -> bool:
-        """Whether `holder` has it now; False if another has."""
+        """Take the lock for `holder`; False if another holder has it."""
         return self._holders.setdefault("holder", holder) is holder
 
     def end(self, holder: object) -> None:
-        """Let go of it, if `holder` has it. May be repeated."""
+        """Release the lock, if `holder` has it. May be repeated."""
         if self._holders.get("holder") is holder:
             del self._holders["holder"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttachedEngine:
-    """An adapter on its engine, and the turn that one refit at a time takes. A copied or pickled engine has none."""
+    """An adapter on its engine, with the engine's lock. Not copied or pickled with the engine."""
 
     engine: Engine
     turn: Turn = field(default_factory=Turn)
@@ -46,29 +46,29 @@ class AttachedEngine:
 
 
 def _nothing() -> None:
-    """What an attached engine, or a holder, is restored as."""
+    """Restores a pickled attachment as None."""
 
 
 class _Holder(weakref.ref[Any]):
-    """What runs a network. That of a copied or pickled one is not known."""
+    """A reference to what runs a network. Not copied or pickled with it."""
 
     __deepcopy__, __reduce__ = AttachedEngine.__deepcopy__, AttachedEngine.__reduce__
 
 
 def hold(network: object, holder: object) -> None:
-    """Let whoever asks for the engine of `network` be given that of `holder`, which runs it."""
+    """Make `attach_engine(network)` return the engine of `holder`, which runs the network."""
     object.__setattr__(network, _HOLDER, _Holder(holder))
 
 
 def attach_engine(candidate: object) -> AttachedEngine:
-    """Give the adapter attached to `candidate`, attaching one if there is none yet.
+    """Return the adapter attached to `candidate`, attaching one first if necessary.
 
-    It stays on the candidate, so that every `Refitter` of one engine shares its plan, version and state. A URL is no
-    candidate for that: each time it is given, it is asked anew who answers there.
+    It is stored on the candidate, so all `Refitter`s of one engine share plan, version and state. For a URL, the server
+    is detected every time.
 
     Raises:
-        UnsupportedEngineError: No installed adapter takes it.
-        EngineLostError: It is a URL at which nobody answers.
+        UnsupportedEngineError: No installed adapter accepts it.
+        EngineLostError: It is a URL where no server answers.
     """
     if isinstance(candidate, str) and "://" in candidate:
         candidate = connect(candidate)
@@ -85,6 +85,6 @@ def attach_engine(candidate: object) -> AttachedEngine:
             return attached
     kind = type(candidate)
     raise UnsupportedEngineError(
-        f"{kind.__module__}.{kind.__qualname__} is no engine that an installed adapter knows ({name_adapters(adapters)})",
+        f"{kind.__module__}.{kind.__qualname__} is not an engine that an installed adapter knows ({name_adapters(adapters)})",
         broken,
     )

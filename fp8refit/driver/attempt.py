@@ -1,4 +1,4 @@
-"""The steps of one refit, in order, timed; and how it ends: the engine serves a whole policy, or refuses requests."""
+"""The timed steps of one refit. In the end the engine serves a whole policy or refuses requests."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -23,11 +23,11 @@ class Attempt:
     """One refit or calibration.
 
     Args:
-        engine: Of which engine.
+        engine: The engine.
 
     Attributes:
-        version: Of the policy before the engine was paused; None while it is not.
-        is_written: Whether another policy was committed, as far as is known.
+        version: Policy version before the engine was paused; None if it is not paused.
+        is_written: Whether another policy was committed, as far as known.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -67,7 +67,7 @@ class Attempt:
             with clock.phase("transfer"):
                 written = await ranks.write(driver_error=busy.error)
         finally:
-            del busy  # the error's traceback would hold it, and it the error
+            del busy  # it and the error's traceback would keep each other alive
         clock.move("transfer", **longest_phases(written))
         self.is_written = True
         with clock.phase("resume"):
@@ -79,15 +79,15 @@ class Attempt:
         return report
 
     async def calibrate(self, calibration: Calibration, config: RefitConfig) -> KvReport:
-        """Set KV scales for the policy that is served. See `fp8refit.Refitter.calibrate`."""
+        """Set KV scales for the served policy. See `fp8refit.Refitter.calibrate`."""
         engine, ranks = self._engine, self._engine.ranks
         order = KvOrder()
         with ErrorCapture() as unready:
             if ranks.is_dirty:
-                raise EngineDirtyError("this engine holds no whole policy that it could be calibrated for; refit it")
+                raise EngineDirtyError("this engine holds no whole policy to calibrate for; refit it")
             order = await order_of(calibration, None, config.kv, engine.tokenize) or order
             if not order.token_ids:
-                raise InvalidCalibrationError("calibration: there is no batch")
+                raise InvalidCalibrationError("calibration: no batch was given")
             await engine.check_ready()
         await ranks.check_calibration(order, config, driver_error=unready.error)
         self.version = ranks.version
@@ -97,7 +97,7 @@ class Attempt:
         try:
             report = await ranks.calibrate(order, config, driver_error=busy.error)
         finally:
-            del busy  # the error's traceback would hold it, and it the error
+            del busy  # it and the error's traceback would keep each other alive
         await self.resume()
         logger.info(
             "%d KV scales from %d tokens in %.1f ms", len(report.scales), report.num_tokens, report.seconds * 1e3
@@ -105,7 +105,7 @@ class Attempt:
         return report
 
     async def resume(self) -> None:
-        """Serve the policy that is in place."""
+        """Serve the current policy."""
         self._resumes = True
         version = self._engine.ranks.version
         if self.is_written or version != self.version:
@@ -114,10 +114,10 @@ class Attempt:
         self.version = None
 
     async def fail(self, error: BaseException) -> None:
-        """Go on with a whole policy, the old or the new one; with parts of both refuse requests.
+        """After an error, serve the old or the new policy if it is whole; otherwise refuse requests.
 
         Raises:
-            BaseException: Why the engine could not go on.
+            BaseException: The engine could not resume.
         """
         engine, ranks = self._engine, self._engine.ranks
         if isinstance(error, EngineLostError):
@@ -127,15 +127,16 @@ class Attempt:
                 f"the last refit failed part way ({_describe(error)}); the next one that succeeds heals it"
             )
         elif self.version is not None:
-            # It wrote nothing, or the ranks committed and their driver did not hear of it, or did not go on.
+            # Nothing was written; or the ranks committed, and the driver did not learn of it or did not resume.
             with ErrorCapture() as stuck:
                 if self._resumes and isinstance(error, GeneratorExit):
-                    raise error  # what had to be awaited then cannot be awaited now
+                    raise error  # nothing can be awaited any more
                 await ranks.abandon()
                 await self.resume()
             if stuck.error is not None:
                 await engine.refuse(
-                    f"version {ranks.version} is in place, but the engine did not go on ({_describe(stuck.error)}); refit again"
+                    f"version {ranks.version} is in place, but the engine did not resume ({_describe(stuck.error)}); "
+                    "refit again"
                 )
                 self.version = None
                 raise stuck.take()
@@ -143,14 +144,14 @@ class Attempt:
 
 
 async def take_turn(attached: AttachedEngine, steps: Callable[[Attempt], Awaitable[T]]) -> T:
-    """Take the steps of one refit while no other one is under way, and leave an engine that serves or refuses.
+    """Run the steps of one refit, unless another one is running. Afterwards the engine serves or refuses requests.
 
-    An interrupt may come between any two lines. What has to be done in any case is therefore done twice: an interrupt of the
-    first time is followed by the second.
+    An interrupt may hit between any two lines. So the necessary clean-up is tried twice, in case the first attempt is
+    interrupted.
 
     Raises:
-        EngineBusyError: Another refit is under way.
-        BaseException: What the steps raise.
+        EngineBusyError: Another refit is running.
+        BaseException: Whatever the steps raise.
     """
     attempt, turn = Attempt(attached.engine), attached.turn
     try:

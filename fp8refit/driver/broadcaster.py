@@ -1,4 +1,4 @@
-"""One trainer, several engines: a policy is sent once to all of them, and all serve it or none does."""
+"""Refits several engines with one broadcast: all serve the new policy, or none does."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _PATIENCE = 4
-"""How often `timeout_s` the other ranks of a trainer wait for the one that prepares and pauses the engines."""
+"""Other ranks of the trainer wait this many times `timeout_s` for the rank that prepares and pauses the engines."""
 
 
 class Broadcaster(Closing):
     """Moves several engines from policy to policy at once, by a broadcast of FP8 codes and scales to all their ranks.
 
-    An error before the first byte is written leaves every engine as it was, serving. One after it leaves all of them dirty,
-    refusing requests, and the next push heals them.
+    An error before the first byte is written leaves every engine serving as before. A later error leaves all of them
+    dirty: they refuse requests until the next push heals them.
 
     Args:
-        engines: What `Refitter` takes, with workers in processes of their own: `LLM`, `AsyncLLM`, URLs of servers. The trainer
+        engines: What `Refitter` takes, with workers in other processes: `LLM`, `AsyncLLM`, URLs of servers. The trainer
             drives them from its rank 0; other ranks may pass nothing.
-        config: How to refit; or give its fields as keywords. `transport` is `"collective"`, and `collective` says how: engines
-            on other hosts need `host`, an address of this one.
-        group: The ranks of the trainer, if it has several: every one of them makes a `Broadcaster` and calls `push`. The group
-            can carry tensors of the CPU (gloo beside NCCL).
+        config: Options; or pass its fields as keywords. `transport` is `"collective"`. Engines on other hosts need
+            `collective.host`, an address of this host.
+        group: The trainer's ranks, if there are several: each of them makes a `Broadcaster` and calls `push`. The group
+            must support CPU tensors (gloo in addition to NCCL).
 
     Raises:
-        UnsupportedEngineError: An engine cannot be refitted by a broadcast; says why.
+        UnsupportedEngineError: An engine cannot be refitted by broadcast; says why.
 
     Examples:
         >>> broadcaster = Broadcaster([llm, "http://10.0.0.2:8000"], collective={"host": "10.0.0.1"})  # doctest: +SKIP
@@ -81,9 +81,10 @@ class Broadcaster(Closing):
         calibration: Calibration | None = None,
         kv_scales: KvScaleValues | None = None,
     ) -> RefitReport | None:
-        """Make every engine serve the policy in `state_dict`.
+        """Refit every engine with `state_dict`.
 
-        Every rank of `group` calls it, with its own shards of the same tensors in the same order; all raise if one does.
+        Every rank of `group` calls it, with its own shards of the same tensors in the same order. If one raises, all
+        do.
 
         Args:
             state_dict: See `Refitter.refit`. An iterator needs a `manifest`, in whose order it is read. With `group`, a mapping
@@ -93,7 +94,7 @@ class Broadcaster(Closing):
             kv_scales: See `Refitter.refit`.
 
         Returns:
-            What was done, with the ranks of all engines numbered one after another; None on ranks that do not drive.
+                The report, with the ranks of all engines numbered consecutively; None on ranks other than 0.
 
         Raises:
             RefitError: See `Refitter.refit`.
@@ -112,7 +113,7 @@ class Broadcaster(Closing):
         calibration: Calibration | None = None,
         kv_scales: KvScaleValues | None = None,
     ) -> RefitReport | None:
-        """`push` if any engine is asynchronous, awaited in the event loop that drives those that are."""
+        """`push` for asynchronous engines, awaited in the event loop that drives them."""
         with self._opened(state_dict) as weights:
             if self._refitter is None:
                 return None
@@ -121,25 +122,25 @@ class Broadcaster(Closing):
             )
 
     def fingerprints(self) -> list[str]:
-        """See `Refitter.fingerprints`: of every rank of every engine, engine after engine."""
+        """See `Refitter.fingerprints`: for every rank of every engine, engine by engine."""
         return self._refitter.fingerprints() if self._refitter is not None else []
 
     @override
     def close(self) -> None:
-        """Leave the group with the engines' ranks, and give back what is held beyond the engines."""
+        """Leave the broadcast group, and release everything except the engines."""
         if self._refitter is not None:
             self._refitter.close()
 
     async def close_async(self) -> None:
-        """`close` if any engine is asynchronous."""
+        """`close` for asynchronous engines."""
         if self._refitter is not None:
             await self._refitter.close_async()
 
     def _opened(self, state_dict: StateDict) -> AbstractContextManager[StateDict]:
-        """What rank 0 reads, and the others take part in.
+        """What rank 0 reads, while the other ranks take part in gathers.
 
         Raises:
-            InvalidSourceError: It is not what several ranks can read together.
+            InvalidSourceError: Several ranks cannot read it together.
         """
         if self._group is None or isinstance(state_dict, Gathered):
             return nullcontext(state_dict)

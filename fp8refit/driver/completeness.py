@@ -1,4 +1,6 @@
-"""When a policy is whole of which tensors come one by one: what the ranks of an engine need, and what has come of it."""
+"""Decides when a policy is complete whose tensors arrive one by one: what the engine's ranks need, and what has
+arrived.
+"""
 
 from collections.abc import Iterable
 from enum import Enum
@@ -16,24 +18,24 @@ from fp8refit.transport.vote import ErrorRecord, merge_errors
 
 
 class Claims(BaseModel):
-    """Names of which one rank holds a part, or that it lets pass."""
+    """The names that a rank needs or accepts."""
 
     model_config = ConfigDict(frozen=True)
 
     needed: frozenset[str] = frozenset()
-    """Without them a policy is not whole."""
+    """Names without which a policy is not complete."""
     optional: frozenset[str] = frozenset()
-    """May come: KV scales."""
+    """Names that may arrive: KV scales."""
     skipped: frozenset[str] = frozenset()
-    """May come, and nothing is done with them."""
+    """Names that may arrive and are ignored."""
     aliases: dict[str, str] = {}
-    """Second names of tied tensors, and the first."""
+    """Second names of tied tensors, with the first name."""
     stacks: dict[str, tuple[str, ...]] = {}
-    """Tensors of all experts, and the needed ones that each holds."""
+    """Stacked tensors, with the needed names that each contains."""
 
     @classmethod
     def of(cls, inventory: Inventory) -> "Claims":
-        """Those of one rank."""
+        """The claims of one rank."""
         return cls(
             needed=frozenset(slot.name for slot in inventory.slots if not slot.is_optional),
             optional=frozenset(slot.name for slot in inventory.slots if slot.is_optional),
@@ -44,7 +46,7 @@ class Claims(BaseModel):
 
     @classmethod
     def union(cls, ranks: Iterable["Claims"]) -> "Claims":
-        """Those of all ranks together."""
+        """The combined claims of all ranks."""
         ranks = list(ranks)
         stacks: dict[str, tuple[str, ...]] = {}
         for rank in ranks:
@@ -61,17 +63,17 @@ class Claims(BaseModel):
 
 
 class Kind(Enum):
-    """What a name is to the ranks."""
+    """How the ranks treat a name."""
 
     NEEDED, OPTIONAL, SKIPPED, UNKNOWN = range(4)
 
 
 class Stream:
-    """What has come of one policy. Every rank sees the same names in the same order, and so comes to the same conclusions.
+    """Tracks which tensors of a policy have arrived. All ranks see the same names in the same order, so they agree.
 
     Args:
-        claims: Of all ranks.
-        keep: Patterns of names that need not come.
+        claims: The claims of all ranks.
+        keep: Patterns of names that may be missing.
     """
 
     def __init__(self, claims: Claims, keep: tuple[str, ...] = ()) -> None:
@@ -89,10 +91,10 @@ class Stream:
         self.begin_anew()
 
     def begin_anew(self, first: str | None = None) -> None:
-        """Nothing has come yet.
+        """Start a new policy.
 
         Args:
-            first: The name with which policies begin, if that is known.
+            first: The name with which policies begin, if known.
         """
         self.first = first
         self.came: set[str] = set()
@@ -112,12 +114,12 @@ class Stream:
         return Kind.SKIPPED if is_kv_scale(name) and not claims.optional else Kind.UNKNOWN
 
     def is_second(self, name: str) -> bool:
-        """Whether it is another name of a tied tensor that came."""
+        """Whether it is another name of a tied tensor that has arrived."""
         base = name.removesuffix(SCALE_SUFFIX)
         return self._spelled.get(self._base(name), base) != base
 
     def note(self, name: str, tensor: Any) -> None:
-        """It came."""
+        """Record that a tensor has arrived."""
         self.came.add(name)
         base = self._base(name)
         if name.endswith(SCALE_SUFFIX):
@@ -140,17 +142,17 @@ class Stream:
 
 
 class _Said(BaseModel):
-    """What one rank says of itself."""
+    """What one rank reports."""
 
     claims: Claims = Claims()
     error: ErrorRecord | None = None
 
 
 def claims_of_all(rank: Rank, config: RefitConfig) -> Claims:
-    """Of every rank of the engine, which all ask at once.
+    """Exchange the claims of all ranks. Every rank calls this together.
 
     Raises:
-        RefitError: One of them cannot be refitted.
+        RefitError: A rank cannot be refitted.
     """
     try:
         said = _Said(claims=Claims.of(rank.target.check_ready()))

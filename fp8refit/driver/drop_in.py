@@ -1,10 +1,11 @@
-"""An engine's own `load_weights` as a refit: what a trainer loads, by tensors or buckets, becomes one update a policy.
+"""Turns an engine's own `load_weights` into a refit: whatever a trainer loads, in tensors or buckets, is one update per
+policy.
 
-Nothing says which tensor is the last one. So a policy is whole when every tensor that any rank of the engine needs has come,
-and every rank ends it at the same tensor. Where an engine has calls for begin and end, those are the marks.
+`load_weights` does not say which tensor is the last. So a policy is complete once every tensor that any rank needs has
+arrived, and all ranks end it at the same tensor. If the engine has calls for begin and end, those count instead.
 
-A stream that breaks off leaves the engine dirty. Its rest is refused, and the next policy begins where that one began: tensors
-of two policies never add up to one.
+An interrupted stream leaves the engine dirty. The rest of it is refused, and the next policy must begin with the same
+tensor, so that tensors of two policies are never mixed.
 """
 
 import hashlib
@@ -34,18 +35,19 @@ _last_report: RefitReport | None = None
 
 
 class DropInOptions(BaseModel):
-    """How the drop-in is set up: from the environment, or as options of the engine's plugin, which win."""
+    """The drop-in's options, from the environment or from the engine's plugin options, which take precedence."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     drop_in: bool = False
     """`FP8REFIT_DROP_IN=1`: whether loading weights into a live engine is a refit."""
     quantization: str | None = None
-    """`FP8REFIT_QUANTIZATION`: how an engine is quantized at boot for which nothing else says it."""
+    """`FP8REFIT_QUANTIZATION`: how to quantize an engine at boot if nothing else says so."""
     calibration: Path | None = None
-    """`FP8REFIT_CALIBRATION`: a JSON file with lists of token ids, by which KV scales are set at every commit."""
+    """`FP8REFIT_CALIBRATION`: a JSON file with lists of token ids; KV scales are calibrated with them at every
+    commit."""
     keep: tuple[str, ...] = ()
-    """`FP8REFIT_KEEP`: patterns of names that the trainer froze and never sends, with commas between them."""
+    """`FP8REFIT_KEEP`: comma-separated patterns of frozen parameters that the trainer never sends."""
 
     @field_validator("keep", mode="before")
     @classmethod
@@ -54,28 +56,28 @@ class DropInOptions(BaseModel):
 
     @classmethod
     def read(cls, environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> "DropInOptions":
-        """What is set.
+        """Read the options.
 
         Raises:
-            ValueError: Something else than these options, or with a wrong value.
+            ValueError: An option is unknown or has an invalid value.
         """
         names = {name: f"FP8REFIT_{name.upper()}" for name in cls.model_fields}
         found = {name: environment[variable] for name, variable in names.items() if environment.get(variable)}
         return cls.model_validate(found | dict(options or {}))
 
     def read_calibration(self) -> list[list[int]] | None:
-        """The token ids, if there are any."""
+        """The token ids, if a file is set."""
         return None if self.calibration is None else json.loads(self.calibration.read_text())
 
 
 class DropIn:
-    """Takes what one rank is given to load. Made on every rank at once.
+    """Receives what one rank is given to load. Created on every rank together.
 
     Args:
         owner: What `fp8refit.update` takes: a worker, or a scheduler.
-        rank: The rank that it is.
-        options: How.
-        logger: Where commits are told of.
+        rank: The owner's rank.
+        options: The options.
+        logger: Logs commits.
 
     Raises:
         RefitError: The engine cannot be refitted.
@@ -97,23 +99,23 @@ class DropIn:
 
     @property
     def is_open(self) -> bool:
-        """Whether a policy has come in part."""
+        """Whether a policy has partly arrived."""
         return self._update is not None
 
     @property
     def missing(self) -> list[str]:
-        """What has not come yet, in order."""
+        """Names that have not arrived, sorted."""
         return sorted(self._stream.missing)
 
     def load(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> set[str]:
         """Replaces the network's `load_weights`.
 
         Returns:
-            The names that came.
+            The names that arrived.
 
         Raises:
-            RefitError: What does not fit. An engine of several ranks raises it when the policy has come to its end, on all of
-                them alike.
+            RefitError: Something does not fit. With several ranks it is raised at the end of the policy, on all of
+                them.
         """
         if not self._is_receiving:
             return self._load(weights)
@@ -126,10 +128,10 @@ class DropIn:
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """While tensors come by collectives: errors are raised after the last one, or the trainer would hang in it.
+        """While tensors arrive by collectives: raise errors only after the last one, or the trainer would hang.
 
         Raises:
-            RefitError: What did not fit. The rest was received and left out.
+            RefitError: Something does not fit. The rest was received and ignored.
         """
         self._is_receiving, self._late = True, None
         try:
@@ -151,16 +153,16 @@ class DropIn:
                 if not are_together:
                     self._hand_over()
             self._hand_over()
-        except BaseException as error:  # what gave it failed, or it was interrupted: on every rank it is over
+        except BaseException as error:  # the source failed or was interrupted: end it on every rank
             self._give_up(f"loading it failed ({type(error).__name__}: {error})")
             raise
         return came
 
     def begin(self) -> None:
-        """The engine was told that a policy begins, and will be told where it ends.
+        """Begin a policy that `end` will end.
 
         Raises:
-            RefitError: It cannot be refitted now, on all ranks alike; nothing is written.
+            RefitError: The engine cannot be refitted now, on any rank; nothing was written.
         """
         self._give_up("another one begins")
         self._stream.begin_anew()
@@ -172,16 +174,16 @@ class DropIn:
             raise
 
     def end(self) -> None:
-        """The engine was told that all of it has come.
+        """End the policy.
 
         Raises:
-            RefitError: It is not whole, or was not what fits.
+            RefitError: It is incomplete, or does not fit.
         """
         if not self._is_marked:
             return
         self._is_marked = False
         if self._update is None:
-            raise EngineDirtyError("this update failed before it came to its end; send the whole policy again")
+            raise EngineDirtyError("this update failed before its end; send the whole policy again")
         try:
             self._commit()
         except BaseException:
@@ -191,7 +193,7 @@ class DropIn:
             self._stream.begin_anew()
 
     def close(self) -> None:
-        """Leave the engine as it is; a policy of which a part came leaves it dirty."""
+        """Stop taking weights. A policy that has partly arrived leaves the engine dirty."""
         self._give_up("nothing is taken any more")
         self._is_marked = False
 
@@ -205,7 +207,7 @@ class DropIn:
         if stream.is_second(name):
             self._hand_over()
             if self._tie_error is None and not self._rank.target.holds(name, tensor):
-                self._tie_error = _differs(name)  # raised at the end, as other ranks may hold another part of it
+                self._tie_error = _differs(name)  # raised at the end, since other ranks may hold other parts
             stream.note(name, tensor)
             return
         if kind in (Kind.NEEDED, Kind.OPTIONAL):
@@ -216,22 +218,22 @@ class DropIn:
             self._commit()
 
     def _witness(self, tensor: Tensor) -> None:
-        """Note some values of what comes, by which ranks that were given two policies notice it: their names are the same."""
+        """Record some values, so that ranks notice if they were given different policies, whose names are equal."""
         if self._rank.group.size > 1 and isinstance(tensor, Tensor) and tensor.dtype in SOURCE_DTYPES:
             per_dim = round(_NUM_SAMPLES ** (1 / max(1, tensor.ndim)))
             some = tensor.detach()[tuple(slice(None, None, max(1, size // per_dim)) for size in tensor.shape)]
             self._samples.append(some.to(torch.float32, copy=True).reshape(-1))
 
     def _begins(self, name: str, kind: Kind, tensor: Tensor) -> bool:
-        """Begin a policy with what came while none was under way, if it is the beginning of one.
+        """Begin a policy with a tensor that arrives while none is open, if it can be the first one.
 
         Raises:
-            RefitError: It belongs to none.
+            RefitError: It belongs to no policy.
         """
         stream = self._stream
         if self._is_marked and self._rank.target.is_dirty:
             raise EngineDirtyError("this update failed; end it, and send the whole policy again")
-        if self._is_marked:  # a refit has healed what it left
+        if self._is_marked:  # a refit has healed the engine
             self._is_marked = False
             stream.begin_anew()
         if kind is Kind.SKIPPED:
@@ -252,10 +254,10 @@ class DropIn:
         return False
 
     def _start_over(self, name: str, tensor: Tensor) -> None:
-        """The policy that was under way is not to become whole.
+        """Give up the open policy.
 
         Raises:
-            EngineDirtyError: What came now is not the beginning of another.
+            EngineDirtyError: The tensor does not begin another one.
         """
         self._give_up(f"{name} came again")
         if name != self._stream.first:
@@ -263,10 +265,10 @@ class DropIn:
         self._begin_with(name)
 
     def _refuse(self, name: str, tensor: Tensor) -> None:
-        """Take nothing of a policy whose beginning is not known.
+        """Refuse a tensor of a policy whose beginning is missing.
 
         Raises:
-            EngineDirtyError: In any case.
+            EngineDirtyError: Always.
         """
         stream = self._stream
         if name in stream.came:
@@ -279,7 +281,7 @@ class DropIn:
 
     def _begin_with(self, name: str) -> None:
         self._stream.begin_anew(name)
-        self._stream.came.add(name)  # whatever becomes of it
+        self._stream.came.add(name)  # even if it is refused
         self._open()
 
     def _open(self) -> None:
@@ -289,7 +291,7 @@ class DropIn:
         self._samples.clear()
 
     def _hand_over(self) -> None:
-        """Give on what came since the last time."""
+        """Pass on what has arrived since the last call."""
         bucket, self._bucket = self._bucket, []
         if bucket and self._update is not None:
             try:
@@ -299,7 +301,7 @@ class DropIn:
                 raise
 
     def _commit(self) -> None:
-        """End the policy that has come."""
+        """Commit the complete policy."""
         global _last_report
         self._hand_over()
         if self._tie_error is not None:
@@ -329,7 +331,7 @@ class DropIn:
         self._logger.info("%s", report.summary())
 
     def _give_up(self, why: str) -> None:
-        """What has come of a policy is not to become whole: say so, and leave the engine dirty."""
+        """Give up the open policy: log why, and leave the engine dirty."""
         if self._update is None:
             return
         missing = self.missing
@@ -342,7 +344,7 @@ class DropIn:
             self._logger.debug("%s", error)
 
     def _leave(self, error: BaseException) -> None:
-        """End what is under way with an error, on every rank alike."""
+        """End the open update with an error, on every rank."""
         self._bucket.clear()
         left, self._update, self._tie_error = self._update, None, None
         assert left is not None, "one is under way"
@@ -350,14 +352,14 @@ class DropIn:
 
 
 def _digest(samples: Sequence[Tensor]) -> str:
-    """Of the values of some tensors, in order, wherever they are: each device is waited for once."""
+    """A digest of the tensors' values, in order. Synchronizes with each device once."""
     places: dict[torch.device, list[int]] = {}
     for place, sample in enumerate(samples):
         places.setdefault(sample.device, []).append(place)
     values = [b""] * len(samples)
     for device, here in places.items():
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # each was taken on the stream that its tensor came on
+            torch.cuda.synchronize(device)  # each was sampled on its tensor's stream
         together = torch.cat([samples[place] for place in here]).cpu()
         for place, part in zip(here, torch.split(together, [samples[place].numel() for place in here]), strict=True):
             values[place] = part.numpy().tobytes()
@@ -369,8 +371,8 @@ def _differs(name: str) -> InvalidSourceError:
 
 
 def last_report() -> RefitReport | None:
-    """What the last policy was that a drop-in of this process brought; None before the first.
+    """The report of the drop-in's last refit in this process; None before the first one.
 
-    In a trainer that has its engine in its own process, or in a worker. `report.model_dump()` gives its figures.
+    Call it in a trainer with its engine in the same process, or in a worker. `report.model_dump()` has its figures.
     """
     return _last_report

@@ -11,15 +11,17 @@ from fp8refit.remote.servers.control import ControlPlane
 
 
 class Driver(ControlPlane, Protocol):
-    """Drives one engine: the methods of a synchronous one never suspend, so that they run without an event loop."""
+    """Drives one engine. For a synchronous engine the methods never suspend, so they need no event loop."""
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the engine is driven from an event loop, and so refitted by `await refitter.refit_async(...)` alone."""
+        """Whether the engine is driven from an event loop, so that only `await refitter.refit_async(...)` can refit
+        it.
+        """
         ...
 
     async def check_ready(self) -> None:
-        """Refuse to begin while weights may not be written.
+        """Check that weights may be written now.
 
         Raises:
             EngineBusyError: Requests are unfinished, and the engine cannot wait for them.
@@ -36,9 +38,9 @@ class Engine(Driver, Protocol):
 
 
 class Adapter(Engine, Protocol):
-    """What an entry point names: a kind of engine, each instance of which is attached to a live one.
+    """A kind of engine, named by an entry point. Each instance is attached to one live engine.
 
-    An adapter whose engine has servers of its own says so by a class attribute `server`, an `http_client.Server`.
+    If the engine also runs as a server, the class attribute `server` is its `http_client.Server`.
     """
 
     @classmethod
@@ -65,11 +67,11 @@ class Adapter(Engine, Protocol):
 
 
 class DelegatingEngine:
-    """Implements `Engine` with a driver that is chosen when it is attached. For adapters to inherit.
+    """Implements `Engine` with a driver that is chosen on attachment. Adapters inherit from it.
 
     Args:
-        driver: Its methods become those of the engine.
-        ranks: Of the engine.
+        driver: Its methods become the engine's.
+        ranks: The engine's ranks.
     """
 
     def __init__(self, driver: Driver, ranks: Ranks) -> None:
@@ -81,5 +83,5 @@ class DelegatingEngine:
 
     @property
     def is_asynchronous(self) -> bool:
-        """See `Driver`. That of a server takes part in a loop that runs, so this is asked each time."""
+        """See `Driver`. Not constant: the driver of a server joins a running event loop if there is one."""
         return self._driver.is_asynchronous

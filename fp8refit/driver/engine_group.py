@@ -1,7 +1,7 @@
-"""Several engines that are refitted together: one control plane and one set of ranks, as `fp8refit.driver.engine` knows them.
+"""Makes several engines look like one, so that they are refitted together.
 
-So the steps of a refit, and their order, are those of one engine: all are prepared, then all paused and flushed, then one
-broadcast goes to all, and all commit or none does.
+The steps of a refit are those of one engine: all are prepared, then all paused and flushed, then one broadcast goes to
+all, and all commit or none does.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class EngineGroup(Engine):
         candidates: What `Refitter` takes: an `LLM`, an `AsyncLLM`, a URL.
 
     Raises:
-        UnsupportedEngineError: One is nothing that `Refitter` takes, or runs in this process.
+        UnsupportedEngineError: One of them is not accepted by `Refitter`, or runs in this process.
     """
 
     def __init__(self, candidates: Sequence[object]) -> None:
@@ -74,7 +74,7 @@ class EngineGroup(Engine):
 
     @override
     async def refuse(self, reason: str) -> None:
-        """An engine that is lost takes no request in any case; one that is whole goes on."""
+        """Refuse requests on dirty engines. Whole engines resume, and lost ones need nothing."""
 
         async def refuse(engine: Engine) -> None:
             if not engine.ranks.is_dirty:
@@ -92,7 +92,7 @@ class EngineGroup(Engine):
 
     @override
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """All have the same tokenizer."""
+        """Tokenize with the first engine: all have the same tokenizer."""
         return await self._engines[0].tokenize(prompts)
 
     @override
@@ -100,7 +100,7 @@ class EngineGroup(Engine):
         await self._together([engine.publish_version(version) for engine in self._engines])
 
     async def _together(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """The calls of synchronous engines block: each has a thread of its own."""
+        """Await one call per engine concurrently. Calls to synchronous engines block, so each gets a thread."""
         if self.is_asynchronous:
             outcomes: list[T | BaseException] = await asyncio.gather(
                 *(
@@ -120,7 +120,7 @@ class EngineGroup(Engine):
                 errors.append(outcome)
             else:
                 results.append(outcome)
-        if errors:  # of an engine that is lost others tell only that it is gone
+        if errors:  # other engines only report that a lost one is gone
             raise next((error for error in errors if isinstance(error, EngineLostError)), errors[0])
         return results
 
@@ -129,8 +129,8 @@ class EngineGroupRanks(Ranks):
     """Implements `fp8refit.ranks.ranks.Ranks` over the ranks of several engines.
 
     Args:
-        members: Of each engine.
-        together: Asks all engines at the same time.
+        members: The ranks of each engine.
+        together: Awaits calls to all engines concurrently.
     """
 
     def __init__(self, members: Sequence[RemoteRanks], together: Callable[..., Any]) -> None:
@@ -141,7 +141,7 @@ class EngineGroupRanks(Ranks):
     @property
     @override
     def version(self) -> int:
-        """Engines that were refitted alone before differ, until the next refit of all."""
+        """The highest version. Engines that were refitted separately differ until the next common refit."""
         return max(member.version for member in self._members)
 
     @property
@@ -152,7 +152,7 @@ class EngineGroupRanks(Ranks):
     @property
     @override
     def drops_caches(self) -> bool:
-        """Only an engine that is alone is asked for both at once."""
+        """True only for a single engine."""
         return all(member.drops_caches for member in self._members)
 
     @override
@@ -171,7 +171,7 @@ class EngineGroupRanks(Ranks):
 
     @override
     async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:
-        """The ranks of all engines are numbered one after another."""
+        """Write on all engines; their ranks are numbered consecutively."""
         if driver_error is not None:
             await self.abandon()
             raise driver_error
@@ -198,7 +198,7 @@ class EngineGroupRanks(Ranks):
 
     @override
     async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
-        """Each engine reads the policy anew."""
+        """Verify engine by engine; each reads the policy again."""
         found = [await member.verify(make_source, config) for member in self._members]
         every = [report for of_engine in found for report in of_engine]
         return [report.model_copy(update={"rank": rank}) for rank, report in enumerate(every)]
@@ -209,12 +209,12 @@ class EngineGroupRanks(Ranks):
 
     @override
     async def layout(self) -> EngineLayout:
-        """What the first engine that holds a tensor holds of it."""
+        """The merged layout. Slices are those of the first engine that holds a tensor."""
         return EngineLayout.merge(await self._together([member.layout() for member in self._members]))
 
     @override
     async def fingerprints(self) -> Sequence[str]:
-        """Engine after engine."""
+        """The fingerprints of all ranks, engine by engine."""
         found = await self._together([member.fingerprints() for member in self._members])
         return [each for of_engine in found for each in of_engine]
 
@@ -225,14 +225,14 @@ class EngineGroupRanks(Ranks):
 
 
 class _Turns(Turn):
-    """The turns of several engines as one."""
+    """The locks of several engines as one."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._turns = turns
 
     @override
     def take(self, holder: object) -> bool:
-        """All of them or none."""
+        """Take all of them or none."""
         if all(turn.take(holder) for turn in self._turns):
             return True
         self.end(holder)

@@ -1,7 +1,7 @@
-"""An engine in a process of the user's own, such as an actor of Ray, refitted from another process.
+"""Refits an engine in one of the user's own processes, such as a Ray actor, from another process.
 
-No port is opened and no framework imported: orders are text, which the user's framework carries from a `HostedEngine`, where
-the trainer is, to the `EngineHost` beside the engine. Tensors go as they do to any engine in other processes.
+It opens no port and imports no framework: the user's framework carries orders, which are text, from the trainer's
+`HostedEngine` to the engine's `EngineHost`. Tensors travel as to any engine in another process.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
 
 
 class EngineHost:
-    """Carries out on an engine of this process what a `HostedEngine` elsewhere asks for.
+    """Carries out the orders of a `HostedEngine` elsewhere on an engine of this process.
 
-    If the trainer dies in the middle of a refit, a synchronous engine refuses requests until the next one; an asynchronous one
-    goes on by itself if nothing was written.
+    If the trainer dies during a refit, a synchronous engine refuses requests until the next refit. An asynchronous one
+    resumes by itself if nothing was written.
 
     Args:
         engine: What `Refitter` takes.
 
     Raises:
-        UnsupportedEngineError: It is not that, or one of several ranks that have a driver each.
+        UnsupportedEngineError: `Refitter` does not take it, or it is one of several ranks with a driver each.
 
     Examples:
         >>> @ray.remote                                              # doctest: +SKIP
@@ -52,7 +52,7 @@ class EngineHost:
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
     def answer(self, message: str) -> str:
-        """Carry out one order on a synchronous engine; errors go back to who ordered it.
+        """Carry out one order on a synchronous engine. Errors are returned to the sender.
 
         Raises:
             UnsupportedEngineError: The engine is asynchronous.
@@ -69,15 +69,15 @@ class EngineHost:
 
 
 class HostedEngine(ServerDriver, Engine):
-    """An engine that has an `EngineHost` in its process, for `Refitter` and `Broadcaster`.
+    """An engine in a process with an `EngineHost`, for `Refitter` and `Broadcaster`.
 
     Args:
-        ask: Called with an order, and the seconds that it may take. Has the other process's `EngineHost` answer the order, and
-            returns what it said. Whatever it raises means that the engine is lost.
-        label: What errors call the engine.
+        ask: Called with an order and a time limit in seconds. Passes the order to the other process's `EngineHost` and
+            returns its answer. If it raises, the engine counts as lost.
+        label: The engine's name in errors.
 
     Raises:
-        EngineLostError: It cannot be asked.
+        EngineLostError: `ask` failed.
 
     Examples:
         >>> def ask(message, timeout_s):                             # doctest: +SKIP
@@ -99,9 +99,9 @@ class _Asked(Connection):
     """See `HostedEngine`."""
 
     asking_s: ClassVar[float] = RefitConfig().timeout_s
-    """An actor does one thing after another, and may be in the middle of a rollout."""
+    """An actor handles one call at a time, and may be busy with a rollout."""
     is_shared: ClassVar[bool] = False
-    """The function is the user's, as is the source that is read while an order is carried out."""
+    """False: `ask` is the user's, and the user's source is read while an order is carried out."""
 
     def __init__(self, ask: Callable[[str, float], str], label: str) -> None:
         super().__init__(label)
@@ -150,10 +150,10 @@ class _OwnRank:
 
 
 def _call_of(engine: Any) -> Callable[..., Awaitable[Sequence[str]]]:
-    """How to reach every rank; see `fp8refit.remote.channel.Channel.call`.
+    """A function that reaches every rank; see `fp8refit.remote.channel.Channel.call`.
 
     Raises:
-        UnsupportedEngineError: From here only one of several can be.
+        UnsupportedEngineError: Only one of several ranks can be reached from here.
     """
     if isinstance(engine.ranks, RemoteRanks):
         return engine.ranks.asked.channel.call

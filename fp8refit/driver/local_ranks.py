@@ -17,7 +17,7 @@ from fp8refit.transport.error_capture import ErrorCapture
 
 
 class LocalRanks(Ranks):
-    """Implements `Ranks` for a rank in this process: alone, or one of several whose drivers call alike.
+    """Implements `Ranks` for a rank in this process: the only one, or one of several with a driver each.
 
     Args:
         rank: The rank.
@@ -66,9 +66,9 @@ class LocalRanks(Ranks):
         return self._rank.write(prepared)
 
     async def _take(self, prepared: Prepared, source: HandedSource) -> Sequence[RankReport]:
-        """Write what is handed over.
+        """Write the buckets that are handed over.
 
-        A rank that cannot goes on taking it, if there are others: they may wait for it where the buckets come from.
+        If this rank fails and there are others, it keeps taking buckets: the others may wait for it at the source.
         """
         rank, error = self._rank, None
         with ErrorCapture() as failed:
@@ -79,7 +79,7 @@ class LocalRanks(Ranks):
             if ended.error is not None:
                 error = ended.take()
                 if isinstance(error, GeneratorExit):
-                    error = RankFailedError("an update was left in its middle")
+                    error = RankFailedError("an update was interrupted")
                 break
             if bucket is None:
                 break

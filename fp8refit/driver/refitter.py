@@ -1,4 +1,4 @@
-"""What users call: `Refitter` and `refit`. The steps of a refit are in `fp8refit.driver.attempt`."""
+"""The public `Refitter` and `refit`. The steps of a refit are in `fp8refit.driver.attempt`."""
 
 from collections.abc import Coroutine, Mapping
 from types import TracebackType
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 def choose_config(config: RefitConfig | None, options: Mapping[str, Any]) -> RefitConfig:
-    """The config that was given, or one of its fields.
+    """Return the given config, or make one from its fields.
 
     Raises:
-        TypeError: It is no config.
-        ValueError: Both were given, or a field is none or has a wrong value.
+        TypeError: `config` is not a config.
+        ValueError: Both were given, or a field is unknown or invalid.
     """
     if config is None:
         return RefitConfig(**options)
@@ -47,11 +47,11 @@ class Refitter(Closing):
         engine: A `vllm.LLM` or `AsyncLLM`, an `sglang.Engine`, a transformers model made block FP8 by
             `fp8refit_transformers.to_block_fp8`, or a running vLLM or SGLang server: its URL, or a `VllmServer` or
             `SglangServer` of the adapters.
-        config: How to refit; or give its fields as keywords.
+        config: Options; or pass its fields as keywords.
 
     Raises:
-        UnsupportedEngineError: No installed adapter takes the engine, or it cannot be refitted; says what to set.
-        EngineLostError: Nobody answers at the URL.
+            UnsupportedEngineError: No installed adapter accepts the engine, or it cannot be refitted; says what to set.
+            EngineLostError: No server answers at the URL.
 
     Examples:
         >>> refitter = Refitter(llm)                            # doctest: +SKIP
@@ -66,7 +66,7 @@ class Refitter(Closing):
 
     @property
     def config(self) -> RefitConfig:
-        """How it refits."""
+        """The options."""
         return self._config
 
     @property
@@ -76,12 +76,12 @@ class Refitter(Closing):
 
     @property
     def version(self) -> int:
-        """Policy version the engine serves; 0 is what it was booted with."""
+        """The policy version that the engine serves; 0 is what it was booted with."""
         return self._engine.ranks.version
 
     @property
     def is_dirty(self) -> bool:
-        """Whether the engine holds a mixture of two policies, and so refuses requests until the next complete refit."""
+        """Whether the engine holds a mixture of two policies and refuses requests until the next complete refit."""
         return self._engine.ranks.is_dirty
 
     def refit(
@@ -92,44 +92,46 @@ class Refitter(Closing):
         calibration: Calibration | None = None,
         kv_scales: KvScaleValues | None = None,
     ) -> RefitReport:
-        """Make the engine serve the policy in `state_dict`: wholly, or with an error and not at all.
+        """Make the engine serve the policy in `state_dict`, all or nothing.
 
-        An error before the first byte is written leaves the engine as it was, serving. An error after it leaves the
-        engine dirty: it refuses requests at admission until a later `refit` succeeds.
+        An error before the first byte is written leaves the engine serving as before. A later error leaves it dirty: it
+        refuses requests until a `refit` succeeds.
 
-        If the engine has one driver per rank (vLLM's `external_launcher`), each of them calls this with the same policy, and
-        all of them return or raise the same. So does every rank of a trainer whose state dict holds DTensors, which are
-        gathered bucket by bucket. If some of those ranks have no engine, see `fp8refit.gathered`.
+        If the engine has one driver per rank (vLLM's `external_launcher`), each driver calls this with the same policy,
+        and all return or raise the same. The same holds for the ranks of a trainer whose state dict has DTensors, which
+        are gathered in buckets. If some of those ranks have no engine, see `fp8refit.gathered`.
 
         Args:
             state_dict: Checkpoint names to tensors, bfloat16, float16, float32 or already block FP8, on any device, in
-                any order: a mapping, a list or iterator of pairs, a function returning a fresh iterator, or the path of a
-                safetensors file or folder. Wrappers' prefixes (FSDP, torch.compile, DDP, PEFT) are stripped. The source
-                must keep its bytes until this returns, and a stream's CUDA tensors must be ready on the caller's current
-                stream. A function is called once for each pass: for names and shapes, unless a `manifest` says them; for
-                scales, if FP8 comes to slots that want powers of two; for values, with `validate="strict"`; and to write.
-            manifest: For iterators and functions: name to (shape, dtype) of all that will come. Without one, an iterator
-                that can be read only once is judged while it is written.
-            calibration: For an engine with an FP8 KV cache: token ids (lists, or integers (B, L)) or prompts, run once through
-                the new policy to set the scales of the cache; `RefitConfig.kv` says how. Requests do not see it. Without it
-                scales stay, unless `kv_scales` or the state dict bring them (`model.layers.0.self_attn.k_scale`).
-            kv_scales: Such scales by their names, instead.
+                any order: a mapping, a list or iterator of pairs, a function returning a fresh iterator, or the path of
+                a safetensors file or folder. Wrappers' prefixes (FSDP, torch.compile, DDP, PEFT) are stripped. The
+                source must keep its bytes until this returns, and a stream's CUDA tensors must be ready on the caller's
+                current stream. A function is called once per pass: for names and shapes, unless there is a `manifest`;
+                for scales, if FP8 tensors go to slots that need powers of two; for values, with `validate="strict"`;
+                and to write.
+            manifest: For iterators and functions: name to (shape, dtype) of every tensor. Without it, an iterator that
+                can be read only once is checked while it is written.
+            calibration: For an engine with an FP8 KV cache: token ids (lists, or integers (B, L)) or prompts, run once
+                through the new policy to compute the cache's scales; see `RefitConfig.kv`. Invisible to requests.
+                Without it, scales stay unless `kv_scales` or the state dict sets them
+                (`model.layers.0.self_attn.k_scale`).
+            kv_scales: Instead of a calibration batch: scales by name.
 
         Returns:
-            What was done and how long each phase took.
+                What was done, and how long each phase took.
 
         Raises:
-            InvalidSourceError: Names, shapes, dtypes or scales do not fit; names every problem at once.
+            InvalidSourceError: Names, shapes, dtypes or scales do not fit; lists every problem.
             NonFiniteError: NaN or Inf; names the tensors.
             InvalidCalibrationError: The calibration batch, or KV scales, do not fit.
-            CalibrationError: The calibration pass met NaN or Inf, or no memory; the engine is dirty.
-            EngineBusyError: Requests are unfinished, or another refit is under way.
-            EngineAsleepError: The weights sleep.
+            CalibrationError: The calibration pass met NaN or Inf, or ran out of memory; the engine is dirty.
+            EngineBusyError: Requests are unfinished, or another refit is running.
+            EngineAsleepError: The weights are asleep.
             UnsupportedEngineError: The engine has layers that cannot be refitted, or KV scales that cannot be set.
-            StagingMemoryError: No room for the buckets of a source that is not on the engine's device.
-            CacheFlushError: The old policy's KV cache would stay; nothing was written.
-            TransportError: The tensors cannot be reached from the processes of the engine.
-            RankFailedError: A rank failed in a way that was not foreseen.
+            StagingMemoryError: There is no room for the buckets of a source that is not on the engine's device.
+            CacheFlushError: The engine kept the old policy's KV cache; nothing was written.
+            TransportError: The engine's processes cannot reach the tensors.
+            RankFailedError: A rank failed in an unforeseen way.
             EngineLostError: A CUDA fault, or a rank that died or does not answer; restart the engine.
         """
         return self._run(self.refit_async(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales))
@@ -144,9 +146,9 @@ class Refitter(Closing):
     ) -> RefitReport:
         """`refit` for an asynchronous engine, awaited in the event loop that drives the engine.
 
-        `RefitConfig.in_flight` says what becomes of requests that run; those that arrive meanwhile wait. If the refit fails
-        part way, both end: the former with what they have, the latter with `EngineDirtyError`. Reading the state dict takes
-        place in the event loop. A synchronous engine blocks the loop until it is done.
+        `RefitConfig.in_flight` decides what happens to running requests; new ones wait. If the refit fails part way,
+        running requests end with the tokens they have, and waiting ones with `EngineDirtyError`. The state dict is read
+        in the event loop. A synchronous engine blocks the loop until it is done.
         """
         config = self._config
         with opened(state_dict, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s) as whole:
@@ -158,25 +160,25 @@ class Refitter(Closing):
             )
 
     def calibrate(self, calibration: Calibration) -> KvReport:
-        """Set the scales of the engine's FP8 KV cache for the policy that it serves, all of them or none.
+        """Set the scales of the engine's FP8 KV cache for the served policy, all or none.
 
-        What `refit(..., calibration=...)` does after the weights, alone: for an engine whose memory wakes up step by step, or
-        for a batch that is known later.
+        Does only what `refit(..., calibration=...)` does after the weights: for an engine whose memory wakes up step by
+        step, or for a batch that is known later.
 
         Args:
             calibration: Token ids or prompts; see `refit`.
 
         Returns:
-            Which scales were written.
+            The scales that were written.
 
         Raises:
             InvalidCalibrationError: The batch does not fit the engine.
             UnsupportedEngineError: The engine has no FP8 KV cache, or one whose scales cannot be set; says what to set.
-            CalibrationError: The pass met NaN or Inf, or no memory; nothing was written.
+            CalibrationError: The pass met NaN or Inf, or ran out of memory; nothing was written.
             EngineDirtyError: The engine serves no whole policy; refit it.
-            EngineBusyError: Requests are unfinished, or a refit is under way.
-            EngineAsleepError: The weights sleep. The KV cache may.
-            CacheFlushError: KV under the old scales would stay; nothing was written.
+            EngineBusyError: Requests are unfinished, or a refit is running.
+            EngineAsleepError: The weights are asleep. The KV cache may be.
+            CacheFlushError: The engine kept KV with the old scales; nothing was written.
             EngineLostError: A CUDA fault, or a rank that died or does not answer; restart the engine.
         """
         return self._run(self.calibrate_async(calibration))
@@ -188,8 +190,9 @@ class Refitter(Closing):
     def verify(self, state_dict: StateDict, *, manifest: Manifest | None = None) -> VerifyReport:
         """Compare what the engine holds, on every rank, with what a refit to this policy would write. Changes nothing.
 
-        Proof that trainer and engine are in sync: every weight and scale, bit for bit. Requests may run meanwhile. What the
-        engine derives from weights, and what `RefitConfig.keep` names and does not come, is not looked at.
+        It proves that trainer and engine are in sync: every weight and scale is compared bit for bit. Requests may run
+        in the meantime. Not compared: what the engine derives from weights, and missing tensors that match
+        `RefitConfig.keep`.
 
         Args:
             state_dict: See `refit`.
@@ -199,7 +202,7 @@ class Refitter(Closing):
             Which tensors differ, on which ranks.
 
         Raises:
-            RefitError: See `refit`. The engine serves what it served.
+            RefitError: See `refit`. The engine is unchanged.
         """
         return self._run(self.verify_async(state_dict, manifest=manifest))
 
@@ -221,13 +224,14 @@ class Refitter(Closing):
         return await self._engine.ranks.layout()
 
     def fingerprints(self) -> list[str]:
-        """A digest of the weights that each rank holds, in order of rank: equal if every byte is, up to chance.
+        """Return a digest of each rank's weights, in rank order. Equal weights give equal digests.
 
-        For comparing replicas, or an engine after a refit with one booted from a checkpoint of the same policy: engines of one
-        kind, version and number of ranks. Reads every weight once, where it lies, at a good part of memory speed.
+        Use it to compare replicas, or a refitted engine with one booted from a checkpoint of the same policy. The
+        engines must have the same kind, version and number of ranks. Reads every weight once, on its device, close to
+        memory speed.
 
         Raises:
-            EngineAsleepError: The weights sleep.
+            EngineAsleepError: The weights are asleep.
             EngineLostError: A CUDA fault, or a rank that died or does not answer.
         """
         return self._run(self.fingerprints_async())
@@ -238,12 +242,12 @@ class Refitter(Closing):
 
     @override
     def close(self) -> None:
-        """Give back what is held beyond the engine: plan, table, and mappings of the trainer's memory in other processes.
+        """Release plan, table, and mappings of the trainer's memory in other processes.
 
-        Version and state stay; a later refit compiles again.
+        Version and state stay. A later refit compiles again.
 
         Raises:
-            EngineBusyError: A refit is under way.
+            EngineBusyError: A refit is running.
         """
         self._run(self.close_async())
 

@@ -1,4 +1,6 @@
-"""What synchronous callers share: coroutines that never suspend, and `with` blocks that close."""
+"""Helpers for synchronous callers: runs coroutines that never suspend, and closes objects at the end of a `with`
+block.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
@@ -11,7 +13,7 @@ T = TypeVar("T")
 
 
 def run(steps: Coroutine[Any, Any, T], *, engine: str = "this engine") -> T:
-    """Run what drives a synchronous engine: it never suspends, so that no event loop is needed."""
+    """Run a coroutine of a synchronous engine, which never suspends and so needs no event loop."""
     try:
         steps.send(None)
     except StopIteration as result:
@@ -22,11 +24,11 @@ def run(steps: Coroutine[Any, Any, T], *, engine: str = "this engine") -> T:
 
 
 class Closing(ABC):
-    """Is closed when its `with` block ends. An error of the block counts for more than one of closing."""
+    """Closed at the end of its `with` block. An error of the block takes precedence over one of closing."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what is held."""
+        """Release resources."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
-"""Updates of an engine from within: whoever receives a policy beside the live model hands it over, bucket by bucket.
+"""Updates an engine from inside: code next to the live model receives a policy and hands it over bucket by bucket.
 
-An update is a refit whose source is handed over instead of read. Its steps stop where the next bucket is wanted, and go on
-when it comes.
+An update is a refit whose source is handed over instead of read. It stops when it needs the next bucket, and continues
+when that arrives.
 """
 
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
@@ -31,30 +31,30 @@ def update(
     kv_scales: KvScaleValues | None = None,
     **options: Any,
 ) -> "Update":
-    """Update one engine from within, where its live model is, instead of calling `model.load_weights`.
+    """Update an engine from inside the process of its live model, instead of calling `model.load_weights`.
 
-    Every rank of the engine enters and leaves the block, each with the whole policy. Entering it agrees that all of them can be
-    written, and keeps requests away; leaving it holds that everything came and is finite, sets KV scales, and commits, on every
-    rank or on none. After an error the engine refuses requests until an update, or a refit, succeeds.
+    Every rank of the engine enters and leaves the block, each with the whole policy. On entering, the ranks agree that
+    all of them can be written, and requests are kept away. On leaving, they check that everything arrived and is
+    finite, set KV scales and commit, all or none. After an error the engine refuses requests until an update or a refit
+    succeeds.
 
-    A worker does not reach what schedules its requests: it raises a flag in shared memory, which fp8refit's plugin reads
-    there before each step. Requests are refused while it is up, and caches of the policy before are dropped before any is
-    answered.
+    A worker cannot reach its scheduler, so it raises a flag in shared memory, which fp8refit's plugin reads there
+    before each step. While the flag is up, requests are refused. Caches of the previous policy are dropped before the
+    next request is answered.
 
     Args:
         engine: A worker of vLLM, or a worker extension (`self`); a scheduler of SGLang; the network that one of them runs;
             or an engine whose model is in this process.
-        config: How to refit; or give its fields as keywords.
-        manifest: Name to (shape, dtype) of all that will come, to be judged before anything is written. Without it, what comes
-            is judged as it comes, and an engine that it does not fit is dirty.
+        config: Options; or pass its fields as keywords.
+        manifest: Name to (shape, dtype) of every tensor, to be checked before anything is written. Without it, tensors
+            are checked as they arrive, and one that does not fit leaves the engine dirty.
         calibration: See `Refitter.refit`; token ids.
         kv_scales: See `Refitter.refit`.
         **options: Fields of the config.
 
     Raises:
-        UnsupportedEngineError: The ranks of this engine are in other processes, or what schedules its requests does not
-            read the flag.
-        RefitError: See `Refitter.refit`; on entering the block nothing is written yet.
+        UnsupportedEngineError: The engine's ranks are in other processes, or its scheduler does not read the flag.
+        RefitError: See `Refitter.refit`. If raised on entering the block, nothing was written.
 
     Examples:
         >>> class Extension:                                                     # doctest: +SKIP
@@ -71,7 +71,7 @@ class Update(AbstractContextManager["Update"]):
     """See `update`.
 
     Attributes:
-        report: What was written; there when the block is over.
+        report: What was written; set when the block ends.
     """
 
     def __init__(self, refitter: Refitter, source: HandedSource, **order: Any) -> None:
@@ -87,20 +87,20 @@ class Update(AbstractContextManager["Update"]):
     def load(self, bucket: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Write a bucket of any number of tensors.
 
-        A tensor of the engine's GPU is read where it lies, by what the current stream does next: it may be overwritten, or
-        freed, by what comes after that. Nothing waits for the device.
+        Tensors on the engine's GPU are read in place, by work queued on the current stream; later work on that stream
+        may overwrite or free them. Nothing waits for the device.
 
         Args:
-            bucket: Checkpoint names, with the prefixes of trainers' wrappers or without, and tensors, each whole. A list or
-                mapping is taken at once; from an iterator each tensor is taken before it is asked for the next.
+            bucket: Checkpoint names, with or without the prefixes of trainers' wrappers, and whole tensors. A list or
+                mapping is taken at once; from an iterator, each tensor is taken before the next is requested.
 
         Raises:
-            RefitError: What does not fit. An engine of several ranks raises it on leaving the block, on all of them alike: the
-                others may wait for this rank in the middle of a collective operation of the trainer.
-            EngineDirtyError: The update is over, by an error.
+            RefitError: Something does not fit. With several ranks it is raised on leaving the block, on all of them,
+                because other ranks may be waiting for this one in a collective operation of the trainer.
+            EngineDirtyError: The update has already failed.
         """
         if self._steps is None:
-            raise EngineDirtyError("this update is over, or was not entered; nothing more can be loaded")
+            raise EngineDirtyError("this update is over, or its block was not entered; nothing more can be loaded")
         self._go_on(self._as_pairs(bucket))
 
     def __enter__(self) -> Self:
@@ -115,7 +115,7 @@ class Update(AbstractContextManager["Update"]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._steps is None:
-            return  # it ended in load(), by the error that comes here
+            return  # it ended in load(), with this error
         if error is not None:
             self._steps.throw(error)
         else:
@@ -129,7 +129,7 @@ class Update(AbstractContextManager["Update"]):
                 steps.close()
 
     def _go_on(self, bucket: HandedBucket | None) -> None:
-        """Let the refit go on until it wants a bucket, or is over."""
+        """Continue the refit until it needs a bucket or is over."""
         assert self._steps is not None, "entered"
         steps, self._steps = self._steps, None
         try:

@@ -1,4 +1,4 @@
-"""One rank of an engine: prepare, write and commit, and its vote with the others.
+"""One rank of an engine: prepare, write and commit, and its votes with the other ranks.
 
-May import everything that fills. KV scales are in `kv`. A rank that is asked from another process is in `fp8refit.remote`.
+KV scales are in `kv`. Ranks driven from another process are in `fp8refit.remote`.
 """

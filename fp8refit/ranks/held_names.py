@@ -1,4 +1,4 @@
-"""Which checkpoint names each rank of an engine holds: under pipeline and expert parallelism ranks differ."""
+"""Tracks which checkpoint names each rank of an engine holds; they differ under pipeline and expert parallelism."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -10,23 +10,23 @@ from fp8refit.transport.vote import Ballot
 
 
 class HeldNames:
-    """The names of one rank, and what it knows of those of the others. A rank that is alone notes nothing.
+    """The names of one rank, and what it knows about the others'. Does nothing for a single rank.
 
     Attributes:
-        digest: Of the names that this rank holds, and of what it reads of them.
-        foreign: Names that other ranks hold and this one does not.
+        digest: Digest of the names that this rank holds and of what it reads of them.
+        foreign: Names that only other ranks hold.
     """
 
     def __init__(self) -> None:
         self._inventory: Inventory | None = None
         self._names: frozenset[str] = frozenset()
         self._known: tuple[str, ...] = ()
-        """The digests of all ranks for which `foreign` holds."""
+        """The digests of all ranks when `foreign` was learned."""
         self.digest = ""
         self.foreign: frozenset[str] = frozenset()
 
     def note(self, inventory: Inventory) -> None:
-        """Note what this rank holds."""
+        """Record what this rank holds."""
         if self._inventory is inventory:
             return
         names = inventory.names
@@ -39,14 +39,14 @@ class HeldNames:
         return tuple(ballot.held for ballot in ballots) == self._known
 
     def learn(self, ballots: Sequence[Ballot], ask: Callable[..., Sequence[Ballot]]) -> None:
-        """Learn the names of the other ranks, if they hold others than when that was done last.
+        """Learn the names of the other ranks, if they have changed since the last time.
 
         Args:
             ballots: One per rank, with digests.
-            ask: Exchanges ballots with the names that are given to it. Called by every rank or by none.
+            ask: Exchanges ballots with the given names. Called by all ranks or none.
 
         Raises:
-            UnsupportedEngineError: There are tensors that all ranks together do not read whole. On every rank the same.
+            UnsupportedEngineError: All ranks together do not read some tensor whole. Raised on every rank.
         """
         if self.are_known(ballots):
             return

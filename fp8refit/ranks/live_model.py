@@ -1,4 +1,4 @@
-"""One rank's live model as the core sees it: what an adapter read of it, where it is, and whether it can be used now."""
+"""One rank's live model as the core sees it: its inventory, its device, and whether it can be used now."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,18 +23,18 @@ class LiveModel:
     """Reads a live model, and reads it again whenever the engine has replaced a tensor.
 
     Args:
-        read_inventory: Gives the inventory of the live model.
-        device: Where the live tensors are expected; corrected by what is read.
+        read_inventory: Reads the inventory of the live model.
+        device: Expected device of the live tensors; corrected when they are read.
         engine: Name of the engine, for layouts.
         versions: Package versions, for layouts.
 
     Attributes:
-        device: Where the live tensors are.
-        lost_because: Why nothing here can be used any more, if that is so.
-        inventory: What was read last; None if it has to be read again.
+        device: Device of the live tensors.
+        lost_because: Why the engine is lost; None if it is not.
+        inventory: The last inventory; None if it must be read again.
         fills: What was compiled for it.
         kv: The scales of its KV cache, if it has any.
-        brought: Where such scales arrive that come with the weights.
+        brought: Receives KV scales that are sent with the weights.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LiveModel:
         self.brought: BroughtScales | None = None
 
     def read(self) -> Inventory:
-        """The inventory, with the slots of KV scales that a source may bring.
+        """The inventory, with slots for KV scales that a source may send.
 
         Raises:
             UnsupportedEngineError: The live weights are not on one device.
@@ -76,10 +76,10 @@ class LiveModel:
         return inventory
 
     def read_mapped(self) -> Inventory:
-        """`read`, for what touches the weights.
+        """`read`, for callers that access the weights.
 
         Raises:
-            EngineAsleepError: They are not mapped.
+            EngineAsleepError: The weights are not mapped.
         """
         inventory = self.read()
         if not are_mapped(inventory):
@@ -91,17 +91,17 @@ class LiveModel:
         self.inventory = self.fills = None
 
     def close(self) -> None:
-        """Drop everything, except that KV scales that are torn stay known."""
+        """Drop everything except the last whole set of partly overwritten KV scales."""
         self.forget()
         if self.kv is not None and self.kv.torn is None:
             self.kv = self.brought = None
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Make the engine's device the current one, and remember a fault: nothing on a device can be trusted after one.
+        """Make the engine's device the current one, and mark the engine as lost after a CUDA fault.
 
         Raises:
-            EngineLostError: Instead of a CUDA fault.
+            EngineLostError: A CUDA fault.
         """
         try:
             with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
@@ -111,7 +111,7 @@ class LiveModel:
             raise EngineLostError(self.lost_because) from error
 
     def synchronize(self) -> None:
-        """Wait for all streams of the device: the trainer's and the engine's kernels run on streams of their own."""
+        """Wait for all streams of the device, including the trainer's and the engine's."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -120,10 +120,10 @@ class LiveModel:
         return EngineLayout.of(self.read(), engine=self._engine, versions=self._versions, device=str(self.device))
 
     def fingerprint(self) -> str:
-        """Digest of the weights that are held now; see `fp8refit.live.fingerprint`.
+        """Digest of the current weights; see `fp8refit.live.fingerprint`.
 
         Raises:
-            EngineAsleepError: They are not mapped.
+            EngineAsleepError: The weights are not mapped.
             EngineLostError: A CUDA fault.
         """
         inventory = self.read_mapped()
@@ -131,7 +131,9 @@ class LiveModel:
             return fingerprint(inventory)
 
     def holds(self, name: str, tensor: Tensor) -> bool:
-        """Whether this rank holds its part of a checkpoint tensor, or of the one that it is tied to. Waits for the device."""
+        """Whether the live weights equal this rank's part of a checkpoint tensor, or of the one it is tied to.
+        Synchronizes.
+        """
         inventory = self.read()
         canonical = inventory.aliases.get(name, name)
         with self.on_device(), torch.inference_mode():
@@ -142,17 +144,17 @@ class LiveModel:
         """The KV scales.
 
         Raises:
-            UnsupportedEngineError: There are none that we know of.
+            UnsupportedEngineError: There are none that fp8refit knows.
         """
         if self.kv is None:
             raise UnsupportedEngineError(f"fp8refit knows no KV cache of {self._engine}, and so no scales of one")
         return self.kv
 
     def measure_kv(self, order: KvOrder, config: RefitConfig) -> Measured:
-        """Run a calibration batch through the network as it is now. Changes nothing.
+        """Run a calibration batch through the live network. Changes nothing.
 
         Raises:
-            CalibrationError: NaN, Inf, or no memory.
+            CalibrationError: NaN or Inf, or not enough memory.
             EngineLostError: A CUDA fault.
         """
         with self.on_device():
@@ -161,9 +163,9 @@ class LiveModel:
 
 
 def are_mapped(inventory: Inventory) -> bool:
-    """Whether there is memory behind the weights: sleep mode takes all of it away at once, and keeps the addresses."""
+    """Whether memory backs the weights. Sleep mode unmaps all of them and keeps the addresses."""
     slots = inventory.slots
-    # What is optional comes after the weights.
+    # Optional slots follow the weights.
     last = next((slot for slot in reversed(slots) if not slot.is_optional), None)
     weights = [slot.weight for slot in (*slots[:1], last) if slot is not None and slot.weight.is_cuda]
     if not weights:
@@ -196,12 +198,12 @@ def _device_of(inventory: Inventory) -> torch.device | None:
     devices = {slot.weight.device for slot in inventory.slots}
     if len(devices) > 1 or any(device.type == "meta" for device in devices):
         places = ", ".join(sorted(map(str, devices)))
-        raise UnsupportedEngineError(f"the live weights lie on {places}; put the engine onto one device")
+        raise UnsupportedEngineError(f"the live weights are on {places}; put the engine onto one device")
     return next(iter(devices), None)
 
 
 def _is_held(slot: Slot, tensor: Tensor) -> bool:
-    """Whether a slot holds its box of a tensor."""
+    """Whether a slot equals its box of a tensor."""
     for dim, (start, length) in enumerate(zip(slot.origin, slot.weight.shape, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     tensor = tensor.to(slot.weight.device, torch.bfloat16 if slot.is_quantized else slot.weight.dtype)

@@ -1,8 +1,8 @@
-"""One rank among the ranks of its engine: a `Target` whose every step all of them agree on.
+"""One rank in the group of its engine's ranks: a `Target` whose steps all ranks agree on.
 
-Prepare, vote, write, vote, commit. A step that one rank cannot do fails on every rank with the same error, so that no rank
-goes on alone: not into a write, not into a new policy, and not into a collective operation of the trainer. Nobody is asked
-between the last vote and the commit, so that no driver can be lost between them.
+Prepare, vote, write, vote, commit. If a step fails on one rank, it fails on every rank with the same error, so that no
+rank continues alone: not into a write, a new policy, or a collective operation of the trainer. No message is exchanged
+between the last vote and the commit, so losing a driver cannot leave ranks undecided.
 """
 
 import hashlib
@@ -34,15 +34,16 @@ class Rank:
     """A `Target` in its group. Every rank of the group makes the same calls in the same order.
 
     Args:
-        target: What this rank writes.
-        group: The ranks of the engine, this one among them; alone if none is given.
+        target: Writes this rank's model.
+        group: All ranks of the engine; None if this is the only one.
     """
 
     def __init__(self, target: Target, group: Group | None = None) -> None:
         self.target = target
         self.group = group if group is not None else SoloGroup()
         self.witness = ""
-        """Digest of values that came to this rank, where somebody notes it: equal on every rank if all are given one policy."""
+        """Digest of values that this rank received, if recorded: equal on all ranks if they were given the same
+        policy."""
         self._names = HeldNames()
 
     def prepare(
@@ -56,26 +57,28 @@ class Rank:
         compares: bool = False,
         on_judged: Callable[[], None] = lambda: None,
     ) -> Prepared:
-        """Agree that every rank can be refitted, then read what the source says of itself, judge it, and agree again.
+        """Agree that every rank can be refitted, then check the source and agree again.
 
-        Nothing of the source is read before every rank is ready: reading it may be a collective operation of the trainer. What
-        every rank knows from the last refit is judged at once, and agreed on once.
+        The source is not touched before every rank is ready, because reading it may be a collective operation of the
+        trainer. If every rank knows the source's layout from the last refit, one vote covers both.
 
         Args:
-            make_source: Gives the policy, the same on every rank.
-            config: How to refit.
-            kv: Which KV scales to set once the weights are written, if not those that the source brings.
-            driver_error: Why the engine may not be refitted now, as its driver sees it.
-            is_known: Whether every rank knows the source from the last refit: to judge it is no collective operation.
+            make_source: Makes the policy's source, the same on every rank.
+            config: Options of the refit.
+            kv: KV scales to set after the weights, unless the source sends them.
+            driver_error: Why the engine's driver objects, if it does.
+            is_known: Whether every rank knows the source from the last refit, so that checking it is not a collective
+                operation.
             compares: See `Target.prepare`.
-            on_judged: Called when this rank can take it, and others may not. What it raises keeps all ranks from it.
+            on_judged: Called when this rank accepts the source, before the others are known to. If it raises, no rank
+                proceeds.
 
         Returns:
-            What `write`, or `Target.begin` and `finish`, are given next.
+            What to pass to `write`, or to `Target.begin` and `finish`.
 
         Raises:
-            RefitError: See `Target.prepare`; `driver_error`; or what another rank had to say.
-            TransportError: Nothing is known any more: the engine replaced tensors on some rank.
+            RefitError: See `Target.prepare`; or `driver_error`; or another rank's error.
+            TransportError: The source is no longer known, because an engine rank replaced tensors.
         """
 
         def judge() -> _Judged:
@@ -90,30 +93,28 @@ class Rank:
         return judged.prepared
 
     def check_calibration(self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None) -> None:
-        """Agree that every rank can set KV scales as ordered. Changes nothing.
+        """Agree that every rank can set KV scales. Changes nothing.
 
         Args:
             kv: What to measure, or which scales to set.
-            config: How.
-            driver_error: Why the engine may not be calibrated now, as its driver sees it.
+            config: Options.
+            driver_error: Why the engine's driver objects, if it does.
 
         Raises:
             EngineDirtyError: No whole policy is served.
-            RefitError: See `KvScales.check`; `driver_error`; or what another rank had to say.
+            RefitError: See `KvScales.check`; or `driver_error`; or another rank's error.
         """
         if driver_error is None and self.target.is_dirty:
-            driver_error = EngineDirtyError(
-                "this engine holds no whole policy that it could be calibrated for; refit it"
-            )
+            driver_error = EngineDirtyError("this engine holds no whole policy to calibrate for; refit it")
         self._agree_on_ready(kv, config, driver_error)
 
     def calibrate(self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None) -> KvReport:
-        """Set KV scales for the policy that is served.
+        """Set KV scales for the served policy.
 
         Args:
             kv: What to measure, or which scales to set.
-            config: How.
-            driver_error: Why nothing may be written, for instance caches that stayed.
+            config: Options.
+            driver_error: Why nothing may be written, such as caches that could not be dropped.
 
         Raises:
             RefitError: See `check_calibration`, `LiveModel.measure_kv` and `Target.write_kv`.
@@ -124,14 +125,14 @@ class Rank:
         return KvReport.merge(reports)
 
     def agree(self, prepared: Prepared, *, driver_error: BaseException | None = None) -> None:
-        """Agree that what was prepared is written now. For ranks with drivers of their own, of which each may object.
+        """Agree to write what was prepared. For ranks with a driver each, any of which may object.
 
         Args:
-            prepared: What `prepare` gave.
-            driver_error: Why the engine's driver cannot go on, for instance caches that stayed.
+            prepared: The result of `prepare`.
+            driver_error: Why the engine's driver cannot continue, such as caches that could not be dropped.
 
         Raises:
-            RefitError: `driver_error`, or another rank's. Nothing is written.
+            RefitError: `driver_error`, or another rank's. Nothing was written.
         """
         self._vote("go", driver_error, prepared.config)
 
@@ -139,10 +140,10 @@ class Rank:
         """Write what was prepared, agree that it is whole on every rank, and commit it.
 
         Returns:
-            What each rank wrote, in order of rank.
+            Each rank's report, in rank order.
 
         Raises:
-            RefitError: See `Target.write`, or what another rank had to say. Every rank is dirty.
+            RefitError: See `Target.write`; or another rank's error. Every rank is dirty.
         """
         drain = self.group.size > 1
         return self._agree_on_written(lambda: self.target.write(prepared, drain=drain), prepared)
@@ -158,11 +159,11 @@ class Rank:
         """Complete a write whose source was pushed, agree that it is whole, and commit it. See `write`.
 
         Args:
-            prepared: What `Target.begin` was given.
-            version: Least number of the policy.
-            error: What this rank failed with meanwhile, so that it is not whole.
-            confirm: Asked after the last vote, on every rank, with the error in which it ended: raises if other engines,
-                which are refitted together with this one, failed.
+            prepared: What was passed to `Target.begin`.
+            version: Lowest version of the new policy.
+            error: This rank's error so far, if any.
+            confirm: Called after the last vote, on every rank, with its error if any. Raises if another engine in the
+                same refit failed.
         """
 
         def complete() -> RankReport:
@@ -173,7 +174,7 @@ class Rank:
         return self._agree_on_written(complete, prepared, version=version, confirm=confirm)
 
     def _prepare_known(self, judge: Callable[[], "_Judged"], kv: KvOrder | None, config: RefitConfig) -> Prepared:
-        """See `prepare`: readiness and the source in one vote."""
+        """`prepare` with one vote on readiness and source."""
 
         def check_and_judge() -> _Judged:
             self._check_ready(kv, config)
@@ -185,7 +186,7 @@ class Rank:
         assert judged is not None, "every rank is ready"
         if not self._names.are_known(ballots):
             self.target.abandon()
-            raise TransportError("the ranks of this engine hold other tensors than at the last refit; refit again")
+            raise TransportError("the ranks of this engine hold different tensors than at the last refit; refit again")
         return judged.prepared
 
     def _judge(
@@ -235,7 +236,7 @@ class Rank:
         return reports
 
     def _settle(self, write: Callable[[], RankReport], prepared: Prepared) -> tuple[list[RankReport], int]:
-        """All that is agreed on before a commit; gives what each rank wrote, in order of rank, and the policy's number."""
+        """Do everything before the commit; returns each rank's report, in rank order, and the policy's version."""
         (error, report), order, config = self._try(write), prepared.kv, prepared.config
         claim = report.source_digest + self.witness if report is not None else ""
         ballots = self._vote("written", error, config, claim=claim, report=report)
@@ -250,7 +251,7 @@ class Rank:
     def _agree_on_ready(
         self, kv: KvOrder | None, config: RefitConfig, driver_error: BaseException | None
     ) -> list[Ballot]:
-        """Agree that every rank can do what is asked for, while nothing is written."""
+        """Agree that every rank is ready. Nothing is written."""
         error = driver_error
         if error is None:
             error, _ = self._try(lambda: self._check_ready(kv, config))
@@ -264,17 +265,17 @@ class Rank:
             self.target.live.require_kv().check(kv, config.kv)
 
     def _set_kv_scales(self, order: KvOrder, config: RefitConfig) -> list[KvReport]:
-        """Measure on every rank, agree on what was seen, write, and agree that it is written.
+        """Measure on every rank, agree on the result, write, and agree that it is written.
 
         Returns:
-            What each rank wrote, in order of rank.
+            Each rank's report, in rank order.
         """
         start_s, num_passes = time.perf_counter(), 0
         scales: Mapping[str, float] = order.scales
         kept: tuple[str, ...] = ()
         if order.token_ids:
             error, measured = self._try(lambda: self.target.live.measure_kv(order, config))
-            if error is not None:  # at once: other ranks may wait for this one in the middle of the pass
+            if error is not None:  # immediately: other ranks may wait for this one in the middle of the pass
                 logger.error("a calibration pass failed on rank %d: %s", self.group.rank, error)
             ballots = self._vote("measured", error, config, amax=measured.amax if measured is not None else {})
             assert measured is not None, "every rank measured"
@@ -294,14 +295,14 @@ class Rank:
         return [ballot.kv for ballot in self._vote("scaled", error, config, kv=report) if ballot.kv is not None]
 
     def _asked(self, kv: KvOrder | None, config: RefitConfig) -> str:
-        """Digest of what the driver asks for; empty if this rank is alone."""
+        """Digest of the driver's request; empty for a single rank."""
         if self.group.size == 1:
             return ""
         asked = config.model_dump_json() + (kv.model_dump_json() if kv is not None else "")
         return hashlib.sha256(asked.encode()).hexdigest()
 
     def _try(self, step: Callable[[], T]) -> tuple[BaseException | None, T | None]:
-        """Do `step`; alone in its group a rank just raises."""
+        """Run `step`, and catch its error for the vote; a single rank just raises."""
         if self.group.size == 1:
             return None, step()
         try:
@@ -321,14 +322,14 @@ class Rank:
 
 
 def _both(brought: KvReport | None, ordered: KvReport) -> KvReport:
-    """What came with the weights, and what was ordered and written after it."""
+    """Combine the scales sent with the weights and the ordered ones written after them."""
     return ordered.model_copy(update={"scales": {**(brought.scales if brought is not None else {}), **ordered.scales}})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Judged:
-    """A source that this rank can take."""
+    """A source that this rank accepts."""
 
     prepared: Prepared
     said: dict[str, Any]
-    """What it says of it in the vote."""
+    """What the rank puts into its ballot."""

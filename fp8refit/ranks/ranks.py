@@ -10,15 +10,15 @@ from fp8refit.sources.source import Source
 
 
 class Ranks(Protocol):
-    """Every rank of one engine, as one. `prepare` may be repeated; `write` follows a `prepare` that returned.
+    """All ranks of one engine. `prepare` may be repeated; `write` follows a `prepare` that returned.
 
-    A driver that fails at a step hands its error to the next one as its `driver_error`, so that the drivers of the other ranks,
-    if each rank has one, hear of it there instead of waiting.
+    If a driver fails at a step, it passes its error to the next one as `driver_error`. If each rank has its own driver,
+    the other drivers then raise it too, instead of waiting.
     """
 
     @property
     def version(self) -> int:
-        """Policy version held; 0 is what the engine was booted with."""
+        """The current policy version; 0 is what the engine was booted with."""
         ...
 
     @property
@@ -28,7 +28,7 @@ class Ranks(Protocol):
 
     @property
     def drops_caches(self) -> bool:
-        """Whether `write` has the engine drop its caches, once every rank can take what was prepared; nobody else need then."""
+        """Whether `write` itself makes the engine drop its caches, so that the caller need not."""
         ...
 
     async def prepare(
@@ -39,37 +39,38 @@ class Ranks(Protocol):
         kv: KvOrder | None = None,
         driver_error: BaseException | None = None,
     ) -> None:
-        """Judge names, shapes, dtypes, scales and readiness on every rank, and compile what is missing. Writes nothing.
+        """Check names, shapes, dtypes, scales and readiness on every rank, and compile what is missing. Writes nothing.
 
-        Where the ranks know the source's layout already, they may be asked together with the write: then that raises what they
-        refuse, and nothing is written either.
+        If the ranks know the source's layout, the check may be postponed to `write`, which then raises its errors, with
+        nothing written.
 
         Args:
-            make_source: Gives the policy; called only when every rank is ready.
-            config: How to refit.
-            kv: Which KV scales `write` sets once the weights are in place, measured or given.
+            make_source: Makes the policy's source; called only when every rank is ready.
+            config: Options of the refit.
+            kv: KV scales that `write` sets after the weights, measured or given.
             driver_error: Why the engine may not be refitted now; raised here, and by the drivers of the other ranks.
 
         Raises:
-            InvalidSourceError: The source does not fit; names everything that is wrong with it.
-            NonFiniteError: NaN or Inf, if they are looked for before writing.
-            UnsupportedEngineError: The engine cannot be refitted, or its KV scales not be set; names every module and the
-                setting that helps.
-            InvalidCalibrationError: A calibration batch, or KV scales, that do not fit the engine.
+            InvalidSourceError: The source does not fit; lists every problem.
+            NonFiniteError: NaN or Inf, with `validate="strict"`.
+            UnsupportedEngineError: The engine, or its KV scales, cannot be refitted; names every module and the setting
+                that helps.
+            InvalidCalibrationError: The calibration batch or KV scales do not fit the engine.
             EngineAsleepError: The weights are not mapped.
             EngineLostError: A rank is gone.
         """
         ...
 
     async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:
-        """Write what was prepared on every rank, and commit it there once it is whole on all; one report per rank.
+        """Write what was prepared on every rank, and commit it once it is whole on all. Returns one report per rank.
 
         Args:
-            driver_error: Why nothing may be written (caches that stayed); raised here, and by the drivers of the other ranks.
+            driver_error: Why nothing may be written, such as caches that could not be dropped; raised here, and by the
+                drivers of the other ranks.
 
         Raises:
             NonFiniteError: NaN or Inf in the source. This and every later error leaves all ranks dirty.
-            CalibrationError: NaN or Inf in the network, or no memory to measure it.
+            CalibrationError: NaN or Inf in the network, or not enough memory to measure it.
             RefitError: See `fp8refit.ranks.target.Target.finish`.
         """
         ...
@@ -81,7 +82,7 @@ class Ranks(Protocol):
 
         Args:
             kv: What to measure, or which scales to set.
-            config: How.
+            config: Options.
             driver_error: Why not; raised here, and by the drivers of the other ranks.
 
         Raises:
@@ -93,22 +94,22 @@ class Ranks(Protocol):
     async def calibrate(
         self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
     ) -> KvReport:
-        """Set KV scales on every rank for the policy that is served, and say which.
+        """Set KV scales on every rank for the served policy. Returns which.
 
         Args:
             kv: What to measure, or which scales to set.
-            config: How.
+            config: Options.
             driver_error: Why nothing may be written; raised here, and by the drivers of the other ranks.
 
         Raises:
             EngineDirtyError: No whole policy is served.
-            CalibrationError: NaN or Inf in the network, or no memory to measure it; nothing was written.
+            CalibrationError: NaN or Inf in the network, or not enough memory to measure it; nothing was written.
             RefitError: See `prepare`. An error after the first scale was written leaves all ranks dirty.
         """
         ...
 
     async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
-        """Compare what every rank holds with what it would write of a policy; one report per rank. Changes nothing.
+        """Compare every rank's weights with what a refit would write. Returns one report per rank. Changes nothing.
 
         Raises:
             RefitError: See `prepare`, and `fp8refit.ranks.target.Target.finish`.
@@ -116,7 +117,7 @@ class Ranks(Protocol):
         ...
 
     async def abandon(self) -> None:
-        """Let go of what was prepared."""
+        """Drop what was prepared."""
         ...
 
     async def layout(self) -> EngineLayout:
@@ -124,9 +125,9 @@ class Ranks(Protocol):
         ...
 
     async def fingerprints(self) -> Sequence[str]:
-        """A digest of the weights of each rank, in order of rank."""
+        """A digest of each rank's weights, in rank order."""
         ...
 
     async def close(self) -> None:
-        """Drop what is held beyond the engine itself."""
+        """Release everything except the engine itself."""
         ...

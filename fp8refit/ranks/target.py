@@ -1,7 +1,7 @@
-"""One engine rank being refitted: its version, and whether what it holds is a whole policy.
+"""One engine rank as the target of refits: its version, and whether it holds a whole policy.
 
-`prepare` judges a source and gives a `Prepared`; `write` fills from it; `commit` declares the result whole. Between the first
-byte of a write and its commit the rank is dirty; only a later complete write heals it.
+`prepare` checks a source and returns a `Prepared`, `write` fills from it, and `commit` declares the result whole. From
+the first byte of a write until its commit the rank is dirty; only a later complete write heals it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,16 +32,16 @@ class Target:
     """A rank in this process.
 
     Args:
-        read_inventory: Reads the live model; called again whenever a live tensor turns out to have been replaced.
-        device: Where the live tensors are.
+        read_inventory: Reads the live model; called again whenever a live tensor was replaced.
+        device: Device of the live tensors.
         engine: Name of the engine, for layouts.
         versions: Package versions, for layouts.
-        check_engine: Raises what keeps the engine around the live tensors from being written now.
+        check_engine: Raises if the engine cannot be written now.
         on_commit: Called when a policy is declared whole.
 
     Attributes:
         live: The live model.
-        version: Of the policy that was committed last; 0 is what the engine was booted with.
+        version: Version of the last committed policy; 0 is what the engine was booted with.
         is_dirty: Whether a write began and was not committed.
     """
 
@@ -61,20 +61,20 @@ class Target:
         self._check_engine = check_engine
         self._on_commit = on_commit
         self._write: Write | None = None
-        """Under way."""
+        """The current write."""
         self._torn: set[str] = set()
-        """Names of slots that refits may have written which did not come to their end, while the rank is dirty."""
+        """Names of slots that unfinished refits may have written, while the rank is dirty."""
         self._is_whole = False
         self._has_lost_values = False
 
     def check_ready(self) -> Inventory:
-        """What this rank holds, if it may be written now.
+        """Return the inventory, if the rank can be written now.
 
         Raises:
             EngineLostError: A fault ended an earlier refit.
             UnsupportedEngineError: It has layers that cannot be written; names every one.
             EngineAsleepError: Its weights are not mapped.
-            RefitError: What `check_engine` raises.
+            RefitError: Whatever `check_engine` raises.
         """
         if self.live.lost_because is not None:
             raise EngineLostError(self.live.lost_because)
@@ -100,20 +100,20 @@ class Target:
         foreign: frozenset[str] = frozenset(),
         compares: bool = False,
     ) -> Prepared:
-        """Judge names, shapes, dtypes and scales, and compile what is missing. Writes nothing; may be repeated.
+        """Check names, shapes, dtypes and scales, and compile what is missing. Writes nothing; may be repeated.
 
         Args:
             source: The whole policy.
-            config: How to refit.
-            kv: Which KV scales are to be set after `write`, already checked.
-            is_ready: Whether `check_ready` returned just now; if not, it is called.
-            foreign: Names that other ranks hold and this one does not; they may come.
-            compares: Whether what would be written is compared with what is held, and nothing is written.
+            config: Options of the refit.
+            kv: KV scales to set after `write`, already checked.
+            is_ready: Whether `check_ready` has just returned; otherwise it is called.
+            foreign: Names that only other ranks hold. They are accepted.
+            compares: Compare with the slots instead of writing to them.
 
         Raises:
-            InvalidSourceError: The source does not fit; names everything that is wrong with it.
-            NonFiniteError: NaN or Inf, if they are looked for before writing.
-            StagingMemoryError: No room for the buckets of a stream.
+            InvalidSourceError: The source does not fit; lists every problem.
+            NonFiniteError: NaN or Inf, with `validate="strict"`.
+            StagingMemoryError: There is no room for a stream's buckets.
             RefitError: See `check_ready`.
         """
         if not is_ready or self.live.fills is None:
@@ -138,7 +138,7 @@ class Target:
         """Write what was prepared, reading its source. The rank is dirty from the first byte until `commit`.
 
         Args:
-            prepared: What `prepare` gave; it is used up.
+            prepared: The result of `prepare`, which can be used only once.
             drain: See `Fill.read`.
 
         Raises:
@@ -150,7 +150,7 @@ class Target:
         return self.finish()
 
     def begin(self, prepared: Prepared) -> Write:
-        """Write what needs no staging, and be ready for `push`. The rank is dirty from here until `commit`."""
+        """Write what needs no staging, and get ready for `push`. The rank is dirty from here until `commit`."""
         fills = self.live.fills
         assert fills is not None and fills.is_current(prepared), "begin() follows the prepare() that returned last"
         if not are_mapped(prepared.inventory):
@@ -165,14 +165,14 @@ class Target:
         return write
 
     def push(self, tensors: Iterable[Arriving] = (), *, drain: bool = False) -> None:
-        """Write a part of a `PushedSource`: tensors, and runs of rows; or the next bucket of a `ReceivedSource`.
+        """Write a part of a `PushedSource` (tensors or runs of rows), or the next bucket of a `ReceivedSource`.
 
         Args:
-            tensors: The part. It may be overwritten by what the current stream does from then on.
+            tensors: The part. Later work on the current stream may overwrite it.
             drain: See `Fill.read`.
 
         Raises:
-            InvalidSourceError: A tensor came twice, in part, or otherwise than announced.
+            InvalidSourceError: A tensor arrived twice, incomplete, or not as announced.
         """
         write = self._write
         assert write is not None, "push() follows begin()"
@@ -196,7 +196,7 @@ class Target:
         return report
 
     def abandon(self) -> None:
-        """Let go of what was prepared or is being written. A rank that was written in part stays dirty."""
+        """Drop what was prepared or is being written. A partly written rank stays dirty."""
         self._is_whole = False
         write, self._write = self._write, None
         if write is not None and write.prepared.comparison is None:
@@ -207,10 +207,10 @@ class Target:
             self.live.fills.release()
 
     def write_kv(self, scales: Mapping[str, float]) -> dict[str, float]:
-        """Write KV scales, and give what was written. The rank is dirty from the first one until `commit`.
+        """Write KV scales, and return what was written. The rank is dirty from the first one until `commit`.
 
         Raises:
-            LiveTensorMovedError: The engine replaced a live tensor meanwhile.
+            LiveTensorMovedError: The engine replaced a live tensor in the meantime.
             EngineLostError: A CUDA fault.
         """
         self.is_dirty, self._is_whole = True, False
@@ -222,10 +222,10 @@ class Target:
         return written
 
     def commit(self, version: int | None = None) -> int:
-        """Declare a policy whole that `finish` returned for, and give its version: the next one, if none is said."""
+        """Declare the policy whole, after `finish` has returned, and return its version; by default the next one."""
         assert self._is_whole, "commit() follows a finish() that returned"
         version, kv = version if version is not None else self.version + 1, self.live.kv
-        # In one line: no interrupt may come between them.
+        # One statement, so that no interrupt can separate them.
         if kv is not None:
             self.version, self.is_dirty, kv.torn = version, False, None
         else:
@@ -236,24 +236,24 @@ class Target:
         return version
 
     def holds(self, name: str, tensor: Tensor) -> bool:
-        """See `LiveModel.holds`. What came in the write that is under way counts."""
+        """See `LiveModel.holds`. Tensors of the current write count."""
         if self._write is not None:
             with self.live.on_device(), torch.inference_mode():
                 self._write.prepared.flush()
         return self.live.holds(name, tensor)
 
     def forget_values(self) -> None:
-        """What the weights were is lost, as after a deep sleep: all of them have to come."""
+        """Note that all weights are lost, as after level-2 sleep: the next refit must bring all of them."""
         self._has_lost_values = True
 
     def close(self) -> None:
-        """Drop what is held beyond the engine itself."""
+        """Release everything except the engine itself."""
         self.abandon()
         self.live.close()
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
-        """On any error let go of what was prepared: what was written in part can only be written anew."""
+        """On an error, drop what was prepared: after a partial write only a new refit helps."""
         try:
             with self.live.on_device():
                 yield
@@ -266,19 +266,17 @@ class Target:
             raise
 
     def _check_kept(self, prepared: Prepared) -> None:
-        """Check that this rank has what it is to keep.
+        """Check that this rank still has the values it is to keep.
 
         Raises:
-            InvalidSourceError: Names what it does not.
+            InvalidSourceError: It does not; names each.
         """
         kept = _kept(prepared)
         problems = [
-            f"{name}: kept, but a refit that failed has written it; send it" for name in kept if name in self._torn
+            f"{name}: kept, but a failed refit has overwritten it; send it" for name in kept if name in self._torn
         ]
         if self._has_lost_values:
-            problems = [
-                f"{name}: kept, but a sleep has thrown away what this engine had of it; send it" for name in kept
-            ]
+            problems = [f"{name}: kept, but sleep mode has discarded this engine's values; send it" for name in kept]
         if problems:
             raise InvalidSourceError(problems)
 
@@ -288,7 +286,7 @@ def _names(inventory: Inventory) -> set[str]:
 
 
 def _kept(prepared: Prepared) -> list[str]:
-    """Slots that need not come: as far as that is known, those that do not."""
+    """Names of slots that are kept, as far as known."""
     if prepared.plan is not None:
         return list(prepared.plan.kept)
     return list(filter(is_any_of(prepared.config.keep), _names(prepared.inventory)))

@@ -1,4 +1,4 @@
-"""One write into a live model, from its first byte until the flags on the device are read."""
+"""One write into a live model, from the first byte until the device's flags are read."""
 
 import time
 from collections.abc import Iterable
@@ -13,10 +13,10 @@ from fp8refit.report import KvReport, RankReport
 
 
 class Write:
-    """What was prepared, being written, or compared with what is held. Nothing happens before `begin`.
+    """Writes what was prepared, or compares it with the slots. Nothing happens before `begin`.
 
     Args:
-        prepared: How.
+        prepared: The prepared source.
         live: The live model.
     """
 
@@ -39,11 +39,11 @@ class Write:
             fill.read(drain=drain)
 
     def take(self, tensors: Iterable[Arriving], *, drain: bool) -> None:
-        """Write a part of a source that is pushed. See `Fill.take`."""
+        """Write a part of a pushed source. See `Fill.take`."""
         self.prepared.fills[-1].take(tensors, drain=drain)
 
     def came(self) -> set[str]:
-        """Names of the slots whose tensors came in a stream so far."""
+        """Names of the slots whose tensors have arrived in a stream so far."""
         aliases = self.prepared.inventory.aliases
         return {aliases.get(name, name) for name in self.prepared.fills[-1].came}
 
@@ -51,9 +51,9 @@ class Write:
         """Complete the write, wait for the device, and read its flags.
 
         Raises:
-            InvalidSourceError: A stream was not what was announced, or, unannounced, does not fit or is incomplete.
+            InvalidSourceError: A stream was not as announced; or, unannounced, does not fit or is incomplete.
             NonFiniteError: NaN or Inf; names the tensors.
-            LiveTensorMovedError: The engine replaced a live tensor meanwhile.
+            LiveTensorMovedError: The engine replaced a live tensor in the meantime.
         """
         prepared, writes = self.prepared, self.prepared.comparison is None
         for fill in prepared.fills:
@@ -62,7 +62,7 @@ class Write:
             self._complete(prepared.inventory)
         if self._events is not None:
             self._events[1].record()
-        assert_in_place(prepared.inventory)  # while the device is at work
+        assert_in_place(prepared.inventory)  # while the device is busy
         if self._events is not None:
             self._events[1].synchronize()
         filled_s = time.perf_counter()
@@ -73,7 +73,7 @@ class Write:
         return self._report(filled_s, brought.write(plan) if writes and brought is not None else None)
 
     def _complete(self, inventory: Inventory) -> None:
-        """Write what no source brings: padding, what the engine derives from weights, and scales of an attempt that failed."""
+        """Write what no source sends: padding, tensors derived from weights, and KV scales of a failed attempt."""
         with torch.inference_mode():
             for padding in inventory.padding:
                 padding.zero_()

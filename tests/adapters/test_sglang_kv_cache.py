@@ -159,7 +159,7 @@ def test_noise_of_a_dummy_boot_is_forgotten_where_nothing_is_written(is_refitted
 def test_a_token_outside_the_vocabulary_is_refused(solo):
     with pytest.raises(InvalidCalibrationError, match="16 is outside the vocabulary of 16"):
         Refitter(solo).refit(solo.make_policy(1), calibration=[[16]])
-    with pytest.raises(InvalidCalibrationError, match="65 tokens, and the engine takes 64"):
+    with pytest.raises(InvalidCalibrationError, match="65 tokens, but the engine takes at most 64"):
         Refitter(solo).refit(solo.make_policy(1), calibration=[[1] * 65])
 
 

@@ -447,13 +447,13 @@ BAD_ORDERS = {
     "vector": ({"kv_scales": {NAMES[0]: torch.ones(2)}}, r"has shape \[2\]"),
     "text": ({"kv_scales": {NAMES[0]: "1"}}, "give a number"),
     "vocabulary": ({"calibration": [[2, 97]]}, "token id 97 is outside the vocabulary of 97"),
-    "negative": ({"calibration": [[2, -1]]}, "holds -1, which is no token id"),
+    "negative": ({"calibration": [[2, -1]]}, "holds -1, which is not a token id"),
     "empty": ({"calibration": []}, "holds no"),
     "empty-row": ({"calibration": [[2, 3], []]}, "sequence 1 holds no token"),
-    "floats": ({"calibration": [[0.5, 1.0]]}, "which is no token id"),
+    "floats": ({"calibration": [[0.5, 1.0]]}, "which is not a token id"),
     "float-tensor": ({"calibration": torch.ones(1, 2)}, "token ids are integers"),
     "both": ({"calibration": BATCH, "kv_scales": SCALES}, "not both"),
-    "long": ({"calibration": [[2] * 65]}, "a sequence has 65 tokens, and the engine takes 64"),
+    "long": ({"calibration": [[2] * 65]}, "a sequence has 65 tokens, but the engine takes at most 64"),
 }
 
 

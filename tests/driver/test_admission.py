@@ -63,7 +63,7 @@ def test_messages_say_what_to_do():
     assert isinstance(unfinished("LLM"), EngineBusyError)
     assert "a synchronous LLM cannot drain them" in str(unfinished("LLM"))
     assert isinstance(still_running(3, 0.5), EngineBusyError)
-    assert str(still_running(3, 0.5)).startswith("3 request(s) did not finish within 0.5 s; they go on.")
+    assert str(still_running(3, 0.5)).startswith("3 request(s) did not finish within 0.5 s and keep running.")
     kept = cache_kept("X kept its cache", "sessions", said="no")
     assert isinstance(kept, CacheFlushError)
     assert str(kept).startswith("X kept its cache because blocks of it are still held; nothing was written")

@@ -324,7 +324,7 @@ def test_leaving_the_context_closes_the_engine_and_hides_no_error(context, model
 
 
 def test_an_unknown_engine_is_refused(model):
-    with pytest.raises(UnsupportedEngineError, match=r"builtins\.dict is no engine .* \(fake\)"):
+    with pytest.raises(UnsupportedEngineError, match=r"builtins\.dict is not an engine .* \(fake\)"):
         Refitter({})
 
 
@@ -429,7 +429,7 @@ def test_an_engine_that_does_not_go_on_says_that_its_weights_are_whole(error, st
             refitter.refit(policy)
     assert caught.value is error
     assert (refitter.version, refitter.is_dirty) == (1, False)
-    blocked = f"version 1 is in place, but the engine did not go on ({type(error).__name__}: {error}); refit again"
+    blocked = f"version 1 is in place, but the engine did not resume ({type(error).__name__}: {error}); refit again"
     assert model.blocked == blocked
     assert_holds(model, policy)
     with unchanged(model), pytest.raises(InvalidSourceError):
@@ -644,7 +644,7 @@ def test_a_dirty_engine_is_not_even_paused_for_a_calibration(model, cache):
         refitter.refit(policy_with_nan(model))
     model.events.clear()
     blocked = model.blocked
-    with pytest.raises(EngineDirtyError, match="no whole policy that it could be calibrated for; refit it"):
+    with pytest.raises(EngineDirtyError, match="no whole policy to calibrate for; refit it"):
         refitter.calibrate(BATCH)
     assert (model.events, model.blocked, cache.held) == ([], blocked, BOOTED)
     assert_dirty_until_refitted(refitter, model, "NonFiniteError")
@@ -681,7 +681,7 @@ def test_whatever_stops_a_calibration_nothing_stays_paused(step, error, model, c
     assert caught.value is error
     assert not refitter.is_dirty
     if step == "resume":
-        assert "is in place, but the engine did not go on" in model.blocked
+        assert "is in place, but the engine did not resume" in model.blocked
         assert cache.held == SEEN
         refitter.refit(make_policy(model, seed=1))
     else:
@@ -744,7 +744,7 @@ def test_a_batch_that_does_not_fit_stops_no_request(model, cache):
     ("arguments", "match"),
     [
         ({"calibration": [[100]]}, "token id 100 is outside the vocabulary of 100"),
-        ({"calibration": [[1] * 17]}, "a sequence has 17 tokens, and the engine takes 16"),
+        ({"calibration": [[1] * 17]}, "a sequence has 17 tokens, but the engine takes at most 16"),
         ({"calibration": []}, "holds no sequence"),
         ({"kv_scales": {K_SCALE: 0.0}}, "finite and positive"),
         ({"kv_scales": {"x.k_scale": 1.0}}, "no x.k_scale"),
@@ -896,7 +896,7 @@ def test_nobody_waits_for_an_engine_that_does_not_go_on_after_a_refit_that_wrote
     monkeypatch.setattr(FakeEngine, "resume", resume)
     with pytest.raises(RuntimeError, match="the scheduler is gone"):
         refitter.refit(make_policy(model, seed=1))
-    assert "version 0 is in place, but the engine did not go on (RuntimeError: the scheduler is gone)" in model.blocked
+    assert "version 0 is in place, but the engine did not resume (RuntimeError: the scheduler is gone)" in model.blocked
     assert not refitter.is_dirty
     monkeypatch.undo()
 
@@ -972,7 +972,7 @@ def test_an_interrupt_while_a_failed_refit_is_seen_to_leaves_the_engine_serving_
     if step == "refuse":
         assert_dirty_until_refitted(refitter, model, "the last refit failed part way (")
     else:
-        assert model.blocked.startswith("version 0 is in place, but the engine did not go on (KeyboardInterrupt")
+        assert model.blocked.startswith("version 0 is in place, but the engine did not resume (KeyboardInterrupt")
         assert not refitter.is_dirty
         refitter.refit(make_policy(model, seed=1))
         assert model.blocked is None

@@ -170,9 +170,7 @@ def test_a_block_that_is_left_without_its_end_is_told_by_all(site):
 
     calls = [partial(run, client, lambda: cut(site.policy, 3), timeout_s=20) for client in site.clients[:-1]]
     outcomes = together([*calls, partial(enter_only, site.clients[-1])])
-    assert [str(outcome) for outcome in outcomes[:-1]] == [
-        f"rank {len(calls)}: an update was left in its middle"
-    ] * len(calls)
+    assert [str(outcome) for outcome in outcomes[:-1]] == [f"rank {len(calls)}: an update was interrupted"] * len(calls)
     assert all("failed part way" in client.blocked for client in site.clients)
     site.heal()
 

@@ -780,7 +780,7 @@ def test_an_engine_on_no_device_is_refused(target, model):
     slot = moved().slots[0]
     elsewhere = dataclasses.replace(slot, weight=slot.weight.to("meta"))
     target.live._read_inventory = lambda: dataclasses.replace(moved(), slots=(elsewhere, *moved().slots[1:]))
-    with pytest.raises(UnsupportedEngineError, match="the live weights lie on cpu, meta"):
+    with pytest.raises(UnsupportedEngineError, match="the live weights are on cpu, meta"):
         target.prepare(as_source(make_policy(model, seed=1)), RefitConfig())
 
 
@@ -1164,7 +1164,7 @@ def test_what_a_sleep_has_thrown_away_is_not_kept(kind, target, model):
     with pytest.raises(InvalidSourceError) as caught:
         refit_target(target, as_source(kind(without(policy, *frozen))), keep=FROZEN[:1])
     assert [problem.split(":")[0] for problem in caught.value.problems] == frozen
-    assert all("a sleep has thrown away" in problem for problem in caught.value.problems)
+    assert all("sleep mode has discarded" in problem for problem in caught.value.problems)
     assert not target.is_dirty
     refit_target(target, as_source(policy))
     refit_target(target, as_source(kind(without(policy, *frozen))), keep=FROZEN[:1])
@@ -1184,7 +1184,7 @@ def test_what_a_refit_that_failed_has_written_is_not_kept(target, model):
     for source in (as_source(bad), as_source(iter(bad.items()))):
         with pytest.raises(NonFiniteError):
             refit_target(target, source, keep=FROZEN[:1])
-        with pytest.raises(InvalidSourceError, match="a refit that failed has written it"):
+        with pytest.raises(InvalidSourceError, match="a failed refit has overwritten it"):
             refit_target(target, as_source(without(second, *frozen)), keep=FROZEN[:1])
         refit_target(target, as_source(second))
         assert_holds(model, second)

@@ -193,7 +193,7 @@ def test_ranks_that_hold_other_tensors_than_before_are_told_everything_again(ste
 
     forget()
     if steady.orders[-1] == "write":
-        steady.refuse(TransportError, "hold other tensors than at the last refit")
+        steady.refuse(TransportError, "hold different tensors than at the last refit")
     else:
         steady.refit(2)  # as ranks that another trainer refitted
         assert steady.channel.exchanges[-1] == steady.orders

@@ -26,26 +26,26 @@ WAYS = [
     "iterator",
 ]
 REFUSALS = {
-    "zero": ("InvalidCalibrationError", f"{LAST}.k_scale: is 0; a KV-cache scale is finite and positive"),
-    "NaN": ("InvalidCalibrationError", f"{LAST}.k_scale: is nan; a KV-cache scale is finite and positive"),
-    "negative": ("InvalidCalibrationError", f"{LAST}.k_scale: is -1; a KV-cache scale is finite and positive"),
-    "infinite": ("InvalidCalibrationError", f"{LAST}.k_scale: is inf; a KV-cache scale is finite and positive"),
+    "zero": ("InvalidCalibrationError", f"{LAST}.k_scale: is 0; a KV-cache scale must be finite and positive"),
+    "NaN": ("InvalidCalibrationError", f"{LAST}.k_scale: is nan; a KV-cache scale must be finite and positive"),
+    "negative": ("InvalidCalibrationError", f"{LAST}.k_scale: is -1; a KV-cache scale must be finite and positive"),
+    "infinite": ("InvalidCalibrationError", f"{LAST}.k_scale: is inf; a KV-cache scale must be finite and positive"),
     "not one number": ("InvalidCalibrationError", f"{LAST}.k_scale has shape [2]"),
     "unknown name": ("InvalidCalibrationError", "this engine has no model.layers.9.self_attn.k_scale"),
     "both": ("InvalidCalibrationError", "give a calibration batch or kv_scales, not both"),
     "no token": ("InvalidCalibrationError", "it holds no sequence"),
     "out of vocabulary": ("InvalidCalibrationError", "token id 259 is outside the vocabulary of 259"),
-    "too long": ("InvalidCalibrationError", "a sequence has 513 tokens, and the engine takes 512"),
+    "too long": ("InvalidCalibrationError", "a sequence has 513 tokens, but the engine takes at most 512"),
     "prompts": ("UnsupportedEngineError", "booted with skip_tokenizer_init; pass token ids instead of prompts"),
     "no token, calibrate": ("InvalidCalibrationError", "it holds no sequence"),
     "out of vocabulary, calibrate": ("InvalidCalibrationError", "outside the vocabulary"),
-    "too long, calibrate": ("InvalidCalibrationError", "a sequence has 513 tokens, and the engine takes 512"),
+    "too long, calibrate": ("InvalidCalibrationError", "a sequence has 513 tokens, but the engine takes at most 512"),
     "prompts, calibrate": ("UnsupportedEngineError", "pass token ids instead of prompts"),
 }
 FAILURES = {
     "NaN policy": ("CalibrationError", "NaN or Inf in the attention"),
     "failing pass": ("RuntimeError", "injected"),
-    "bad scales sent": ("InvalidSourceError", f"{LAST}.v_scale: is nan; a KV-cache scale is finite and positive"),
+    "bad scales sent": ("InvalidSourceError", f"{LAST}.v_scale: is nan; a KV-cache scale must be finite and positive"),
 }
 
 

@@ -1,4 +1,4 @@
 """FP8 KV-cache scales: calibration batches, measuring live attention layers, computing and checking scales.
 
-How an engine is run to measure, and where it keeps its scales, is the adapter's.
+Adapters know how to run an engine for calibration and where it keeps its scales.
 """

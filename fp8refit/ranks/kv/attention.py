@@ -1,6 +1,6 @@
-"""Plain causal attention over packed sequences, in torch: for passes that must not touch an engine's KV cache.
+"""Plain causal attention over packed sequences in torch, for passes that must not touch an engine's KV cache.
 
-Nothing is cached between calls but where the sequences lie, which is the same for every layer of a pass.
+Only the positions of the sequences, which are equal for every layer, are kept between calls.
 """
 
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 _MAX_GROUP_TOKENS = 16384
-"""Tokens of one batch of attention, padding included; a longer sequence is a batch of its own."""
+"""Maximum tokens per attention batch, including padding; a longer sequence gets its own batch."""
 _MAX_PADDING = 0.25
 """Largest share of padding in one batch."""
 _MAX_SCORES_BYTES = 128 << 20
-"""Scores in float32 that exist at a time; their softmax needs as much again."""
+"""Limit for float32 scores at a time; their softmax needs as much again."""
 _MIN_CHUNK = 256
 _MAX_FLASH_HEAD = 256
 
 
 class PackedSequences:
-    """Sequences laid one after another in one batch of tokens.
+    """Sequences packed one after another into one batch of tokens.
 
     Args:
-        lengths: Tokens of each sequence.
-        device: Where tokens are.
+        lengths: Number of tokens of each sequence.
+        device: The tokens' device.
 
     Examples:
         >>> sequences = PackedSequences([3, 1], torch.device("cpu"))
@@ -37,7 +37,7 @@ class PackedSequences:
     """
 
     positions: Tensor
-    """(N,) int64: of each token, its place in its own sequence."""
+    """(N,) int64: each token's position in its sequence."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         lengths_B = torch.tensor(lengths, dtype=torch.int64, device="cpu")
@@ -57,16 +57,15 @@ class PackedSequences:
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> Tensor:
-        """Let each token attend to itself and the tokens before it in its own sequence, in float32 or as flash attention.
+        """Attend from each token to itself and earlier tokens of its sequence, in float32 or by flash attention.
 
-        Memory beside the result grows with the longest sequence, and at most with 16384 tokens if none is longer: never
-        with its square.
+        Extra memory grows linearly with the longest sequence or 16384 tokens, whichever is more, never quadratically.
 
         Args:
             q: (N, H, D).
             k: (N, h, D), where H is a multiple of h: query head i uses head i // (H / h).
             v: (N, h, Dv).
-            scale: What products of q and k are multiplied by.
+            scale: Factor of the products of q and k.
             window: Token i sees token j only if i - j < window.
             soft_cap: Turns scores s into soft_cap * tanh(s / soft_cap).
 
@@ -79,7 +78,7 @@ class PackedSequences:
         if {len(q), len(k), len(v)} != {self.num_tokens} or q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
             shapes = [list(tensor.shape) for tensor in (q, k, v)]
             raise ValueError(
-                f"q, k and v are {shapes}; needed are {self.num_tokens} tokens and a multiple of k's heads"
+                f"q, k and v are {shapes}; they need {self.num_tokens} tokens, and q a multiple of k's heads"
             )
         if window is not None and window < 1:
             raise ValueError(f"window is {window}; a token sees at least itself")
@@ -92,21 +91,21 @@ class PackedSequences:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Group:
-    """Sequences that are one batch of attention, padded on the right to the longest.
+    """One attention batch: sequences padded on the right to the longest.
 
-    A token sees nothing after it, hence no padding. Padding repeats the last token of its own sequence: even times a
-    weight of zero, NaN of another sequence would be seen.
+    A token sees nothing after it, so it sees no padding. Padding repeats the sequence's own last token: NaN from
+    another sequence would spread even with a weight of zero.
     """
 
     batch_size: int
     length: int
     first_token: int
     tokens: Tensor | None
-    """(batch_size * length,): which token fills each place; None if they follow `first_token` one by one."""
+    """(batch_size * length,): the token at each place; None if tokens follow `first_token` consecutively."""
     real_places: Tensor | None
-    """Places without the padding; None if there is none."""
+    """Places that are not padding; None if there is no padding."""
     real_tokens: Tensor | None
-    """The tokens that fill them: each token of the sequences once."""
+    """The tokens at these places; each token occurs once."""
 
     def gather(self, x_NHD: Tensor) -> Tensor:
         """(batch_size, H, length, D)."""
@@ -117,7 +116,7 @@ class _Group:
         return x_NHD.view(self.batch_size, self.length, *x_NHD.shape[1:]).transpose(1, 2)
 
     def scatter(self, x_BHLD: Tensor, out_NHD: Tensor) -> None:
-        """Undo `gather`, padding dropped."""
+        """Undo `gather`, without the padding."""
         x_NHD = x_BHLD.transpose(1, 2).flatten(0, 1)
         if self.real_places is not None:
             x_NHD = x_NHD.index_select(0, self.real_places)
@@ -128,7 +127,7 @@ class _Group:
 
 
 def _choose_groups(lengths: Sequence[int]) -> list[list[int]]:
-    """Indexes of sequences that are padded to one length, the longest sequences first; empty ones are in no group."""
+    """Group the indexes of sequences to be padded together, longest first. Empty sequences are in no group."""
     groups: list[list[int]] = []
     longest = num_real = 0
     for index in sorted((index for index, length in enumerate(lengths) if length), key=lambda index: -lengths[index]):
@@ -166,11 +165,11 @@ def _attend_batch(
     q_BHLD: Tensor, k_BhLD: Tensor, v_BhLD: Tensor, scale: float, window: int | None, soft_cap: float | None
 ) -> Tensor:
     length, head = q_BHLD.shape[2], max(q_BHLD.shape[3], v_BhLD.shape[3])
-    # On CUDA torch would fall back to scores of all pairs at once.
+    # On CUDA, torch would otherwise compute the scores of all pairs at once.
     has_flash = not q_BHLD.is_cuda or (q_BHLD.element_size() == 2 and head <= _MAX_FLASH_HEAD)
     if not has_flash or soft_cap is not None or (window is not None and window < length):
         return _attend_in_chunks(q_BHLD, k_BhLD, v_BhLD, scale, window, soft_cap)
-    # Flash attention has one size of head: zeros change no score, and are cut off the result.
+    # Flash attention needs equal head sizes: padding with zeros changes no score, and is cut off the result.
     q, k, v = (pad(x, (0, head - x.shape[3])) if x.shape[3] < head else x for x in (q_BHLD, k_BhLD, v_BhLD))
     attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return attended[..., : v_BhLD.shape[3]]
@@ -179,19 +178,19 @@ def _attend_batch(
 def _attend_in_chunks(
     q_BHLD: Tensor, k_BhLD: Tensor, v_BhLD: Tensor, scale: float, window: int | None, soft_cap: float | None
 ) -> Tensor:
-    """The formula in float32, for as many queries at a time as their scores fit `_MAX_SCORES_BYTES`, at least one."""
+    """Attention in float32, for as many queries at a time as fit `_MAX_SCORES_BYTES`, at least one."""
     batch_size, num_heads, length, _ = q_BHLD.shape
     num_kv_heads = k_BhLD.shape[1]
-    # Dense, or every product would copy its keys.
+    # Contiguous, or every product would copy the keys.
     k, v = k_BhLD.float().contiguous(), v_BhLD.float().contiguous()
     out_BHLD = q_BHLD.new_empty((batch_size, num_heads, length, v.shape[3]))
     chunk = max(1, _MAX_SCORES_BYTES // (4 * batch_size * num_heads * length))
     if window is not None:
-        chunk = min(chunk, max(window, _MIN_CHUNK))  # most keys of a longer chunk are out of sight
+        chunk = min(chunk, max(window, _MIN_CHUNK))  # in a longer chunk, most keys would be outside the window
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
         first_key = 0 if window is None else max(0, start - window + 1)
-        # Query heads of one key head are more queries of it: a product over broadcast heads would copy the keys.
+        # Treat query heads that share a key head as more queries: a product over broadcast heads would copy the keys.
         q = (q_BHLD[:, :, start:end].float() * scale).reshape(batch_size, num_kv_heads, -1, k.shape[3])
         scores = (q @ k[:, :, first_key:end].mT).view(batch_size, num_heads, end - start, -1)
         if soft_cap is not None:

@@ -1,4 +1,4 @@
-"""KV scales that come with the weights, under names of the checkpoint (`model.layers.0.self_attn.k_scale`)."""
+"""KV scales sent with the weights, under checkpoint names (`model.layers.0.self_attn.k_scale`)."""
 
 import time
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from fp8refit.sources.source import PushedSource, RandomAccess, Source
 
 
 class BroughtScales:
-    """Where they arrive: in memory of our own, so that they are judged before they are written.
+    """Receives KV scales in separate memory, so that they are checked before they are written.
 
     Args:
-        scales: The engine's.
-        inventory: Of its live model, with a KV cache.
-        device: Where the scales are.
+        scales: The engine's scales.
+        inventory: The live model's inventory, with a KV cache.
+        device: The scales' device.
 
     Attributes:
-        inventory: With a slot for each scale after those of the weights.
+        inventory: The inventory with one more slot per scale, after those of the weights.
     """
 
     def __init__(self, scales: KvScales, inventory: Inventory, device: torch.device) -> None:
@@ -35,12 +35,12 @@ class BroughtScales:
         self.inventory = self._extend(inventory)
 
     def check(self, source: Source, plan: RefitPlan | None) -> None:
-        """Judge what a source brings while nothing is written, as far as it can be seen.
+        """Check the scales in a source before anything is written, as far as they can be read.
 
         Raises:
             InvalidSourceError: A scale is not finite and positive.
             UnsupportedEngineError: The scales of this engine cannot be changed.
-            EngineAsleepError: Not now.
+            EngineAsleepError: They cannot be changed now.
         """
         names = [step.source for step in self.steps(plan)] if plan is not None else []
         if not names and self._scales.torn is None:
@@ -52,7 +52,7 @@ class BroughtScales:
             refuse_unfit((name, source.unfit[name]) for name in names if name in source.unfit)
 
     def write(self, plan: RefitPlan) -> KvReport | None:
-        """Write what has arrived, if anything has.
+        """Write the scales that have arrived, if any.
 
         Raises:
             InvalidSourceError: A scale is not finite and positive.
@@ -66,11 +66,11 @@ class BroughtScales:
         return report_of(None, scales, seconds=time.perf_counter() - start_s)
 
     def steps(self, plan: RefitPlan) -> list[Step]:
-        """The steps of a plan that bring scales: its last ones, as plans go in the order of slots. Looks at no others."""
+        """The steps of a plan that write scales: the last ones, since plans are in slot order."""
         return list(takewhile(lambda step: step.slot >= self._num_weights, reversed(plan.steps)))
 
     def arrived(self, steps: Sequence[Step]) -> dict[str, float]:
-        """What at least one step brought, once it was carried out, by our names.
+        """The scales written by at least one step, by our names.
 
         Raises:
             InvalidSourceError: A scale is not finite and positive.

@@ -1,4 +1,4 @@
-"""Calibration batches and KV scales as users have them, made what the ranks take."""
+"""Converts users' calibration batches and KV scales into what the ranks take."""
 
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ from fp8refit.live.storage import why_unreadable
 Calibration: TypeAlias = (
     Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | str | Sequence[str] | Mapping[str, Any]
 )
-"""Token ids: one sequence or several, as lists or as a tensor of integers (B, L); what a Hugging Face tokenizer gives, of which
-`attention_mask` says what is padding; or prompts, for an engine with a tokenizer."""
+"""Token ids: one or more sequences, as lists or an integer tensor (B, L); the output of a Hugging Face tokenizer, whose
+`attention_mask` marks padding; or prompts, for an engine with a tokenizer."""
 
 KvScaleValues: TypeAlias = Mapping[str, float | Tensor]
-"""Scales by their checkpoint names, such as `model.layers.0.self_attn.k_scale`: what dequantizes, `amax / 448`."""
+"""Scales by checkpoint name, such as `model.layers.0.self_attn.k_scale`: the factors that dequantize, `amax / 448`."""
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -31,17 +31,17 @@ Tokenize: TypeAlias = Callable[[Sequence[str]], Awaitable[list[list[int]]]]
 async def order_of(
     calibration: Calibration | None, kv_scales: KvScaleValues | None, config: KvConfig, tokenize: Tokenize
 ) -> KvOrder | None:
-    """What to ask of the ranks, or None if nothing is wanted.
+    """Make the order for the ranks; None if nothing was given.
 
     Args:
         calibration: A batch to measure.
         kv_scales: Scales to set.
-        config: How much of the batch is used.
-        tokenize: The engine's.
+        config: How much of the batch to use.
+        tokenize: The engine's tokenizer.
 
     Raises:
-        InvalidCalibrationError: It is nothing of the kind, or both are given.
-        UnsupportedEngineError: There are prompts, and the engine has no tokenizer.
+        InvalidCalibrationError: An argument is invalid, or both are given.
+        UnsupportedEngineError: Prompts were given, but the engine has no tokenizer.
     """
     if calibration is not None and kv_scales is not None:
         raise InvalidCalibrationError("give a calibration batch or kv_scales, not both")
@@ -61,22 +61,22 @@ async def order_of(
 
 
 def to_float32(value: float) -> float:
-    """The float32 number next to `value`."""
+    """`value`, rounded to float32."""
     return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
 def unfit_scales(scales: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Each scale that is none, and why."""
+    """Yield the names of invalid scales, and why."""
     for name, value in scales.items():
         if not (math.isfinite(to_float32(value)) and to_float32(value) > 0):
-            yield name, f"is {value:g}; a KV-cache scale is finite and positive"
+            yield name, f"is {value:g}; a KV-cache scale must be finite and positive"
 
 
 def _sequences(batch: Any) -> list[list[int]]:
     """Every sequence of a batch.
 
     Raises:
-        InvalidCalibrationError: It holds anything but token ids, or none.
+        InvalidCalibrationError: It is empty, or holds anything but token ids.
     """
     mask = None
     if isinstance(batch, Mapping):
@@ -96,7 +96,7 @@ def _sequences(batch: Any) -> list[list[int]]:
             rows = [list(compress(row, bits)) for row, bits in zip(rows, masks, strict=True)]
         except (RuntimeError, TypeError, ValueError) as error:
             raise InvalidCalibrationError(
-                f"calibration: attention_mask holds what is neither true nor false ({error})"
+                f"calibration: attention_mask holds values that are neither true nor false ({error})"
             ) from error
     for place, row in enumerate(rows):
         if not row:
@@ -104,7 +104,7 @@ def _sequences(batch: Any) -> list[list[int]]:
         bad = [token for token in row if not _is_token_id(token)]
         if bad:
             raise InvalidCalibrationError(
-                f"calibration: sequence {place} holds {bad[0]!r}, which is no token id; pass lists or a tensor of integers"
+                f"calibration: sequence {place} holds {bad[0]!r}, which is not a token id; pass lists or a tensor of integers"
             )
     if not rows:
         raise InvalidCalibrationError("calibration: it holds no sequence")
@@ -114,7 +114,7 @@ def _sequences(batch: Any) -> list[list[int]]:
 def _is_token_id(token: Any) -> bool:
     try:
         return not isinstance(token, bool) and index(token) >= 0
-    except (TypeError, ValueError, RuntimeError):  # NumPy and torch raise the latter two for what is no integer
+    except (TypeError, ValueError, RuntimeError):  # NumPy and torch raise the latter two for non-integers
         return False
 
 
@@ -130,7 +130,9 @@ def _rows(batch: Any, dtypes: Sequence[torch.dtype], what: str = "") -> list[lis
         )
     rows = _as_list(batch)
     if rows is None:
-        raise InvalidCalibrationError(f"calibration: {what}{type(batch).__name__} is no batch of token ids or prompts")
+        raise InvalidCalibrationError(
+            f"calibration: {what}{type(batch).__name__} is not a batch of token ids or prompts"
+        )
     nested = [_as_list(row) for row in rows]
     if any(row is None for row in nested):
         return [rows]
@@ -148,17 +150,17 @@ def _as_list(value: Any) -> list[Any] | None:
 
 
 def _check_readable(tensor: Tensor, what: str = "") -> None:
-    """Check that a tensor has bytes to read.
+    """Check that a tensor has readable bytes.
 
     Raises:
-        InvalidCalibrationError: It has not.
+        InvalidCalibrationError: It has none.
     """
     if problem := why_unreadable(tensor):
         raise InvalidCalibrationError(f"calibration: {what}a tensor that {problem}")
 
 
 def _cut(rows: Sequence[Sequence[int]], max_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Whole sequences in their order, the last one cut short."""
+    """Take whole sequences in order, up to `max_tokens`; the last one is cut short."""
     kept: list[tuple[int, ...]] = []
     for row in rows:
         if max_tokens <= 0:
@@ -169,10 +171,10 @@ def _cut(rows: Sequence[Sequence[int]], max_tokens: int) -> tuple[tuple[int, ...
 
 
 def _scales(given: Any) -> dict[str, float]:
-    """Scales by their checkpoint names.
+    """Scales by checkpoint name.
 
     Raises:
-        InvalidCalibrationError: They are no numbers by name, or none.
+        InvalidCalibrationError: There are none, or they are not a mapping of names to numbers.
     """
     if not isinstance(given, Mapping):
         raise InvalidCalibrationError(f"kv_scales: is a {type(given).__name__}; give a mapping of names to numbers")
@@ -196,11 +198,11 @@ def _number(name: str, value: object) -> float:
             raise InvalidCalibrationError(f"kv_scales: {name} {problem}")
         if value.numel() != 1:
             raise InvalidCalibrationError(
-                f"kv_scales: {name} has shape {list(value.shape)}; KV-cache scales are one number a tensor"
+                f"kv_scales: {name} has shape {list(value.shape)}; a KV-cache scale is a single number"
             )
     if isinstance(value, bool | str) or not isinstance(value, SupportsFloat):
         raise InvalidCalibrationError(f"kv_scales: {name} is {value!r}; give a number")
     try:
         return float(value)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise InvalidCalibrationError(f"kv_scales: {name} is no number that a scale could be ({error})") from error
+        raise InvalidCalibrationError(f"kv_scales: {name} is not a number ({error})") from error

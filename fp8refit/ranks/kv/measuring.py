@@ -1,4 +1,4 @@
-"""A pass through live attention layers that measures what goes into them, and computes them without their KV cache."""
+"""Measures the inputs of live attention layers during a pass that computes attention without the KV cache."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from fp8refit.ranks.kv.attention import PackedSequences
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heads:
-    """What one rank's part of an attention layer computes."""
+    """The attention heads of one rank's part of a layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -21,21 +21,22 @@ class Heads:
     v_head_dim: int
     scale: float
     window: int | None = None
-    """A token attends to itself and `window - 1` tokens before it; None for all."""
+    """A token attends to itself and the `window - 1` tokens before it; None for all."""
     soft_cap: float | None = None
 
 
 @contextmanager
 def measured(layers: Sequence[tuple[nn.Module, Heads]], sequences: PackedSequences, observe: Observe) -> Iterator[None]:
-    """Let `observe` see the queries, keys and values of every layer, and the layers attend without quantization.
+    """Within this context, pass the queries, keys and values of every layer to `observe`, and attend without
+    quantization.
 
-    The layers are called `layer(q, k, v, ...)` with (N, H * D) or (N, H, D), as vLLM and SGLang call them; their own code comes
-    back when the context ends, however it ends.
+    Layers are called as `layer(q, k, v, ...)` with (N, H * D) or (N, H, D), as vLLM and SGLang do. Their own code is
+    restored when the context ends.
 
     Args:
-        layers: Attention modules, whose place in this list is what `observe` is told.
-        sequences: What the pass runs over.
-        observe: Takes a layer's place and its q, k and v.
+        layers: Attention modules; their index in this list is passed to `observe`.
+        sequences: The sequences of the pass.
+        observe: Takes a layer's index and its q, k and v.
     """
     own = [module.__dict__.get("forward") for module, _ in layers]
     try:

@@ -1,8 +1,8 @@
-"""The scales of an FP8 KV cache: computed from what a calibration pass showed, or given by a trainer.
+"""The scales of an FP8 KV cache, computed by a calibration pass or given by a trainer.
 
-`scale = margin * amax / 448`, with amax the largest absolute value of the queries, keys or values of one attention layer after
-RoPE, so that `x / scale` fits E4M3 (Micikevicius et al., FP8 Formats for Deep Learning, 2022). Never 0 and never NaN: a layer
-that saw nothing keeps the scale that it has.
+`scale = margin * amax / 448`, with amax the largest absolute value of the queries, keys or values of one attention
+layer after RoPE, so that `x / scale` fits E4M3 (Micikevicius et al., FP8 Formats for Deep Learning, 2022). Never 0 or
+NaN: a layer that saw only zeros, or no token, keeps its scale.
 """
 
 import math
@@ -30,16 +30,16 @@ E4M3_MAX = 448.0
 MARGIN = 1.05
 MARGIN_UNSATURATED = 2.0
 MIN_SCALE = 2.0**-40
-"""No scale is smaller, so that the reciprocal of one is an ordinary number in any dtype that an engine divides in."""
+"""Smallest scale, so that its reciprocal is a normal number in any dtype that an engine divides in."""
 KINDS = ("q", "k", "v")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What a calibration pass showed on one rank."""
+    """The result of a calibration pass on one rank."""
 
     amax: dict[str, float]
-    """Largest absolute value by name of the scale; 0 where nothing was seen."""
+    """Largest absolute value by scale name; 0 if nothing was seen."""
     num_passes: int
     seconds: float
 
@@ -53,9 +53,9 @@ class KvScales:
     """The KV scales of one rank.
 
     Args:
-        cache: What its engine says of them.
-        device: Where they are.
-        torn: The last whole set by name, if a part of another one was written over it.
+        cache: The engine's KV cache.
+        device: The scales' device.
+        torn: The last whole set by name, if it was partly overwritten.
     """
 
     def __init__(self, cache: KvCache, device: torch.device, *, torn: Mapping[str, float] | None = None) -> None:
@@ -68,15 +68,15 @@ class KvScales:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One name of each scale: ours."""
+        """Our name of each scale."""
         return tuple(self._scales)
 
     def check(self, order: KvOrder, config: KvConfig) -> None:
         """Check that an order can be carried out. Changes nothing.
 
         Raises:
-            UnsupportedEngineError: The engine's scales cannot be changed, or not be measured.
-            InvalidCalibrationError: It does not fit this engine.
+            UnsupportedEngineError: The engine's scales cannot be changed or measured.
+            InvalidCalibrationError: The order does not fit this engine.
         """
         self.check_writable()
         if order.token_ids:
@@ -102,8 +102,8 @@ class KvScales:
         """Check that scales can be changed.
 
         Raises:
-            UnsupportedEngineError: They cannot.
-            EngineAsleepError: Not now.
+            UnsupportedEngineError: They cannot be changed.
+            EngineAsleepError: They cannot be changed now.
         """
         _refuse("the KV-cache scales of this engine cannot be changed:", self._cache.refusals)
         if not self._scales:
@@ -111,10 +111,10 @@ class KvScales:
         self._cache.check_now()
 
     def measure(self, order: KvOrder, config: KvConfig) -> Measured:
-        """Run the calibration batch through the network as it is now. Changes nothing.
+        """Run the calibration batch through the live network. Changes nothing.
 
         Raises:
-            CalibrationError: NaN, Inf, or no memory.
+            CalibrationError: NaN or Inf, or not enough memory.
         """
         prefill, start_s = self._cache.prefill, time.perf_counter()
         assert prefill is not None, "checked"
@@ -151,16 +151,16 @@ class KvScales:
         return Measured(amax=amax, num_passes=num_passes, seconds=time.perf_counter() - start_s)
 
     def scales_for(self, amax: Mapping[str, float], config: KvConfig) -> dict[str, float]:
-        """The scale of everything that was seen."""
+        """The scales for all values seen."""
         margin = config.margin
         if margin is None:
             margin = MARGIN if self._cache.saturates else MARGIN_UNSATURATED
         return {name: scale_of(amax[name], margin) for name in self._scales if amax.get(name, 0.0) > 0.0}
 
     def write(self, scales: Mapping[str, float]) -> dict[str, float]:
-        """Write scales, and every copy that the engine keeps of them. Give what was written, by our names.
+        """Write scales and the engine's copies of them. Returns what was written, by our names.
 
-        They are torn until the rank's commit: what is written may be part of a set that other ranks never wrote.
+        Until the rank's commit the set counts as torn, since other ranks may not have written theirs.
         """
         canonical = {alias: name for names in self._known_names() for alias, name in names}
         values = {canonical[name]: to_float32(value) for name, value in scales.items() if name in canonical}
@@ -172,7 +172,7 @@ class KvScales:
         return values
 
     def heal(self) -> None:
-        """Write the last whole set over the torn one that a failed attempt left."""
+        """Restore the last whole set after a failed attempt."""
         assert self.torn is not None, "torn"
         self._write(self.torn)
 
@@ -182,7 +182,7 @@ class KvScales:
         return dict(zip(self._scales, live.tolist(), strict=True))
 
     def _write(self, values: Mapping[str, float]) -> None:
-        """Write the device's tensors in one launch, from one upload, and then the copies."""
+        """Write the device tensors with one upload and one launch, then the copies."""
         named = [(self._scales[name], value) for name, value in values.items() if name in self._scales]
         with torch.inference_mode():
             uploaded = torch.tensor([value for _, value in named], dtype=torch.float32, device=self._device)
@@ -194,7 +194,7 @@ class KvScales:
         self._cache.after_write()
 
     def kept(self, amax: Mapping[str, float], config: KvConfig) -> tuple[str, ...]:
-        """Scales that were to be measured and saw nothing."""
+        """Scales that were to be measured but saw nothing."""
         return tuple(
             name
             for name, scale in self._scales.items()
@@ -213,15 +213,15 @@ class KvScales:
             )
         if longest > prefill.max_length:
             raise InvalidCalibrationError(
-                f"calibration: a sequence has {longest} tokens, and the engine takes {prefill.max_length}"
+                f"calibration: a sequence has {longest} tokens, but the engine takes at most {prefill.max_length}"
             )
 
     def _names(self) -> set[str]:
-        """Every name of every scale that a layer of this engine could have; those that it has no use for are let be."""
+        """All names of all scales that layers of this engine could have. Unused ones are ignored."""
         return {name for layer in self._cache.layers for kind in KINDS for name in kv_scale_names(layer.name, kind)}
 
     def _known_names(self) -> Iterator[list[tuple[str, str]]]:
-        """Every name of every scale that the engine has, with ours."""
+        """All names of each scale that the engine has, with ours."""
         for layer in self._cache.layers:
             for scale in layer.scales:
                 names = kv_scale_names(layer.name, scale.kind)
@@ -229,7 +229,7 @@ class KvScales:
 
 
 def _passes(token_ids: Sequence[Sequence[int]], max_tokens: int) -> Iterator[list[Sequence[int]]]:
-    """Batches of whole sequences, of at most `max_tokens` tokens or one sequence."""
+    """Yield batches of whole sequences: at most `max_tokens` tokens, or one sequence."""
     batch: list[Sequence[int]] = []
     for ids in token_ids:
         if batch and sum(map(len, batch)) + len(ids) > max_tokens:
@@ -241,10 +241,10 @@ def _passes(token_ids: Sequence[Sequence[int]], max_tokens: int) -> Iterator[lis
 
 
 def refuse_unfit(found: Iterable[tuple[str, str]], *, written: bool = False) -> None:
-    """Check that no scale of a source is unfit.
+    """Raise an error for invalid scales of a source, if there are any.
 
     Raises:
-        InvalidSourceError: Some are; says which and why.
+        InvalidSourceError: Names each, and why.
     """
     problems = [f"{name}: {why}" for name, why in found]
     if problems:
@@ -264,14 +264,14 @@ def report_of(
     num_passes: int = 0,
     seconds: float = 0.0,
 ) -> KvReport:
-    """What to tell of scales that were written.
+    """Make the report of written scales.
 
     Args:
-        order: What was ordered; None if the scales came with the weights.
-        scales: By our names.
-        kept: Those that were to be measured and saw nothing.
-        num_passes: Prefills that it took.
-        seconds: What it took in all.
+        order: The order; None if the scales were sent with the weights.
+        scales: The written scales, by our names.
+        kept: Scales that were to be measured but saw nothing.
+        num_passes: Number of prefills.
+        seconds: Total time.
     """
     token_ids = order.token_ids if order is not None else ()
     given = order.scales if order is not None else {}
@@ -288,6 +288,6 @@ def report_of(
 
 
 def all_names(name: str) -> tuple[str, ...]:
-    """Every name of the scale that we call `name`."""
+    """All names of the scale that we call `name`."""
     layer, _, leaf = name.rpartition(".")
     return kv_scale_names(layer, leaf.removesuffix("_scale"))

@@ -239,7 +239,7 @@ def test_every_spelling_of_a_name_is_one_scale(kind):
 
 BAD_ORDERS = {
     "unknown": (KvOrder(scales={"layers.7.attn.k_scale": 1.0, K: 1.0}), r"has no layers\.7\.attn\.k_scale;"),
-    "zero": (KvOrder(scales={K: 0.0}), rf"{K}: is 0; a KV-cache scale is finite and positive"),
+    "zero": (KvOrder(scales={K: 0.0}), rf"{K}: is 0; a KV-cache scale must be finite and positive"),
     "negative": (KvOrder(scales={K: -0.5}), "is -0.5"),
     "nan": (KvOrder(scales={K: math.nan, V: 1.0}), "is nan"),
     "inf": (KvOrder(scales={K: math.inf}), "is inf"),
@@ -247,7 +247,7 @@ BAD_ORDERS = {
     "overflow": (KvOrder(scales={K: 1e60}), r"is 1e\+60"),
     "two": (KvOrder(scales={K: 0.0, V: -1.0}), rf"{K}: .*; {V}: "),
     "vocabulary": (tokens((1, 2), (50, 3)), "token id 50 is outside the vocabulary of 50"),
-    "length": (tokens((1,), (1,) * 9), "a sequence has 9 tokens, and the engine takes 8"),
+    "length": (tokens((1,), (1,) * 9), "a sequence has 9 tokens, but the engine takes at most 8"),
 }
 
 
