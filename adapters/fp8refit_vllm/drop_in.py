@@ -23,6 +23,7 @@ from fp8refit.driver.drop_in import DropIn, DropInOptions, last_report
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.slots import FP8_DTYPE
 from fp8refit.ranks.rank import Rank
+from fp8refit_vllm.compat import end_weight_update
 
 logger = logging.getLogger("vllm.fp8refit")
 
@@ -77,6 +78,8 @@ def install(worker: Any, rank: Callable[[], Rank]) -> None:
     worker.model_runner.reload_weights = _ended_if_it_fails(worker.model_runner.reload_weights, drop_in)
     if (transfer := getattr(worker, "weight_transfer_engine", None)) is not None:
         transfer.receive_weights = drop_in.receiving()(transfer.receive_weights)
+        for name in _MARKS if _answers_for_all(worker) else ():
+            setattr(worker, name, _raised_on_the_last_rank(getattr(worker, name), worker))
     worker.fp8refit_last_report = report
     _networks.add(network)
     _wrap()
@@ -94,6 +97,8 @@ def remove(worker: Any) -> None:
     del worker.model_runner.reload_weights, worker.fp8refit_last_report
     if (transfer := getattr(worker, "weight_transfer_engine", None)) is not None:
         del transfer.receive_weights
+        for name in _MARKS:
+            vars(worker).pop(name, None)
     _networks.discard(network)
     if not _networks:
         _unwrap()
@@ -161,6 +166,31 @@ def _ended_if_it_fails(reload_weights: Callable[..., None], drop_in: DropIn) -> 
     return wrapper
 
 
+_MARKS = ("start_weight_update", "finish_weight_update")
+"""Methods of a worker that fail on every rank alike."""
+
+
+def _answers_for_all(worker: Any) -> bool:
+    """Whether one executor reads the answers of several ranks, `worker` among them."""
+    parallel = worker.vllm_config.parallel_config
+    return parallel.world_size > 1 and parallel.distributed_executor_backend != "external_launcher"
+
+
+def _raised_on_the_last_rank(call: Callable[[], None], worker: Any) -> Callable[[], None]:
+    """Log what other ranks raise: vLLM reads answers up to the first error, and takes the rest for those to its next calls."""
+
+    @wraps(call)
+    def wrapper() -> None:
+        try:
+            call()
+        except Exception as error:
+            if worker.rank == worker.vllm_config.parallel_config.world_size - 1:
+                raise
+            logger.error("fp8refit: %s", error)
+
+    return wrapper
+
+
 def _look_whether_it_is_whole(drop_in: DropIn) -> None:
     """Instead of processing, which a refit does not need: warn if weights are still missing."""
     if drop_in.is_open:
@@ -172,10 +202,19 @@ def _look_whether_it_is_whole(drop_in: DropIn) -> None:
         )
 
 
+def _end(drop_in: DropIn) -> None:
+    """End a policy. If that fails, end vLLM's weight update, too: repeating it must fail again, and another one must start."""
+    try:
+        drop_in.end()
+    except BaseException:
+        end_weight_update(drop_in.owner)
+        raise
+
+
 _INSTEAD: dict[str, Callable[[DropIn], None]] = {
     "initialize_layerwise_reload": DropIn.begin,
-    "finalize_layerwise_reload": DropIn.end,
-    "finalize_layerwise_processing": DropIn.end,
+    "finalize_layerwise_reload": _end,
+    "finalize_layerwise_processing": _end,
     "process_weights_after_loading": _look_whether_it_is_whole,
 }
 

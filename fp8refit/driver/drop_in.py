@@ -83,7 +83,7 @@ class DropIn:
         RefitError: The engine cannot be refitted.
     """
 
-    def __init__(self, owner: object, rank: Rank, options: DropInOptions, logger: logging.Logger) -> None:
+    def __init__(self, owner: Any, rank: Rank, options: DropInOptions, logger: logging.Logger) -> None:
         self._owner, self._rank, self._logger = owner, rank, logger
         self._config = RefitConfig(keep=options.keep)
         self._calibration = options.read_calibration()
@@ -96,6 +96,11 @@ class DropIn:
         self._has_warned_of_scales = False
         self._is_receiving = False
         self._late: Exception | None = None
+
+    @property
+    def owner(self) -> Any:
+        """The worker or scheduler that it was made with."""
+        return self._owner
 
     @property
     def is_open(self) -> bool:

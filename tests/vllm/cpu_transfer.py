@@ -1,25 +1,36 @@
-"""What vLLM's weight transfer wants of CUDA and NCCL, on a host that has neither: broadcasts go through the group's store.
+"""vLLM's weight transfer by NCCL on a host without a GPU: gloo instead of NCCL, and nothing instead of CUDA's streams.
 
-Everything around them is vLLM's own: rendezvous, packing, unpacking, loading. `install` is called by the trainer and, for
-`FP8REFIT_TEST_TRANSFER=1`, in a server's workers by `cpu_plugin.py`.
+Everything around them is vLLM's own: rendezvous, packing, unpacking, loading. As with NCCL, a rank that waits for a peer that
+does not come goes on waiting, here for `TIMEOUT_S`. `install` is called by the trainer and, for `FP8REFIT_TEST_TRANSFER=1`,
+in a server's workers by `cpu_plugin.py`.
 """
 
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 
+TIMEOUT_S = 60
+BUCKET_BYTES = 1 << 18
+"""Instead of 1 GiB, which a tiny model would not fill once."""
 
-class StoreCommunicator:
+
+class GlooCommunicator:
     """In place of `PyNcclCommunicator`."""
 
     def __init__(self, group: Any, device: Any) -> None:
+        from torch.distributed import PrefixStore
+        from vllm.distributed.utils import init_gloo_process_group
+
         self.group = group
+        store = PrefixStore("weights", group.store)
+        self._gloo = init_gloo_process_group(store, group.rank, group.world_size, timedelta(seconds=TIMEOUT_S))
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
-        sent = self.group.broadcast_obj(tensor if self.group.rank == src else None, src)
-        if sent is not tensor:
-            tensor.copy_(sent)
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = src
+        self._gloo.broadcast([tensor], options).wait()
 
     def destroy(self) -> None: ...
 
@@ -34,8 +45,11 @@ class Stream:
 
 def install() -> None:
     from vllm.distributed.device_communicators import pynccl
+    from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 
-    pynccl.PyNcclCommunicator = StoreCommunicator
+    pynccl.PyNcclCommunicator = GlooCommunicator
+    packed_tensor.packed_nccl_broadcast_producer.__defaults__ = (BUCKET_BYTES, 2)
+    nccl_common.NCCLWeightTransferInitInfo.__init__.__kwdefaults__["packed_buffer_size_bytes"] = BUCKET_BYTES
     torch.accelerator.current_device_index = lambda: 0
     torch.cuda.Stream = Stream
     torch.cuda.stream = lambda _: nullcontext()

@@ -1,9 +1,9 @@
 """Three steps of TRL's own GRPO trainer, unmodified, with vLLM in its process or behind TRL's server. For `test_trl.py`.
 
-    python trl_steps.py FOLDER [sleep | server | fault]
+    python trl_steps.py FOLDER [sleep | server | fault [NUM_RANKS]]
 
-Writes what the engine held and said when each batch was rewarded, and the trainer's weights of that moment as a
-checkpoint. `fault` is a server whose third policy has a NaN.
+Writes what each rank of the engine held, and what it said, when each batch was rewarded, and the trainer's weights of that
+moment as a checkpoint. `fault` is a server whose third policy has a NaN.
 """
 
 import json
@@ -56,7 +56,7 @@ class Colocated:
             llm.sleep(level=2)
         report = fp8refit.last_report()
         return {
-            "live": live_bytes(llm),
+            "live": [live_bytes(llm)],
             "said": said(output)["logprobs"],
             "version": report.version if report else None,
         }
@@ -68,11 +68,20 @@ class Colocated:
 class Served:
     """`trl vllm-serve`, and its client, whose GPU is a stand-in."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, num_ranks: int) -> None:
         self._model, self._url = str(model), f"http://127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--host", "127.0.0.1"]
         command += ["--port", self._url.rpartition(":")[2], "--max_model_len", "256", "--dtype", "bfloat16"]
-        command += ["--enforce_eager", "true", "--max-num-seqs", "4", "--num-gpu-blocks-override", "64"]
+        command += [
+            "--tensor_parallel_size",
+            num_ranks,
+            "--enforce_eager",
+            "true",
+            "--max-num-seqs",
+            "4",
+            "--num-gpu-blocks-override",
+            "64",
+        ]
         named = (
             model.parent / "named"
         )  # the CPU's wheel has another name, and vLLM's command asks for the version of this one
@@ -102,16 +111,17 @@ class Served:
     def look(self, _: GRPOTrainer) -> dict:
         asked = {"model": self._model, "prompt": PROBED, "max_tokens": 4, "temperature": 0, "logprobs": 2}
         answer = self.post("/v1/completions", asked | {"ignore_eos": True})
-        live, report = self.call("observe", "live_bytes")["found"], self.call("fp8refit_last_report")
+        reports = self.call("fp8refit_last_report") if "FP8REFIT_DROP_IN" in os.environ else []
+        versions = {json.loads(report)["version"] for report in reports if report}
         return {
-            "live": live,
+            "live": [rank["found"] for rank in self.call("observe", "live_bytes")],
             "said": answer["choices"][0]["logprobs"] if "choices" in answer else answer,
-            "version": json.loads(report)["version"] if report else None,
+            "version": versions.pop() if len(versions) == 1 else None,
         }
 
-    def call(self, method: str, *arguments: str) -> Any:
-        """The first rank's answer to vLLM's `collective_rpc`."""
-        return self.post("/collective_rpc", {"method": method, "args": arguments})["results"][0]
+    def call(self, method: str, *arguments: str) -> list:
+        """Every rank's answer to vLLM's `collective_rpc`; empty if there is none."""
+        return self.post("/collective_rpc", {"method": method, "args": arguments}).get("results", [])
 
     def post(self, route: str, body: dict) -> dict:
         request = urllib.request.Request(
@@ -147,11 +157,15 @@ class Fault(TrainerCallback):
         model.get_parameter(DOWN_PROJ).data.copy_(self._whole)
 
 
-def main(folder: Path, how: str) -> None:
-    save_model("qwen3", 1, folder / "model")
+def main(folder: Path, how: str = "", num_ranks: str = "1") -> None:
+    save_model("qwen3" if num_ranks == "1" else "qwen2_wide", 1, folder / "model")
     tokenizer_of_bytes().save_pretrained(folder / "model")
     is_served = how in ("server", "fault")
-    place = Served(folder / "model", folder / "server.log") if is_served else Colocated(sleeps=how == "sleep")
+    place = (
+        Served(folder / "model", folder / "server.log", int(num_ranks))
+        if is_served
+        else Colocated(sleeps=how == "sleep")
+    )
     seen: list[dict] = []
 
     def look() -> None:
@@ -217,4 +231,4 @@ def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    main(Path(sys.argv[1]), *sys.argv[2:] or [""])
+    main(Path(sys.argv[1]), *sys.argv[2:])
