@@ -1,7 +1,8 @@
 """What the engines of the scripts here are asked, and the rate that their fills are held against. Imports no engine."""
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -11,6 +12,7 @@ from fp8refit.bench.clock import copy_gb_per_s
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
+T = TypeVar("T")
 PROMPTS = [[(31 * i + 7 * j) % 50000 + 100 for j in range(24 + 8 * i)] for i in range(4)]
 START_S = time.perf_counter()
 
@@ -84,6 +86,26 @@ def is_refused(refitter: Refitter, policy: dict) -> bool:
 def wait_for_gpu() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def timed(call: Callable[[], T]) -> tuple[T, float, int]:
+    """What a call gave, the seconds that it took with everything synchronised before and after, and the bytes of GPU memory
+    that it took at most beyond what was held.
+    """
+    has_gpu = torch.cuda.is_available()
+    wait_for_gpu()
+    if has_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() if has_gpu else 0
+    start_s = time.perf_counter()
+    found = call()
+    wait_for_gpu()
+    seconds = time.perf_counter() - start_s
+    return found, seconds, torch.cuda.max_memory_allocated() - held if has_gpu else 0
+
+
+def gpu_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
 
 def measure_copy_gb_per_s(device: int) -> float:

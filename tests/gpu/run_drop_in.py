@@ -6,7 +6,7 @@
 the same GPU, and gets buckets of 512 MiB through one CUDA IPC handle, each acknowledged before the next, and a larger tensor by
 a handle of its own (verl's protocol). Times are of the whole transfer, everything synchronised before and after; the drop-in
 and vLLM's own reload in turn, round by round, on one engine. vLLM's keeps tensors of a bucket that is overwritten, until it has
-a layer: its time counts, its bytes are not looked at.
+a layer: its time counts, its bytes are not looked at. `--shape tiny --way trl` tries the script where vLLM runs on a CPU.
 """
 
 import argparse
@@ -19,10 +19,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+from measuring import gpu_name, timed
 
 HERE = Path(__file__).parent
 WAYS = {"trl": "0", "verl": "1"}
@@ -77,7 +79,6 @@ def environment(way: str) -> dict[str, str]:
 
 def load(worker: Any, way: str, buckets: Iterator[list]) -> None:
     """What a trainer does in a worker: with the drop-in its own calls, without it vLLM's reload around the same calls."""
-    import torch
     from vllm.model_executor.model_loader import reload
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
@@ -91,7 +92,6 @@ def load(worker: Any, way: str, buckets: Iterator[list]) -> None:
         reload.finalize_layerwise_reload(worker.model_runner.get_model(), config)
     else:
         process_weights_after_loading(worker.model_runner.get_model(), config, worker.device)
-    torch.cuda.synchronize()
 
 
 def switch(worker: Any, way: str) -> None:
@@ -112,7 +112,6 @@ class Receiver:
         switch(self, way)
 
     def receive_weights(self, way: str, address: str) -> dict:
-        import torch
         import zmq
 
         def shared(handle: tuple) -> torch.Tensor:
@@ -138,23 +137,18 @@ class Receiver:
                 socket.send(b"")
             socket.send(b"")
 
-        torch.cuda.reset_peak_memory_stats()
-        allocated = torch.cuda.memory_allocated()
-        load(self, way, buckets())
+        _, _, extra_bytes = timed(lambda: load(self, way, buckets()))
         socket.close()
-        return {"peak_extra_bytes": torch.cuda.max_memory_allocated() - allocated}
+        return {"peak_extra_bytes": extra_bytes}
 
 
 class Sender:
     """Gives tensors through one buffer."""
 
     def __init__(self) -> None:
-        import torch
-
         self.buffer = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device="cuda")
 
     def send(self, address: str, items: list) -> None:
-        import torch
         import zmq
         from torch.multiprocessing.reductions import reduce_tensor
 
@@ -191,8 +185,8 @@ def measure(arguments: argparse.Namespace) -> None:
     """Write what was found after every round."""
     sys.path += [str(HERE.parent), str(HERE.parents[1])]
     import policies
-    import torch
     import vllm
+    from surroundings import cpu_options
     from vllm import LLM
 
     from fp8refit import Refitter
@@ -203,11 +197,10 @@ def measure(arguments: argparse.Namespace) -> None:
             model=folder,
             load_format="dummy",
             skip_tokenizer_init=True,
-            max_model_len=2048,
             max_num_seqs=16,
-            gpu_memory_utilization=0.3,
             enforce_eager=True,
             worker_extension_cls="run_drop_in.Receiver",
+            **{"max_model_len": 2048, "gpu_memory_utilization": 0.3} | cpu_options(),
         )
     policy = policies.fill_policy(policies.allocate(arguments.shape), 1)
     items = list(policy.items())
@@ -218,8 +211,7 @@ def measure(arguments: argparse.Namespace) -> None:
     def tokens() -> list[int]:
         return list(llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0].token_ids)
 
-    transfers: dict[str, Callable[[str], dict]] = {"trl": one_by_one(llm, items), "verl": by_ipc(llm, items)}
-    transfer = transfers[arguments.way]
+    transfer = {"trl": one_by_one, "verl": by_ipc}[arguments.way](llm, items)
     refitter.refit(policy)
     expected, told = refitter.fingerprints(), tokens()
     ms: dict[str, list[float]] = {OURS: [], OWN: []}
@@ -228,11 +220,7 @@ def measure(arguments: argparse.Namespace) -> None:
         for way, times in ms.items():
             llm.collective_rpc("switch_way", args=(way,))
             gc.collect()
-            torch.cuda.synchronize()
-            start_s = time.perf_counter()
-            found = transfer(way)
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - start_s
+            found, seconds, _ = timed(lambda way=way: transfer(way))
             if round_ >= 2:
                 times.append(1e3 * seconds)
             else:
@@ -244,7 +232,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 )
                 checks["same tokens as a refit"] = checks.get("same tokens as a refit", True) and tokens() == told
         result = {
-            "gpu": torch.cuda.get_device_name(),
+            "gpu": gpu_name(),
             "vllm": vllm.__version__,
             "torch": torch.__version__,
             "median_ms": {way: round(statistics.median(times), 2) for way, times in ms.items() if times},
@@ -257,13 +245,11 @@ def measure(arguments: argparse.Namespace) -> None:
 def one_by_one(llm: Any, items: list) -> Callable[[str], dict]:
     """TRL's transfer."""
 
-    def transfer(way: str) -> dict:
-        import torch
+    worker = llm.llm_engine.model_executor.driver_worker.worker
 
-        torch.cuda.reset_peak_memory_stats()
-        allocated = torch.cuda.memory_allocated()
-        load(llm.llm_engine.model_executor.driver_worker.worker, way, ([item] for item in items))
-        return {"peak_extra_bytes": torch.cuda.max_memory_allocated() - allocated}
+    def transfer(way: str) -> dict:
+        _, _, extra_bytes = timed(lambda: load(worker, way, ([item] for item in items)))
+        return {"peak_extra_bytes": extra_bytes}
 
     return transfer
 

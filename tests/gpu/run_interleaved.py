@@ -46,20 +46,30 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> None:
     """Start an engine per build, then ask each in turn."""
     builds = dict(build.split("=", 1) for build in options.builds)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         children = {name: start(name, Path(wheel), Path(folder), options) for name, wheel in builds.items()}
         try:
             about = {name: answer_of(child, name, options) for name, child in children.items()}
             seconds: dict[str, list[float]] = {name: [] for name in children}
-            for _ in range(NUM_WARM_UP + options.rounds):
+            for round_ in range(NUM_WARM_UP + options.rounds):
                 for name, child in children.items():
                     print("refit", file=child.stdin, flush=True)
                     seconds[name].append(answer_of(child, name, options)["wall_s"])
+                if round_ >= NUM_WARM_UP:
+                    milliseconds = save(options.out, about, seconds)
         finally:
             for child in children.values():
                 child.kill()
-    milliseconds = {name: 1e3 * statistics.median(found[NUM_WARM_UP:]) for name, found in seconds.items()}
     first = milliseconds[next(iter(builds))]
+    for name, found in milliseconds.items():
+        print(f"{name:20} {found:8.2f} ms  {found / first:6.3f} x")
+
+
+def save(out: Path, about: dict[str, Any], seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Write what was found until now; medians in milliseconds."""
+    milliseconds = {name: 1e3 * statistics.median(found[NUM_WARM_UP:]) for name, found in seconds.items()}
+    first = milliseconds[next(iter(seconds))]
     result = {
         "command": shlex.join(["python", "tests/gpu/run_interleaved.py", *sys.argv[1:]]),
         "about": about,
@@ -68,10 +78,8 @@ def measure(options: argparse.Namespace) -> None:
         "against_the_first": {name: found / first for name, found in milliseconds.items()},
         "seconds": seconds,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    for name, found in milliseconds.items():
-        print(f"{name:20} {found:8.2f} ms  {found / first:6.3f} x")
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    return milliseconds
 
 
 def start(name: str, wheel: Path, folder: Path, options: argparse.Namespace) -> "subprocess.Popen[str]":
@@ -149,28 +157,20 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def boot_vllm(model: str) -> Any:
-    import torch
+    from surroundings import cpu_options
     from vllm import LLM
 
     from tests.tiny_models import FP8_CONFIG
 
-    options: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05}
-    if not torch.cuda.is_available():
-        sys.path.append(str(HERE.parent / "vllm"))
-        import cpu_kernel
-
-        torch.compiler.set_stance("force_eager")
-        cpu_kernel.register("fp32")
-        options = {"dtype": "bfloat16", "num_gpu_blocks_override": 64, "gpu_memory_utilization": 0.1}
+    on_a_gpu = {"max_model_len": 512, "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05}
     return LLM(
         model=model,
         load_format="dummy",
         hf_overrides={"quantization_config": FP8_CONFIG},
         skip_tokenizer_init=True,
-        max_model_len=512,
         max_num_seqs=16,
         enforce_eager=True,
-        **options,
+        **(cpu_options() or on_a_gpu),
     )
 
 

@@ -4,7 +4,7 @@
     python tests/gpu/run_streams.py --out FILE --shape qwen3-30b-a3b --place inside --bucket-mib 2048   # needs 110 GiB
 
 Each place has an engine of its own, in a process of its own. Times are of the whole call, everything synchronised before and
-after; medians of interleaved rounds.
+after; medians of interleaved rounds. `--shape tiny` tries the script where vLLM runs on a CPU.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +52,7 @@ def save(out: Path, found: dict) -> None:
 def run(place: str, arguments: argparse.Namespace) -> tuple[int, dict]:
     """Exit code, and what was found until then."""
     out = arguments.out.with_name(f"{arguments.out.stem}.{place}.part.json")
+    out.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--here", "--place", place, "--out", str(out), "--shape", arguments.shape]
     command += ["--bucket-mib", str(arguments.bucket_mib), "--rounds", str(arguments.rounds)]
     ended = subprocess.run(command, check=False, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": PLACES[place]})
@@ -85,11 +85,12 @@ def measure(arguments: argparse.Namespace) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    sys.path.append(str(Path(__file__).parents[1]))
     sys.path.append(str(Path(__file__).parents[2]))
     import policies
     import torch
     import vllm
+    from measuring import gpu_name, timed
+    from surroundings import cpu_options
     from vllm import LLM
 
     import fp8refit
@@ -100,15 +101,15 @@ def measure(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         policies.write_config(shape, Path(folder))
         is_sparse = "num_experts" in policies.SHAPES[shape]
+        options = {"max_model_len": 2048, "gpu_memory_utilization": 0.5 if is_sparse else 0.35} | cpu_options()
         llm = LLM(
             model=folder,
             load_format="dummy",
             quantization="fp8_per_block",
             skip_tokenizer_init=True,
-            max_model_len=2048,
             max_num_seqs=16,
-            gpu_memory_utilization=0.5 if is_sparse else 0.35,
             enforce_eager=True,
+            **options,
         )
     policy = policies.fill_policy(policies.allocate(shape), 1)
     if is_sparse:
@@ -149,7 +150,7 @@ def measure(arguments: argparse.Namespace) -> None:
             llm.collective_rpc("reload_weights", kwargs=reload | {"weights_iterator": iter(items)})
 
         ways["vLLM's reload_weights of the same stream"] = reload_weights
-    scratch = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    scratch = torch.empty(min(256 << 20, num_bytes), dtype=torch.uint8, device=policies.DEVICE)
     scratch_from = torch.empty_like(scratch)
 
     def copy() -> None:
@@ -161,21 +162,16 @@ def measure(arguments: argparse.Namespace) -> None:
     refitter.refit(policy)
     expected, told = refitter.fingerprints(), tokens()
     ms: dict[str, list[float]] = {name: [] for name in ways}
-    versions = {"gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__, "torch": torch.__version__}
+    versions = {"gpu": gpu_name(), "vllm": vllm.__version__, "torch": torch.__version__}
     for round_ in range(arguments.rounds + 2):  # the first two compile
         for name, call in ways.items():
             if name.startswith("vLLM's") and round_ > 3:
                 continue
             gc.collect()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            allocated = torch.cuda.memory_allocated()
-            start_s = time.perf_counter()
-            result = call()
-            torch.cuda.synchronize()
+            result, seconds, extra_bytes = timed(call)
             if round_ >= 2:
-                ms[name].append(1e3 * (time.perf_counter() - start_s))
-            checks[f"peak extra MiB of {name}"] = (torch.cuda.max_memory_allocated() - allocated) >> 20
+                ms[name].append(1e3 * seconds)
+            checks[f"peak extra MiB of {name}"] = extra_bytes >> 20
             if round_ == arguments.rounds + 1 and not name.startswith(("vLLM's", "copy", "merged")):
                 checks[f"same bytes after {name}"] = refitter.fingerprints() == expected
                 checks[f"same tokens after {name}"] = tokens() == told
@@ -204,7 +200,6 @@ def in_buckets(items: list, num_bytes: int) -> list[list]:
 
 def lora_over(policy: dict):
     """Modules such as `peft` makes, around the matrices of a policy: rank 64, small values."""
-    import torch
     from torch import nn
 
     class Layer(nn.Module):
@@ -235,7 +230,6 @@ def lora_over(policy: dict):
         else:
             child = module._modules[leaf]
             setattr(getattr(child, "base_layer", child), key, nn.Parameter(tensor, requires_grad=False))
-    torch.cuda.synchronize()
     return root
 
 

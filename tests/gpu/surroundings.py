@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 
@@ -21,3 +22,20 @@ def set_up(**own: str) -> None:
         **own,
     }
     sys.path.append(str(HERE.parent))
+
+
+def cpu_options() -> dict[str, Any]:
+    """What a vLLM engine of a tiny shape is booted with on a CPU, with the tests' own kernel, to try a script.
+
+    Nothing on a GPU. An engine in a process of its own finds the kernel by a plugin, as in `tests/vllm/conftest.py`.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return {}
+    sys.path.append(str(HERE.parent / "vllm"))
+    import cpu_kernel
+
+    torch.compiler.set_stance("force_eager")
+    cpu_kernel.register("fp32")
+    return {"dtype": "bfloat16", "max_model_len": 512, "num_gpu_blocks_override": 64, "gpu_memory_utilization": 0.1}
