@@ -72,8 +72,11 @@ EXTRA: dict[str, dict[str, Any]] = {
         "num_shared_expert": 1,
     },
     # SGLang quantizes the gates of value heads too.
-    "Qwen3NextForCausalLM": FAMILIES["qwen3_next"][2]
-    | {"full_attention_interval": 2, "linear_num_value_heads": 128, "linear_num_key_heads": 64},
+    **{
+        name: FAMILIES["qwen3_next"][2]
+        | {"full_attention_interval": 2, "linear_num_value_heads": 128, "linear_num_key_heads": 64}
+        for name in ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+    },
     # Engines' Transformers backends pad no vocabulary.
     "GPTNeoXForCausalLM": {"vocab_size": 320, "tie_word_embeddings": False},
     "NemotronForCausalLM": {"vocab_size": 320},
@@ -203,11 +206,11 @@ def make(architecture: str, seed: int) -> PreTrainedModel:
     return fill(getattr(transformers, architecture)(tiny_config(architecture)).to(torch.bfloat16))
 
 
-def save(architecture: str, seed: int, folder: Path) -> None:
-    """`make`, saved as a BF16 checkpoint."""
-    make(architecture, seed).save_pretrained(folder)
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """Save a BF16 checkpoint of it, with the config.json of a published one."""
+    model.save_pretrained(folder)
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | PUBLISHED.get(architecture, {})))
+    file.write_text(json.dumps(json.loads(file.read_text()) | PUBLISHED.get(type(model).__name__, {})))
 
 
 def names_in(folder: Path) -> set[str]:

@@ -139,7 +139,7 @@ def policies_of(architecture: str, folder: Path) -> Policies:
     model, first = build(architecture, 2), build(architecture, 1).state_dict()
     second = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if architecture not in ARCHITECTURES:
-        model.save_pretrained(folder)
+        zoo_models.save(model, folder)
         return Policies(first=first, second=second)
     second = language_of(second)
     model.load_state_dict({name: tensor for name, tensor in first.items() if name not in second}, strict=False)

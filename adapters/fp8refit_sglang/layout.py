@@ -15,7 +15,7 @@ from torch import nn
 from fp8refit.live.latent import with_absorbed
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
-from fp8refit.live.tracing import twin
+from fp8refit.live.tracing import reading
 from fp8refit.live.tracing.rules import Kernel, Remedies, Why
 from fp8refit.live.tracing.twin import Twin
 from fp8refit_sglang.experts import is_experts, kernel_of_experts, refreshes_of_routers, why_not_read
@@ -52,7 +52,7 @@ def read_inventory(model: nn.Module, traced: Twin | Refusal) -> Inventory:
     if isinstance(traced, Refusal):
         return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
     rules = SglangRules(model)
-    found = with_absorbed(twin.read_inventory(model, rules, traced), absorbed_copies(model, rules.block_size_of))
+    found = with_absorbed(reading.read_inventory(model, rules, traced), absorbed_copies(model, rules.block_size_of))
     return replace(found, refreshes=(*found.refreshes, *refreshes_of_routers(model)))
 
 

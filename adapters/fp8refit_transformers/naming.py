@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fp8refit.live.slots import Stacked, TensorMeta
-from fp8refit.live.tracing.trace import Copy, Trace
+from fp8refit.live.tracing.records import Copy
+from fp8refit.live.tracing.trace import Trace
 from fp8refit.live.tracing.twin import Naming
 
 

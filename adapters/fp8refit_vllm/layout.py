@@ -9,7 +9,7 @@ from torch import nn
 from fp8refit.live.latent import Absorbed, with_absorbed
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
-from fp8refit.live.tracing import twin
+from fp8refit.live.tracing import reading
 from fp8refit.live.tracing.rules import Kernel, Remedies, Why
 from fp8refit.live.tracing.twin import Twin
 from fp8refit_vllm.compat import dequantized, linear_kernel, wants_powers_of_two
@@ -43,7 +43,7 @@ def read_inventory(model: nn.Module, traced: Twin | Refusal) -> Inventory:
     """
     if isinstance(traced, Refusal):
         return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
-    return with_absorbed(twin.read_inventory(model, VllmRules(), traced), _absorbed_copies(model))
+    return with_absorbed(reading.read_inventory(model, VllmRules(), traced), _absorbed_copies(model))
 
 
 def _absorbed_copies(model: nn.Module) -> Iterator[Absorbed]:

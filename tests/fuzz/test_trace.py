@@ -11,9 +11,10 @@ from fp8refit.config import RefitConfig
 from fp8refit.fill.kernels import quantize_blockwise
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.tracing.alike import trace_alike
+from fp8refit.live.tracing.reading import read_inventory
 from fp8refit.live.tracing.reads import partly_read, refusals_of
 from fp8refit.live.tracing.trace import trace_loader
-from fp8refit.live.tracing.twin import Naming, read_inventory, trace_twin
+from fp8refit.live.tracing.twin import Naming, trace_twin
 from fp8refit.ranks.target import Target
 from fp8refit.sources.source import MappingSource
 from tests.live.tracing.models import FP8

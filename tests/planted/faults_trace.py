@@ -35,14 +35,14 @@ FAULTS = [
     ),
     Fault(
         name="parts that begin within a block are quantized as if they began with one",
-        path="fp8refit/live/tracing/twin.py",
+        path="fp8refit/live/tracing/stored.py",
         before="    return start % block == 0 and (size % block == 0 or start + size == full)\n",
         after="    return True\n",
         found_by=FUZZER,
     ),
     Fault(
         name="columns of a checkpoint tensor are taken for rows",
-        path="fp8refit/live/tracing/twin.py",
+        path="fp8refit/live/tracing/stored.py",
         before="    return is_stack and row in (None, ndim - 2) and column in (None, ndim - 1)\n",
         after="    return is_stack\n",
         found_by=FUZZER,
@@ -56,7 +56,7 @@ FAULTS = [
     ),
     Fault(
         name="a parameter that is loaded in part, or twice, is taken for a whole one",
-        path="fp8refit/live/tracing/twin.py",
+        path="fp8refit/live/tracing/reading.py",
         before="        return next((fault for fault in faults if fault is not None), None)\n",
         after="        return None\n",
         found_by=FUZZER,
@@ -105,7 +105,7 @@ FAULTS = [
     ),
     Fault(
         name="a buffer that is computed from another weight is left as it was",
-        path="fp8refit/live/tracing/twin.py",
+        path="fp8refit/live/tracing/reading.py",
         before="        written = self._copies.keys() | self._computed.keys() | self._reasons.keys()\n",
         after="        written = self._copies.keys()\n",
         found_by=FUZZER,
@@ -127,7 +127,7 @@ FAULTS = [
     ),
     Fault(
         name="a weight that is filled under another name is set back to what it was built with",
-        path="fp8refit/live/tracing/twin.py",
+        path="fp8refit/live/tracing/reading.py",
         before=" and tensor.data_ptr() not in self._filled",
         after="",
         found_by="tests/live/tracing/test_twin.py -k another_name",
@@ -141,7 +141,7 @@ FAULTS = [
     ),
     Fault(
         name="matrices of a transposed stack are read as if they were not",
-        path="fp8refit/live/tracing/twin.py",
+        path="fp8refit/live/tracing/reading.py",
         before="parts=parts, is_transposed=is_transposed)",
         after="parts=parts)",
         found_by="tests/live/tracing/test_twin.py -k stack",

@@ -65,9 +65,10 @@ def test_a_refit_equals_a_fresh_boot(architecture, run_engine):
 @pytest.mark.skipif(not ASKED, reason="takes half an hour; FP8REFIT_ZOO asks for it")
 @pytest.mark.timeout(7200)
 def test_every_model_that_sglang_names(run_engine):
-    from tests.zoo_models import architectures
+    from tests import zoo_models, zoo_vision
 
-    named = ({*named_by_sglang()} & {*architectures()}) | {BY_TRANSFORMERS}
+    tiny = {*zoo_models.architectures(), *zoo_vision.ARCHITECTURES}
+    named = ({*named_by_sglang()} & tiny) | {BY_TRANSFORMERS}
     for architecture in asked_of("SGLang", named, ASKED):
         line = walk_to(architecture, run_engine)
         print(architecture, line, flush=True)

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8refit import InvalidSourceError, Refitter
-from tests import zoo_models
+from tests import zoo_models, zoo_vision
 
-OPTIONS = {"disable_overlap_schedule": True}
-"""With overlap, hybrids want snapshots of their states that SGLang takes on GPUs alone."""
+OPTIONS = {"disable_overlap_schedule": True, "enable_multimodal": False}
+"""With overlap, hybrids want snapshots of states, which SGLang takes on GPUs alone. No tiny model has an image processor."""
 
 
 def run_zoo(architecture: str, work: Path, *, speaks: bool) -> dict:
@@ -29,22 +29,21 @@ def run_zoo(architecture: str, work: Path, *, speaks: bool) -> dict:
         speaks: Whether there are kernels for a forward of it on this CPU: without one, an engine ends.
     """
     folder = work / f"zoo-{architecture}"
-    zoo_models.save(architecture, 2, folder / "bf16")
-    policies = [zoo_models.make(architecture, seed).state_dict() for seed in (1, 2)]
+    policies = zoo_vision.policies_of(architecture, folder / "bf16")
     engine = boot(folder / "bf16", **NOISE, **OPTIONS)
-    refitter = Refitter(engine)
+    refitter = Refitter(engine, keep=policies.keep)
     layout = refitter.layout()
     if layout.refusals:
         engine.shutdown()
         return {"error": f"cannot be refitted: {layout.refusals[0]}"}
     found: dict[str, Any] = {}
     try:
-        refitter.refit(policies[0])
+        refitter.refit(policies.first)
     except InvalidSourceError as error:  # SGLang would drop tensors of this checkpoint
         engine.shutdown()
         return {"error": f"cannot be refitted: {str(error).splitlines()[1].removeprefix('  - ')}"}
     found["before"] = generate(engine) if speaks else None
-    refitter.refit(policies[1])
+    refitter.refit(policies.second)
     found["refitted"] = look(engine, "live_bytes")
     found["generated"] = generate(engine) if speaks else None
     look(engine, "scribble")

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8refit.live.slots import TensorMeta
-from fp8refit.live.tracing.trace import Copy, Load, Traced, storage_of, trace_loader
+from fp8refit.live.tracing.records import Copy, Traced
+from fp8refit.live.tracing.trace import Load, storage_of, trace_loader
 
 aten = torch.ops.aten
 

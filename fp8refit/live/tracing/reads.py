@@ -13,7 +13,7 @@ import torch
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.slots import PartlyRead, Refusal, TensorMeta
 from fp8refit.live.tracing.boxes import count_cover, written_by
-from fp8refit.live.tracing.trace import MOVES, Base, Computed, Copy, Run, Traced
+from fp8refit.live.tracing.records import MOVES, Base, Computed, Copy, Run, Traced
 
 _MOST_MOVED = 1 << 16
 """Up to this many elements, a computation is repeated to see which of them it keeps."""

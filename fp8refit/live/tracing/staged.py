@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8refit.fill.kernels import Task, compile_table
 from fp8refit.live.slots import FP8_DTYPE, Op, Slot, TensorMeta
-from fp8refit.live.tracing.trace import Base, Computed, Copy, Recipe
+from fp8refit.live.tracing.records import Base, Computed, Copy, Recipe
 
 aten = torch.ops.aten
 

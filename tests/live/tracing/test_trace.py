@@ -6,7 +6,8 @@ from torch import Tensor
 
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.tracing.boxes import fault_of_cover, pieces_of
-from fp8refit.live.tracing.trace import Copy, Run, trace_loader
+from fp8refit.live.tracing.records import Copy, Run
+from fp8refit.live.tracing.trace import trace_loader
 
 
 def copies_of(tensor: Tensor, into: Tensor, load) -> tuple[Copy, ...]:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from fp8refit.live.slots import ScaleFormat, Stacked, TensorMeta
-from fp8refit.live.tracing.twin import Naming, read_inventory, refreshes_of_constants, trace_as_named, trace_twin
+from fp8refit.live.tracing.reading import read_inventory
+from fp8refit.live.tracing.twin import Naming, refreshes_of_constants, trace_as_named, trace_twin
 from tests.live.tracing.models import FP8, SPLITS, BlockLinear, check_ranks, checkpoint_of, model_of
 from tests.live.tracing.twins import KERNEL, FakeKernelRules, copying, identity_twin, naming_of, twin_of_rank
 

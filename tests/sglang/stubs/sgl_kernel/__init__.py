@@ -12,7 +12,15 @@ import types
 import torch
 
 __version__ = "0.0.0"
-OPERATORS = ("fused_gdn_gating_cpu", "fused_sigmoid_mul_cpu", "fused_sigmoid_gating_delta_rule_update_cpu")
+OPERATORS = (
+    "fused_gdn_gating_cpu",
+    "fused_moe_router_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
+    "fused_sigmoid_mul_cpu",
+)
 """Those that SGLang looks up when it is imported; declared, without any code behind them."""
 
 
