@@ -38,8 +38,8 @@ FAULTS = [
     Fault(
         name="an interrupt between commit and resume leaves the engine paused",
         path=ATTEMPT,
-        before="        elif self.version is not None:\n            # It",
-        after="        elif self.version == ranks.version:\n            # It",
+        before="        elif self.version is not None:\n            # Nothing",
+        after="        elif self.version == ranks.version:\n            # Nothing",
         found_by=f"{LOCAL}::test_an_error_at_every_line_of_a_refit",
     ),
     Fault(
