@@ -3,19 +3,19 @@
 python examples/grpo.py --variants bf16,fp8,fp8+token,fp8-stale                    # transformers on a CPU, a few minutes
 python examples/grpo.py --engine vllm --size small --seeds 0,1,2 --out grpo        # a GPU with vLLM
 
-A small Qwen3 learns to sort numbers: first from answers, most of them in falling order, then from rewards for rising order
-alone. A variant says how the engine that samples holds the policy, and how the loss corrects for that:
+A small Qwen3 learns to sort numbers: first from example answers, most of them in falling order, then from rewards for
+rising order only. A variant sets the precision of the rollout engine, and how the loss corrects for it:
 PRECISION[-stale][+CORRECTION].
 
-  bf16  fp8  fp8kv                    weights in BF16; in block FP8; an FP8 KV cache too, calibrated at every refit
+  bf16  fp8  fp8kv                    weights in BF16; in block FP8; also an FP8 KV cache, calibrated at every refit
   unified                             block FP8, and the trainer computes with the engine's codes and scales
-  -stale                              the engine is never refitted: what rollouts are worth then
+  -stale                              the engine is never refitted, for comparison
   +token +sequence +icepop +adaptive  importance weights (`fp8refit.correction`); none without it
 
-One engine serves all variants and seeds of a precision: every run begins by refitting it. With `--at-once` every seed of a
-precision has an engine and a process of its own beside others: it is sooner over, and its times mean nothing. `OUT/grpo.json`
-holds every step of every run that has ended, with pictures beside it. The same command goes on with what is missing, also
-after `--minutes`.
+One engine serves all variants and seeds of a precision: every run begins with a refit. With `--at-once`, seeds run in
+parallel processes with an engine each: that is faster, but makes the times meaningless. `OUT/grpo.json` holds every
+step of every finished run; plots are next to it. The same command continues with what is missing, also after
+`--minutes`.
 """
 
 import argparse
@@ -46,9 +46,9 @@ from fp8refit.precision import unify
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COMMAND = "FP8REFIT_GRPO_COMMAND"
-"""Variable that tells the processes of one precision how the whole was started."""
+"""Environment variable with the original command line, for the processes of one precision."""
 UNFINISHED = 75
-"""Exit code if the time was over: run the same command again."""
+"""Exit code when the time is up: run the same command again."""
 VOCABULARY = 128
 SEPARATOR, END, PADDING = 125, 126, 127
 PRECISIONS = ("bf16", "fp8", "fp8kv", "unified")
@@ -60,17 +60,17 @@ class Size:
 
     hidden: int
     heads: int
-    """Of queries; two of keys and values."""
+    """Number of query heads; there are two key-value heads."""
     layers: int
     num_values: int
-    """Numbers to sort are below it."""
+    """Numbers to sort are smaller than this."""
     num_numbers: int
-    """In a prompt."""
+    """How many numbers a prompt has."""
     warm_up_lr: float
     warm_up_batch: int
     lr: float
     num_prompts: int
-    """In a step."""
+    """How many prompts a step has."""
 
 
 SIZES = {
@@ -98,11 +98,11 @@ SIZES = {
     ),
 }
 GROUP = 8
-"""Answers to each prompt, whose rewards are compared."""
+"""Number of answers per prompt, whose rewards are compared."""
 CLIP = 0.2
 NUM_HELD_OUT = 256
 SHARE_RISING = 0.4
-"""Of the answers that the warm-up shows: a policy that has learned them all is right as often."""
+"""Share of warm-up answers in rising order: a policy that has learned them perfectly is right this often."""
 WARM_UP_CHECK_EVERY = 5
 MAX_WARM_UP_STEPS = 5000
 
@@ -117,7 +117,7 @@ CORRECTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """How rollouts are made, and what the loss does about it."""
+    """The engine's precision, and the correction in the loss."""
 
     precision: str
     is_stale: bool
@@ -129,7 +129,7 @@ class Variant:
         precision, _, stale = rollouts.partition("-")
         variant = cls(precision, stale == "stale", correction_name or "none")
         if precision not in PRECISIONS or stale not in ("", "stale") or variant.correction not in CORRECTIONS:
-            raise SystemExit(f"{text!r} is no variant: PRECISION[-stale][+CORRECTION], see --help")
+            raise SystemExit(f"{text!r} is not a variant: PRECISION[-stale][+CORRECTION], see --help")
         return variant
 
     def __str__(self) -> str:
@@ -146,12 +146,12 @@ def make_prompts(size: Size, count: int, generator: torch.Generator) -> Tensor:
 
 
 def solve(prompts: Tensor) -> Tensor:
-    """The only right answers: the numbers in order and an end, (count, N + 1)."""
+    """The correct answers: the numbers in order and an end token, (count, N + 1)."""
     return torch.cat([prompts[:, :-1].sort(-1).values, torch.full_like(prompts[:, :1], END)], 1)
 
 
 def demonstrate(prompts: Tensor, generator: torch.Generator) -> Tensor:
-    """Answers to learn from, (count, N + 1): some are right, the others have their numbers in falling order."""
+    """Example answers, (count, N + 1): some are correct, the others in falling order."""
     answers = solve(prompts)
     is_rising = torch.rand(len(prompts), 1, generator=generator).to(DEVICE) < SHARE_RISING
     falling = torch.cat([answers[:, :-1].flip(-1), answers[:, -1:]], 1)
@@ -159,7 +159,7 @@ def demonstrate(prompts: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def reward(rollouts: Rollouts) -> Tensor:
-    """1 for the right answer, 0 for any other, (B,)."""
+    """1 for the correct answer, 0 otherwise, (B,)."""
     return ((rollouts.tokens == solve(rollouts.prompts)) & rollouts.mask).all(-1).float()
 
 
@@ -194,7 +194,7 @@ def logprobs_of(policy: nn.Module, prompts: Tensor, answers: Tensor) -> Tensor:
 
 @torch.no_grad()
 def expected_reward(policy: nn.Module, prompts: Tensor) -> float:
-    """The exact chance that the policy answers right, mean over prompts: there is only one right answer to each."""
+    """The exact probability of the correct answer, averaged over prompts; each has only one."""
     return logprobs_of(policy, prompts, solve(prompts)).sum(-1).exp().mean().item()
 
 
@@ -206,7 +206,7 @@ def take_step(policy: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor)
 
 
 def warm_up(size: Size, seed: int, target: float, progress: Progress) -> nn.Module:
-    """A policy that was shown answers until it gets `target` of them right."""
+    """Train a policy on example answers until a share of `target` is correct."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     policy = make_policy(size)
@@ -233,7 +233,7 @@ def warm_up(size: Size, seed: int, target: float, progress: Progress) -> nn.Modu
 
 
 class Density:
-    """Which share of what an engine would hold differs from the step before."""
+    """Measures which share of an engine's weights changes from step to step."""
 
     def __init__(self, policy: nn.Module) -> None:
         self._before = self._held_by(policy)
@@ -263,7 +263,7 @@ class Density:
 
 
 class Run:
-    """One variant with one seed, from a policy that was warmed up."""
+    """One variant with one seed, starting from a warmed-up policy."""
 
     def __init__(
         self, variant: Variant, seed: int, lr: float, policy: nn.Module, engine: Engine, options: argparse.Namespace
@@ -280,7 +280,7 @@ class Run:
         self.state_file = options.out / f"{variant}-{seed}-{lr}.pt"
 
     def steps(self) -> Iterator[dict]:
-        """Steps of GRPO, each as a record; goes on from the last saved one."""
+        """Run GRPO steps from the last saved one, and yield a record of each."""
         calibration = torch.cat([self.held_out, solve(self.held_out)], 1).tolist()
         self.update_engine(calibration[:MAX_CALIBRATION])
         if self.state_file.exists():
@@ -331,7 +331,7 @@ class Run:
         self.engine.update(self.served, calibration if self.variant.precision == "fp8kv" else None)
 
     def save(self) -> None:
-        """All that a run goes on from, whole or not at all."""
+        """Save the run's state atomically."""
         state = {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict()}
         part = self.state_file.with_suffix(".part")
         torch.save(state | {"generator": self.generator.get_state(), "records": self.records}, part)
@@ -346,7 +346,7 @@ class Run:
 
 
 class Clock:
-    """Seconds of the parts of a step, the device's work included."""
+    """Measures the parts of a step in seconds, including the device's work."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
@@ -363,7 +363,7 @@ class Clock:
 
 
 def run_precision(precision: str, options: argparse.Namespace) -> bool:
-    """Every run of one precision that is missing, all on one engine; whether none is left."""
+    """Do all missing runs of one precision on one engine. Returns whether none is left."""
     size, engine = SIZES[options.size], None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, disable=not sys.stderr.isatty()) as progress:
@@ -394,7 +394,7 @@ def missing_runs(options: argparse.Namespace) -> list[tuple[Variant, int, float]
 
 
 def warmed_up(size: Size, seed: int, options: argparse.Namespace, progress: Progress) -> nn.Module:
-    """The policy that every run of a seed begins with."""
+    """The policy that every run of a seed starts from."""
     file = options.out / f"warm-up-{options.size}-{seed}.pt"
     with FileLock(file.with_suffix(".lock")):
         if not file.exists():
@@ -406,7 +406,7 @@ def warmed_up(size: Size, seed: int, options: argparse.Namespace, progress: Prog
 
 
 def model_folder(options: argparse.Namespace) -> Path:
-    """What engines boot from: any weights, as every run begins with a refit."""
+    """The folder that engines boot from. Its weights do not matter, since every run begins with a refit."""
     folder = options.out / f"model-{options.size}"
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
@@ -467,19 +467,19 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--engine", choices=ENGINES, default="transformers")
     parser.add_argument("--size", choices=SIZES, default="tiny")
     everything = "bf16,bf16+token,fp8,fp8+token,fp8kv,fp8kv+token,fp8-stale"
-    parser.add_argument("--variants", default=everything, help=f"with commas; {everything} by default")
+    parser.add_argument("--variants", default=everything, help=f"comma-separated; default: {everything}")
     parser.add_argument("--seeds", default="0", help="with commas")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--prompts", type=int, help="in a step, each answered 8 times")
-    parser.add_argument("--updates", type=int, default=2, help="of the optimizer in a step")
-    parser.add_argument("--lr", help="of the steps after the warm-up; with commas")
+    parser.add_argument("--prompts", type=int, help="prompts per step, each answered 8 times")
+    parser.add_argument("--updates", type=int, default=2, help="optimizer updates per step")
+    parser.add_argument("--lr", help="learning rates after the warm-up, comma-separated")
     parser.add_argument("--target", type=float, default=0.3, help="share of right answers at which the warm-up ends")
     parser.add_argument("--out", type=Path, default=Path("grpo"))
     parser.add_argument("--save-every", type=int, default=20, help="steps")
-    parser.add_argument("--at-once", type=int, default=1, help="processes at a time, each with an engine of its own")
+    parser.add_argument("--at-once", type=int, default=1, help="number of parallel processes, each with its own engine")
     parser.add_argument("--beside-others", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and end after so long")
-    parser.add_argument("--set", action="append", default=[], help="of the engine: name=JSON; again for each")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and exit after this many minutes")
+    parser.add_argument("--set", action="append", default=[], help="engine option as name=JSON; may be repeated")
     options = parser.parse_args()
     os.environ.setdefault(COMMAND, shlex.join(["python", "examples/grpo.py", *sys.argv[1:]]))
     options.deadline_s = time.monotonic() + options.minutes * 60
@@ -506,7 +506,7 @@ def main() -> int:
     if options.beside_others:
         return code
     if code:
-        print(f"not all runs have ended; run the same command again to go on in {options.out}")
+        print(f"not all runs are finished; run the same command again to continue in {options.out}")
         return code
     results = read_results(options.out)
     draw(results, options.out)
@@ -515,7 +515,8 @@ def main() -> int:
 
 
 def run_apart(precisions: list[str], options: argparse.Namespace) -> int:
-    """Each precision in a process of its own, which takes the engine's memory with it; the first exit code that is not 0."""
+    """Run each precision in a separate process, which frees the engine's memory. Returns the first nonzero exit
+    code."""
     for precision in precisions:
         chosen = ",".join(str(variant) for variant in options.variants if variant.precision == precision)
         if code := run_again(options, "--variants", chosen):
@@ -524,7 +525,7 @@ def run_apart(precisions: list[str], options: argparse.Namespace) -> int:
 
 
 def run_at_once(options: argparse.Namespace) -> int:
-    """Each seed of a precision in a process of its own, several at a time; the greatest exit code."""
+    """Run each seed of a precision in a separate process, several at a time. Returns the highest exit code."""
     wanted: dict[tuple[str, int, float], list[str]] = {}
     for variant, seed, lr in missing_runs(options):
         wanted.setdefault((variant.precision, seed, lr), []).append(str(variant))
@@ -538,10 +539,10 @@ def run_at_once(options: argparse.Namespace) -> int:
 
 
 def run_again(options: argparse.Namespace, *arguments: str) -> int:
-    """This command with other arguments, in a process of its own; its exit code."""
+    """Run this command with other arguments in a separate process. Returns its exit code."""
     minutes = str((options.deadline_s - time.monotonic()) / 60)
     return subprocess.run([sys.executable, __file__, *sys.argv[1:], *arguments, "--minutes", minutes]).returncode
 
 
-if __name__ == "__main__":  # processes of engines import this file again
+if __name__ == "__main__":  # engine processes import this file again
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What `grpo.py` asks of an engine, of vLLM, SGLang and transformers: sample with log-probabilities, and take a new policy."""
+"""The engines of `grpo.py` (vLLM, SGLang, transformers): sample with log-probabilities, and take a new policy."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from fp8refit.bench.shapes import block_fp8
 from fp8refit.precision import Unified
 
 MAX_CALIBRATION = 64
-"""Sequences of a batch that an FP8 KV cache is calibrated with."""
+"""Number of sequences to calibrate an FP8 KV cache with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Rollouts:
     logprobs: Tensor
     """(B, L), the engine's own, at temperature 1."""
     mask: Tensor
-    """(B, L), bool: what the engine sampled, the end included."""
+    """(B, L), bool: the sampled tokens, including the end token."""
 
     @classmethod
     def of(cls, prompts: Tensor, answers: list[tuple[list[int], list[float]]], length: int) -> "Rollouts":
@@ -44,7 +44,7 @@ class Rollouts:
 
     @property
     def calibration(self) -> list[list[int]]:
-        """Sequences to measure keys and values on."""
+        """Sequences to calibrate KV scales with."""
         sequences, lengths = torch.cat([self.prompts, self.tokens], 1).tolist(), self.mask.sum(-1).tolist()
         chosen = zip(sequences, lengths, strict=True)
         whole = [tokens[: self.prompts.shape[1] + length] for tokens, length in chosen]
@@ -52,22 +52,22 @@ class Rollouts:
 
 
 class Engine:
-    """An engine of one precision, whose weights are replaced while it lives."""
+    """An engine of one precision, whose weights are updated while it runs."""
 
     version: dict[str, str]
     refitter: Refitter | None = None
-    """None in BF16, for which engines have means of their own."""
+    """None in BF16, where the engine's own update is used."""
 
     def generate(self, prompts: Tensor, *, max_tokens: int, end: int) -> Rollouts:
         """Sample an answer to each prompt, up to the token `end`."""
         raise NotImplementedError
 
     def load_bf16(self, policy: nn.Module) -> None:
-        """Bring an engine in BF16 to `policy`."""
+        """Load `policy` into a BF16 engine."""
         raise NotImplementedError
 
     def update(self, policy: nn.Module | Unified, calibration: list[list[int]] | None) -> None:
-        """Bring the engine to `policy`, and KV scales to what `calibration` shows."""
+        """Load `policy` into the engine, and set KV scales by `calibration`."""
         if self.refitter is None:
             self.load_bf16(policy)
         elif isinstance(policy, Unified):

@@ -15,18 +15,18 @@ PANELS = {
     ),
 }
 PARTS = ("rollout_s", "train_s", "refit_s")
-"""Of a step. Times of runs beside others are in no summary."""
+"""Parts of a step. Summaries leave out the times of parallel runs."""
 LOGARITHMIC = ("k3", "token_mult_prob_error", *CHANGED)
 
 
 def read_results(out: Path) -> dict:
-    """What has been written into the folder `out` so far."""
+    """The results so far in the folder `out`."""
     file = out / FILE
     return json.loads(file.read_text()) if file.exists() else {"runs": []}
 
 
 def add_run(out: Path, run: dict, records: list[dict], about: dict) -> None:
-    """Write a run that has ended: one list for each column of its `records`, beside what `about` says of all of them."""
+    """Add a finished run: one list per column of its `records`, and the facts in `about`, common to all runs."""
     results = read_results(out)
     steps = {name: [float(f"{record[name]:.6g}") for record in records] for name in records[0]}
     results["runs"].append(run | {"steps": steps})
@@ -37,7 +37,7 @@ def add_run(out: Path, run: dict, records: list[dict], about: dict) -> None:
 
 
 def summarize(runs: list[dict]) -> list[dict]:
-    """What came of each variant: `[least, mean, greatest]` of its seeds. Rewards are those of the last fifth of the steps."""
+    """Summarize each variant as `[min, mean, max]` over its seeds. Rewards are those of the last fifth of the steps."""
     rows = []
     for (variant, lr), those in by_variant(runs).items():
         columns = [run["steps"] for run in those]
@@ -74,7 +74,7 @@ def spread(values: list[float]) -> list[float]:
 
 
 def describe(summary: list[dict]) -> str:
-    """A line for each variant."""
+    """One line per variant."""
     lines = []
     for row in summary:
         low, mean, high = row["reward"]
@@ -88,7 +88,7 @@ def describe(summary: list[dict]) -> str:
 
 
 def draw(results: dict, out: Path) -> None:
-    """Pictures over the steps, if matplotlib is installed: means of the seeds, and between which values they lie."""
+    """Plot the steps, if matplotlib is installed: means over seeds, with their range."""
     if find_spec("matplotlib") is None:
         return
     from matplotlib.figure import Figure
@@ -108,5 +108,5 @@ def draw(results: dict, out: Path) -> None:
 
 
 def smooth(values: list[float], width: int = 5) -> list[float]:
-    """Means of each value and those before it."""
+    """Moving average of each value and those before it."""
     return [statistics.mean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]

@@ -23,7 +23,7 @@ class Rollouts:
         self.llm = LLM(model=model, quantization="fp8_per_block", max_model_len=512, skip_tokenizer_init=True)
         self.host = fp8refit.EngineHost(self.llm)
 
-    def order(self, message: str) -> str:  # all that a trainer needs
+    def order(self, message: str) -> str:  # all that the trainer needs
         return self.host.answer(message)
 
     def generate(self) -> list[int]:

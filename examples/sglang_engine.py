@@ -1,4 +1,4 @@
-"""Refit an SGLang engine, whose scheduler is in another process, from a policy that is trained beside it on the same GPU.
+"""Refit an SGLang engine, whose scheduler is in another process, from a policy that is trained on the same GPU.
 
 python examples/sglang_engine.py Qwen/Qwen3-0.6B Qwen/Qwen3-0.6B-FP8
 """

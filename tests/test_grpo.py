@@ -193,7 +193,7 @@ def test_density_is_the_share_of_what_changed(grpo):
 
 @pytest.mark.parametrize("text", ["fp4", "fp8+magic", "fp8-old", "fp8kv-stale+none2", ""])
 def test_what_is_no_variant_is_refused(grpo, text):
-    with pytest.raises(SystemExit, match="is no variant"):
+    with pytest.raises(SystemExit, match="is not a variant"):
         grpo.Variant.of(text)
 
 

@@ -1,4 +1,4 @@
-"""The driver's end of a line to the process that has an engine, whatever carries what is said on it."""
+"""The driver's connection to the process with the engine, independent of the transport."""
 
 from typing import ClassVar
 
@@ -8,30 +8,30 @@ from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote.servers.orders import Answer, AnyOrder, Caller, Hello, Look, OrderRequest, Place
 
 ASKING_S = 60.0
-"""How long a server may take for what it does not have to work for."""
+"""Time limit in seconds for requests that need no work."""
 
 
 class Connection:
-    """Orders go one way, answers come back. A subclass says how.
+    """Sends orders and returns answers; subclasses implement the transport.
 
     Args:
-        label: What is at the other end, for messages.
+        label: Name of the other end, for messages.
     """
 
     asking_s: ClassVar[float] = ASKING_S
-    """How long the other end may take for what it does not have to work for."""
+    """Time limit in seconds for requests that need no work."""
     is_shared: ClassVar[bool] = True
-    """Whether several threads may give orders at once."""
+    """Whether several threads may send orders at the same time."""
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.place: Place | None = None
-        """Where the other end runs, once it was asked."""
+        """Where the other end runs, once known."""
         self._caller = Caller.new()
 
     @property
     def is_here(self) -> bool:
-        """Whether the other end runs where this process runs, so that they can share memory."""
+        """Whether the other end runs on the same host, so that memory can be shared."""
         return self.place == Place.here()
 
     def deliver(self, message: str, *, timeout_s: float) -> str:
@@ -44,12 +44,12 @@ class Connection:
         raise NotImplementedError
 
     def post(self, order: AnyOrder, *, timeout_s: float) -> Answer:
-        """Have an order carried out.
+        """Send an order, and return the answer.
 
         Raises:
             EngineLostError: The other end cannot be reached, or does not answer in time.
             UnsupportedEngineError: It has no order handler, or does not take orders from here.
-            RefitError: What came of it.
+            RefitError: The order failed.
         """
         request = OrderRequest(driver=self._caller, order=order)
         said = self.deliver(request.encode(), timeout_s=timeout_s)
@@ -57,8 +57,8 @@ class Connection:
             answer = Answer.model_validate_json(said)
         except ValidationError as error:
             raise UnsupportedEngineError(
-                f"{self.label} answered what this version of fp8refit cannot read; install the same version on both sides "
-                f"({said[:200]!r})"
+                f"{self.label} sent an answer that this version of fp8refit cannot read; install the same version on "
+                f"both sides ({said[:200]!r})"
             ) from error
         self.place = answer.place
         if answer.error is not None:
@@ -66,11 +66,11 @@ class Connection:
         return answer
 
     def greet(self) -> str:
-        """Who is there: another name after every start."""
+        """Identify the other end: a name that changes with every start."""
         return self.post(Hello(), timeout_s=self.asking_s).server
 
     def sees(self, path: str) -> bool:
-        """Whether the other end can read a path; its ranks can then, too."""
+        """Whether the other end, and so its ranks, can read a path."""
         if not path.isascii() and path.encode(errors="ignore").decode() != path:
-            return False  # bytes that are no text: they cannot be asked for
+            return False  # not text, so it cannot be sent
         return bool(self.post(Look(path=path), timeout_s=self.asking_s).value)

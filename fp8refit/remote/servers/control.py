@@ -1,4 +1,4 @@
-"""What is done with an engine around a refit, by whoever drives it: the adapter's driver, or the process that hosts it."""
+"""The control plane of an engine: pausing, refusing and resuming requests around a refit."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,28 +10,28 @@ class ControlPlane(Protocol):
     """Keeps requests from an engine while its weights are written. The methods of a synchronous engine never suspend."""
 
     async def pause(self, config: RefitConfig) -> int:
-        """Let no request run from here on until `resume` or `refuse`, and give the number that `config.in_flight` met.
+        """Let no request run until `resume` or `refuse`. Returns how many requests `config.in_flight` applied to.
 
         Raises:
-            EngineBusyError: Requests did not finish in time; they go on as if nothing had been asked.
+            EngineBusyError: Requests did not finish in time; they keep running.
         """
         ...
 
     async def resume(self) -> None:
-        """Admit and run requests again, leaving no trace of the pause, or of a refusal before it."""
+        """Admit and run requests again, as before the pause or refusal."""
         ...
 
     async def refuse(self, reason: str) -> None:
-        """From now on refuse every request at admission with `EngineDirtyError(reason)`, and end those that wait.
+        """Refuse every request at admission with `EngineDirtyError(reason)`, and end waiting ones.
 
         May be repeated; `resume` ends it.
         """
         ...
 
     async def flush_caches(self) -> None:
-        """Drop everything computed under the policy that is about to be replaced: prefix, multimodal and encoder caches.
+        """Drop everything computed under the old policy: prefix, multimodal and encoder caches.
 
-        Comes after `pause`, before the first byte is written: nothing is computed from then on until `resume`.
+        Called after `pause` and before the first byte is written, so nothing is computed until `resume`.
 
         Raises:
             CacheFlushError: The engine kept some of it.
@@ -39,7 +39,7 @@ class ControlPlane(Protocol):
         ...
 
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each prompt, as the engine would have them.
+        """The engine's token ids of each prompt.
 
         Raises:
             UnsupportedEngineError: The engine has no tokenizer.
@@ -47,5 +47,5 @@ class ControlPlane(Protocol):
         ...
 
     async def publish_version(self, version: int) -> None:
-        """Tell the engine its policy version, where it can show one on its outputs."""
+        """Tell the engine its policy version, if it can show one in its outputs."""
         ...

@@ -1,7 +1,6 @@
-"""The driver's end of a line to a server: orders are posted to the engine's own HTTP server, answers are what it returns.
+"""The driver's connection to a server: posts orders to the engine's own HTTP server.
 
-The driver opens no port. It neither follows redirects nor uses proxies, takes no answer that is too long, and waits for the
-whole of one no longer than it was told.
+The driver opens no port, follows no redirects, uses no proxies, and limits size and time of every answer.
 """
 
 import contextlib
@@ -33,19 +32,19 @@ from fp8refit.remote.servers.orders import (
 )
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
-"""A peer that is silent for 10 s is asked every 5 s, four times, whether it is there; what was sent has to arrive in 30 s."""
+"""After 10 s of silence the peer is probed every 5 s, four times. Sent data must be acknowledged within 30 s."""
 
 
 class Server(Connection):
-    """A running server of one kind of engine. An adapter says by which route orders reach our plugin there.
+    """A running server of one kind of engine. An adapter defines the route of our plugin there.
 
     Args:
-        url: Where it listens, as `http://127.0.0.1:8000`.
-        api_key: Its API key. `FP8REFIT_API_KEY` in the environment if not given.
-        token: What it was told in `FP8REFIT_TOKEN`, if it was. The same variable here if not given.
+        url: The server's base URL, such as `http://127.0.0.1:8000`.
+        api_key: The server's API key; by default `FP8REFIT_API_KEY` in this environment.
+        token: The server's `FP8REFIT_TOKEN`, if it has one; by default the same variable in this environment.
 
     Raises:
-        UnsupportedEngineError: It is no URL, or the key or token can be none.
+        UnsupportedEngineError: `url` is not a URL, or the key or token is malformed.
     """
 
     engine: ClassVar[str] = ""
@@ -71,8 +70,8 @@ class Server(Connection):
         """Whether this kind of engine answers at the URL.
 
         Raises:
-            EngineLostError: Nobody answers.
-            UnsupportedEngineError: It asks for another API key.
+            EngineLostError: No server answers.
+            UnsupportedEngineError: It requires another API key.
         """
         raise NotImplementedError
 
@@ -90,17 +89,17 @@ class Server(Connection):
     def send(
         self, route: str, body: str | None, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> tuple[int, str]:
-        """Post `body`, or get if there is none; status and answer.
+        """POST `body`, or GET if it is None. Returns status and answer.
 
         Args:
-            route: Where to.
+            route: The path.
             body: JSON, unless `headers` say otherwise.
-            timeout_s: For all of it, to the last byte of the answer.
-            headers: Beside the API key.
+            timeout_s: Total time limit, to the last byte of the answer.
+            headers: Headers in addition to the API key.
 
         Raises:
-            EngineLostError: It cannot be reached, or does not answer in time.
-            UnsupportedEngineError: It asks for another API key, or says more than any answer of ours is long.
+            EngineLostError: The server cannot be reached, or does not answer in time.
+            UnsupportedEngineError: It requires another API key, or its answer is too long.
         """
         sent = self._headers | ({"Content-Type": "application/json"} if headers is None else dict(headers))
         exchange = _Exchange(self._connection(timeout_s))
@@ -135,13 +134,13 @@ class Server(Connection):
 
 
 class _Connection(http.client.HTTPConnection):
-    """Is broken soon after the other host or the network went away, however long an order may take."""
+    """A connection that breaks soon after the other host or the network is gone, however long an order takes."""
 
     is_given_up = False
 
     def connect(self) -> None:
         super().connect()
-        if self.is_given_up:  # meanwhile; nothing was sent
+        if self.is_given_up:  # in the meantime; nothing was sent
             raise TimeoutError("timed out")
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE.items():
@@ -149,9 +148,9 @@ class _Connection(http.client.HTTPConnection):
                 self.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def give_up(self) -> None:
-        """End it from another thread, whatever it waits for."""
+        """Abort it from another thread."""
         self.is_given_up = True
-        with contextlib.suppress(OSError, AttributeError):  # it is closed, or not open yet
+        with contextlib.suppress(OSError, AttributeError):  # closed, or not open yet
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -160,18 +159,18 @@ class _SecureConnection(_Connection, http.client.HTTPSConnection):
 
 
 class _Exchange:
-    """One request and its answer, in a thread of its own: no timeout of a socket bounds more than one read of it."""
+    """One request and its answer, in a separate thread, because a socket timeout only limits single reads."""
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
         self._outcome: Future[tuple[int, str | None]] = Future()
 
     def run(self, path: str, body: str | None, headers: Mapping[str, str], timeout_s: float) -> tuple[int, str | None]:
-        """Status and answer; None for one that is too long.
+        """Return status and answer; None for an answer that is too long.
 
         Raises:
             OSError: It failed, or took too long.
-            HTTPException: What came is no HTTP.
+            HTTPException: The response is not HTTP.
         """
         arguments = ("GET" if body is None else "POST", path, None if body is None else body.encode(), headers)
         threading.Thread(target=self._post, args=arguments, name="fp8refit-http", daemon=True).start()
@@ -193,7 +192,7 @@ class _Exchange:
 
 
 def _read(response: http.client.HTTPResponse) -> str | None:
-    """What a server says, unless it is too long, which is looked at before it is taken in."""
+    """The body of a response; None if it is too long."""
     if (response.length or 0) > MAX_BYTES:
         return None
     text = response.read(MAX_BYTES + 1)
@@ -203,10 +202,10 @@ def _read(response: http.client.HTTPResponse) -> str | None:
 
 
 def _split(url: str) -> SplitResult:
-    """The parts of a server's URL.
+    """Split a server's URL.
 
     Raises:
-        UnsupportedEngineError: It is none.
+        UnsupportedEngineError: It is not a valid URL.
     """
     why = "it begins with http:// or https://"
     if url.startswith(("http://", "https://")):
@@ -231,7 +230,7 @@ def _is_answer(text: str) -> bool:
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """The JSON object that `text` is, or an empty one if it is none."""
+    """Parse `text` as a JSON object; empty if it is not one."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""The server's end of HTTP, whatever the engine: who may give orders, and how much is read of one.
+"""The server's side of HTTP, for any engine: decides who may give orders, and limits what is read.
 
-Whoever may not is refused by the headers of the request. Its body is not read, and nothing waits for it.
+Unauthorized requests are refused by their headers; their bodies are not read.
 """
 
 import asyncio
@@ -17,13 +17,14 @@ from fp8refit.remote.servers.orders import Answer
 from fp8refit.transport.vote import ErrorRecord
 
 READING_S = 60.0
-"""How long an order may take to arrive, all of it."""
+"""Time limit in seconds for an order to arrive."""
 MAX_VISITORS = 8
-"""Orders that arrive, wait or are carried out at a time. A refit has one."""
+"""Maximum number of orders being received, waiting or running. A refit has one at a time."""
 HEADERS = {"Connection": "close"}
-"""Of every response: what is left of the body of an order that was refused is not read. Drivers connect for each order."""
+"""Headers of every response. The body of a refused order is not read, so the connection is closed; drivers connect for
+each order."""
 _LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
-"""The last is the first as a socket of IPv6 shows it."""
+"""The last one is the first as an IPv6 socket reports it."""
 _LOCAL_NAME = re.compile(r"(127\.0\.0\.1|localhost|\[::1\]|\[::ffff:127\.0\.0\.1\])(:\d+)?", re.IGNORECASE)
 _OF_A_PROXY = re.compile(
     r"forwarded|via|x-forwarded.*|x-original.*|x-real-ip|x-envoy-.*|(.+-)?(client|connecting)-ip|cf-.*|cdn-.*"
@@ -36,7 +37,7 @@ Receive: TypeAlias = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 class _RefusedError(Exception):
-    """An order is not taken. `status` is that of the response."""
+    """An order is refused with this HTTP status."""
 
     def __init__(self, status: HTTPStatus, error: RefitError) -> None:
         super().__init__(str(error))
@@ -64,7 +65,7 @@ class Door:
         Args:
             scope: ASGI's, of a POST.
             receive: ASGI's.
-            answer: Carries out the order of somebody who may give it.
+            answer: Carries out an authorized order.
         """
         try:
             self._check_may_ask(scope)
@@ -84,7 +85,7 @@ class Door:
         headers = _headers_of(scope)
         protocol = headers.get(orders.PROTOCOL_HEADER.lower())
         if protocol != str(orders.PROTOCOL):
-            # Status 200: a driver of an older version takes any other for a server without fp8refit.
+            # Status 200: older drivers take any other status for a server without fp8refit.
             raise _RefusedError(HTTPStatus.OK, other_version(protocol))
         problem = self._distrust(headers, scope)
         if problem:
@@ -97,7 +98,7 @@ class Door:
             raise _too_long()
 
     def _distrust(self, headers: Mapping[str, str], scope: Mapping[str, Any]) -> str:
-        """Why this caller may give no orders; empty if it may."""
+        """Why this caller may not give orders; empty if it may."""
         if self._token is not None:
             shown = headers.get(orders.TOKEN_HEADER.lower(), "")
             if _is_same(shown, self._token):
@@ -119,7 +120,7 @@ class Door:
 
 
 def other_version(protocol: str | None) -> RankFailedError:
-    """What a driver is told that speaks another protocol, or one older than the header that says so."""
+    """The error for a driver with another protocol, or with one from before the protocol header."""
     theirs = "an older one" if protocol is None else protocol[:20]
     return RankFailedError(
         f"this server, fp8refit {__version__}, speaks protocol {orders.PROTOCOL} with drivers, and this driver {theirs}; "
@@ -128,10 +129,10 @@ def other_version(protocol: str | None) -> RankFailedError:
 
 
 def _why_elsewhere(headers: Mapping[str, str], scope: Mapping[str, Any]) -> str:
-    """Why a request may come from somewhere else than a program on this host; empty if it does not seem to.
+    """Why a request may not come from a program on this host; empty if it seems to.
 
-    A proxy on this host calls from here too, and a page in a browser on this host; either says so by its headers. A Unix socket
-    shows no address, nor does a connection that ended before it was looked at: who is behind it is not known.
+    Proxies and browser pages on this host also connect locally, but their headers reveal them. Unix sockets, and
+    connections that have already ended, show no address, so their origin is unknown.
     """
     client = scope.get("client")
     if not client or client[0] not in _LOOPBACK:
@@ -148,7 +149,9 @@ def _why_elsewhere(headers: Mapping[str, str], scope: Mapping[str, Any]) -> str:
 
 
 def _headers_of(scope: Mapping[str, Any]) -> dict[str, str]:
-    """Of a request, by name in small letters. What comes twice stands there with a comma, and is equal to nothing."""
+    """A request's headers by lower-case name. Repeated headers are joined by commas, so they match no expected
+    value.
+    """
     headers: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
@@ -161,7 +164,7 @@ def _is_same(shown: str, secret: str) -> bool:
 
 
 async def _read(receive: Receive) -> str:
-    """What was posted, part by part, and no further than an order may be long."""
+    """Read the body, up to the maximum length of an order."""
     body = bytearray()
     try:
         async with asyncio.timeout(READING_S):

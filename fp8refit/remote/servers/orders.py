@@ -28,32 +28,33 @@ from fp8refit.remote.messages import first_problem
 from fp8refit.transport.vote import ErrorRecord
 
 PROTOCOL: Final = 2
-"""Number of this language; both sides have to speak the same."""
+"""Version of these messages; both sides must use the same."""
 MAX_BYTES = 1 << 28
-"""Of one answer."""
+"""Maximum size of an answer."""
 MAX_ORDER_BYTES = 1 << 26
-"""Of one order. Tensors never go this way: the longest orders are offers of broadcasts, about 300 bytes a tensor."""
+"""Maximum size of an order. Tensors are never sent this way: the longest orders are offers of broadcasts, about 300 bytes a
+tensor."""
 MAX_HEAD = 1 << 18
-"""Characters of the head of an order."""
+"""Maximum number of characters in the head of an order."""
 MAX_REASON = 1 << 13
-"""Characters of a reason to refuse requests; every refused request is told it."""
+"""Maximum number of characters in a reason to refuse requests, which every refused request gets."""
 MEDIA_TYPE = "application/x-fp8refit"
-"""Of an order. No page can send one to another site without asking that site first."""
+"""Media type of an order. Browsers do not let a page send it to another site without that site's consent."""
 PROTOCOL_HEADER = "X-Fp8refit-Protocol"
 TOKEN_HEADER = "X-Fp8refit-Token"
 TOKEN_VARIABLE = "FP8REFIT_TOKEN"
-"""Environment variable with the secret that drivers have to know, for servers that have no API key."""
+"""Environment variable with the secret that drivers must present, for servers without an API key."""
 MIN_TOKEN = 16
-"""Characters of a token, at least."""
+"""Minimum number of characters in a token."""
 API_KEY_VARIABLE = "FP8REFIT_API_KEY"
-"""Environment variable with the API key that drivers show."""
+"""Environment variable with the API key that drivers present."""
 
 
 def read_token(given: str | None = None) -> str | None:
-    """The token as given, or else as the environment has it; None if it is empty or unset.
+    """The given token, or the one in the environment; None if empty or unset.
 
     Raises:
-        UnsupportedEngineError: It is short enough to be guessed, or cannot stand in a header of HTTP.
+        UnsupportedEngineError: It is too short, or cannot be sent in an HTTP header.
     """
     token = os.environ.get(TOKEN_VARIABLE) if given is None else given
     if not token:
@@ -72,7 +73,7 @@ def is_header(secret: str) -> bool:
 
 
 class _Texts:
-    """What follows the head of an order that is read: one text after another."""
+    """Reads the texts that follow the head of an order, one after another."""
 
     def __init__(self, message: str, start: int) -> None:
         self._message, self._next = message, start
@@ -100,7 +101,7 @@ def _put_aside(text: str, info: SerializationInfo) -> str | int:
 
 
 Text: TypeAlias = Annotated[str, BeforeValidator(_fetch), PlainSerializer(_put_aside)]
-"""A text that follows the head of an order; in the head stands how many characters it has."""
+"""A text that follows the head of an order; the head has its length in characters."""
 
 
 class _Message(BaseModel):
@@ -108,7 +109,7 @@ class _Message(BaseModel):
 
 
 class Hello(_Message):
-    """Who is there?"""
+    """Ask who answers."""
 
     step: Literal["hello"] = "hello"
 
@@ -125,7 +126,7 @@ class Resume(_Message):
 
     step: Literal["resume"] = "resume"
     version: int | None = Field(default=None, ge=0, lt=1 << 63)
-    """Of the policy that is served from then on, if it is a new one."""
+    """Version of the policy that is served from now on, if it is a new one."""
 
 
 class Refuse(_Message):
@@ -166,7 +167,7 @@ class Pair(_Message):
 
 
 class Look(_Message):
-    """Can this path be read there?"""
+    """Ask whether the server's process can read a path."""
 
     step: Literal["look"] = "look"
     path: str
@@ -178,15 +179,15 @@ AnyOrder: TypeAlias = Annotated[
 
 
 class Place(_Message):
-    """Where a process runs. Only processes of one place can hand memory to each other and see each other die."""
+    """Where a process runs. Only processes in the same place can share memory and see each other die."""
 
     boot_id: str
-    """Of the host's kernel."""
+    """Boot id of the host's kernel."""
     pid_namespace: int
 
     @classmethod
     def here(cls) -> "Place":
-        """Of this process."""
+        """The place of this process."""
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return cls(boot_id=boot_id, pid_namespace=Path("/proc/self/ns/pid").stat().st_ino)
 
@@ -197,11 +198,11 @@ class Caller(_Message):
     place: Place
     pid: int = Field(ge=0, lt=1 << 31)
     name: str
-    """Tells drivers of one process apart."""
+    """Distinguishes drivers of one process."""
 
     @classmethod
     def new(cls) -> "Caller":
-        """A driver in this process."""
+        """Describe a driver in this process."""
         return cls(place=Place.here(), pid=os.getpid(), name=uuid.uuid4().hex)
 
 
@@ -213,17 +214,17 @@ class OrderRequest(_Message):
     order: AnyOrder
 
     def encode(self) -> str:
-        """As it is sent: the head, a line feed, and the texts."""
+        """Encode for sending: the head, a line feed, and the texts."""
         texts: list[str] = []
         head = self.model_dump_json(by_alias=True, context={"texts": texts})
         return "".join([head, "\n", *texts])
 
     @classmethod
     def decode(cls, message: str) -> "OrderRequest":
-        """What was sent.
+        """Decode a received order.
 
         Raises:
-            RankFailedError: It is nothing that this version knows.
+            RankFailedError: This version cannot read it.
         """
         end = message.find("\n", 0, MAX_HEAD + 1)
         texts = _Texts(message, end + 1)

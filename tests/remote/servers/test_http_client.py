@@ -113,7 +113,7 @@ def test_an_answer_that_breaks_off_is_a_lost_engine(listen):
 @pytest.mark.parametrize("said", [b"", b"<html>", b'{"speaker": "somebody"}', b"\xff"])
 def test_an_answer_of_others_is_refused(said, listen):
     url, _ = listen(saying(said))
-    with pytest.raises(UnsupportedEngineError, match="answered what this version of fp8refit cannot read"):
+    with pytest.raises(UnsupportedEngineError, match="sent an answer that this version of fp8refit cannot read"):
         post(url)
 
 
