@@ -2,6 +2,8 @@
 
 python run_precision.py mismatch --shape S --out FILE    k3 of a BF16 and of a unified trainer with one vLLM engine
 python run_precision.py step --layers N --out FILE        forward and backward of layers of the 8B shape, compiled
+
+`mismatch --shape tiny` tries the script where vLLM runs on a CPU.
 """
 
 import argparse
@@ -23,7 +25,8 @@ os.environ |= {
 
 import policies
 import torch
-from measuring import log
+from measuring import gpu_name, log
+from surroundings import cpu_options
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8refit import Refitter, correction, precision
@@ -42,7 +45,7 @@ def fill(model: torch.nn.Module, seed: int, weights: str) -> None:
     """Random weights, with the outlier channels of real ones if `weights` begins with "outliers"."""
     named = dict(model.named_parameters())
     policies.fill_policy(named, seed)
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(policies.DEVICE).manual_seed(seed)
     for name, tensor in named.items():
         if weights.startswith("ordinary") and tensor.ndim > 1:
             tensor.normal_(0.0, 0.02, generator=generator)
@@ -54,7 +57,7 @@ def make_model(folder: Path, **changes) -> torch.nn.Module:
     config = AutoConfig.from_pretrained(folder)
     for name, value in changes.items():
         setattr(config, name, value)
-    with torch.device("cuda"):
+    with torch.device(policies.DEVICE):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
@@ -75,35 +78,43 @@ def run_mismatch(options: argparse.Namespace) -> dict:
     folder = options.work / options.shape
     policies.write_config(options.shape, folder)
     model = make_model(folder)
+    utilization = 0.85 if options.shape == "qwen3-8b" else 0.5
+    on_a_gpu = {"max_model_len": 512, "gpu_memory_utilization": utilization, "kv_cache_memory_bytes": 2 << 30}
     llm = vllm.LLM(
         model=str(folder),
         load_format="dummy",
         quantization=None if options.bf16 else "fp8_per_block",
         skip_tokenizer_init=True,
-        max_model_len=512,
         enable_prefix_caching=False,
-        gpu_memory_utilization=0.85 if options.shape == "qwen3-8b" else 0.5,
-        kv_cache_memory_bytes=2 << 30,
         enforce_eager=True,
+        **(cpu_options() or on_a_gpu),
     )
-    refitter = Refitter(llm)
+    refitter = None if options.bf16 else Refitter(llm)
     log("engine is up")
-    return {weights: mismatch_of(llm, refitter, copy.deepcopy(model), weights) for weights in WEIGHTS} | {
-        "formats": sorted(
-            {f"{slot.kernel} {slot.scale_format}" for slot in refitter.layout().slots if slot.scale_format}
-        ),
-        "vllm": vllm.__version__,
-    }
+    slots = refitter.layout().slots if refitter is not None else ()
+    formats = {f"{slot.kernel} {slot.scale_format}" for slot in slots if slot.scale_format}
+    found: dict = {"formats": sorted(formats), "vllm": vllm.__version__}
+    for weights in WEIGHTS:
+        found[weights] = mismatch_of(llm, refitter, copy.deepcopy(model), weights)
+        save(options, found)
+    return found
 
 
-def mismatch_of(llm, refitter: Refitter, model: torch.nn.Module, weights: str) -> dict:
-    """Of a BF16 trainer, then of the same in the engine's precision, with what the engine sampled from the first's weights."""
+def mismatch_of(llm, refitter: Refitter | None, model: torch.nn.Module, weights: str) -> dict:
+    """Of a BF16 trainer, then of the same in the engine's precision, with what the engine sampled from the first's weights.
+
+    An engine without FP8, which no refitter takes, loads weights by itself.
+    """
     import vllm
 
     fill(model, 1, weights)
-    refitter.refit(model.state_dict())
+    if refitter is not None:
+        refitter.refit(model.state_dict())
+    else:
+        llm.apply_model(lambda network: bool(network.load_weights(model.state_dict().items())))
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(1000, 100_000, (NUM_PROMPTS, PROMPT), generator=generator)
+    most = min(model.config.vocab_size, 100_000)
+    prompts = torch.randint(most // 100, most, (NUM_PROMPTS, PROMPT), generator=generator)
     sampling = vllm.SamplingParams(
         temperature=1.0, seed=0, max_tokens=ANSWER, logprobs=0, detokenize=False, ignore_eos=True
     )
@@ -111,10 +122,10 @@ def mismatch_of(llm, refitter: Refitter, model: torch.nn.Module, weights: str) -
     answers = [output.outputs[0] for output in llm.generate(asked, sampling, use_tqdm=False)]
     tokens = torch.tensor([answer.token_ids for answer in answers])
     steps = [zip(answer.token_ids, answer.logprobs, strict=True) for answer in answers]
-    said = torch.tensor([[entry[token].logprob for token, entry in pairs] for pairs in steps]).cuda()
-    rows, mask = torch.cat([prompts, tokens], 1).cuda(), torch.ones_like(said, dtype=torch.bool)
+    said = torch.tensor([[entry[token].logprob for token, entry in pairs] for pairs in steps]).to(policies.DEVICE)
+    rows, mask = torch.cat([prompts, tokens], 1).to(policies.DEVICE), torch.ones_like(said, dtype=torch.bool)
     found = {"plain": vars_of(correction.mismatch(logprobs_of(model, rows), said, mask))}
-    if not any(slot.scale_format for slot in refitter.layout().slots):
+    if refitter is None:
         return found  # what kernels alone do, without FP8
     unified = precision.unify(model, like=refitter.layout())
     report = refitter.refit(unified.served())
@@ -218,11 +229,16 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/fp8refit/precision"))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    result = {"mismatch": run_mismatch, "step": run_step}[options.mode](options)
-    command = shlex.join(["python", "tests/gpu/run_precision.py", *sys.argv[1:]])
-    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "command": command}
-    options.out.write_text(json.dumps(result | about, indent=1))
+    save(options, {"mismatch": run_mismatch, "step": run_step}[options.mode](options))
     return 0
+
+
+def save(options: argparse.Namespace, found: dict) -> None:
+    """Write what was found until now."""
+    command = shlex.join(["python", "tests/gpu/run_precision.py", *sys.argv[1:]])
+    about = {"gpu": gpu_name(), "torch": torch.__version__, "command": command}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found | about, indent=1))
 
 
 if __name__ == "__main__":
