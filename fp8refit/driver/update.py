@@ -140,9 +140,9 @@ class Update(AbstractContextManager["Update"]):
         self._steps = steps
 
     def _as_pairs(self, bucket: Any) -> HandedBucket:
-        if isinstance(bucket, InPieces):
-            return bucket.pieces(self._config.bucket_bytes)
         if isinstance(bucket, Mapping):
             bucket = list(bucket.items())
         pairs: Iterator[tuple[str, Tensor]] = ((name, tensor) for name, _, tensor in named(bucket))
-        return list(pairs) if isinstance(bucket, list | tuple) else pairs
+        if isinstance(bucket, list | tuple):  # asked first: whether it is `InPieces` takes a tenth of a millisecond
+            return list(pairs)
+        return bucket.pieces(self._config.bucket_bytes) if isinstance(bucket, InPieces) else pairs
