@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fp8refit import NonFiniteError, quantize_blockwise
+from fp8refit.fill.kernels import Maxima, quantize_activations
 from fp8refit.fill.kernels.reference import dequantize_reference, quantize_reference
 from fp8refit.fill.kernels.table import Task, compile_table
 from fp8refit.live.slots import Op, ScaleFormat
@@ -55,6 +56,25 @@ def test_native_kernel_equals_reference_in_every_block_size(block_size, scale_fo
     native = quantize_blockwise(weight.cuda(), block_size=block_size, scale_format=scale_format)
     assert_same_bits(native[0], codes)
     assert_same_bits(native[1], scale)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_run_where_their_tensors_are_whatever_device_is_current():
+    from fp8refit.fill.kernels.triton_groups import quantize_groups
+    from fp8refit.fill.kernels.triton_merge import add_product_triton
+
+    there = torch.device("cuda", 1)
+    x = log_uniform(256, 384, torch.bfloat16, low=-3.0, high=3.0)
+    codes, scale = quantize_groups(x.to(there), ScaleFormat.FP32)
+    expected_codes, expected_scale = quantize_activations(x, ScaleFormat.FP32)
+    assert_same_bits(codes, expected_codes)
+    assert torch.equal(scale.cpu(), expected_scale)
+    up, down = torch.eye(256, 16, dtype=torch.bfloat16), torch.eye(16, 384, dtype=torch.bfloat16)
+    merged = add_product_triton(x.to(there), up.to(there), down.to(there), 1.0, out=torch.empty_like(x, device=there))
+    assert torch.equal(merged.cpu(), x + up @ down)
+    maxima = Maxima(1, there)
+    maxima.update(0, [x.to(there)])
+    assert maxima.read() == [x.abs().amax().item()]
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)

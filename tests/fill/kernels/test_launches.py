@@ -49,6 +49,7 @@ class Recorder:
         return lambda *_, **__: self.devices.append(self._current[-1])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_kernels.py launches them there")
 def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     """Triton launches on the current device, which a model on another GPU has no part in."""
     from fp8refit.fill.kernels import triton_amax, triton_groups, triton_merge
