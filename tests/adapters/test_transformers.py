@@ -238,7 +238,7 @@ def test_an_engine_that_left_its_device_is_not_written():
     refitter = Refitter(engine)
     refitter.refit(make_policy(seed=2).state_dict())
     engine.to("meta")
-    with pytest.raises(UnsupportedEngineError, match="lie on meta"):
+    with pytest.raises(UnsupportedEngineError, match="are on meta"):
         refitter.refit(make_policy(seed=3).state_dict())
     assert refitter.version == 1
 
