@@ -1,4 +1,5 @@
-"""verl's own rollout worker, from its wheel and unmodified, over real vLLM on the CPU. Only `verl_steps.py` is ours."""
+"""verl's own rollout worker, from its wheel and unmodified, over real vLLM on the CPU. Ours are `verl_steps.py` and
+`verl_server_steps.py`."""
 
 import importlib.util
 import json
@@ -20,6 +21,8 @@ ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_platform",
     "FP8REFIT_QUANTIZATION": "fp8_per_block",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # to look into verl's server
+    "RAY_USAGE_STATS_ENABLED": "0",
 }
 ON = ENVIRONMENT | {"FP8REFIT_DROP_IN": "1"}
 
@@ -37,19 +40,27 @@ def verl(environment, tmp_path_factory):
     return environment | {"PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], str(named)])}
 
 
-def train(environment, folder, num_ranks):
+def train(environment, folder, num_ranks, script="verl_steps.py"):
     folder.mkdir()
     environment = environment | {"VERL_RAY_JOB_ID": uuid.uuid4().hex[:8]}
-    run_python([HERE / "verl_steps.py", folder, num_ranks], environment, folder, timeout_s=280)
+    run_python([HERE / script, folder, num_ranks], environment, folder, timeout_s=280)
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+ENGINES = {
+    "one rank": ("verl_steps.py", 1),
+    "two ranks": ("verl_steps.py", 2),
+    "two ranks of verl's server": ("verl_server_steps.py", 2),
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def trained(request, verl, starter, tmp_path_factory):
     """What the engine held after each step, and what fresh engines hold that boot from the trainer's weights of that step."""
     work = tmp_path_factory.mktemp("verl")
-    found = train(verl | ON, work / "on", request.param)
-    layout = {1: "multi-process", 2: "core in process"}[request.param]
+    script, num_ranks = ENGINES[request.param]
+    found = train(verl | ON, work / "on", num_ranks, script)
+    layout = {1: "multi-process", 2: "core in process"}[num_ranks]
     fresh = []
     for step in range(len(found["steps"])):
         asked = {"layout": layout, "model": work / "on" / f"policy-{step}"}

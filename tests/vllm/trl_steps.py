@@ -22,8 +22,8 @@ import vllm
 from datasets import Dataset
 from engines import live_bytes, said
 from processes import free_port
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from tokens import tokenizer_of_bytes
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from vllm import SamplingParams
@@ -218,15 +218,6 @@ def main(folder: Path, how: str = "", num_ranks: str = "1") -> None:
         look()
     (folder / "found.json").write_text(json.dumps(found))
     place.close(trainer)
-
-
-def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*alphabet, "<end>", "<pad>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
 
 
 if __name__ == "__main__":

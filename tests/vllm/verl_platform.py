@@ -29,5 +29,5 @@ class CpuPlatform(PlatformBase):
     communication_backend_name = lambda _: "gloo"  # noqa: E731
     visible_devices_envvar = lambda _: "CUDA_VISIBLE_DEVICES"  # noqa: E731
     nvtx_range = lambda *_: nullcontext()  # noqa: E731
-    ray_resource_name = lambda _: "CPU"  # noqa: E731
+    ray_resource_name = lambda _: "GPU"  # noqa: E731 - of which a test tells Ray how many there are
     ray_noset_envvars = lambda _: []  # noqa: E731
