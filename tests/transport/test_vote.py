@@ -172,7 +172,7 @@ def test_the_cause_of_an_agreed_error_is_this_rank_s_own():
 
 @pytest.mark.parametrize(("own", "other"), permutations(PHASES, 2))
 def test_ranks_at_different_steps_are_lost(own, other):
-    match = f"rank 0 is at '{own}', rank 1 is at '{other}'.*restart the engine"
+    match = f"rank 0 is at '{own}', rank 1 is at '{other}'.*start the engine again"
     with pytest.raises(EngineLostError, match=match):
         ask(ScriptedGroup(Ballot(phase=other)), Ballot(phase=own))
 

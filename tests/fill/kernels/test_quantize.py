@@ -224,8 +224,8 @@ BLOCK_SIZES = [(0, 128), (-1, 1), (128,), (1, 2, 3), 128, None, (1.5, 2), ("a", 
         (freed(), {}, "weight reads more than the 0 bytes of its storage"),
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), {}, "weight is a nested tensor"),
         *((torch.zeros(3, 3), {"block_size": size}, "block_size is ") for size in BLOCK_SIZES),
-        (torch.zeros(3, 3), {"scale_format": "fp16"}, "'fp16'; there are 'fp32', 'ue8m0'"),
-        (torch.zeros(3, 3), {"scale_format": []}, "there are 'fp32', 'ue8m0'"),
+        (torch.zeros(3, 3), {"scale_format": "fp16"}, "'fp16'; use one of 'fp32', 'ue8m0'"),
+        (torch.zeros(3, 3), {"scale_format": []}, "use one of 'fp32', 'ue8m0'"),
     ],
 )
 def test_quantize_blockwise_refuses(weight, options, message):
