@@ -4,9 +4,11 @@
 
 `trl`: the engine is in the trainer's process, and gets one tensor a call (TRL, colocated). `verl`: it is in another process on
 the same GPU, and gets buckets of 512 MiB through one CUDA IPC handle, each acknowledged before the next, and a larger tensor by
-a handle of its own (verl's protocol). Times are of the whole transfer, everything synchronised before and after; the drop-in
-and vLLM's own reload in turn, round by round, on one engine. vLLM's keeps tensors of a bucket that is overwritten, until it has
-a layer: its time counts, its bytes are not looked at. `--shape tiny --way trl` tries the script where vLLM runs on a CPU.
+a handle of its own (verl's protocol). The two boot side by side and measure one after the other.
+
+Times are of the whole transfer, everything synchronised before and after; the drop-in and vLLM's own reload in turn, round by
+round, on one engine. vLLM's keeps tensors of a bucket that is overwritten, until it has a layer: its time counts, its bytes are
+not looked at. `--shape tiny --way trl` tries the script where vLLM runs on a CPU.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 from measuring import gpu_name, timed
+from scripts import wait_for_turn
 
 HERE = Path(__file__).parent
 WAYS = {"trl": "0", "verl": "1"}
@@ -47,13 +50,19 @@ def main() -> None:
         measure(arguments)
         return
     found: dict[str, Any] = {"command": f"python {' '.join(sys.argv)}", "shape": arguments.shape, "ways": {}}
-    codes = []
-    for way in [arguments.way] if arguments.way else WAYS:
-        part = arguments.out.with_name(f"{arguments.out.stem}.{way}.part.json")
+    os.environ.setdefault("FP8REFIT_TURN", str(arguments.out.with_suffix(".turn")))
+    parts = {
+        way: arguments.out.with_name(f"{arguments.out.stem}.{way}.part.json")
+        for way in ([arguments.way] if arguments.way else WAYS)
+    }
+    started = {}
+    for way, part in parts.items():
         part.unlink(missing_ok=True)
         command = [sys.executable, __file__, "--here", "--way", way, "--out", str(part), "--shape", arguments.shape]
-        ended = subprocess.run([*command, "--rounds", str(arguments.rounds)], check=False, env=environment(way))
-        codes.append(abs(ended.returncode))
+        started[way] = subprocess.Popen([*command, "--rounds", str(arguments.rounds)], env=environment(way))
+    codes = []
+    for way, part in parts.items():
+        codes.append(abs(started[way].wait()))
         found["ways"][way] = json.loads(part.read_text()) if part.exists() else {}
         part.unlink(missing_ok=True)
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -69,7 +78,7 @@ def environment(way: str) -> dict[str, str]:
         "FP8REFIT_QUANTIZATION": "fp8_per_block",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(paths),
-        "VLLM_DEEP_GEMM_WARMUP": "skip",
+        "VLLM_USE_DEEP_GEMM": "0",  # it compiles for minutes
         "VLLM_ENABLE_V1_MULTIPROCESSING": WAYS[way],
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -191,6 +200,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     from fp8refit import Refitter
 
+    memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
     with tempfile.TemporaryDirectory() as folder:
         policies.write_config(arguments.shape, Path(folder))
         llm = LLM(
@@ -200,8 +210,9 @@ def measure(arguments: argparse.Namespace) -> None:
             max_num_seqs=16,
             enforce_eager=True,
             worker_extension_cls="run_drop_in.Receiver",
-            **{"max_model_len": 2048, "gpu_memory_utilization": 0.3} | cpu_options(),
+            **{"max_model_len": 2048} | (cpu_options() or memory),
         )
+    wait_for_turn()
     policy = policies.fill_policy(policies.allocate(arguments.shape), 1)
     items = list(policy.items())
     refitter = Refitter(llm)

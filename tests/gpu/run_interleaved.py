@@ -22,6 +22,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from scripts import wait_for_turn
+
 HERE = Path(__file__).parent
 IN_PROCESS = {"inside": "0", "outside": "1"}
 NUM_ROUNDS, NUM_WARM_UP = 40, 6
@@ -51,6 +53,10 @@ def measure(options: argparse.Namespace) -> None:
         children = {name: start(name, Path(wheel), Path(folder), options) for name, wheel in builds.items()}
         try:
             about = {name: answer_of(child, name, options) for name, child in children.items()}
+            wait_for_turn()
+            for name, child in children.items():
+                print("allocate", file=child.stdin, flush=True)
+                answer_of(child, name, options)
             seconds: dict[str, list[float]] = {name: [] for name in children}
             for round_ in range(NUM_WARM_UP + options.rounds):
                 for name, child in children.items():
@@ -116,7 +122,7 @@ def answer_of(child: "subprocess.Popen[str]", name: str, options: argparse.Names
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Boot an engine, and refit it once per line on standard input."""
+    """Boot an engine; then do what each line on standard input says: allocate a policy, or refit it."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # engines print to standard output
     sys.path[:0] = [str(HERE)]
@@ -130,7 +136,7 @@ def serve(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         policies.write_config(options.shape, Path(folder))
         engine = BOOTS[options.engine](folder)
-    policy = policies.fill_policy(policies.allocate(options.shape), 1)
+    policy: dict[str, torch.Tensor] = {}
     refitter = Refitter(engine)
 
     def wait_for_gpu() -> None:
@@ -148,7 +154,11 @@ def serve(options: argparse.Namespace) -> None:
             "shape": options.shape,
         }
     )
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        if line.strip() == "allocate":
+            policy = policies.fill_policy(policies.allocate(options.shape), 1)
+            tell({})
+            continue
         wait_for_gpu()
         start_s = time.perf_counter()
         refitter.refit(policy)

@@ -26,6 +26,7 @@ os.environ |= {
 import policies
 import torch
 from measuring import gpu_name, log
+from scripts import wait_for_turn
 from surroundings import cpu_options
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -78,8 +79,7 @@ def run_mismatch(options: argparse.Namespace) -> dict:
     folder = options.work / options.shape
     policies.write_config(options.shape, folder)
     model = make_model(folder)
-    utilization = 0.85 if options.shape == "qwen3-8b" else 0.5
-    on_a_gpu = {"max_model_len": 512, "gpu_memory_utilization": utilization, "kv_cache_memory_bytes": 2 << 30}
+    on_a_gpu = {"max_model_len": 512, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2 << 30}
     llm = vllm.LLM(
         model=str(folder),
         load_format="dummy",
@@ -152,6 +152,7 @@ def run_step(options: argparse.Namespace) -> dict:
     for model in models.values():
         for layer in model.model.layers:
             layer.compile()
+    wait_for_turn()
     times: dict[str, list[float]] = {name: [] for name in models}
     quantize_s = []
     for number in range(WARM_UP + ROUNDS):

@@ -3,8 +3,9 @@
     python tests/gpu/run_streams.py --out benchmarks/results/streams.json                        # both, about 3 minutes
     python tests/gpu/run_streams.py --out FILE --shape qwen3-30b-a3b --place inside --bucket-mib 2048   # needs 110 GiB
 
-Each place has an engine of its own, in a process of its own. Times are of the whole call, everything synchronised before and
-after; medians of interleaved rounds. `--shape tiny` tries the script where vLLM runs on a CPU.
+Each place has an engine of its own, in a process of its own. They boot side by side and measure one after the other. Times are
+of the whole call, everything synchronised before and after; medians of interleaved rounds. `--shape tiny` tries the script
+where vLLM runs on a CPU.
 """
 
 import argparse
@@ -36,10 +37,13 @@ def main() -> None:
         measure(arguments)
         return
     found = {"command": f"python {' '.join(sys.argv)}", "shape": arguments.shape, "places": {}}
+    os.environ.setdefault("FP8REFIT_TURN", str(arguments.out.with_suffix(".turn")))
+    started = {place: start(place, arguments) for place in ([arguments.place] if arguments.place else PLACES)}
     codes = []
-    for place in [arguments.place] if arguments.place else PLACES:
-        code, found["places"][place] = run(place, arguments)
-        codes.append(code)
+    for place, (process, part) in started.items():
+        codes.append(abs(process.wait()))
+        found["places"][place] = json.loads(part.read_text()) if part.exists() else {}
+        part.unlink(missing_ok=True)
         save(arguments.out, found)
     show(found)
     sys.exit(max(codes))
@@ -49,18 +53,13 @@ def save(out: Path, found: dict) -> None:
     out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def run(place: str, arguments: argparse.Namespace) -> tuple[int, dict]:
-    """Exit code, and what was found until then."""
+def start(place: str, arguments: argparse.Namespace) -> tuple[subprocess.Popen[bytes], Path]:
+    """Its process, and the file in which it writes what it finds."""
     out = arguments.out.with_name(f"{arguments.out.stem}.{place}.part.json")
     out.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--here", "--place", place, "--out", str(out), "--shape", arguments.shape]
     command += ["--bucket-mib", str(arguments.bucket_mib), "--rounds", str(arguments.rounds)]
-    ended = subprocess.run(command, check=False, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": PLACES[place]})
-    if not out.exists():
-        return ended.returncode or 1, {}
-    found = json.loads(out.read_text())
-    out.unlink()
-    return abs(ended.returncode), found
+    return subprocess.Popen(command, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": PLACES[place]}), out
 
 
 def show(found: dict) -> None:
@@ -81,7 +80,7 @@ def measure(arguments: argparse.Namespace) -> None:
     """Write what was found after every row."""
     os.environ |= {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_DEEP_GEMM_WARMUP": "skip",
+        "VLLM_USE_DEEP_GEMM": "0",  # it compiles for minutes
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -90,6 +89,7 @@ def measure(arguments: argparse.Namespace) -> None:
     import torch
     import vllm
     from measuring import gpu_name, timed
+    from scripts import wait_for_turn
     from surroundings import cpu_options
     from vllm import LLM
 
@@ -101,7 +101,8 @@ def measure(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         policies.write_config(shape, Path(folder))
         is_sparse = "num_experts" in policies.SHAPES[shape]
-        options = {"max_model_len": 2048, "gpu_memory_utilization": 0.5 if is_sparse else 0.35} | cpu_options()
+        memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
+        options = {"max_model_len": 2048} | (cpu_options() or memory)
         llm = LLM(
             model=folder,
             load_format="dummy",
@@ -111,6 +112,7 @@ def measure(arguments: argparse.Namespace) -> None:
             enforce_eager=True,
             **options,
         )
+    wait_for_turn()
     policy = policies.fill_policy(policies.allocate(shape), 1)
     if is_sparse:
         policy = policies.expert_by_expert(policy)

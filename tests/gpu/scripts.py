@@ -1,6 +1,7 @@
-"""Runs the scripts beside it, each an engine in processes of its own, and gives what they wrote."""
+"""Runs the scripts beside it, each an engine in processes of its own, and gives what they wrote. Imports no fp8refit."""
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -69,3 +70,13 @@ def ended(process: subprocess.Popen[bytes]) -> None:
 
 def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt  # which pytest does not take for a failed test, to go on with the next
+
+
+_turn: list[int] = []
+
+
+def wait_for_turn() -> None:
+    """Measure alone: hold a lock on the file that `FP8REFIT_TURN` names, until this process ends. Engines boot side by side."""
+    if file := os.environ.get("FP8REFIT_TURN"):
+        _turn.append(os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC))
+        fcntl.flock(_turn[-1], fcntl.LOCK_EX)
