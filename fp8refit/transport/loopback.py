@@ -109,12 +109,8 @@ class Switchboard:
     def _hang_up(self) -> None:
         """Close all connections. Late answers are ignored."""
         for _, writer in self._connections.values():
-            # Shut down a duplicate: uvloop does not allow it on its own sockets. Also works once the event loop is
-            # closed.
-            with (
-                contextlib.suppress(OSError, RuntimeError),
-                socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as connection,
-            ):
+            # Also works once the event loop is closed.
+            with contextlib.suppress(OSError, RuntimeError), _duplicate_socket(writer) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
             with contextlib.suppress(OSError, RuntimeError):
                 writer.close()
@@ -134,15 +130,21 @@ class Switchboard:
         self._loop, self._server = loop, await asyncio.start_unix_server(self._take_call, self.address)
 
     async def _take_call(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take the latest call of each rank, until all have called. Callers that hung up do not count."""
         try:
             rank = int(await _read(reader))
         except (ValueError, RankFailedError, EOFError, OSError):
             rank = -1
-        if rank not in range(self._num_ranks):
+        is_rank = rank in range(self._num_ranks)
+        self.has_been_called |= is_rank
+        if not is_rank or self._all_called.is_set() or _has_hung_up(writer):
             writer.close()
             return
+        for other, (_, earlier) in list(self._connections.items()):
+            if other == rank or _has_hung_up(earlier):
+                del self._connections[other]
+                earlier.close()
         self._connections[rank] = reader, writer
-        self.has_been_called = True
         if len(self._connections) == self._num_ranks:
             self._all_called.set()
 
@@ -225,6 +227,24 @@ class RankConnection:
                 raise RankFailedError("the driver hung up")
             taken += part
         return bytes(taken)
+
+
+def _has_hung_up(writer: asyncio.StreamWriter) -> bool:
+    """Whether the peer is gone, even if the event loop has not noticed yet."""
+    if writer.is_closing():
+        return True
+    try:
+        with _duplicate_socket(writer) as connection:
+            return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _duplicate_socket(writer: asyncio.StreamWriter) -> socket.socket:
+    """Return a duplicate of the writer's socket: uvloop does not allow every call on its own."""
+    return socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
 
 
 async def _read(reader: asyncio.StreamReader) -> str:

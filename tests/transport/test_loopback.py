@@ -266,6 +266,57 @@ def test_who_calls_and_is_no_rank_is_hung_up_on(said, switchboard):
     assert ask(switchboard, "hello", ring) == ["0: hello", "1: hello"]
 
 
+def test_a_caller_that_left_does_not_stand_for_its_rank(switchboard):
+    """Rank 1 completes the calls only with a rank 0 that is still there, even one that calls later."""
+
+    async def ring(address: str) -> None:
+        RankConnection(address, 0, timeout_s=5).close()
+        other = asyncio.create_task(answer(address, 1))
+        while 1 not in switchboard._connections:
+            await asyncio.sleep(0)
+        await asyncio.gather(answer(address, 0), other)
+
+    assert ask(switchboard, "hello", ring) == ["0: hello", "1: hello"]
+
+
+def test_a_caller_that_left_does_not_take_the_place_of_its_rank(switchboard):
+    async def ring(address: str) -> None:
+        answers = [asyncio.create_task(answer(address, 0))]
+        while 0 not in switchboard._connections:
+            await asyncio.sleep(0)
+        RankConnection(address, 0, timeout_s=5).close()
+        await asyncio.gather(*answers, answer(address, 1))
+
+    assert ask(switchboard, "hello", ring) == ["0: hello", "1: hello"]
+
+
+def test_of_two_calls_of_a_rank_the_later_counts(switchboard):
+    async def ring(address: str) -> None:
+        earlier = RankConnection(address, 0, timeout_s=5)
+        later = asyncio.create_task(answer(address, 0))
+        with pytest.raises(RankFailedError, match="hung up"):
+            await asyncio.to_thread(earlier.hear)
+        await asyncio.gather(later, answer(address, 1))
+
+    assert ask(switchboard, "hello", ring) == ["0: hello", "1: hello"]
+
+
+def test_who_calls_after_all_have_is_hung_up_on(switchboard):
+    def says(rank: int, heard: str) -> str:
+        if rank == 0:
+            late = RankConnection(switchboard.address, 1, timeout_s=5)
+            with pytest.raises(RankFailedError, match="hung up"):
+                late.hear()
+        return f"{rank}: {heard}"
+
+    assert ask(switchboard, "hello", Ranks(2, says).ring) == ["0: hello", "1: hello"]
+
+
+async def answer(address: str, rank: int) -> None:
+    """Call as `rank`, hear and answer in a thread."""
+    await asyncio.to_thread(Ranks(0)._answer, rank, address)
+
+
 def test_a_rank_hears_the_whole_of_a_message_in_time(tmp_path):
     """A driver that drips does not hold it."""
     address, may_end = str(tmp_path / "socket"), threading.Event()
