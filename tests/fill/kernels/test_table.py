@@ -260,28 +260,28 @@ def test_a_table_refuses_sources_of_another_alignment(device):
 
 
 @pytest.mark.parametrize("make_table", [compile_table, TritonTable])
-def test_a_table_made_in_inference_mode_serves_outside_of_it(make_table):
+def test_a_table_made_in_inference_mode_serves_outside_of_it(make_table, device):
     with torch.inference_mode():
-        source = torch.randn(130, 140, dtype=torch.bfloat16)
+        source = torch.randn(130, 140, dtype=torch.bfloat16, device=device)
         task = quantize_task(source)
-        table = make_table([task], source.device)
-    again = torch.randn(130, 140, dtype=torch.bfloat16)
+        table = make_table([task], device)
+    again = torch.randn(130, 140, dtype=torch.bfloat16, device=device)
     again[3, 4] = float("nan")
     table.refresh([again])
     table.launch(check=True)
     assert table.bad_tasks() == [0]
-    good = torch.ones(130, 140, dtype=torch.bfloat16)
+    good = torch.ones(130, 140, dtype=torch.bfloat16, device=device)
     table.refresh([good])
     table.launch(check=True)
     assert table.bad_tasks() == []
 
 
 @pytest.mark.parametrize("make_table", [compile_table, TritonTable])
-def test_a_default_device_elsewhere_does_no_harm(make_table):
-    source = torch.randn(130, 140, dtype=torch.bfloat16)
+def test_a_default_device_elsewhere_does_no_harm(make_table, device):
+    source = torch.randn(130, 140, dtype=torch.bfloat16, device=device)
     task = quantize_task(source)
     with torch.device("meta"):
-        table = make_table([task], source.device)
+        table = make_table([task], device)
         table.launch(check=True)
         assert table.bad_tasks() == []
     assert torch.isfinite(task.scale).all() and (task.scale > 0).all()
