@@ -8,6 +8,7 @@ import uuid
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -34,8 +35,10 @@ class Offered:
     source: Source
     is_stream: bool
     """Whether this process reads it and hands it over part by part."""
-    is_settled: bool
-    """Whether its tensors are where the last ones were; then they stay mapped."""
+    keeps_mapped: bool
+    """Whether tensors stay mapped: those of this policy if they are where the last ones were; of a stream or files,
+    those of an earlier refit.
+    """
     sets_kv_scales: bool
     compares: bool
 
@@ -52,10 +55,10 @@ class HostRoute:
         self._exporter = Exporter()
         self._packer = Packer(_make_bucket)
         self._ring: Ring | None = None
-        self._mapped_digest = ""
-        """Digest of the tensors that the ranks have mapped."""
+        self._mapped: Export | None = None
+        """The tensors that the ranks have mapped, and keep while streams and files are refitted."""
         self._offered_digest = ""
-        """Digest of the tensors offered last."""
+        """Digest of the tensors that were refitted last."""
 
     async def prepare(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:
         """Make every rank check a policy. If its layout is known, the check may be sent together with the write.
@@ -67,19 +70,22 @@ class HostRoute:
         """
         ranks, ranks.refit = self._ranks, uuid.uuid4().hex
         offer = self._offer(source)
-        order = messages.Prepare(refit=ranks.refit, config=ranks.config, source=offer, kv=kv, compares=compares)
+        order = messages.Prepare(
+            refit=ranks.refit, config=ranks.config, source=offer, kv=kv, keeps=self.keeps(), compares=compares
+        )
         if not (order.is_known and kv is None and not compares and ranks.hold(order)):
             await ranks.ask(order)
-        digest = offer.digest if isinstance(offer, messages.MappedTensors) else ""
-        is_settled = digest == (self._mapped_digest if compares else self._offered_digest)
-        if not compares:
-            self._mapped_digest = self._offered_digest = digest
-        elif not (digest and is_settled):
-            self.forget()
+        keeps_mapped = "tensors" in order.keeps
+        if isinstance(offer, messages.MappedTensors):
+            # A trainer that gathers into new memory every time needs it back; weights that stay in place stay mapped.
+            keeps_mapped = offer.digest == self._offered_digest
+            self._mapped = self._exporter.last
+            if not compares:
+                self._offered_digest = offer.digest
         return Offered(
             source=source,
             is_stream=isinstance(offer, messages.Pushed),
-            is_settled=is_settled,
+            keeps_mapped=keeps_mapped,
             sets_kv_scales=kv is not None,
             compares=compares,
         )
@@ -97,8 +103,7 @@ class HostRoute:
         """
         ranks, num_votes = self._ranks, NUM_VOTES if offered.sets_kv_scales else 1
         if not offered.is_stream:
-            # A trainer that gathers into new memory every time needs it back; weights that stay in place stay mapped.
-            order = messages.Write(refit=ranks.refit, keeps_mapped=offered.is_settled)
+            order = messages.Write(refit=ranks.refit, keeps_mapped=offered.keeps_mapped)
             replies = await ranks.ask(order, num_votes=num_votes)
         else:
             with closing(Handing(ranks, self._packer, self._open_ring(), ranks.refit)) as handing:
@@ -111,17 +116,20 @@ class HostRoute:
             replies = await ranks.ask(messages.Finish(refit=ranks.refit), num_votes=num_votes)
         if not offered.compares:
             ranks.check_is_one_policy(replies)
-        if not offered.is_settled:
-            self._mapped_digest = ""
+        if not offered.keeps_mapped:
+            self._mapped = None
         return replies
 
-    def forget(self) -> None:
-        """Note that the ranks no longer have anything mapped."""
-        self._mapped_digest = self._offered_digest = ""
+    def keeps(self) -> tuple[Literal["tensors", "buckets"], ...]:
+        """What the ranks may leave mapped; see `messages.Prepare`. Tensors that the trainer has freed are forgotten."""
+        if self._mapped is not None and not self._exporter.is_allocated(self._mapped):
+            self._mapped = None
+        tensors: tuple[Literal["tensors"], ...] = ("tensors",) if self._mapped is not None else ()
+        return (*tensors, "buckets") if self._packer.has_buckets else tensors
 
     def fail(self) -> None:
         """Note that it is unknown what the ranks have mapped."""
-        self._mapped_digest = ""
+        self._mapped = None
 
     def close(self, *, may_be_read: bool) -> None:
         """Give back what this process shares; see `Packer.close`."""
@@ -146,7 +154,7 @@ class HostRoute:
             for device in export.gpus:
                 torch.cuda.synchronize(device)  # the trainer must have finished computing what is read
             if not export.leftover:
-                if export.digest == self._mapped_digest and not problems:
+                if self._mapped is not None and export.digest == self._mapped.digest and not problems:
                     return messages.MappedTensors(digest=export.digest)
                 return messages.MappedTensors(
                     digest=export.digest, segments=export.segments, refs=export.refs, problems=problems

@@ -17,7 +17,7 @@ from fp8refit.transport.collective.communicator import Meeting
 from fp8refit.transport.memory.shared_tensors import Segment, TensorRef
 from fp8refit.transport.vote import ErrorRecord
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of these messages; both sides must use the same."""
 _MAX_PROBLEMS = 100
 """Further problems are only counted: pydantic's list of them takes a hundred times the size of the message."""
@@ -123,6 +123,9 @@ class Prepare(_Message):
     kv: KvOrder | None = None
     compares: bool = False
     """Whether to compare with the slots instead of writing to them."""
+    keeps: tuple[Literal["tensors", "buckets"], ...] = ()
+    """What this driver's refits have mapped that later ones may use: tensors in place, and buckets of streams. The rank
+    unmaps the rest."""
     is_under_way: bool = False
     """Whether the broadcast has begun and `Take` follows: the first buckets may be received now."""
 
@@ -141,7 +144,7 @@ class Write(_Message):
     step: Literal["write"] = "write"
     refit: str
     keeps_mapped: bool
-    """Whether the source's memory stays mapped for the next refit. Its GPU cannot reclaim mapped memory."""
+    """Whether the trainer's tensors stay mapped for a later refit. Their GPU cannot reclaim mapped memory."""
 
 
 class Begin(_Message):
@@ -163,7 +166,7 @@ class Packed(_Message):
     """The contents of one set of buckets. Not an order: it is sent through the ring of a `Stream`."""
 
     segments: tuple[Segment, ...]
-    """All segments that the trainer uses; the ranks unmap others."""
+    """All buckets of the trainer; the ranks unmap others."""
     refs: tuple[TensorRef, ...]
     runs: dict[str, Run] = {}
     """The tensors that are runs of rows. The runs of one tensor arrive in order."""

@@ -77,6 +77,11 @@ class Packer:
         return not self._refs
 
     @property
+    def has_buckets(self) -> bool:
+        """Whether there are buckets, which ranks may have mapped."""
+        return any(self._sets)
+
+    @property
     def buckets(self) -> Mapping[torch.device, Bucket]:
         """The buckets of the set being filled."""
         return self._sets[self.num_packed % NUM_SETS]

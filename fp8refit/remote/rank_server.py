@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ _LINGERING_S = 0.005
 """Seconds a rank polls for more of a stream before it returns."""
 _FOLLOWING_S = 0.25
 """Seconds after which it returns even if more keeps arriving."""
+_MOST_REMEMBERED_BYTES = 64 << 20
+"""Of the texts of streams whose tensors are remembered."""
 
 
 class RankServer:
@@ -45,11 +48,15 @@ class RankServer:
     def __init__(self, make_rank: Callable[[], Rank]) -> None:
         self._make_rank = make_rank
         self._rank: Rank | None = None
-        self._importer: Importer | None = None
+        self._tensors: Importer | None = None
+        """Maps tensors that stay where the trainer has them."""
+        self._buckets: Importer | None = None
+        """Maps the buckets of streams, which the trainer keeps from one stream to the next."""
         self._mapped: tuple[str, MappingSource] | None = None
+        """Digest and source of the tensors that are mapped."""
         self._ring: Ring | None = None
-        self._packed: dict[int, tuple[str, list[tuple[str, Tensor] | Piece]]] = {}
-        """The last text for each set of buckets of a stream, and the tensors it describes."""
+        self._packed: OrderedDict[str, _Contents] = OrderedDict()
+        """What texts of streams describe, the last used last."""
         self._receiver: Receiver | None = None
         self._token = ""
         self._refit = ""
@@ -126,7 +133,7 @@ class RankServer:
                 self._open_receiver(rank).receive_ahead(self._token, order.config)
 
         self._prepared = rank.prepare(
-            lambda: self._make_source(order.source, rank),
+            lambda: self._make_source(order, rank),
             order.config,
             kv=order.kv,
             is_known=order.is_known,
@@ -152,7 +159,7 @@ class RankServer:
             case messages.Write():
                 reports = rank.write(prepared)
                 if not order.keeps_mapped:
-                    self._unmap()
+                    self._unmap_tensors()
                 return {"reports": tuple(reports)}
             case messages.Finish():
                 return {"reports": tuple(rank.finish(prepared))}
@@ -161,7 +168,7 @@ class RankServer:
             case messages.Begin():
                 rank.target.begin(prepared)
             case messages.Stream():
-                self._follow(order, rank, self._open_importer(rank))
+                self._follow(order, rank, self._open_buckets(rank))
         self._prepared = prepared
         return {}
 
@@ -196,7 +203,7 @@ class RankServer:
         while (now_s := time.monotonic()) - began_s < _FOLLOWING_S:
             text = ring.receive(num_received)
             if text is not None:
-                self._write_packed(num_received, text, rank, importer)
+                self._write_packed(text, rank, importer)
                 num_received, came_s = num_received + 1, now_s
                 if is_gpu:
                     reading.append((num_received, _recorded()))
@@ -212,55 +219,67 @@ class RankServer:
             reading[-1][1].synchronize()
             ring.take(place, num_received)
 
-    def _write_packed(self, place: int, text: str, rank: Rank, importer: Importer) -> None:
-        """Write the contents of a set of buckets. If the text is the same as last time, so are the tensors' places."""
-        last, tensors = self._packed.get(place, ("", []))
-        if last != text:
+    def _write_packed(self, text: str, rank: Rank, importer: Importer) -> None:
+        """Write the contents of a set of buckets. Streams repeat their texts, and the tensors are where they were."""
+        contents = self._packed.get(text)
+        if contents is not None:
+            self._keep_buckets(contents.segments)
+        else:
             told = messages.Packed.model_validate_json(text)
-            self._keep_mapped(segment.id for segment in told.segments)
-            tensors = list(_pieces(importer.open(told.segments, told.refs), told.runs))
-            self._packed[place] = text, tensors
-        rank.target.push(tensors)
+            segments = frozenset(segment.id for segment in told.segments)
+            self._keep_buckets(segments)
+            tensors = importer.open(told.segments, told.refs)
+            contents = _Contents(segments=segments, tensors=list(_pieces(tensors, told.runs)))
+        self._packed[text] = contents
+        self._packed.move_to_end(text)
+        rank.target.push(contents.tensors)
+        while len(self._packed) > 1 and sum(map(len, self._packed)) > _MOST_REMEMBERED_BYTES:
+            self._packed.popitem(last=False)
 
-    def _keep_mapped(self, ids: Iterable[str]) -> None:
-        """Unmap all of the trainer's memory except some segments, after waiting for launched work that may read it."""
-        kept, importer, live = (
-            frozenset(ids),
-            self._importer,
-            self._rank.target.live if self._rank is not None else None,
-        )
+    def _keep_buckets(self, ids: Iterable[str]) -> None:
+        if self._keep_only(ids, self._buckets):
+            self._packed.clear()
+
+    def _keep_only(self, ids: Iterable[str], importer: Importer | None) -> bool:
+        """Unmap all but some segments, after waiting for launched work that may read them. Returns whether there were
+        others.
+        """
+        kept, live = frozenset(ids), self._rank.target.live if self._rank is not None else None
         if importer is None or importer.mapped <= kept:
-            return
+            return False
         if live is not None and live.lost_because is None:
             with live.on_device():
                 live.synchronize()
-        self._packed.clear()
         importer.keep_only(kept)
+        return True
 
     def _open_receiver(self, rank: Rank) -> Receiver:
         if self._receiver is None:
             self._receiver = Receiver(rank)
         return self._receiver
 
-    def _open_importer(self, rank: Rank) -> Importer:
-        if self._importer is None:
-            self._importer = Importer(rank.target.live.device)
-        return self._importer
+    def _open_tensors(self, rank: Rank) -> Importer:
+        if self._tensors is None:
+            self._tensors = Importer(rank.target.live.device)
+        return self._tensors
 
-    def _make_source(
-        self,
-        source: messages.MappedTensors | messages.Files | messages.Pushed | messages.Broadcast,
-        rank: Rank,
-    ) -> Source:
+    def _open_buckets(self, rank: Rank) -> Importer:
+        if self._buckets is None:
+            self._buckets = Importer(rank.target.live.device)
+        return self._buckets
+
+    def _make_source(self, order: messages.Prepare, rank: Rank) -> Source:
+        source = order.source
+        if "tensors" not in order.keeps and not isinstance(source, messages.MappedTensors):
+            self._unmap_tensors()
+        if "buckets" not in order.keeps:
+            self._unmap_buckets()
         if isinstance(source, messages.MappedTensors):
-            return self._map(source, self._open_importer(rank))
-        self._mapped = None
+            return self._map(source, self._open_tensors(rank))
         if isinstance(source, messages.Broadcast):
-            self._keep_mapped(())
             self._token = source.token
             return self._open_receiver(rank).source(source)
         if isinstance(source, messages.Files):
-            self._keep_mapped(())
             return SafetensorsSource(Path(source.path), judged=source.stamps)
         manifest = None if source.manifest is None else _metadata(source.manifest)
         return PushedSource(manifest, problems=source.problems, odd_scales=source.odd_scales, unfit=source.unfit)
@@ -268,7 +287,7 @@ class RankServer:
     def _map(self, source: messages.MappedTensors, importer: Importer) -> MappingSource:
         if source.refs is not None:
             self._mapped = None
-            self._keep_mapped(segment.id for segment in source.segments)
+            self._keep_only((segment.id for segment in source.segments), importer)
             tensors = importer.open(source.segments, source.refs)
             self._mapped = source.digest, MappedSource(tensors, source.problems)
         elif self._mapped is None or self._mapped[0] != source.digest:
@@ -285,8 +304,25 @@ class RankServer:
             self._receiver.forget()
 
     def _unmap(self) -> None:
-        self._mapped = self._ring = None
-        self._keep_mapped(())
+        self._unmap_tensors()
+        self._unmap_buckets()
+
+    def _unmap_tensors(self) -> None:
+        self._mapped = None
+        self._keep_only((), self._tensors)
+
+    def _unmap_buckets(self) -> None:
+        self._ring = None
+        self._keep_buckets(())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Contents:
+    """What a set of buckets holds."""
+
+    segments: frozenset[str]
+    """All buckets that were in use."""
+    tensors: list[tuple[str, Tensor] | Piece]
 
 
 class MappedSource(MappingSource):

@@ -187,11 +187,10 @@ class RemoteRanks(Ranks, Audience):
         self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None, may_wait: bool
     ) -> bool:
         asked, asked.has_refused, asked.refit = self.asked, False, refit
-        self._route.forget()
         self._num_buckets = offer.num_buckets if offer.num_buckets else self._num_buckets
         # Each bucket, the votes of these ranks, and those of the other engines.
         self._take_votes = self._num_buckets + 2 * NUM_VOTES
-        order = messages.Prepare(refit=refit, config=config, source=offer, kv=kv)
+        order = messages.Prepare(refit=refit, config=config, source=offer, kv=kv, keeps=self._route.keeps())
         if may_wait and asked.hold(order.model_copy(update={"is_under_way": True})):
             return True
         await self._or_give_up(asked.ask(order))

@@ -86,8 +86,8 @@ def refused(server: RankServer, order: messages.Order, error: type[Exception], m
     return reply
 
 
-def prepare(refit: str, source, **options) -> messages.Prepare:
-    return messages.Prepare(refit=refit, config=RefitConfig(**options), source=source)
+def prepare(refit: str, source, *, keeps=(), **options) -> messages.Prepare:
+    return messages.Prepare(refit=refit, config=RefitConfig(**options), source=source, keeps=keeps)
 
 
 def pushed(policy, **fields) -> messages.Pushed:
@@ -532,19 +532,39 @@ def test_the_trainer_s_memory_is_unmapped_when_it_is_wanted_back(order, server, 
     assert driver.events.count("close_ipc 1") == 1
 
 
+@pytest.mark.parametrize("keeps", [(), ("tensors",), ("buckets",), ("tensors", "buckets")])
 @pytest.mark.parametrize("then", ["files", "pushed"])
-def test_a_source_of_another_kind_lets_go_of_the_trainer_s_memory(then, server, model, driver, bucket, tmp_path):
+def test_other_sources_leave_mapped_what_the_driver_says(then, keeps, server, model, driver, bucket, tmp_path):
     policy = make_policy(model, seed=2)
-    write(server, "a", mapped(exporter_of(driver).export(on_the_gpu(make_policy(model, seed=1), driver))))
+    first = on_the_gpu(make_policy(model, seed=1), driver)
+    export = exporter_of(driver).export(first)
+
+    def stream(name, keeps):
+        bucket.clear()
+        do(server, prepare(name, pushed(policy), keeps=keeps))
+        do(server, messages.Begin(refit=name))
+        do(server, push(name, policy, bucket))
+        do(server, messages.Finish(refit=name))
+
+    stream("0", ())
+    do(server, prepare("a", mapped(export), keeps=("buckets",)))
+    do(server, written("a"))
     if then == "files":
-        write(server, "b", files(policy, tmp_path))
+        do(server, prepare("b", files(policy, tmp_path), keeps=keeps))
+        do(server, written("b", keeps_mapped="tensors" in keeps))
     else:
-        do(server, prepare("b", pushed(policy)))
-        do(server, messages.Begin(refit="b"))
-        do(server, push("b", policy, bucket))
-        do(server, messages.Finish(refit="b"))
-    assert "close_ipc 1" in driver.events
+        stream("b", keeps)
+    assert ("close_ipc 1" in driver.events) == ("tensors" not in keeps)
+    assert (bucket.segment.id in server._buckets.mapped) == (then == "pushed" or "buckets" in keeps)
     assert_holds(model, policy)
+    if "tensors" in keeps:
+        do(server, prepare("c", messages.MappedTensors(digest=export.digest), keeps=("buckets",)))
+        do(server, written("c"))
+        assert_holds(model, first)
+        assert driver.events.count("open_ipc") == 1
+    do(server, messages.Close())
+    assert "close_ipc 1" in driver.events
+    assert not server._buckets.mapped
 
 
 def test_memory_that_cannot_be_mapped_leaves_the_engine_as_it_was(server, model, driver):

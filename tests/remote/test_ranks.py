@@ -27,6 +27,7 @@ from fp8refit.fill.staging import Staging
 from fp8refit.live.slots import Refusal, ScaleFormat
 from fp8refit.remote.channel import GRACE_S, NUM_VOTES
 from fp8refit.remote.messages import Finish, Packed
+from fp8refit.transport.memory.memfd import map_memfd
 from fp8refit.transport.memory.ring import Ring
 from fp8refit.transport.memory.shared_tensors import Bucket, Importer
 from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE
@@ -165,6 +166,57 @@ def test_memory_that_the_trainer_takes_anew_is_unmapped_after_every_refit(driver
     writes = [request.order for request in remote.channel.requests if request.order.step == "write"]
     assert [write.keeps_mapped for write in writes] == [False, False, False]
     assert [driver.events.count(f"close_ipc {number}") for number in (1, 2, 3)] == [2, 2, 2]
+
+
+def test_what_ranks_have_mapped_stays_mapped_whatever_is_refitted_in_between(driver, cluster, tmp_path, monkeypatch):
+    remote, policy = Remote(cluster), on_the_gpu(cluster.make_policy(seed=1), driver)
+    for _ in range(2):
+        remote.refitter.refit(policy)
+    remote.refitter.refit(iter(cluster.make_policy(seed=2).items()))
+    opened, maps = driver.events.count("open_ipc"), []
+    monkeypatch.setattr(
+        "fp8refit.transport.memory.shared_tensors.map_memfd", lambda segment: maps.append(segment) or map_memfd(segment)
+    )
+    remote.channel.requests.clear()
+    for version in (4, 7, 10):
+        remote.refitter.refit(policy)
+        cluster.assert_holds(policy, version=version)
+        assert remote.refitter.verify(policy).is_equal
+        remote.refitter.refit(**as_files(cluster.make_policy(seed=3), tmp_path))
+        streamed = cluster.make_policy(seed=version)
+        remote.refitter.refit(iter(streamed.items()))
+        cluster.assert_holds(streamed, version=version + 2)
+    remote.refitter.verify(policy)
+    sources = [request.order.source for request in remote.channel.requests if request.order.step == "prepare"]
+    assert all(source.refs is None for source in sources if source.kind == "mapped")
+    assert driver.events.count("open_ipc") == opened
+    assert not any(event.startswith("close_ipc") for event in driver.events[driver.events.index("open_ipc") + 4 :])
+    assert not maps
+    remote.refitter.close()
+
+
+def test_a_refit_that_verify_follows_keeps_its_tensors_mapped(driver, cluster):
+    remote, policy = Remote(cluster), on_the_gpu(cluster.make_policy(seed=1), driver)
+    for _ in range(3):
+        remote.refitter.refit(policy)
+        assert remote.refitter.verify(policy).is_equal
+    sources = [request.order.source for request in remote.channel.requests if request.order.step == "prepare"]
+    assert [source.refs is None for source in sources] == [False, False, True, True, True, True]
+
+
+@pytest.mark.parametrize("make_arguments", [each for each in STATE_DICTS if each is not as_mapping])
+def test_tensors_that_the_trainer_freed_are_unmapped_by_any_refit(make_arguments, driver, cluster, tmp_path):
+    remote, policy = Remote(cluster), on_the_gpu(cluster.make_policy(seed=1), driver)
+    for _ in range(2):
+        remote.refitter.refit(policy)
+    ((memory, _),) = driver.buffers.values()
+    driver.events.clear()
+    driver.reallocate(memory)
+    streamed = cluster.make_policy(seed=2)
+    remote.refitter.refit(**make_arguments(streamed, tmp_path))
+    assert sum(event.startswith("close_ipc") for event in driver.events) == 2
+    cluster.assert_holds(streamed, version=3)
+    remote.refitter.close()
 
 
 def test_a_step_is_told_to_every_rank_once(remote, cluster, tmp_path):

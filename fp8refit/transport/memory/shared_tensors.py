@@ -144,6 +144,15 @@ class Exporter:
         )
         return self._export if is_current else None
 
+    @property
+    def last(self) -> Export | None:
+        """The last references; None after `close`."""
+        return self._export
+
+    def is_allocated(self, export: Export) -> bool:
+        """Whether all memory of an export still exists. Takes one driver call per segment."""
+        return all(self._driver.buffer_id(segment.address) == segment.buffer_id for segment in export.segments)
+
     def close(self) -> None:
         """Forget every handle. Ranks keep their mappings until they unmap them."""
         self._segments, self._guard, self._export = {}, LayoutGuard((), ()), None
