@@ -1,79 +1,112 @@
-"""Fills slots from stream tensors that are already on the engine's device, in place: tensors that arrive together share
-a launch.
+"""Fills slots from stream tensors that are already on the engine's device, in place.
 
-The next stream's groups are recognized, and their tables pointed at the new tensors. A launch then costs the host some
-microseconds, and a tensor of a list less than one. Nothing here waits for the device.
+The first stream compiles a table for each group of tensors that arrive together. They are joined at its end. From then on
+a tensor is recognized by its name and layout, whatever it arrives with: one launch for each run of tensors that were
+neighbors in the first stream. Nothing here waits for the device.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
-from fp8refit.fill.compare import Comparison, Pair
-from fp8refit.fill.kernels import Task, WorkTable, compile_table
+from fp8refit.fill.kernels import Action, Task, WorkTable, compile_table, join_tables
+from fp8refit.fill.kernels.table import ALIGNMENT_BYTES, source_layout
 from fp8refit.fill.plan import RefitPlan, Step
 from fp8refit.fill.row_tasks import cut_to_run
-from fp8refit.fill.tasks import bind, split
-from fp8refit.live.layout_guard import LayoutGuard
+from fp8refit.fill.tasks import bind
+from fp8refit.live.layout_guard import Addresses, LayoutGuard
 from fp8refit.live.slots import Slot
 
+_MOST_GROUPED = 4
+"""Tensors in groups that are remembered, for each tensor of the table."""
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+
+@dataclass(kw_only=True, slots=True, eq=False)
 class Lying:
     """A tensor on the engine's device, or a run of rows of one."""
 
     name: str
     tensor: Tensor
-    steps: Sequence[Step]
+    steps: Sequence[Step] = ()
     first_row: int | None = None
     """First row, if this is a run of rows (which never cuts a block of the steps); None for the whole tensor."""
+    place: int | None = None
+    """Its place in the table, if it was recognized."""
+    is_kept: bool = True
+    """Whether a tensor like it will have the same steps in the next stream."""
 
-    def __str__(self) -> str:
-        return self.name if self.first_row is None else f"{self.name} from row {self.first_row}"
+    @property
+    def key(self) -> str:
+        """What it is recognized by."""
+        return self.name if self.first_row is None else f"{self.name} from row {self.first_row} to {self.steps[0].slot}"
 
 
-@dataclass(kw_only=True, slots=True)
-class _Part:
-    """One launch, and what to compare after it."""
+class _Known:
+    """The layout of one tensor of the table."""
 
-    table: WorkTable
-    sources: list[str]
-    """The source tensor of each task of the table."""
-    pairs: list[list[Pair]] = field(default_factory=list)
+    __slots__ = ("alignment", "device", "dtype", "place", "shape", "stride")
+
+    def __init__(self, place: int, tensor: Tensor) -> None:
+        self.place = place
+        self.shape, self.stride, self.dtype, self.device = source_layout(tensor)
+        self.alignment = tensor.data_ptr() % ALIGNMENT_BYTES
+
+    def fits(self, tensor: Tensor) -> bool:
+        return (
+            tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and tensor.get_device() == self.device
+            and (tensor.is_contiguous() if self.stride is None else tensor.stride() == self.stride)
+            and tensor.data_ptr() % ALIGNMENT_BYTES == self.alignment
+        )
 
 
 @dataclass(kw_only=True, slots=True)
 class _Group:
-    """Tensors that arrived together."""
+    """Tensors that arrived together and were recognized, for the next time."""
 
     guard: LayoutGuard
-    parts: list[_Part]
+    runs: list[tuple[int, int, int]]
+    """Where each run begins in the group and in the table, and its length."""
 
 
 class DirectFill:
-    """Fills from tensors on the engine's device, and keeps compiled tables from one stream to the next.
+    """Fills from tensors on the engine's device, and keeps what it compiled from one stream to the next.
 
     Args:
         slots: The slots of the planned inventory.
         device: The slots' device.
         config: Options of the refit.
-        comparison: If given, compare with the slots instead of writing to them.
+        action: Whether to write to the slots or to compare with them.
+
+    Attributes:
+        differing: Names of tensors that differ from their slots, as of the last `bad_sources`.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], device: torch.device, config: RefitConfig, comparison: Comparison | None = None
+        self, slots: Sequence[Slot], device: torch.device, config: RefitConfig, action: Action = Action.WRITE
     ) -> None:
         self.device, self.config = device, config
-        self.comparison = comparison
-        self._slots = slots
+        self.differing: set[str] = set()
+        self._slots, self._action = slots, action
         self._check = config.validate_values != "off"
-        self._groups: list[_Group] = []
         self._plan: RefitPlan | None = None
-        self._num_filled = 0
-        self._unread: list[_Part] = []
+        self._table: WorkTable | None = None
+        self._sources: list[str] = []
+        """The source tensor of each task of the table."""
+        self._known: dict[str, _Known] = {}
+        """By key."""
+        self._groups: dict[str, _Group] = {}
+        """By the key of their first tensor."""
+        self._num_grouped = 0
+        self._new: list[tuple[WorkTable, list[str], list[tuple[str, _Known]]]] = []
+        """Tables that this stream compiled: the source of each task, and what lies at each place."""
+        self._unread: list[tuple[WorkTable, list[str]]] = []
+        """Tables that ran and whose flags nobody has read, with the source of each task."""
 
     def begin(self, plan: RefitPlan | None) -> None:
         """Start a new stream. Flags of earlier streams that nobody has read are dropped.
@@ -82,91 +115,133 @@ class DirectFill:
             plan: The plan; None if it is not made yet. If it differs from the last one, nothing is recognized.
         """
         self.bad_sources()
-        self._num_filled = 0
+        self._new.clear()
         if plan is None or plan is not self._plan:
             self.forget()
         self._plan = plan
 
     def end(self, plan: RefitPlan) -> None:
-        """End the stream, and note its plan."""
+        """End the stream, and keep what it compiled for streams of this plan."""
         self._plan = plan
+        new, self._new = self._new, []
+        if not new:
+            return
+        num_places = len(self._known)
+        if any(key in self._known for _, _, places in new for key, _ in places):
+            # A layout has changed. Its rows cannot be taken out, so the next stream compiles all.
+            self.forget()
+            return
+        for _, sources, places in new:
+            self._sources += sources
+            for key, known in places:
+                known.place += num_places
+                self._known[key] = known
+            num_places += len(places)
+        self._table = join_tables(
+            [*([self._table] if self._table is not None else []), *(table for table, _, _ in new)]
+        )
+        self._forget_groups()
 
     def forget(self) -> None:
         """Drop everything compiled."""
-        self._groups.clear()
+        self._table, self._sources = None, []
+        self._known.clear()
+        self._new.clear()
+        self._forget_groups()
 
-    def fill_known(self, names: Sequence[str], tensors: Sequence[Tensor]) -> bool:
-        """Fill from the next tensors if they have the same layout as at this point of the last stream; otherwise return
-        False.
-        """
-        group = self._groups[self._num_filled] if self._num_filled < len(self._groups) else None
-        if group is None or not group.guard.holds(names, tensors):
+    def _forget_groups(self) -> None:
+        self._groups.clear()
+        self._num_grouped = 0
+
+    def place_of(self, key: str, tensor: Tensor) -> int | None:
+        """The place of a readable tensor in the table; None if it is not recognized."""
+        known = self._known.get(key)
+        return known.place if known is not None and known.fits(tensor) else None
+
+    def fill_group(self, keys: Sequence[str], tensors: Sequence[Tensor]) -> bool:
+        """Fill from tensors that arrived together before, in one call to torch; otherwise return False."""
+        group = self._groups.get(keys[0]) if keys else None
+        if group is None or not group.guard.holds(keys, tensors):
             return False
-        if not all(part.table.refresh(tensors, group.guard.addresses) for part in group.parts):
-            return False
-        self._launch(group)
+        addresses = group.guard.addresses
+        if group.runs and len(group.runs) == 1:
+            return self._run(group.runs[0][1], tensors, addresses)
+        for start, place, length in group.runs:
+            if not self._run(place, tensors[start : start + length], addresses[start : start + length]):
+                return False
         return True
 
-    def fill(self, lying: Sequence[Lying], *, is_kept: bool) -> None:
+    def fill(self, lying: Sequence[Lying], *, are_together: bool) -> None:
         """Fill from the next tensors.
 
         Args:
-            lying: Tensors that arrived together.
-            is_kept: Whether the same tensors would have the same steps in the next stream, so that the table can be
-                kept.
+            lying: The tensors.
+            are_together: Whether they arrived together, and may do so again.
         """
-        group = _Group(guard=LayoutGuard([str(each) for each in lying], [each.tensor for each in lying]), parts=[])
-        tasks: list[Task] = []
-        sources: list[str] = []
-        places: list[int] = []
-        num_bytes = 0
-        for place, each in enumerate(lying):
-            for task in self._tasks(each):
-                if self.comparison is not None and tasks and num_bytes + task.target.nbytes > self.config.bucket_bytes:
-                    group.parts.append(self._compile(tasks, sources, places))
-                    tasks, sources, places, num_bytes = [], [], [], 0
-                tasks.append(task)
-                sources.append(each.name)
-                places.append(place)
-                num_bytes += task.target.nbytes
-        group.parts.append(self._compile(tasks, sources, places))
-        del self._groups[self._num_filled :]
-        if is_kept:
-            self._groups.append(group)
-        self._launch(group)
+        known = [each for each in lying if each.place is not None]
+        runs = _runs([each.place for each in known if each.place is not None])
+        for start, place, length in runs:
+            is_done = self._run(place, [each.tensor for each in known[start : start + length]])
+            assert is_done, "the alignment was checked"
+        if len(known) < len(lying):
+            self._compile([each for each in lying if each.place is None])
+        elif are_together and len(known) > 1:
+            if self._num_grouped > _MOST_GROUPED * len(self._known):
+                self._forget_groups()
+            keys, tensors = [each.key for each in known], [each.tensor for each in known]
+            self._groups[keys[0]] = _Group(guard=LayoutGuard(keys, tensors), runs=runs)
+            self._num_grouped += len(known)
 
-    def _tasks(self, lying: Lying) -> Iterator[Task]:
-        for step in lying.steps:
-            task: Task | None = bind(step, self._slots[step.slot], lying.tensor, self.config)
-            assert task is not None, "bound"
-            if lying.first_row is not None:
-                task = cut_to_run(task, lying.first_row, lying.tensor.shape[0])
-            if task is not None and self.comparison is None:
-                yield task
-            elif task is not None:
-                yield from split(task, self.config.bucket_bytes)
+    def _run(self, place: int, tensors: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
+        assert self._table is not None, "something was recognized"
+        if not self._table.run(place, tensors, addresses, check=self._check, action=self._action):
+            return False
+        if not self._unread or self._unread[0][0] is not self._table:
+            self._unread.insert(0, (self._table, self._sources))
+        return True
 
-    def _compile(self, tasks: Sequence[Task], sources: list[str], places: Sequence[int]) -> _Part:
-        pairs: list[list[Pair]] = []
-        if self.comparison is not None:
-            tasks, pairs = self.comparison.redirect(tasks)
-        return _Part(table=compile_table(tasks, self.device, places), sources=sources, pairs=pairs)
+    def _compile(self, lying: Sequence[Lying]) -> None:
+        """Fill from tensors that are not recognized, by a table of their own."""
+        for is_kept in (True, False):
+            part = [each for each in lying if each.is_kept is is_kept]
+            if not part:
+                continue
+            tasks = [(place, each.name, task) for place, each in enumerate(part) for task in self._tasks(each)]
+            sources = [name for _, name, _ in tasks]
+            places = [place for place, _, _ in tasks]
+            table = compile_table([task for _, _, task in tasks], self.device, places, num_places=len(part))
+            table.launch(check=self._check, action=self._action)
+            self._unread.append((table, sources))
+            table.release()
+            if is_kept:
+                self._new.append(
+                    (table, sources, [(each.key, _Known(at, each.tensor)) for at, each in enumerate(part)])
+                )
+
+    def _tasks(self, lying: Lying) -> list[Task]:
+        tasks: list[Task | None] = [
+            bind(step, self._slots[step.slot], lying.tensor, self.config) for step in lying.steps
+        ]
+        if lying.first_row is not None:
+            tasks = [cut_to_run(task, lying.first_row, lying.tensor.shape[0]) for task in tasks if task is not None]
+        return [task for task in tasks if task is not None]
 
     def bad_sources(self) -> list[str]:
         """Wait for everything, and return the names of flagged tensors."""
         unread, self._unread = self._unread, []
-        return sorted({part.sources[index] for part in unread for index in part.table.bad_tasks()})
+        self.differing = {sources[index] for table, sources in unread for index in table.differing_tasks()}
+        return sorted({sources[index] for table, sources in unread for index in table.bad_tasks()})
 
     @property
     def num_device_bytes(self) -> int:
         """Device memory held between streams."""
-        return sum(part.table.num_device_bytes for group in self._groups for part in group.parts)
+        return self._table.num_device_bytes if self._table is not None else 0
 
-    def _launch(self, group: _Group) -> None:
-        for part in group.parts:
-            part.table.launch(check=self._check)
-            part.table.release()
-            if self.comparison is not None:
-                self.comparison.compare(part.sources, part.pairs)
-            self._unread.append(part)
-        self._num_filled += 1
+
+def _runs(places: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Where each run of consecutive places begins in the list and in the table, and its length."""
+    if len(places) < 2:
+        return [(0, place, 1) for place in places]
+    starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist()]
+    ends = [*starts[1:], len(places)]
+    return [(start, places[start], end - start) for start, end in zip(starts, ends, strict=True)]

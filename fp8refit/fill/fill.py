@@ -22,6 +22,11 @@ class Fill(ABC):
     """Whether something was compiled for this refit."""
 
     @property
+    def differing(self) -> set[str]:
+        """Names of tensors that differ from their slots, as of the last `bad_sources`, if this fill compares."""
+        return set()
+
+    @property
     @abstractmethod
     def plan(self) -> RefitPlan | None:
         """The plan; None for an unannounced stream until all of it has arrived."""

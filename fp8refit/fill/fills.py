@@ -8,10 +8,10 @@ import torch
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError, StagingMemoryError
-from fp8refit.fill.compare import Comparison
 from fp8refit.fill.direct import DirectFill
 from fp8refit.fill.fill import Fill
 from fp8refit.fill.from_buckets import ReceivedFill, ReceivedSource
+from fp8refit.fill.kernels import Action
 from fp8refit.fill.plan import PlanBuilder, RefitPlan, compile_plan
 from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging
@@ -34,8 +34,8 @@ class Prepared:
     inventory: Inventory
     fills: tuple[Fill, ...]
     """Each carries out part of one plan. Pushed tensors go to the last one."""
-    comparison: Comparison | None
-    """Compares with the slots instead of writing; None for a refit."""
+    writes: bool = True
+    """Whether this is a refit; otherwise slots are compared with what a refit would write."""
     kv: KvOrder | None = None
     """Which KV scales are set once the weights are in place."""
     ticket: object
@@ -99,8 +99,7 @@ class Fills:
         """`keep` patterns and expectations of the last stream."""
         self._foreign: frozenset[str] = frozenset()
         """The `foreign` names that everything kept was compiled for."""
-        self._directs: dict[bool, DirectFill] = {}
-        """One for writing, one for comparing."""
+        self._directs: dict[Action, DirectFill] = {}
         self._ticket = object()
 
     def prepare(
@@ -129,21 +128,20 @@ class Fills:
         if foreign is not self._foreign and foreign != self._foreign:
             self._resident = self._received = self._expected = None
         self._foreign = foreign
-        comparison = None
-        if isinstance(source, MappingSource) and not compares:
-            fills = self._prepare_mapping(source, config, foreign)
+        action = Action.COMPARE if compares else Action.WRITE
+        fills: tuple[Fill, ...]
+        if isinstance(source, MappingSource):
+            fills = self._prepare_mapping(source, config, foreign, action)
         elif isinstance(source, ReceivedSource):
             fills = (self._prepare_received(source, config, foreign),)
         else:
-            direct = self._direct_for(config, compares)
-            comparison = direct.comparison
-            fills = (self._prepare_stream(source, config, foreign, direct),)
+            fills = (self._prepare_stream(source, config, foreign, action),)
         return Prepared(
             source=source,
             config=config,
             inventory=self._inventory,
             fills=fills,
-            comparison=comparison,
+            writes=not compares,
             kv=kv,
             ticket=self._ticket,
         )
@@ -158,12 +156,14 @@ class Fills:
         if self._resident is not None:
             self._resident.release()
 
-    def _prepare_mapping(self, source: MappingSource, config: RefitConfig, foreign: frozenset[str]) -> tuple[Fill, ...]:
+    def _prepare_mapping(
+        self, source: MappingSource, config: RefitConfig, foreign: frozenset[str], action: Action
+    ) -> tuple[Fill, ...]:
         slots, resident = self._inventory.slots, self._resident
-        if resident is None or not resident.renew(source, config):
+        if resident is None or not resident.renew(source, config, action):
             plan = self._compile(*source.scan(), config, foreign)
             self._resident = None
-            self._resident = resident = ResidentFill(plan, slots, source, self._device, config)
+            self._resident = resident = ResidentFill(plan, slots, source, self._device, config, action)
         staged, misfits = resident.staged_steps, resident.misfit_scales()
         if config.on_scale_mismatch == "refuse" and staged:
             names = dict.fromkeys(step.source for step in staged)
@@ -176,7 +176,7 @@ class Fills:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the trainer must have finished computing what is read
         rest = Expected(plan=resident.plan, steps=by_source(staged))
-        return resident, self._stream(source, rest, config, foreign, is_announced=True, is_first=False)
+        return resident, self._stream(source, rest, config, foreign, action, is_announced=True, is_first=False)
 
     def _prepare_received(self, source: ReceivedSource, config: RefitConfig, foreign: frozenset[str]) -> ReceivedFill:
         received = self._received
@@ -188,7 +188,7 @@ class Fills:
         return received
 
     def _prepare_stream(
-        self, source: Source, config: RefitConfig, foreign: frozenset[str], direct: DirectFill
+        self, source: Source, config: RefitConfig, foreign: frozenset[str], action: Action
     ) -> StreamFill:
         """Plan a stream before it is written, unless it is unannounced and can be read only once."""
         scanned, is_first = source.scan(), False
@@ -211,9 +211,10 @@ class Fills:
             known,
             config,
             foreign,
+            action,
             is_announced=scanned is not None,
             is_first=is_first,
-            direct=direct,
+            direct=self._direct_for(config, action),
             learn=learn,
         )
 
@@ -223,6 +224,7 @@ class Fills:
         expected: Expected | None,
         config: RefitConfig,
         foreign: frozenset[str],
+        action: Action,
         *,
         is_announced: bool,
         is_first: bool,
@@ -235,7 +237,6 @@ class Fills:
             StagingMemoryError: There is not enough memory.
         """
         slots, aliases = self._inventory.slots, self._inventory.aliases
-        comparison = direct.comparison if direct is not None else None
 
         def make_builder() -> PlanBuilder:
             return PlanBuilder(
@@ -246,10 +247,10 @@ class Fills:
                 keep=config.keep,
             )
 
-        def make_staging(writes: bool) -> Staging:
+        def make_staging(action: Action) -> Staging:
             with _room_for_buckets(config, self._device):
-                staging = Staging(slots, self._device, config, write=writes, comparison=comparison if writes else None)
-                if comparison is None and not isinstance(source, HandedSource):
+                staging = Staging(slots, self._device, config, action)
+                if action is not Action.COMPARE and not isinstance(source, HandedSource):
                     staging.reserve()
             return staging
 
@@ -260,17 +261,17 @@ class Fills:
             is_first=is_first,
             make_builder=make_builder,
             make_staging=make_staging,
+            action=action,
             aliases=aliases,
             direct=direct,
             learn=learn,
         )
 
-    def _direct_for(self, config: RefitConfig, compares: bool) -> DirectFill:
-        """The fill for stream tensors on this device, with the tables of earlier streams."""
-        direct = self._directs.get(compares)
+    def _direct_for(self, config: RefitConfig, action: Action) -> DirectFill:
+        """The fill for stream tensors on this device, with the table of earlier streams."""
+        direct = self._directs.get(action)
         if direct is None or direct.config != config:
-            comparison = Comparison(self._device) if compares else None
-            direct = self._directs[compares] = DirectFill(self._inventory.slots, self._device, config, comparison)
+            direct = self._directs[action] = DirectFill(self._inventory.slots, self._device, config, action)
         return direct
 
     def _compile(

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from fp8refit.config import RefitConfig
 from fp8refit.fill.fill import Fill
-from fp8refit.fill.kernels import compile_table
+from fp8refit.fill.kernels import Action, compile_table
 from fp8refit.fill.kernels.table import have_layouts, source_layout
 from fp8refit.fill.plan import RefitPlan
 from fp8refit.fill.tasks import bind, scale_problem
@@ -30,7 +30,9 @@ class ResidentFill(Fill):
         source: MappingSource,
         device: torch.device,
         config: RefitConfig,
+        action: Action = Action.WRITE,
     ) -> None:
+        self._action, self._differing = action, set[str]()
         tensors = source.tensors
         self._plan = plan
         self._config = config
@@ -57,7 +59,7 @@ class ResidentFill(Fill):
             places = _places(self._scale_sources)
             self._scale_table = compile_table([tasks[index] for index in strict_scales], device, places)
 
-    def renew(self, source: MappingSource, config: RefitConfig) -> bool:
+    def renew(self, source: MappingSource, config: RefitConfig, action: Action = Action.WRITE) -> bool:
         """Point the tables at the tensors of `source` if the layout is the same; otherwise return False."""
         if config != self._config:
             return False
@@ -70,7 +72,7 @@ class ResidentFill(Fill):
         if self._scale_table is not None:
             tensors = source.tensors
             self._scale_table.refresh([tensors[name] for name in dict.fromkeys(self._scale_sources)])
-        self.is_first = False
+        self.is_first, self._action = False, action
         return True
 
     def _recognise(self, source: MappingSource) -> None:
@@ -90,7 +92,7 @@ class ResidentFill(Fill):
         """Return one line per prequantized tensor whose scales do not fit its slot. Writes nothing."""
         if self._scale_table is None:
             return []
-        self._scale_table.launch(check=True, write=False)
+        self._scale_table.launch(check=True, action=Action.CHECK)
         bad = self._scale_table.bad_tasks()
         return [scale_problem(self._scale_sources[index], self._scale_formats[index]) for index in bad]
 
@@ -101,16 +103,22 @@ class ResidentFill(Fill):
 
     @override
     def look(self) -> list[str]:
-        self._table.launch(check=True, write=False)
+        self._table.launch(check=True, action=Action.CHECK)
         return self.bad_sources()
 
     @override
     def launch(self, begun: torch.cuda.Event | None) -> None:
-        self._table.launch(check=self._config.validate_values != "off", begun=begun)
+        self._table.launch(check=self._config.validate_values != "off", action=self._action, begun=begun)
 
     @override
     def bad_sources(self) -> list[str]:
+        self._differing = {self._sources[index] for index in self._table.differing_tasks()}
         return sorted({self._sources[index] for index in self._table.bad_tasks()})
+
+    @property
+    @override
+    def differing(self) -> set[str]:
+        return self._differing
 
     @override
     def release(self) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
-from fp8refit.fill.compare import Comparison
-from fp8refit.fill.kernels import Task, WorkTable, compile_table
+from fp8refit.fill.kernels import Action, Task, WorkTable, compile_table
 from fp8refit.fill.plan import Step
 from fp8refit.fill.row_tasks import Seams, cut_to_run
 from fp8refit.fill.tasks import bind, split
@@ -37,19 +36,18 @@ class Staging:
         slots: Sequence[Slot],
         device: torch.device,
         config: RefitConfig,
-        *,
-        write: bool = True,
-        comparison: Comparison | None = None,
+        action: Action = Action.WRITE,
     ) -> None:
-        self._comparison = comparison
         self._slots = slots
         self._config = config
         self.device = device
-        self._write = write
+        self._action = action
         self._check = config.validate_values != "off"
         self._buckets: list[_Bucket] = []
         self._seams = Seams()
         self._bad: set[str] = set()
+        self.differing: set[str] = set()
+        """Names of tensors that differ from their slots, as of the last `bad_sources`."""
 
     @property
     def bucket_bytes(self) -> int:
@@ -116,9 +114,11 @@ class Staging:
         """Write what is staged, and switch to the other bucket once that has been written."""
         if not self._buckets:
             return
-        self._buckets[0].launch(check=self._check, write=self._write, comparison=self._comparison)
+        self._buckets[0].launch(check=self._check, action=self._action)
         self._buckets.reverse()
-        self._bad |= self._buckets[0].drain()
+        bad, differing = self._buckets[0].drain()
+        self._bad |= bad
+        self.differing |= differing
 
 
 class _Bucket:
@@ -156,20 +156,19 @@ class _Bucket:
         self._sources.append(name)
         self._tasks.append(replace(task, source=staged, offset=(0,) * staged.ndim, select=(), is_transposed=False))
 
-    def launch(self, *, check: bool, write: bool, comparison: Comparison | None) -> None:
-        if not self._tasks:
-            return
-        tasks, pairs = comparison.redirect(self._tasks) if comparison is not None else (self._tasks, [])
-        self._table = compile_table(tasks, self._device)
-        self._table.launch(check=check, write=write)
-        if comparison is not None:
-            comparison.compare(self._sources, pairs)
+    def launch(self, *, check: bool, action: Action) -> None:
+        if self._tasks:
+            self._table = compile_table(self._tasks, self._device)
+            self._table.launch(check=check, action=action)
 
-    def drain(self) -> set[str]:
-        """Wait until the bucket may be reused, and return the names of flagged sources."""
-        bad = {self._sources[index] for index in self._table.bad_tasks()} if self._table is not None else set()
+    def drain(self) -> tuple[set[str], set[str]]:
+        """Wait until the bucket may be reused, and return the names of sources that are flagged, and that differ."""
+        bad, differing = set(), set()
+        if self._table is not None:
+            bad = {self._sources[index] for index in self._table.bad_tasks()}
+            differing = {self._sources[index] for index in self._table.differing_tasks()}
         self._used, self._sources, self._tasks, self._table = 0, [], [], None
-        return bad
+        return bad, differing
 
 
 def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:

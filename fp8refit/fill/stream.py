@@ -5,7 +5,7 @@ After an unannounced stream, the next one is expected to be the same, and is pla
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from typing_extensions import override
 from fp8refit.errors import InvalidSourceError
 from fp8refit.fill.direct import DirectFill, Lying
 from fp8refit.fill.fill import Arriving, Fill
+from fp8refit.fill.kernels import Action
 from fp8refit.fill.plan import PlanBuilder, RefitPlan, Step
 from fp8refit.fill.staging import Staging
 from fp8refit.live.slots import TensorMeta
@@ -62,7 +63,8 @@ class StreamFill(Fill):
         is_announced: Whether anything unexpected is an error; otherwise it is planned on arrival.
         is_first: Whether `expected` was planned for this refit.
         make_builder: Starts a plan for unannounced tensors.
-        make_staging: Makes the staging buckets, for writing or only for checking values.
+        make_staging: Makes the staging buckets, for what is to be done with values.
+        action: Whether to write to the slots or to compare with them.
         aliases: Names that share another name's slot.
         direct: Fills from tensors on the engine's device; None to stage them too.
         learn: Called with what arrived, if that was not expected.
@@ -76,7 +78,8 @@ class StreamFill(Fill):
         is_announced: bool,
         is_first: bool,
         make_builder: Callable[[], PlanBuilder],
-        make_staging: Callable[[bool], Staging],
+        make_staging: Callable[[Action], Staging],
+        action: Action = Action.WRITE,
         aliases: Mapping[str, str],
         direct: DirectFill | None = None,
         learn: Callable[["Expected"], None] = lambda _: None,
@@ -87,7 +90,7 @@ class StreamFill(Fill):
         self._plan = expected.plan if expected is not None and is_announced else None
         self._make_builder = make_builder
         self._make_staging = make_staging
-        self._staging = make_staging(True)
+        self._staging = make_staging(action)
         self._work = WorkStream(self._staging.device)
         self._aliases = aliases
         self._direct = direct
@@ -124,7 +127,7 @@ class StreamFill(Fill):
             is_announced=self._is_announced,
             is_first=False,
             make_builder=self._make_builder,
-            make_staging=lambda _: self._make_staging(False),
+            make_staging=lambda _: self._make_staging(Action.CHECK),
             aliases=self._aliases,
         )
         scout.read(drain=False)
@@ -180,6 +183,11 @@ class StreamFill(Fill):
     def bad_sources(self) -> list[str]:
         return self._staging.bad_sources() + (self._direct.bad_sources() if self._direct is not None else [])
 
+    @property
+    @override
+    def differing(self) -> set[str]:
+        return self._staging.differing | (self._direct.differing if self._direct is not None else set())
+
     def _tensors(self) -> Iterable[Arriving]:
         """Read the source, whole tensors or runs of rows; a list if all tensors stay valid."""
         source = self._source
@@ -204,10 +212,10 @@ class StreamFill(Fill):
     def _take(self, tensors: Iterable[Arriving]) -> None:
         if isinstance(tensors, list):
             with self._work.joined():
-                if not self._take_known(tensors):
+                if not self._take_group(tensors):
                     for tensor in tensors:
                         self._take_one(tensor, is_lent=False)
-                    self._fill_waiting()
+                    self._fill_waiting(are_together=True)
             return
         for tensor in tensors:
             with self._work.joined():
@@ -226,17 +234,15 @@ class StreamFill(Fill):
         else:
             self._take_where_it_lies(name, value, is_lent=is_lent)
 
-    def _take_known(self, tensors: Sequence[Any]) -> bool:
-        """Fill from tensors that also arrived together in the last stream; otherwise return False."""
-        if self._direct is None or not all(type(each) is tuple for each in tensors):
+    def _take_group(self, tensors: Sequence[Any]) -> bool:
+        """Fill from tensors that have arrived together before; otherwise return False."""
+        direct = self._direct
+        if direct is None or len(tensors) < 2 or not all(type(each) is tuple for each in tensors):
             return False
-        return self._fill_known([each[0] for each in tensors], [each[1] for each in tensors])
-
-    def _fill_known(self, names: list[str], tensors: list[Tensor]) -> bool:
-        assert self._direct is not None, "there"
+        names = [each[0] for each in tensors]
         if self._builder is not None or self._cut is not None or not self._names.isdisjoint(names):
             return False
-        if not self._direct.fill_known(names, tensors):
+        if not direct.fill_group(names, [each[1] for each in tensors]):
             return False
         self._names.update(names)
         return True
@@ -248,34 +254,40 @@ class StreamFill(Fill):
         """
         self._check_is_complete()
         check_readable(name, tensor)
-        self._let_wait(
-            Lying(name=name, tensor=tensor.detach(), steps=self._steps_of(name, TensorMeta.of(tensor))), is_lent
-        )
+        place = self._place_of(name, tensor) if name not in self._names else None
+        if place is not None:
+            self._names.add(name)
+            self._let_wait(Lying(name=name, tensor=tensor, place=place), is_lent)
+            return
+        steps = self._steps_of(name, TensorMeta.of(tensor))
+        self._let_wait(Lying(name=name, tensor=tensor.detach(), steps=steps, is_kept=self._is_settled(name)), is_lent)
+
+    def _place_of(self, key: str, tensor: Tensor) -> int | None:
+        """The place of what arrives in the table of earlier streams; None if it is not there or has to be planned."""
+        return self._direct.place_of(key, tensor) if self._direct is not None and self._builder is None else None
+
+    def _is_settled(self, name: str) -> bool:
+        """Whether the steps of a tensor are known. Only once all have arrived is it known which of two names for one
+        tensor counts.
+        """
+        return self._builder is None or not (name in self._aliases or name in self._aliases.values())
 
     def _let_wait(self, lying: Lying, is_lent: bool) -> None:
         """Queue a tensor for the next launch; see `_take_where_it_lies`."""
         num_bytes = lying.tensor.nbytes
         is_small = is_lent and num_bytes <= _SMALL_BYTES
-        self._waiting.append(replace(lying, tensor=lying.tensor.clone()) if is_small else lying)
-        self._waiting_bytes += num_bytes if is_small else 0
+        if is_small:
+            lying.tensor = lying.tensor.detach().clone()
+            self._waiting_bytes += num_bytes
+        self._waiting.append(lying)
         if is_lent and (not is_small or self._waiting_bytes > _MOST_COPIED_BYTES):
             self._fill_waiting()
 
-    def _fill_waiting(self) -> None:
+    def _fill_waiting(self, *, are_together: bool = False) -> None:
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        if not waiting:
-            return
-        assert self._direct is not None, "they are on the engine's device"
-        if self._builder is None and self._direct.fill_known(
-            [str(each) for each in waiting], [each.tensor for each in waiting]
-        ):
-            return
-        # Only once all have arrived is it known which of two names for one tensor counts.
-        aliases = self._aliases
-        is_kept = self._builder is None or not any(
-            each.name in aliases or each.name in aliases.values() for each in waiting
-        )
-        self._direct.fill(waiting, is_kept=is_kept)
+        if waiting:
+            assert self._direct is not None, "they are on the engine's device"
+            self._direct.fill(waiting, are_together=are_together)
 
     def _take_whole(self, name: str, tensor: Tensor | StoredTensor) -> None:
         self._check_is_complete()
@@ -300,7 +312,10 @@ class StreamFill(Fill):
         for step in cut.steps:
             if is_there:
                 for first_row, run in self._staging.runs_of(step, piece.tensor.detach(), piece.first_row):
-                    self._let_wait(Lying(name=piece.name, tensor=run, steps=(step,), first_row=first_row), is_lent)
+                    is_kept = self._is_settled(piece.name)
+                    lying = Lying(name=piece.name, tensor=run, steps=(step,), first_row=first_row, is_kept=is_kept)
+                    lying.place = self._place_of(lying.key, run)
+                    self._let_wait(lying, is_lent)
             else:
                 self._staging.add_rows(step, piece.tensor, piece.first_row)
         cut.next_row = piece.end_row
@@ -362,6 +377,7 @@ class StreamFill(Fill):
         assert expected is not None and expected.metadata is not None, "nothing else is judged twice"
         self._builder, self.is_first = self._make_builder(), True
         if self._direct is not None:
+            self._fill_waiting()
             self._direct.forget()
         for name in self._names:
             self._builder.add(name, expected.metadata[name])

@@ -231,7 +231,7 @@ class Rank:
         if failed.error is not None:
             self.target.abandon()
             raise failed.take()
-        if prepared.comparison is None:
+        if prepared.writes:
             self.target.commit(max(next_version, version))
         return reports
 

@@ -156,7 +156,7 @@ class Target:
         if not are_mapped(prepared.inventory):
             self.abandon()
             raise EngineAsleepError("the weights went to sleep after the refit was prepared; wake them up, then refit")
-        if prepared.comparison is None:
+        if prepared.writes:
             self._torn |= _names(prepared.inventory) - set(_kept(prepared))
             self.is_dirty = True
         with self._undone_on_error():
@@ -191,7 +191,7 @@ class Target:
         with self._undone_on_error():
             report = write.finish()
         self.abandon()
-        if write.prepared.comparison is None:
+        if write.prepared.writes:
             self._is_whole, self._has_lost_values = True, False
         return report
 
@@ -199,7 +199,7 @@ class Target:
         """Drop what was prepared or is being written. A partly written rank stays dirty."""
         self._is_whole = False
         write, self._write = self._write, None
-        if write is not None and write.prepared.comparison is None:
+        if write is not None and write.prepared.writes:
             self._torn.update(write.came())
         if write is not None:
             write.prepared.release()
@@ -289,4 +289,6 @@ def _kept(prepared: Prepared) -> list[str]:
     """Names of slots that are kept, as far as known."""
     if prepared.plan is not None:
         return list(prepared.plan.kept)
+    if not prepared.config.keep:
+        return []
     return list(filter(is_any_of(prepared.config.keep), _names(prepared.inventory)))

@@ -55,7 +55,7 @@ class Write:
             NonFiniteError: NaN or Inf; names the tensors.
             LiveTensorMovedError: The engine replaced a live tensor in the meantime.
         """
-        prepared, writes = self.prepared, self.prepared.comparison is None
+        prepared, writes = self.prepared, self.prepared.writes
         for fill in prepared.fills:
             fill.finish()
         if writes:
@@ -83,9 +83,8 @@ class Write:
             self._live.kv.heal()
 
     def _report(self, filled_s: float, kv: KvReport | None) -> RankReport:
-        plan, fills, comparison = self.prepared.plan, self.prepared.fills, self.prepared.comparison
+        plan, fills = self.prepared.plan, self.prepared.fills
         assert plan is not None, "complete"
-        held_bytes = comparison.num_device_bytes if comparison is not None else 0
         return RankReport(
             device=str(self._live.device),
             num_tensors=plan.num_sources,
@@ -97,11 +96,11 @@ class Write:
             fill_s=filled_s - self._start_s,
             verify_s=time.perf_counter() - filled_s,
             fill_device_s=self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events is not None else None,
-            extra_bytes=held_bytes + sum(fill.num_device_bytes for fill in fills),
+            extra_bytes=sum(fill.num_device_bytes for fill in fills),
             is_first=any(fill.is_first for fill in fills),
             source_digest=plan.source_digest,
             kv=kv,
-            differing=tuple(sorted(comparison.differing())) if comparison is not None else (),
+            differing=tuple(sorted(name for fill in fills for name in fill.differing)),
         )
 
 

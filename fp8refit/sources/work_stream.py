@@ -1,7 +1,7 @@
 """Keeps a reader of tensors on one CUDA stream, even if the source changes the current stream in between."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -21,14 +21,16 @@ class WorkStream:
         self._device = device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    @contextmanager
-    def joined(self) -> Iterator[None]:
+    def joined(self) -> AbstractContextManager[None]:
         """Queue work on the stream: after what the current stream has queued so far, and before what it queues next."""
         stream = self._stream
-        current = torch.cuda.current_stream(self._device) if stream is not None else None
-        if stream is None or current is None or current == stream:
-            yield
-            return
+        if stream is None or (current := torch.cuda.current_stream(self._device)) == stream:
+            return nullcontext()
+        return self._between(stream, current)
+
+    @staticmethod
+    @contextmanager
+    def _between(stream: torch.cuda.Stream, current: torch.cuda.Stream) -> Iterator[None]:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             yield

@@ -247,9 +247,9 @@ def compiled(monkeypatch):
     counts = []
     honest = fp8refit.fill.direct.compile_table
 
-    def note(tasks, *arguments):
+    def note(tasks, *arguments, **options):
         counts.append(len(tasks))
-        return honest(tasks, *arguments)
+        return honest(tasks, *arguments, **options)
 
     monkeypatch.setattr(fp8refit.fill.direct, "compile_table", note)
     return counts

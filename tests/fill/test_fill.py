@@ -8,7 +8,7 @@ import torch
 import fp8refit.fill.resident
 import fp8refit.live.layout_guard
 from fp8refit.config import RefitConfig
-from fp8refit.fill.kernels.table import have_layouts
+from fp8refit.fill.kernels.table import Action, have_layouts
 from fp8refit.fill.plan import compile_plan
 from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging
@@ -33,9 +33,9 @@ def fill_resident(model: FakeModel, tensors, **options) -> ResidentFill:
     return fill
 
 
-def fill_stream(model: FakeModel, tensors, config: RefitConfig, *, write: bool = True) -> Staging:
+def fill_stream(model: FakeModel, tensors, config: RefitConfig, action: Action = Action.WRITE) -> Staging:
     slots = tuple(model.slots())
-    stream = Staging(slots, CPU, config, write=write)
+    stream = Staging(slots, CPU, config, action)
     for step in make_plan(slots, tensors).steps:
         stream.add(step, tensors[step.source], is_stable=True)
     return stream
@@ -207,7 +207,7 @@ def test_a_stream_that_only_looks_writes_nothing():
     before = live_bytes(model)
     policy = make_policy(model, seed=1)
     policy[NORM][0] = float("inf")
-    assert fill_stream(model, policy, RefitConfig(), write=False).bad_sources() == [NORM]
+    assert fill_stream(model, policy, RefitConfig(), Action.CHECK).bad_sources() == [NORM]
     assert live_bytes(model) == before
 
 

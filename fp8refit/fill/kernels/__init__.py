@@ -7,17 +7,19 @@ from fp8refit.errors import NonFiniteError
 from fp8refit.fill.kernels.activations import quantize_activations
 from fp8refit.fill.kernels.amax import Maxima
 from fp8refit.fill.kernels.reference import dequantize_reference
-from fp8refit.fill.kernels.table import Task, WorkTable, compile_table, fits_scale_format
+from fp8refit.fill.kernels.table import Action, Task, WorkTable, compile_table, fits_scale_format, join_tables
 from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES, Op, ScaleFormat
 from fp8refit.live.storage import why_unreadable
 
 __all__ = [
+    "Action",
     "Maxima",
     "Task",
     "WorkTable",
     "compile_table",
     "dequantize_blockwise",
     "fits_scale_format",
+    "join_tables",
     "quantize_activations",
     "quantize_blockwise",
 ]

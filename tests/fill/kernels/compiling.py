@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fp8refit.fill.kernels.table import Task
+from fp8refit.fill.kernels.table import Action, Task
 from fp8refit.fill.kernels.triton_amax import raise_maxima_triton
 from fp8refit.fill.kernels.triton_groups import quantize_groups
 from fp8refit.fill.kernels.triton_merge import add_product_triton
@@ -58,9 +58,14 @@ def main() -> None:
         quantize_groups(weight, ScaleFormat.FP32)
         quantize_groups(weight, ScaleFormat.UE8M0, is_transposed=True)
         raise_maxima_triton(torch.zeros(3, dtype=torch.int32), 0, [weight, None, weight])
-        TritonTable([task(Op.QUANTIZE, weight), task(Op.COPY, weight)], torch.device("cpu")).launch(check=True)
+        launch_all([task(Op.QUANTIZE, weight), task(Op.COPY, weight)])
     codes, scale = torch.zeros(256, 384).to(torch.float8_e4m3fn), torch.ones(2, 3)
-    TritonTable([task(Op.COPY_CODES, codes), task(Op.COPY_SCALES, scale)], torch.device("cpu")).launch(check=True)
+    launch_all([task(Op.COPY_CODES, codes), task(Op.COPY_SCALES, scale)])
+
+
+def launch_all(tasks: list[Task]) -> None:
+    for action in Action:
+        TritonTable(tasks, torch.device("cpu")).launch(check=True, action=action)
 
 
 def task(op: Op, source: torch.Tensor) -> Task:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fp8refit.fill.kernels.table import ReferenceTable, Task
+from fp8refit.fill.kernels.table import Action, ReferenceTable, Task
 from fp8refit.fill.kernels.triton_table import TritonTable
 from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat
 
@@ -58,12 +58,12 @@ def storage_bytes(tensor: Tensor) -> bytes:
     return memory.cpu().numpy().tobytes()
 
 
-def assert_same_as_reference(tasks: list[Task], *, check: bool = True, write: bool = True) -> list[int]:
+def assert_same_as_reference(tasks: list[Task], *, check: bool = True, action: Action = Action.WRITE) -> list[int]:
     """Run `tasks` by Triton and twins of them by the reference; every byte is equal. Gives the flagged tasks."""
     twins = [twin(task) for task in tasks]
     table, reference = TritonTable(tasks, tasks[0].target.device), ReferenceTable(twins)
-    table.launch(check=check, write=write)
-    reference.launch(check=check, write=write)
+    table.launch(check=check, action=action)
+    reference.launch(check=check, action=action)
     bad = table.bad_tasks()
     assert bad == reference.bad_tasks()
     for index, (task, expected) in enumerate(zip(tasks, twins, strict=True)):

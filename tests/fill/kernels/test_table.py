@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8refit.fill.kernels.table import ReferenceTable, compile_table
+from fp8refit.fill.kernels.table import Action, ReferenceTable, compile_table, join_tables
 from fp8refit.fill.kernels.triton_table import TritonTable
 from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat
 from tests.fill.kernels.tables import assert_same_as_reference, copy_task, quantize_task, storage_bytes, twin
@@ -166,7 +166,7 @@ def test_checking_without_writing(make_table, device):
     tasks[0].source[3] = float("nan")
     before = [task.target.clone() for task in tasks]
     table = make_table(tasks, device)
-    table.launch(check=True, write=False)
+    table.launch(check=True, action=Action.CHECK)
     assert table.bad_tasks() == [0]
     for task, target in zip(tasks, before, strict=True):
         assert torch.equal(task.target.flatten().view(torch.uint8), target.flatten().view(torch.uint8))
@@ -257,6 +257,49 @@ def test_a_table_refuses_sources_of_another_alignment(device):
     table = TritonTable([copy_task(memory[8:40])], device)
     assert not table.refresh([memory[4:36]])
     assert table.refresh([memory[16:48]])
+
+
+@pytest.mark.parametrize("make_table", TABLES)
+def test_targets_that_hold_other_bytes_are_named_and_stay(make_table, device):
+    tasks = mixed_tasks(device)
+    table = make_table(tasks, device)
+    table.launch(check=True)
+    table.launch(check=True, action=Action.COMPARE)
+    assert (table.bad_tasks(), table.differing_tasks()) == ([], [])
+    tasks[1].scale[-1, -1] += 1
+    tasks[3].target.view(torch.uint8)[-1, -1] ^= 0x80
+    tasks[6].target[-1, -1] += 1
+    tasks[8].target[0, 0] *= 2
+    held = [storage_bytes(task.target) for task in tasks]
+    table.launch(check=True, action=Action.COMPARE)
+    assert (table.bad_tasks(), table.differing_tasks()) == ([], [1, 3, 6, 8])
+    assert [storage_bytes(task.target) for task in tasks] == held
+    table.launch(check=True)
+    table.launch(check=True, action=Action.COMPARE)
+    assert table.differing_tasks() == []
+
+
+@pytest.mark.parametrize("make_table", TABLES)
+def test_sources_may_come_one_by_one_and_in_any_runs(make_table, device):
+    """Of tables that were joined: each task is run by its own source."""
+    tasks = mixed_tasks(device)
+    table = join_tables([make_table(tasks[:4], device), make_table(tasks[4:], device)])
+    expected = [twin(task) for task in tasks]
+    ReferenceTable(expected).launch(check=True)
+    others = [task.source.clone() for task in tasks]
+    for first, last in ((7, 8), (2, 7), (0, 1), (8, 10), (1, 2)):
+        assert table.run(first, others[first:last], check=True)
+    assert table.bad_tasks() == []
+    for task, other in zip(tasks, expected, strict=True):
+        assert storage_bytes(task.target) == storage_bytes(other.target)
+    others[6][0, 0] = float("nan")
+    assert table.run(5, others[5:7], check=True)
+    assert table.bad_tasks() == [6]
+    assert table.run(4, others[4:], check=False, action=Action.COMPARE)
+    assert table.differing_tasks() == []
+    others[7][5, 20] += 3
+    assert table.run(7, others[7:8], check=False, action=Action.COMPARE)
+    assert table.differing_tasks() == [7]
 
 
 @pytest.mark.parametrize("make_table", [compile_table, TritonTable])
