@@ -9,9 +9,11 @@ where vLLM runs on a CPU.
 """
 
 import argparse
+import cProfile
 import gc
 import json
 import os
+import pstats
 import statistics
 import subprocess
 import sys
@@ -31,6 +33,9 @@ def main() -> None:
     parser.add_argument("--place", choices=PLACES)
     parser.add_argument("--bucket-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument(
+        "--profile", action="store_true", help="print what the host does, after everything was measured"
+    )
     parser.add_argument("--here", action="store_true", help="in this process, which then is the engine's")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +65,7 @@ def start(place: str, arguments: argparse.Namespace) -> tuple[subprocess.Popen[b
     out.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--here", "--place", place, "--out", str(out), "--shape", arguments.shape]
     command += ["--bucket-mib", str(arguments.bucket_mib), "--rounds", str(arguments.rounds)]
+    command += ["--profile"] if arguments.profile else []
     return subprocess.Popen(command, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": PLACES[place]}), out
 
 
@@ -195,6 +201,11 @@ def measure(arguments: argparse.Namespace) -> None:
                 measure_once(name, ms)
                 put_right(name) if round_ == arguments.rounds - 1 else None
         save(arguments.out, found)
+    for name, call in ways.items() if arguments.profile else ():
+        profile = cProfile.Profile()
+        profile.runcall(call)
+        print(f"\n{arguments.place}: {name}")
+        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
     policy[items[-1][0]].view(-1)[-1] += 1.0
     checks["verify finds one"] = list(refitter.verify(policy).differing) == [items[-1][0]]
     save(arguments.out, found)
