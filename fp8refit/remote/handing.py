@@ -19,6 +19,8 @@ from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.memory.ring import NUM_SETS, Ring
 
 _POLL_S, _SLOWEST_POLL_S = 2e-5, 1e-3
+_SPINNING_S = 1e-3
+"""Seconds to poll ranks without pause: the shortest sleep takes as long as half a bucket."""
 _PATIENCE_S = 0.25
 """Seconds to poll ranks that take nothing before waiting for their answer: they may have died."""
 
@@ -100,13 +102,16 @@ class Handing:
             BaseException: What reading the source raised.
         """
         assert self._pieces is not None, "open() comes first"
+        packer = self._packer
         with ErrorCapture() as failed:
+            await self._begin()
             for piece in self._pieces:
-                if not self._packer.has_room(piece):
+                if not packer.has_room(piece):
                     await self._open_set(piece)
-                self._packer.put(piece)
+                packer.put(piece)
                 del piece  # nothing of it is held while the next one is read
-                await self._tell()
+                if self._packed is not None:
+                    await self._tell()
             if not self._packer.is_empty:
                 await self._seal()
             await self._catch_up()
@@ -116,6 +121,13 @@ class Handing:
             with ErrorCapture():
                 await self._hear()
             raise failed.take()
+
+    async def _begin(self) -> None:
+        """Make the ranks get ready and read the ring, without waiting for them if possible."""
+        self._ring.expect_readers()
+        self._answers = await self._asks.begin(self._order.model_copy(update={"begins": True}))
+        if self._answers is None:
+            await self._asks.ask(messages.Begin(refit=self._order.refit))
 
     async def _open_set(self, piece: Piece) -> None:
         """Open another set of buckets with room for a piece.
@@ -139,11 +151,12 @@ class Handing:
             if not self._is_read or time.monotonic() - start_s > _PATIENCE_S:
                 await self._catch_up()
                 break
+            is_spinning = time.monotonic() - start_s < _SPINNING_S
             if self._asks.is_asynchronous:
                 await asyncio.sleep(0 if pause_s < _SLOWEST_POLL_S else pause_s)
             else:
-                time.sleep(pause_s)
-            pause_s = min(1.1 * pause_s, _SLOWEST_POLL_S)
+                time.sleep(0 if is_spinning else pause_s)
+            pause_s = pause_s if is_spinning else min(1.1 * pause_s, _SLOWEST_POLL_S)
         self._packer.open_set()
 
     async def _seal(self) -> None:

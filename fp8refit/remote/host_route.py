@@ -108,7 +108,6 @@ class HostRoute:
         else:
             with closing(Handing(ranks, self._packer, self._open_ring(), ranks.refit)) as handing:
                 handing.open(offered.source, ranks.config.bucket_bytes)
-                await ranks.ask(messages.Begin(refit=ranks.refit))
                 try:
                     await handing.hand_over()
                 except InvalidSourceError as error:

@@ -178,6 +178,8 @@ class Stream(_Message):
     step: Literal["stream"] = "stream"
     refit: str
     ring: Segment
+    begins: bool = False
+    """Whether to do what `Begin` says first."""
 
 
 class Finish(_Message):

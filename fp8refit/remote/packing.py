@@ -3,6 +3,7 @@
 There are two sets of buckets, each with one per device that tensors are on: one is filled while ranks read the other.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -15,12 +16,14 @@ from fp8refit.remote import messages
 from fp8refit.sources.row_runs import Piece
 from fp8refit.sources.work_stream import WorkStream
 from fp8refit.transport.memory.ring import NUM_SETS
-from fp8refit.transport.memory.segment import DTYPES
+from fp8refit.transport.memory.segment import DTYPES, Segment
 from fp8refit.transport.memory.shared_tensors import Bucket, TensorRef
 
 _SENDABLE = frozenset(DTYPES.values())
 _MOST_REFS = 8192
 """Most references in one set."""
+_MOST_REMEMBERED_BYTES = 64 << 20
+"""Of texts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +43,43 @@ class Packed:
             event.synchronize()
 
 
+class _Texts:
+    """The texts of earlier sets: streams repeat them, and making one takes 4 us for each of up to 8192 tensors."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[int, ...], _Text] = OrderedDict()
+        """By the identities of segments and references, which live as long as the text."""
+        self._num_bytes = 0
+
+    def of(self, segments: tuple[Segment, ...], refs: tuple[TensorRef, ...], runs: Mapping[str, messages.Run]) -> str:
+        """Describe a set of buckets."""
+        key = (*map(id, segments), len(segments), *map(id, refs))
+        known = self._known.get(key)
+        if known is None or known.runs != runs:
+            told = messages.Packed(segments=segments, refs=refs, runs=dict(runs))
+            known = _Text(segments=segments, refs=refs, runs=dict(runs), text=told.encode())
+            self._remember(key, known)
+        self._known.move_to_end(key)
+        return known.text
+
+    def _remember(self, key: tuple[int, ...], new: "_Text") -> None:
+        old = self._known.pop(key, None)
+        self._known[key] = new
+        self._num_bytes += len(new.text) - (len(old.text) if old is not None else 0)
+        while len(self._known) > 1 and self._num_bytes > _MOST_REMEMBERED_BYTES:
+            self._num_bytes -= len(self._known.popitem(last=False)[1].text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Text:
+    """The text of a set of buckets, and what it was made from."""
+
+    segments: tuple[Segment, ...]
+    refs: tuple[TensorRef, ...]
+    runs: Mapping[str, messages.Run]
+    text: str
+
+
 class Packer:
     """Packs streams into buckets, which are kept from one stream to the next.
 
@@ -56,6 +96,7 @@ class Packer:
         self._runs: dict[str, messages.Run] = {}
         self._work: dict[torch.device, WorkStream] = {}
         self._dropped: list[Bucket] = []
+        self._texts = _Texts()
         self._bucket_bytes = 0
         self.num_packed = 0
         """Number of sealed sets of this stream."""
@@ -125,7 +166,7 @@ class Packer:
         if tensor.device not in self._work:
             self._work[tensor.device] = WorkStream(tensor.device)
         with self._work[tensor.device].joined():
-            self._refs[name] = buckets[tensor.device].put(name, tensor.detach())
+            self._refs[name] = buckets[tensor.device].put(name, tensor)
         if not piece.is_whole:
             self._runs[name] = messages.Run(first_row=piece.first_row, full_shape=piece.full_shape)
 
@@ -133,11 +174,11 @@ class Packer:
         """Close the filled set, and return the text for the ranks. Open the next set once they have read it."""
         events = tuple(work.record() for device, work in self._work.items() if device.type == "cuda")
         segments = tuple(bucket.segment for buckets in self._sets for bucket in buckets.values())
-        told = messages.Packed(segments=segments, refs=tuple(self._refs.values()), runs=dict(self._runs))
+        text = self._texts.of(segments, tuple(self._refs.values()), self._runs)
         self._refs.clear()
         self._runs.clear()
         self.num_packed += 1
-        return Packed(text=told.encode(), events=events)
+        return Packed(text=text, events=events)
 
     def drop_bucket(self, device: torch.device) -> None:
         """Remove a bucket that is too small from the open set."""

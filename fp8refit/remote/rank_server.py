@@ -30,6 +30,8 @@ from fp8refit.transport.vote import ErrorRecord
 logger = logging.getLogger(__name__)
 
 _POLL_S = 2e-5
+_SPINNING_S = 1e-3
+"""Seconds a rank polls without pause, once something has arrived: the shortest sleep takes as long as half a bucket."""
 _LINGERING_S = 0.005
 """Seconds a rank polls for more of a stream before it returns."""
 _FOLLOWING_S = 0.25
@@ -168,7 +170,7 @@ class RankServer:
             case messages.Begin():
                 rank.target.begin(prepared)
             case messages.Stream():
-                self._follow(order, rank, self._open_buckets(rank))
+                self._follow(order, prepared, rank)
         self._prepared = prepared
         return {}
 
@@ -178,7 +180,7 @@ class RankServer:
             rank.target.abandon()
             self._unmap()
 
-    def _follow(self, order: messages.Stream, rank: Rank, importer: Importer) -> None:
+    def _follow(self, order: messages.Stream, prepared: Prepared, rank: Rank) -> None:
         """Write what arrives through a ring, until nothing more arrives or `_FOLLOWING_S` have passed.
 
         A text counts as taken when the device has read the buckets it describes. All received texts are taken when this
@@ -190,8 +192,10 @@ class RankServer:
         if self._ring is None or self._ring.segment != order.ring:
             self._ring = Ring.find(order.ring)
         try:
+            if order.begins:
+                rank.target.begin(prepared)
             with rank.target.live.on_device():
-                self._take_from(self._ring, rank, importer)
+                self._take_from(self._ring, rank, self._open_buckets(rank))
         finally:
             self._ring.leave(rank.group.rank)
 
@@ -212,7 +216,7 @@ class RankServer:
             elif ring.is_called_back or now_s - came_s > _LINGERING_S:
                 break
             else:
-                time.sleep(_POLL_S)
+                time.sleep(0 if now_s - came_s < _SPINNING_S else _POLL_S)
             while reading and reading[0][1].query():  # type: ignore[no-untyped-call]
                 ring.take(place, reading.popleft()[0])
         if reading:

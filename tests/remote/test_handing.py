@@ -10,6 +10,7 @@ import torch
 import fp8refit.remote.handing
 import fp8refit.remote.rank_server
 from fp8refit.errors import EngineBusyError, EngineLostError, RankFailedError, StagingMemoryError
+from fp8refit.remote.messages import Packed
 from fp8refit.transport.memory.ring import Ring
 from fp8refit.transport.memory.shared_tensors import Bucket
 from tests.fake_ranks import ClientEntryPoint, Cluster, Remote
@@ -108,6 +109,22 @@ def test_a_policy_that_is_laid_out_otherwise_is_read_where_it_lies_now(remote):
         order = list(policy.items())[:: 1 if version % 2 else -1]
         remote.refitter.refit(iter(order))
         remote.cluster.assert_holds(policy, version=version)
+
+
+def test_texts_are_made_and_read_once_even_if_other_streams_come_in_between(remote, sent, monkeypatch):
+    made, read = [], []
+    encode, validate = Packed.encode, Packed.model_validate_json
+    monkeypatch.setattr(Packed, "encode", lambda packed: made.append(packed) or encode(packed))
+    monkeypatch.setattr(Packed, "model_validate_json", lambda text: read.append(text) or validate(text))
+    for version in range(1, 9):
+        if version == 5:
+            made.clear()
+            read.clear()
+        policy = remote.cluster.make_policy(version)
+        order = list(policy.items())[:: 1 if version % 2 else -1]
+        remote.refitter.refit(iter(order))
+        remote.cluster.assert_holds(policy, version=version)
+    assert sent and not made and not read
 
 
 def test_ranks_write_while_the_source_is_read(monkeypatch):

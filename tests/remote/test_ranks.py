@@ -224,7 +224,7 @@ def test_a_step_is_told_to_every_rank_once(remote, cluster, tmp_path):
     assert remote.channel.steps == ["prepare", "write"]
     remote.channel.requests.clear()
     remote.refitter.refit(cluster.make_policy(2))
-    assert remote.channel.steps == ["prepare", "begin", "stream", "finish"]
+    assert remote.channel.steps == ["prepare", "stream", "finish"]
 
 
 def test_a_driver_waits_longer_than_the_ranks_for_each_other(cluster):
@@ -465,7 +465,7 @@ def with_fields(answer: str, **fields) -> str:
     return json.dumps(json.loads(answer) | fields)
 
 
-@pytest.mark.parametrize("step", ["prepare", "begin", "stream", "finish"])
+@pytest.mark.parametrize("step", ["prepare", "stream", "finish"])
 def test_an_answer_to_an_earlier_request_ends_the_engine(step, remote, cluster):
     mangle(remote, step, lambda answers: [answers[0], with_fields(answers[1], id="earlier")])
     with pytest.raises(EngineLostError, match=r"rank\(s\) 1 answered an earlier request.*Restart the engine"):
@@ -607,7 +607,7 @@ def vanish_after(remote: Remote, step: str, arguments: dict) -> Remote:
     return successor
 
 
-@pytest.mark.parametrize("step", ["prepare", "begin", "stream"])
+@pytest.mark.parametrize("step", ["prepare", "stream"])
 def test_a_driver_that_vanishes_leaves_nothing_that_stops_the_next_one(step, remote, cluster):
     successor = vanish_after(remote, step, {"state_dict": cluster.make_policy(1)})
     is_dirty = step != "prepare"
@@ -1000,7 +1000,7 @@ def cancel_at(step: str, remote: Remote, make_arguments) -> None:
     asyncio.run(cancel())
 
 
-@pytest.mark.parametrize("step", ["hello", "prepare", "begin", "stream", "finish"])
+@pytest.mark.parametrize("step", ["hello", "prepare", "stream", "finish"])
 def test_a_refit_that_is_cancelled_lets_go_of_the_source_and_the_next_one_heals(step, asynchronous, cluster):
     policies = [cluster.make_policy(1)]
     kept = [weakref.ref(tensor) for tensor in policies[0].values()]
@@ -1012,7 +1012,7 @@ def test_a_refit_that_is_cancelled_lets_go_of_the_source_and_the_next_one_heals(
         return report
 
     cancel_at(step, asynchronous, lambda: {"state_dict": policies.pop()})
-    is_dirty = step in ("begin", "stream")
+    is_dirty = step == "stream"
     assert (asynchronous.client.blocked is not None) == refitter.is_dirty == is_dirty
     assert cluster.states == [(is_dirty, int(step == "finish"))] * 2
     if step in ("hello", "prepare"):
