@@ -7,8 +7,8 @@ neighbors in the first stream. Nothing here waits for the device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from fp8refit.fill.row_tasks import cut_to_run
 from fp8refit.fill.tasks import bind
 from fp8refit.live.layout_guard import Addresses, LayoutGuard
 from fp8refit.live.slots import Slot
+from fp8refit.live.storage import why_unreadable
 
 _MOST_GROUPED = 4
 """Tensors in groups that are remembered, for each tensor of the table."""
@@ -55,9 +56,11 @@ class _Known:
         self.shape, self.stride, self.dtype, self.device = source_layout(tensor)
         self.alignment = tensor.data_ptr() % ALIGNMENT_BYTES
 
-    def fits(self, tensor: Tensor) -> bool:
+    def fits(self, tensor: Any) -> bool:
+        """Whether a value is a readable tensor of this layout."""
         return (
-            tensor.dtype is self.dtype
+            why_unreadable(tensor) is None
+            and tensor.dtype is self.dtype
             and tensor.shape == self.shape
             and tensor.get_device() == self.device
             and (tensor.is_contiguous() if self.stride is None else tensor.stride() == self.stride)
@@ -153,8 +156,8 @@ class DirectFill:
         self._groups.clear()
         self._num_grouped = 0
 
-    def place_of(self, key: str, tensor: Tensor) -> int | None:
-        """The place of a readable tensor in the table; None if it is not recognized."""
+    def place_of(self, key: str, tensor: Any) -> int | None:
+        """The place of a tensor in the table; None if it is not recognized."""
         known = self._known.get(key)
         return known.place if known is not None and known.fits(tensor) else None
 
@@ -240,8 +243,10 @@ class DirectFill:
 
 def _runs(places: Sequence[int]) -> list[tuple[int, int, int]]:
     """Where each run of consecutive places begins in the list and in the table, and its length."""
-    if len(places) < 2:
-        return [(0, place, 1) for place in places]
-    starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist()]
-    ends = [*starts[1:], len(places)]
-    return [(start, places[start], end - start) for start, end in zip(starts, ends, strict=True)]
+    runs: list[tuple[int, int, int]] = []
+    start = 0
+    for index in range(1, len(places) + 1):
+        if index == len(places) or places[index] != places[index - 1] + 1:
+            runs.append((start, places[start], index - start))
+            start = index
+    return runs

@@ -224,6 +224,8 @@ class StreamFill(Fill):
             self._fill_waiting()
 
     def _take_one(self, tensor: Arriving, *, is_lent: bool) -> None:
+        if type(tensor) is tuple and self._take_known(*tensor, is_lent=is_lent):
+            return
         if isinstance(tensor, Piece) and not tensor.is_whole:
             self._take_rows(tensor, is_lent=is_lent)
             return
@@ -247,6 +249,17 @@ class StreamFill(Fill):
         self._names.update(names)
         return True
 
+    def _take_known(self, name: str, tensor: Any, *, is_lent: bool) -> bool:
+        """Queue a tensor that earlier streams brought too; returns False if it has to be looked at."""
+        if self._cut is not None or name in self._names:
+            return False
+        place = self._place_of(name, tensor)
+        if place is None:
+            return False
+        self._names.add(name)
+        self._let_wait(Lying(name=name, tensor=tensor, place=place), is_lent)
+        return True
+
     def _take_where_it_lies(self, name: str, tensor: Tensor, *, is_lent: bool) -> None:
         """Fill from a tensor on the engine's device without staging it, with the next launch.
 
@@ -254,15 +267,10 @@ class StreamFill(Fill):
         """
         self._check_is_complete()
         check_readable(name, tensor)
-        place = self._place_of(name, tensor) if name not in self._names else None
-        if place is not None:
-            self._names.add(name)
-            self._let_wait(Lying(name=name, tensor=tensor, place=place), is_lent)
-            return
         steps = self._steps_of(name, TensorMeta.of(tensor))
         self._let_wait(Lying(name=name, tensor=tensor.detach(), steps=steps, is_kept=self._is_settled(name)), is_lent)
 
-    def _place_of(self, key: str, tensor: Tensor) -> int | None:
+    def _place_of(self, key: str, tensor: Any) -> int | None:
         """The place of what arrives in the table of earlier streams; None if it is not there or has to be planned."""
         return self._direct.place_of(key, tensor) if self._direct is not None and self._builder is None else None
 

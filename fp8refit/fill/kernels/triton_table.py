@@ -118,8 +118,8 @@ class TritonTable(WorkTable):
         self._tiles = [(kind, _first_tiles(rows, kind)) for kind in _in_order(set(rows.kinds))]
         """For each kind, the first tile of each row, if all rows before it were there; and the end."""
         self._first_rows: list[int] = np.searchsorted(rows.places, np.arange(rows.num_places + 1)).tolist()
-        self._byte_offsets: list[int] = rows.byte_offsets.tolist()
-        self._alignment: list[int] = rows.alignment.tolist()
+        self._pointed_at = _addresses(rows)
+        """The source address that the rows of each place have."""
         with torch.inference_mode(False):  # tensors that can be written in any mode
             self._allocate(rows, tile_rows)
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -172,14 +172,17 @@ class TritonTable(WorkTable):
         check: bool,
         action: Action = Action.WRITE,
     ) -> bool:
+        shift = 0
+        if self._first_rows[first] == self._first_rows[first + len(sources)]:
+            return True
         if len(sources) == 1:
-            is_pointed = self._point_one(first, sources[0].data_ptr())
-        else:
-            is_pointed = self._point(first, addresses if addresses is not None else addresses_of(sources))
-        if not is_pointed:
+            shift = sources[0].data_ptr() - self._pointed_at[first]
+            if shift % ALIGNMENT_BYTES:
+                return False
+        elif not self._point(first, addresses if addresses is not None else addresses_of(sources)):
             return False
         with self._on_device():
-            self._launch_rows(first, first + len(sources), check=check, action=action)
+            self._launch_rows(first, first + len(sources), shift, check=check, action=action)
         self._has_run = True
         return True
 
@@ -190,17 +193,6 @@ class TritonTable(WorkTable):
             return nullcontext()
         return torch.cuda.device(device)
 
-    def _point_one(self, place: int, address: int) -> bool:
-        """`_point` for one source, without arrays."""
-        start, end = self._first_rows[place], self._first_rows[place + 1]
-        for row in range(start, end):
-            if address % ALIGNMENT_BYTES != self._alignment[row]:
-                return False
-            self._host_view[row, _SOURCE] = address + self._byte_offsets[row]
-        if start < end:
-            self._matrix[start:end].copy_(self._host_matrix[start:end], non_blocking=True)
-        return True
-
     def _point(self, first: int, addresses: Addresses) -> bool:
         """Point the rows of the places from `first` on at other addresses, unless these are aligned otherwise."""
         rows = self._rows
@@ -210,6 +202,7 @@ class TritonTable(WorkTable):
             return False
         self._host_view[start:end, _SOURCE] = by_row + rows.byte_offsets[start:end]
         self._matrix[start:end].copy_(self._host_matrix[start:end], non_blocking=True)
+        self._pointed_at[first : first + len(addresses)] = addresses.tolist()
         return True
 
     def _launch_or_replay(self, *, check: bool, action: Action, begun: torch.cuda.Event | None) -> None:
@@ -245,11 +238,11 @@ class TritonTable(WorkTable):
         return graph
 
     def _launch_all(self, *, check: bool, action: Action) -> None:
-        self._launch_rows(0, self._rows.num_places, check=check, action=action)
+        self._launch_rows(0, self._rows.num_places, 0, check=check, action=action)
         self._host_status.copy_(self._status, non_blocking=True)
 
-    def _launch_rows(self, first: int, last: int, *, check: bool, action: Action) -> None:
-        """Launch the tiles of the places from `first` to before `last`."""
+    def _launch_rows(self, first: int, last: int, shift: int, *, check: bool, action: Action) -> None:
+        """Launch the tiles of the places from `first` to before `last`, with `shift` bytes added to their sources."""
         start, end = self._first_rows[first], self._first_rows[last]
         for index, (kind, first_tiles) in enumerate(self._tiles):
             if count := first_tiles[end] - first_tiles[start]:
@@ -258,7 +251,7 @@ class TritonTable(WorkTable):
                 if launcher is None:
                     checks = check or kind.op is Op.COPY_SCALES
                     launcher = self._launchers[key] = _launcher_of(kind, self._device, check=checks, action=action)
-                launcher.launch(self._arrays, first_tiles[start], count)
+                launcher.launch(self._arrays, shift, first_tiles[start], count)
 
     @override
     def bad_tasks(self) -> list[int]:
@@ -348,6 +341,14 @@ def _joined(parts: Sequence[_Rows]) -> _Rows:
         num_tasks=int(first_tasks[-1]),
         num_places=int(first_places[-1]),
     )
+
+
+def _addresses(rows: _Rows) -> list[int]:
+    """The source address of each place; 0 if it has no rows."""
+    addresses = np.zeros(rows.num_places, dtype=np.int64)
+    addresses[rows.places] = rows.fields[:, _SOURCE] - rows.byte_offsets
+    found: list[int] = addresses.tolist()
+    return found
 
 
 def _in_order(kinds: Iterable[Kind]) -> list[Kind]:
@@ -452,10 +453,10 @@ class _Launcher:
             kind, check=check, action=action
         )
 
-    def launch(self, arrays: tuple[Tensor, ...], first_tile: int, num_tiles: int) -> None:
+    def launch(self, arrays: tuple[Tensor, ...], shift: int, first_tile: int, num_tiles: int) -> None:
         """Launch some tiles on the current stream of the current device, which is the arrays'."""
         grid = -(-num_tiles // self._tiles_per_program), 1, 1
-        compiled = self._kernel[grid](*arrays, first_tile, num_tiles, *self._constants, **self._options)
+        compiled = self._kernel[grid](*arrays, shift, first_tile, num_tiles, *self._constants, **self._options)
         if compiled is not None:
             self._kernel, self._options = compiled, {}
 
@@ -500,8 +501,8 @@ def _describe(kind: Kind, *, check: bool, action: Action) -> tuple[int, Any, tup
 
 
 def _in_signature(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Constants in the order of a kernel's parameters, the first six of which are no constants."""
-    return tuple(constants[name] for name in kernel.arg_names[6:])
+    """Constants in the order of a kernel's parameters, the first seven of which are no constants."""
+    return tuple(constants[name] for name in kernel.arg_names[7:])
 
 
 @triton.jit
@@ -525,9 +526,9 @@ def _load_row(matrix, tile_rows, tile, NUM_FIELDS: tl.constexpr):
     return matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_tiles"])
+@triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
 def _quantize_tiles(
-    matrix, tile_rows, status, differs, first_tile, num_tiles, NUM_BLOCKS: tl.constexpr,
+    matrix, tile_rows, status, differs, shift: tl.int64, first_tile, num_tiles, NUM_BLOCKS: tl.constexpr,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     IS_UE8M0: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr,
@@ -538,14 +539,14 @@ def _quantize_tiles(
     for index in tl.static_range(NUM_BLOCKS):
         if first + index < num_tiles:
             _quantize_tile(
-                matrix, tile_rows, status, differs, first_tile + first + index, SOURCE, TARGET, NUM_FIELDS, BLOCK_N,
+                matrix, tile_rows, status, differs, shift, first_tile + first + index, SOURCE, TARGET, NUM_FIELDS, BLOCK_N,
                 BLOCK_K, TILE_N, TILE_K, IS_UE8M0, AMAX_FLOOR, ROUND_TO_BF16, SATURATES, IS_ALIGNED, CHECK, WRITE, COMPARE,
             )  # fmt: skip
 
 
 @triton.jit
 def _quantize_tile(
-    matrix, tile_rows, status, differs, tile,
+    matrix, tile_rows, status, differs, shift, tile,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     IS_UE8M0: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr,
@@ -553,7 +554,7 @@ def _quantize_tile(
 ):  # fmt: skip
     """Quantize one block; the arithmetic is `reference.quantize_reference`, bit for bit."""
     row = _load_row(matrix, tile_rows, tile, NUM_FIELDS)
-    source = tl.load(row + 0).to(tl.pointer_type(SOURCE))
+    source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
     target = tl.load(row + 1).to(tl.pointer_type(tl.float8e4nv))
     scale = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     num_rows = tl.load(row + 3).to(tl.int32)
@@ -630,9 +631,9 @@ def _bits(x):
     return bits
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_tiles"])
+@triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
 def _copy_tiles(
-    matrix, tile_rows, status, differs, first_tile, num_tiles,
+    matrix, tile_rows, status, differs, shift: tl.int64, first_tile, num_tiles,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     TILE: tl.constexpr, RULE: tl.constexpr,
     IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
@@ -640,7 +641,7 @@ def _copy_tiles(
     """One program copies one segment of one row. `RULE` is a `Check`: what to flag."""
     tile = first_tile + tl.program_id(0)
     row = _load_row(matrix, tile_rows, tile, NUM_FIELDS)
-    source = tl.load(row + 0).to(tl.pointer_type(SOURCE))
+    source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
     target = tl.load(row + 1).to(tl.pointer_type(TARGET))
     num_cols = tl.load(row + 4)
     source_row = tl.load(row + 5)
