@@ -5,6 +5,7 @@ python benchmarks/render_pages.py
 
 import json
 import re
+import statistics
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ BROADCASTS = "broadcast_*_h200.json"
 SERVERS = "servers_*_h200.json"
 ORACLE = "oracle_*.json"
 TRANSFER = RESULTS / "weight_transfer_h200.json"
+STREAMS = "streams_*_h200.json"
+DROP_INS = "drop_in_*_h200.json"
+INTERLEAVED = "interleaved_*_h200.json"
 MATRIX = RESULTS / "matrix.json"
 ENGINES = ROOT / "docs" / "engines.toml"
 FAMILIES = ROOT / "docs" / "families.toml"
@@ -58,6 +62,9 @@ def render() -> dict[str, dict[str, str]]:
         },
         "docs/weight-transfer.md": {"transfer": render_transfer(json.loads(TRANSFER.read_text()))},
         "docs/broadcast.md": {"broadcasts": render_broadcasts(broadcasts)},
+        "docs/sources.md": {"streams": render_streams(_read_all(STREAMS))},
+        "docs/drop-in.md": {"drop-ins": render_drop_ins(_read_all(DROP_INS))},
+        "docs/speed.md": {"interleaved": render_interleaved(_read_all(INTERLEAVED))},
         "docs/servers.md": {"servers": render_servers(servers), "oracle": render_oracle(_read_all(ORACLE))},
     }
 
@@ -470,6 +477,85 @@ def render_precision(mismatches: list[dict[str, Any]], step: dict[str, Any]) -> 
         f"({step['speedup']['ue8m0']:.2f} x). Quantizing the weights takes {1e3 * step['quantize_s']:.1f} ms per step, "
         "not included. "
         f"{step.get('note', '')}\n\nTo measure again: `python -m pytest tests/gpu/test_precision.py`.\n"
+    )
+
+
+PLACES = {"inside": "engine in this process", "outside": "engine in another process"}
+
+
+def render_streams(results: list[dict[str, Any]]) -> str:
+    """Ways of sending a policy, by shape and by where the engine is."""
+    columns = [(found["shape"], place, found["places"][place]) for found in results for place in found["places"]]
+    columns.sort(key=lambda column: (column[0] != "qwen3-8b", column[1]))
+    names = {re.sub(r" of \d+ MiB$", "", name): None for _, _, found in columns for name in found["ms"]}
+    rows = []
+    for name in names:
+        cells = [_median_of(found["ms"], name) for _, _, found in columns]
+        rows.append(f"| {name} | {' | '.join(cells)} |\n")
+    heads = [f"{shape}, {PLACES[place]}" for shape, place, _ in columns]
+    sizes = {
+        shape: f"{shape} is {found['checks']['tensors']} tensors of {found['checks']['bytes'] / 1e9:.1f} GB"
+        for shape, _, found in columns
+    }
+    machine = columns[0][2]
+    return (
+        f"One {machine['gpu']}, vLLM {machine['vllm']}, torch {machine['torch']}; BF16 tensors on the engine's GPU; "
+        f"{'; '.join(sizes.values())}. Medians of whole calls in ms. Buckets hold 512 MiB, or 2 GiB of the larger shape.\n\n"
+        f"| | {' | '.join(heads)} |\n| --- |{' ---: |' * len(heads)}\n{''.join(rows)}\n"
+        "After each, every byte and the greedy tokens equal those of a refit of the same tensors. "
+        "To measure again: `python tests/gpu/run_streams.py --out FILE`.\n"
+    )
+
+
+def _median_of(milliseconds: dict[str, list[float]], name: str) -> str:
+    for full_name, values in milliseconds.items():
+        if values and re.sub(r" of \d+ MiB$", "", full_name) == name:
+            return f"{statistics.median(values):.1f}"
+    return ""
+
+
+def render_drop_ins(results: list[dict[str, Any]]) -> str:
+    """The drop-in and vLLM's own reload of the same stream."""
+    ways = {"trl": "TRL's: one tensor a call, engine in this process", "verl": "verl's: 512 MiB buckets by CUDA IPC"}
+    rows, machine = [], results[0]["ways"]["trl"]
+    for found in results:
+        for way, result in found["ways"].items():
+            ours, own = result["median_ms"].values()
+            extra = result["checks"]["vLLM's own reload: peak extra MiB"]
+            rows.append(f"| {ways[way]} | {ours:.1f} ms | {own:.1f} ms, {extra} MiB extra | {own / ours:.1f} x |\n")
+    return (
+        f"One {machine['gpu']}, vLLM {machine['vllm']}, torch {machine['torch']}; {results[0]['shape']} shape, "
+        f"{machine['checks']['tensors']} tensors of {machine['checks']['bytes'] / 1e9:.1f} GB. Medians of whole transfers, "
+        "the trainer's side included.\n\n"
+        "| transfer | drop-in | vLLM's own reload of the same stream | |\n| --- | ---: | ---: | ---: |\n"
+        f"{''.join(rows)}\n"
+        "Bytes and greedy tokens equal those of a refit. To measure again: `python tests/gpu/run_drop_in.py --out FILE`.\n"
+    )
+
+
+def render_interleaved(results: list[dict[str, Any]]) -> str:
+    """Refits by several builds in turn."""
+    rows = []
+    for found in results:
+        place = found["command"]
+        where = (
+            "SGLang"
+            if "sglang" in place
+            else "vLLM in another process"
+            if "outside" in place
+            else "vLLM in this process"
+        )
+        cells = [
+            f"{found['median_ms'][name]:.2f} ms, {found['against_the_first'][name]:.3f} x"
+            for name in found["median_ms"]
+        ]
+        rows.append(f"| {where} | {' | '.join(cells)} |\n")
+    about = next(iter(results[0]["about"].values()))
+    return (
+        f"One {about['gpu']}, {about['shape']} shape, engines of three builds side by side, refitted in turn; medians. "
+        "*Before* is the last build that guessed names, *house* the first that traced them, *after* version 0.2.0.\n\n"
+        f"| | {' | '.join(results[0]['median_ms'])} |\n| --- |{' ---: |' * len(results[0]['median_ms'])}\n{''.join(rows)}\n"
+        "To measure again: `python tests/gpu/run_interleaved.py --out FILE NAME=WHEEL ...`.\n"
     )
 
 

@@ -206,6 +206,7 @@ def measure(arguments: argparse.Namespace) -> None:
         profile.runcall(call)
         print(f"\n{arguments.place}: {name}")
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    refitter.refit(policy)
     policy[items[-1][0]].view(-1)[-1] += 1.0
     checks["verify finds one"] = list(refitter.verify(policy).differing) == [items[-1][0]]
     save(arguments.out, found)
