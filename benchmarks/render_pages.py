@@ -63,7 +63,7 @@ def render() -> dict[str, dict[str, str]]:
         "docs/weight-transfer.md": {"transfer": render_transfer(json.loads(TRANSFER.read_text()))},
         "docs/broadcast.md": {"broadcasts": render_broadcasts(broadcasts)},
         "docs/sources.md": {"streams": render_streams(_read_all(STREAMS))},
-        "docs/drop-in.md": {"drop-ins": render_drop_ins(_read_all(DROP_INS))},
+        "docs/drop-in.md": {"transfers": render_drop_ins(_read_all(DROP_INS))},
         "docs/speed.md": {"interleaved": render_interleaved(_read_all(INTERLEAVED))},
         "docs/servers.md": {"servers": render_servers(servers), "oracle": render_oracle(_read_all(ORACLE))},
     }
