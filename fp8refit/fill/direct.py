@@ -174,6 +174,11 @@ class DirectFill:
                 return False
         return True
 
+    def fill_one(self, place: int, tensor: Tensor) -> None:
+        """Fill from a tensor that was recognized, now."""
+        is_done = self._run(place, (tensor,))
+        assert is_done, "the alignment was checked"
+
     def fill(self, lying: Sequence[Lying], *, are_together: bool) -> None:
         """Fill from the next tensors.
 

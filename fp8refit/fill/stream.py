@@ -214,7 +214,7 @@ class StreamFill(Fill):
             with self._work.joined():
                 if not self._take_group(tensors):
                     for tensor in tensors:
-                        self._take_one(tensor, is_lent=False)
+                        self._take_one(tensor, is_lent=len(tensors) == 1)
                     self._fill_waiting(are_together=True)
             return
         for tensor in tensors:
@@ -250,20 +250,25 @@ class StreamFill(Fill):
         return True
 
     def _take_known(self, name: str, tensor: Any, *, is_lent: bool) -> bool:
-        """Queue a tensor that earlier streams brought too; returns False if it has to be looked at."""
-        if self._cut is not None or name in self._names:
+        """Take a tensor that earlier streams brought too; returns False if it has to be looked at."""
+        direct = self._direct
+        if direct is None or self._builder is not None or self._cut is not None or name in self._names:
             return False
-        place = self._place_of(name, tensor)
+        place = direct.place_of(name, tensor)
         if place is None:
             return False
         self._names.add(name)
-        self._let_wait(Lying(name=name, tensor=tensor, place=place), is_lent)
+        if is_lent:
+            direct.fill_one(place, tensor)
+        else:
+            self._waiting.append(Lying(name=name, tensor=tensor, place=place))
         return True
 
     def _take_where_it_lies(self, name: str, tensor: Tensor, *, is_lent: bool) -> None:
         """Fill from a tensor on the engine's device without staging it, with the next launch.
 
-        A lent tensor may be overwritten when this returns, so it gets its own launch, or is copied if that is cheaper.
+        A lent tensor may be overwritten when this returns, so it gets its own launch, or is copied if it is small: a table
+        for many costs the host less than many tables.
         """
         self._check_is_complete()
         check_readable(name, tensor)
