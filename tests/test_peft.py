@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8refit import RefitReport
 from fp8refit.errors import InvalidSourceError
 from fp8refit.peft import merged
+from fp8refit.sources.row_runs import Piece
 from tests.fake_ranks import ClientEntryPoint, Cluster, Drivers, Remote
 
 peft = pytest.importorskip("peft")
@@ -129,9 +130,11 @@ def test_a_tensor_that_is_given_whole_is_the_readers_own():
     assert len(alive) == 4
 
 
+@pytest.mark.parametrize("shares_launches", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("max_bytes", [1, 3000, 1 << 20])
-def test_pieces_are_rows_of_the_same_weights(max_bytes, dtype):
+@pytest.mark.parametrize("max_bytes", [1, 3000, 30_000, 1 << 20])
+def test_pieces_are_rows_of_the_same_weights(max_bytes, dtype, shares_launches, monkeypatch):
+    monkeypatch.setattr("fp8refit.peft._shares_launches", lambda device: shares_launches)
     model = adapted(dtype, modules_to_save=["lm_head"])
     source, found = merged(model), {}
     for piece in source.pieces(max_bytes):
@@ -145,6 +148,36 @@ def test_pieces_are_rows_of_the_same_weights(max_bytes, dtype):
         name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()
     }
     assert problems == ()
+
+
+def test_a_gpu_merges_as_many_at_once_as_there_is_room_for(monkeypatch):
+    monkeypatch.setattr("fp8refit.peft._shares_launches", lambda device: True)
+    source, made = merged(adapted()), []
+    make = source.make
+    monkeypatch.setattr(source, "make", lambda recipes, outs: made.append(len(recipes)) or make(recipes, outs))
+    names = [name for name, _ in source]
+    made.clear()
+    assert [piece.name for piece in source.pieces(1 << 20)] == names
+    assert [number for number in made if number] == [5]
+    made.clear()
+    assert {piece.name for piece in source.pieces(40_000)} == set(names)
+    assert [number for number in made if number] == [2, 2, 1]
+
+
+def test_recipes_are_made_in_the_readers_memory():
+    source = merged(adapted(torch.bfloat16))
+    expected, recipes = dict(source), []
+    for each in source.recipes(3000):
+        if isinstance(each, Piece):
+            rows = expected[each.name]
+            rows = rows[each.first_row : each.end_row] if each.full_shape else rows
+            assert torch.equal(each.tensor, rows)
+        else:
+            recipes.append(each)
+    outs = [torch.full_like(each.tensor, torch.nan) for each in recipes]
+    source.make(recipes, outs)
+    for each, out in zip(recipes, outs, strict=True):
+        assert_close({"rows": out}, {"rows": expected[each.name][each.first_row :][: len(out)]})
 
 
 class Taken(TorchDispatchMode):

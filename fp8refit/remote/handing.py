@@ -13,7 +13,7 @@ from typing import Protocol
 from fp8refit.remote import messages
 from fp8refit.remote.messages import Reply
 from fp8refit.remote.packing import Packed, Packer
-from fp8refit.sources.row_runs import Piece, in_pieces
+from fp8refit.sources.row_runs import MakesPieces, Piece, Recipe, in_recipes
 from fp8refit.sources.source import Source
 from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.memory.ring import NUM_SETS, Ring
@@ -66,7 +66,7 @@ class Handing:
         """The set whose text is sent once the device has packed it."""
         self._answers: Awaitable[Sequence[Reply]] | None = None
         """Replies to the current order."""
-        self._pieces: Generator[Piece, None, None] | None = None
+        self._pieces: Generator[Piece | Recipe, None, None] | None = None
         """The rest of the source."""
 
     def open(self, source: Source, bucket_bytes: int) -> None:
@@ -78,8 +78,8 @@ class Handing:
             BaseException: What reading the source raised.
         """
         self._ring.begin()
-        self._packer.begin(bucket_bytes)
-        self._pieces = in_pieces(source, bucket_bytes)
+        self._packer.begin(bucket_bytes, source if isinstance(source, MakesPieces) else None)
+        self._pieces = in_recipes(source, bucket_bytes)
         first = next(self._pieces, None)
         if first is not None:
             self._packer.reserve(first.tensor)
@@ -90,6 +90,7 @@ class Handing:
         pieces, self._pieces = self._pieces, None
         if pieces is not None:
             pieces.close()
+        self._packer.end()
 
     async def hand_over(self) -> None:
         """Read the source that was opened to its end, and return when every rank has taken all of it.
@@ -129,7 +130,7 @@ class Handing:
         if self._answers is None:
             await self._asks.ask(messages.Begin(refit=self._order.refit))
 
-    async def _open_set(self, piece: Piece) -> None:
+    async def _open_set(self, piece: Piece | Recipe) -> None:
         """Open another set of buckets with room for a piece.
 
         Replaces a bucket that is smaller than a single row of blocks.

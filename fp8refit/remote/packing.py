@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8refit.errors import InvalidSourceError
 from fp8refit.live.slots import dtype_name
 from fp8refit.remote import messages
-from fp8refit.sources.row_runs import Piece
+from fp8refit.sources.row_runs import MakesPieces, Piece, Recipe
 from fp8refit.sources.work_stream import WorkStream
 from fp8refit.transport.memory.ring import NUM_SETS
 from fp8refit.transport.memory.segment import DTYPES, Segment
@@ -95,15 +95,24 @@ class Packer:
         self._refs: dict[str, TensorRef] = {}
         self._runs: dict[str, messages.Run] = {}
         self._work: dict[torch.device, WorkStream] = {}
+        self._unmade: list[tuple[Recipe, Tensor]] = []
+        """What the source has to make before the set is sealed, and where."""
+        self._source: MakesPieces | None = None
         self._dropped: list[Bucket] = []
         self._texts = _Texts()
         self._bucket_bytes = 0
         self.num_packed = 0
         """Number of sealed sets of this stream."""
 
-    def begin(self, bucket_bytes: int) -> None:
-        """Begin a stream. No rank may be reading."""
-        self._bucket_bytes, self.num_packed = bucket_bytes, 0
+    def begin(self, bucket_bytes: int, source: MakesPieces | None = None) -> None:
+        """Begin a stream. No rank may be reading.
+
+        Args:
+            bucket_bytes: Size of new buckets.
+            source: Makes recipes, if there are any.
+        """
+        self.end()
+        self._bucket_bytes, self.num_packed, self._source = bucket_bytes, 0, source
         for work in self._work.values():
             work.synchronize()  # a failed stream may have left copies that would arrive late
         self._work.clear()
@@ -111,6 +120,11 @@ class Packer:
         self._refs.clear()
         self._runs.clear()
         self.open_set()
+
+    def end(self) -> None:
+        """Let go of the source."""
+        self._unmade.clear()
+        self._source = None
 
     @property
     def is_empty(self) -> bool:
@@ -132,7 +146,7 @@ class Packer:
         for bucket in self.buckets.values():
             bucket.clear()
 
-    def has_room(self, piece: Piece) -> bool:
+    def has_room(self, piece: Piece | Recipe) -> bool:
         """Whether a piece fits into the remaining room."""
         if piece.name in self._refs or len(self._refs) == _MOST_REFS:
             return False
@@ -150,8 +164,8 @@ class Packer:
             if tensor.device not in buckets:
                 buckets[tensor.device] = self._make_bucket(tensor.device, num_bytes)
 
-    def put(self, piece: Piece) -> None:
-        """Queue a copy of a piece, which must fit.
+    def put(self, piece: Piece | Recipe) -> None:
+        """Queue a copy of a piece, which must fit. A recipe is made when the set is sealed.
 
         Raises:
             InvalidSourceError: Its dtype is not that of a weight.
@@ -165,13 +179,22 @@ class Packer:
             self.reserve(tensor)
         if tensor.device not in self._work:
             self._work[tensor.device] = WorkStream(tensor.device)
-        with self._work[tensor.device].joined():
-            self._refs[name] = buckets[tensor.device].put(name, tensor)
+        if isinstance(piece, Recipe):
+            out, self._refs[name] = buckets[tensor.device].place(name, tensor)
+            self._unmade.append((piece, out))
+        else:
+            with self._work[tensor.device].joined():
+                self._refs[name] = buckets[tensor.device].put(name, tensor)
         if not piece.is_whole:
             self._runs[name] = messages.Run(first_row=piece.first_row, full_shape=piece.full_shape)
 
     def seal(self) -> Packed:
-        """Close the filled set, and return the text for the ranks. Open the next set once they have read it."""
+        """Close the filled set, and return the text for the ranks. Open the next set once they have read it.
+
+        Raises:
+            BaseException: What the source raised when it made what it gave recipes for.
+        """
+        self._make()
         events = tuple(work.record() for device, work in self._work.items() if device.type == "cuda")
         segments = tuple(bucket.segment for buckets in self._sets for bucket in buckets.values())
         text = self._texts.of(segments, tuple(self._refs.values()), self._runs)
@@ -179,6 +202,15 @@ class Packer:
         self._runs.clear()
         self.num_packed += 1
         return Packed(text=text, events=events)
+
+    @torch.inference_mode()
+    def _make(self) -> None:
+        unmade, self._unmade = self._unmade, []
+        for device in {recipe.tensor.device for recipe, _ in unmade}:
+            assert self._source is not None, "it gave the recipes"
+            there = [each for each in unmade if each[0].tensor.device == device]
+            with self._work[device].joined():
+                self._source.make([recipe for recipe, _ in there], [out for _, out in there])
 
     def drop_bucket(self, device: torch.device) -> None:
         """Remove a bucket that is too small from the open set."""

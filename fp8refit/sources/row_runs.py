@@ -1,6 +1,6 @@
 """Splits tensors that are larger than a bucket into runs of rows, without cutting through blocks."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, runtime_checkable
@@ -36,6 +36,41 @@ class Piece:
         return self.first_row + (self.tensor.shape[0] if self.tensor.ndim else 1)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Recipe:
+    """Some or all rows of a tensor that its source still has to compute; see `MakesPieces`."""
+
+    name: str
+    """Checkpoint name of the whole tensor."""
+    first_row: int
+    tensor: Tensor
+    """Of their shape, dtype and device, with other values."""
+    full_shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole tensor."""
+        return tuple(self.tensor.shape) == self.full_shape
+
+    def piece(self, out: Tensor) -> Piece:
+        """The rows, once they are made in `out`."""
+        return Piece(name=self.name, first_row=self.first_row, tensor=out, full_shape=self.full_shape)
+
+
+@runtime_checkable
+class MakesPieces(Protocol):
+    """A source that can compute pieces in its reader's memory, many at once."""
+
+    def recipes(self, max_bytes: int) -> Iterator[Piece | Recipe]:
+        """Yield what `InPieces.pieces` yields, but recipes for what has to be computed."""
+        ...
+
+    def make(self, recipes: Sequence[Recipe], outs: Sequence[Tensor]) -> None:
+        """Compute recipes into contiguous memory, on the current stream."""
+        ...
+
+
 @runtime_checkable
 class InPieces(Protocol):
     """A source that can yield large tensors in runs of rows, without holding them whole."""
@@ -43,6 +78,21 @@ class InPieces(Protocol):
     def pieces(self, max_bytes: int) -> Iterator[Piece]:
         """Yield everything once, split as by `cut`: the pieces of a tensor follow each other in row order."""
         ...
+
+
+def in_recipes(source: Source, max_bytes: int) -> Generator[Piece | Recipe, None, None]:
+    """`in_pieces` for readers with memory of their own: recipes of what has to be computed, if the source gives any.
+
+    Raises:
+        InvalidSourceError: A tensor has no readable bytes.
+    """
+    if not isinstance(source, MakesPieces):
+        yield from in_pieces(source, max_bytes)
+        return
+    for piece in source.recipes(max_bytes):
+        check_readable(piece.name, piece.tensor)
+        yield piece
+        del piece
 
 
 def in_pieces(source: Source, max_bytes: int) -> Generator[Piece, None, None]:

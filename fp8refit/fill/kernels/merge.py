@@ -1,7 +1,32 @@
-"""Adds a low-rank product to a weight, as in LoRA, reading and writing each element once."""
+"""Adds low-rank products to weights, as in LoRA, reading and writing each element once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Product:
+    """The arguments of `add_product`."""
+
+    weight: Tensor
+    up: Tensor
+    down: Tensor
+    scale: float
+    out: Tensor
+
+
+@torch.no_grad()
+def add_products(products: Sequence[Product]) -> None:
+    """`add_product` for each; on a GPU in one launch, where the layouts are the usual ones. None reads what another writes."""
+    if products and products[0].weight.is_cuda:
+        from fp8refit.fill.kernels.triton_merge import add_products_triton
+
+        products = add_products_triton(products)
+    for each in products:
+        add_product(each.weight, each.up, each.down, each.scale, out=each.out)
 
 
 @torch.no_grad()

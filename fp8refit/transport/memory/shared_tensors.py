@@ -231,14 +231,23 @@ class Bucket:
             ValueError: The tensor is larger than the bucket or the remaining room, or its dtype cannot occur in
                 checkpoints.
         """
-        placed = self._placed.get((name, self._used))
         with torch.inference_mode():
-            if placed is None or placed[0].shape != tensor.shape or placed[0].dtype is not tensor.dtype:
-                placed = self._place(name, tensor)
-            staged, ref = placed
+            staged, ref = self.place(name, tensor)
             staged.copy_(tensor, non_blocking=True)
-        self._used += -(-staged.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return ref
+
+    def place(self, name: str, like: Tensor) -> tuple[Tensor, TensorRef]:
+        """Make room for a tensor like `like` as `put` does, and return its memory and its reference. Write to it in
+        `torch.inference_mode()`.
+
+        Raises:
+            ValueError: See `put`.
+        """
+        placed = self._placed.get((name, self._used))
+        if placed is None or placed[0].shape != like.shape or placed[0].dtype is not like.dtype:
+            placed = self._place(name, like)
+        self._used += -(-placed[0].nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return placed
 
     def _place(self, name: str, tensor: Tensor) -> tuple[Tensor, TensorRef]:
         if dtype_name(tensor.dtype) not in DTYPES:

@@ -5,6 +5,7 @@ python compiling.py 90        # the compute capability
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 import triton
@@ -12,10 +13,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from fp8refit.fill.kernels.merge import Product
 from fp8refit.fill.kernels.table import Action, Task
 from fp8refit.fill.kernels.triton_amax import raise_maxima_triton
 from fp8refit.fill.kernels.triton_groups import quantize_groups
-from fp8refit.fill.kernels.triton_merge import add_product_triton
+from fp8refit.fill.kernels.triton_merge import add_product_triton, add_products_triton
 from fp8refit.fill.kernels.triton_table import TritonTable
 from fp8refit.live.slots import Op, ScaleFormat
 
@@ -55,6 +57,8 @@ def main() -> None:
         for rank in (8, 64):
             up, down = torch.zeros(256, rank, dtype=dtype), torch.zeros(rank, 384, dtype=dtype)
             add_product_triton(weight, up, down, 0.5, out=weight)
+            product = Product(weight=weight, up=up, down=down, scale=0.5, out=weight)
+            add_products_triton([product, replace(product, up=up.float(), down=down.float())])
         quantize_groups(weight, ScaleFormat.FP32)
         quantize_groups(weight, ScaleFormat.UE8M0, is_transposed=True)
         raise_maxima_triton(torch.zeros(3, dtype=torch.int32), 0, [weight, None, weight])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8refit.fill.kernels.merge import add_product_reference
+from fp8refit.fill.kernels.merge import Product, add_product_reference
 
 
 @pytest.fixture(params=["kernel", "torch"])
@@ -78,3 +78,50 @@ def test_inf_and_nan_stay_what_they_are(device, add_product):
     up, down = (torch.ones(*shape, dtype=torch.bfloat16, device=device) for shape in ((128, 16), (16, 128)))
     add_product(weight, up, down, 1.0, out=weight)
     assert weight[0, 0].isnan() and weight[1, 1].isinf() and weight.isfinite().sum() == 128 * 128 - 2
+
+
+@pytest.mark.parametrize("low_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_many_in_one_launch_are_each_as_alone(dtype, low_dtype, device):
+    from fp8refit.fill.kernels.triton_merge import add_product_triton, add_products_triton
+
+    products, alone = [], []
+    for rows, cols, rank, scale in [(128, 128, 16, 0.5), (200, 96, 8, 1.0), (1, 16, 64, 2.0), (257, 272, 100, 0.375)]:
+        weight = random_values(rows, cols, dtype=dtype, device=device)
+        up = random_values(rows, rank, dtype=low_dtype, device=device)
+        down = random_values(rank, cols, dtype=low_dtype, device=device)
+        out = torch.full_like(weight, torch.nan)
+        products.append(Product(weight=weight, up=up, down=down, scale=scale, out=out))
+        alone.append(
+            add_product_triton(weight, up.to(dtype), down.to(dtype), scale, out=torch.full_like(weight, torch.nan))
+        )
+    assert add_products_triton(products) == []
+    for each, expected in zip(products, alone, strict=True):
+        assert torch.equal(each.out, expected)
+        assert_merged(each.out, each.weight, each.up.to(dtype), each.down.to(dtype), each.scale)
+
+
+def test_unusual_layouts_are_left_to_the_kernel_for_one(device):
+    from fp8refit.fill.kernels.triton_merge import add_products_triton
+
+    def product(**changed):
+        shapes = {"weight": (64, 32), "up": (64, 16), "down": (16, 32), "out": (64, 32)}
+        tensors = {name: random_values(*shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
+        return Product(**tensors | {"scale": 1.0} | changed)
+
+    buffer = torch.zeros(64 * 40 + 1, dtype=torch.bfloat16, device=device)
+    unusual = [
+        product(weight=torch.zeros(32, 64, dtype=torch.bfloat16, device=device).mT),
+        product(up=torch.zeros(16, 64, dtype=torch.bfloat16, device=device).mT),
+        product(down=torch.zeros(32, 16, dtype=torch.bfloat16, device=device).mT),
+        product(out=buffer[1 : 64 * 32 + 1].view(64, 32)),
+        product(out=buffer[: 64 * 40].view(64, 40)[:, :32]),
+        product(weight=torch.zeros(64, 32, dtype=torch.float64, device=device)),
+        product(weight=torch.zeros(64, 30, dtype=torch.bfloat16, device=device)),
+        product(weight=torch.zeros(0, 32, dtype=torch.bfloat16, device=device)),
+    ]
+    usual = product()
+    before = [each.out.clone() for each in unusual]
+    assert add_products_triton([*unusual, usual]) == unusual
+    assert all(torch.equal(each.out, held) for each, held in zip(unusual, before, strict=True))
+    assert_merged(usual.out, usual.weight, usual.up, usual.down, 1.0)
