@@ -138,7 +138,7 @@ def tests_verl(session: nox.Session) -> None:
     session.install(*VERL_NEEDS)
     # Its wheel brings a package `tests`, which would be found instead of ours.
     site = session.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
-    session.run("rm", "-r", f"{site.strip()}/tests", external=True)
+    session.run("rm", "-rf", f"{site.strip()}/tests", external=True)
     session.run("pytest", "tests/vllm/test_verl.py", *session.posargs, env=ENVIRONMENT)
 
 
