@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError, StagingMemoryError
+from fp8refit.fill.arrivals import Arrivals, Expected, by_source
 from fp8refit.fill.direct import DirectFill
 from fp8refit.fill.fill import Fill
 from fp8refit.fill.from_buckets import ReceivedFill, ReceivedSource
@@ -15,7 +17,7 @@ from fp8refit.fill.kernels import Action
 from fp8refit.fill.plan import PlanBuilder, RefitPlan, compile_plan
 from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging
-from fp8refit.fill.stream import Expected, StreamFill, by_source
+from fp8refit.fill.stream import StreamFill
 from fp8refit.fill.tasks import misfit_scales, required_format, scale_problem
 from fp8refit.live.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta
 from fp8refit.sources.handover import HandedSource
@@ -199,7 +201,7 @@ class Fills:
             metadata, problems = scanned
             if known is None or problems or known.metadata != metadata:
                 plan = self._compile(metadata, problems, config, foreign)
-                known, is_first = Expected(plan=plan, steps=by_source(plan.steps), metadata=metadata), True
+                known, is_first = Expected.of(plan, metadata), True
                 self._expected = config.keep, known
             self._check_scales(known.plan, source, config)
 
@@ -254,18 +256,14 @@ class Fills:
                     staging.reserve()
             return staging
 
-        return StreamFill(
-            source,
-            expected,
-            is_announced=is_announced,
-            is_first=is_first,
-            make_builder=make_builder,
-            make_staging=make_staging,
-            action=action,
-            aliases=aliases,
-            direct=direct,
-            learn=learn,
-        )
+        def make(action: Action, **options: Any) -> StreamFill:
+            arrivals = Arrivals(expected, is_announced=is_announced, make_builder=make_builder, aliases=aliases)
+            return StreamFill(source, arrivals, make_staging(action), make_scout=make_scout, **options)
+
+        def make_scout() -> StreamFill:
+            return make(Action.CHECK, is_first=False)
+
+        return make(action, direct=direct, is_first=is_first, learn=learn)
 
     def _direct_for(self, config: RefitConfig, action: Action) -> DirectFill:
         """The fill for stream tensors on this device, with the table of earlier streams."""

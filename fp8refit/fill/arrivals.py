@@ -1,0 +1,187 @@
+"""Judges what arrives in a stream: which steps each tensor has, that none arrives twice, and that all arrive."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fp8refit.errors import InvalidSourceError
+from fp8refit.fill.plan import PlanBuilder, RefitPlan, Step
+from fp8refit.live.slots import TensorMeta
+from fp8refit.sources.row_runs import Piece
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """The expected tensors and their steps."""
+
+    plan: RefitPlan
+    steps: Mapping[str, Sequence[Step]]
+    """Steps by source tensor."""
+    metadata: Mapping[str, TensorMeta] | None = None
+    """All expected tensors; None if they need no check."""
+
+    @classmethod
+    def of(cls, plan: RefitPlan, metadata: Mapping[str, TensorMeta]) -> "Expected":
+        """The tensors of a plan."""
+        return cls(plan=plan, steps=by_source(plan.steps), metadata=metadata)
+
+
+class Arrivals:
+    """The tensors of one stream.
+
+    Args:
+        expected: The expected tensors; None if unknown.
+        is_announced: Whether anything unexpected is an error; otherwise it is planned on arrival.
+        make_builder: Starts a plan for unannounced tensors.
+        aliases: Names that share another name's slot.
+
+    Attributes:
+        expected: The expected tensors; None while they are planned on arrival.
+        on_surprise: Called before an unannounced stream that is not like the last one is planned again.
+    """
+
+    def __init__(
+        self,
+        expected: Expected | None,
+        *,
+        is_announced: bool,
+        make_builder: Callable[[], PlanBuilder],
+        aliases: Mapping[str, str],
+    ) -> None:
+        self.expected = expected
+        self.on_surprise: Callable[[], None] = lambda: None
+        self._is_announced = is_announced
+        self._make_builder = make_builder
+        self._builder = make_builder() if expected is None else None
+        self._tied = aliases.keys() | set(aliases.values())
+        self._names: set[str] = set()
+
+    @property
+    def plan(self) -> RefitPlan | None:
+        """The plan, as far as it is certain before all have arrived."""
+        return self.expected.plan if self.expected is not None and self._is_announced else None
+
+    @property
+    def came(self) -> Iterable[str]:
+        """Names that have arrived."""
+        return self._builder.seen if self._builder is not None else self._names
+
+    @property
+    def are_known(self) -> bool:
+        """Whether everything so far was expected."""
+        return self._builder is None
+
+    def are_new(self, names: Iterable[str]) -> bool:
+        """Whether everything so far was expected, and none of these names has arrived."""
+        return self._builder is None and self._names.isdisjoint(names)
+
+    def note(self, names: Iterable[str]) -> None:
+        """Note the arrival of tensors that are as expected."""
+        self._names.update(names)
+
+    def steps_of(self, name: str, meta: TensorMeta) -> Sequence[Step]:
+        """The steps of the next tensor.
+
+        Raises:
+            InvalidSourceError: It was not announced, or has arrived already.
+        """
+        expected = self.expected
+        if expected is not None:
+            metadata = expected.metadata
+            is_other = metadata is not None and metadata.get(name) != meta
+            if self._is_announced:
+                self._check_was_announced(name, meta, expected)
+            elif is_other or name in self._names:
+                self._plan_again(expected)
+        if self._builder is not None:
+            return self._builder.add(name, meta)
+        assert expected is not None, "otherwise it is planned on arrival"
+        self._names.add(name)
+        return expected.steps.get(name, ())
+
+    def is_settled(self, name: str) -> bool:
+        """Whether a tensor's steps are certain. Only once all have arrived is it known which of two names for one tensor
+        counts.
+        """
+        return self._builder is None or name not in self._tied
+
+    def finish(self) -> tuple[Expected, bool]:
+        """Check that everything arrived. Returns what arrived, and whether that was not expected.
+
+        Raises:
+            InvalidSourceError: Tensors are missing, or do not fit.
+        """
+        expected = self.expected
+        if expected is not None and not self._is_announced and len(self._names) < len(expected.metadata or ()):
+            self._plan_again(expected)
+        if self._builder is not None:
+            return Expected.of(self._builder.finish(), self._builder.seen), True
+        assert expected is not None, "otherwise it was planned on arrival"
+        absent = [name for name in expected.steps if self._is_announced and name not in self._names]
+        if absent:
+            raise InvalidSourceError([f"{name}: was announced but did not arrive" for name in absent])
+        return expected, False
+
+    def _check_was_announced(self, name: str, meta: TensorMeta, expected: Expected) -> None:
+        """Check that a tensor arrives only once, and as announced.
+
+        Raises:
+            InvalidSourceError: It does not.
+        """
+        if name in self._names:
+            raise InvalidSourceError([f"{name}: sent twice; send it once"])
+        if expected.metadata is not None and expected.metadata.get(name) != meta:
+            announced = expected.metadata.get(name, "nothing of that name")
+            raise InvalidSourceError([f"{name}: arrived as {meta}, but {announced} was announced"])
+
+    def _plan_again(self, expected: Expected) -> None:
+        """Plan what arrived, and plan the rest on arrival: the stream is not like the last one."""
+        assert expected.metadata is not None, "nothing else is judged twice"
+        self.on_surprise()
+        self.expected, self._builder = None, self._make_builder()
+        for name in self._names:
+            self._builder.add(name, expected.metadata[name])
+
+
+@dataclass(kw_only=True, slots=True)
+class CutTensor:
+    """A tensor whose first rows have arrived."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    steps: Sequence[Step]
+    next_row: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of its rows have arrived."""
+        return self.next_row == (self.full_shape[0] if self.full_shape else 0)
+
+    def check_is_complete(self) -> None:
+        """Check that all of its rows have arrived.
+
+        Raises:
+            InvalidSourceError: They have not.
+        """
+        if not self.is_complete:
+            raise InvalidSourceError([f"{self.name}: came up to row {self.next_row} of {self.full_shape[0]}"])
+
+    def check_follows(self, piece: Piece) -> None:
+        """Check that rows follow the last ones.
+
+        Raises:
+            InvalidSourceError: They do not.
+        """
+        came = f"{piece.name}: rows {piece.first_row} to {piece.end_row} of {list(piece.full_shape)} came"
+        is_next = (piece.first_row, piece.full_shape) == (self.next_row, self.full_shape)
+        if not is_next or piece.end_row > (self.full_shape[0] if self.full_shape else 0):
+            raise InvalidSourceError([f"{came} where row {self.next_row} of {list(self.full_shape)} belongs"])
+        if tuple(piece.tensor.shape[1:]) != self.full_shape[1:]:
+            raise InvalidSourceError([f"{came} with the shape {list(piece.tensor.shape)}"])
+
+
+def by_source(steps: Iterable[Step]) -> dict[str, list[Step]]:
+    """The steps of each source tensor."""
+    grouped: dict[str, list[Step]] = {}
+    for step in steps:
+        grouped.setdefault(step.source, []).append(step)
+    return grouped
