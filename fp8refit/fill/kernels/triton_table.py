@@ -176,7 +176,7 @@ class TritonTable(WorkTable):
         if self._first_rows[first] == self._first_rows[first + len(sources)]:
             return True
         if len(sources) == 1:
-            shift = sources[0].data_ptr() - self._pointed_at[first]
+            shift = sources[0].data_ptr() - int(self._pointed_at[first])
             if shift % ALIGNMENT_BYTES:
                 return False
         elif not self._point(first, addresses if addresses is not None else addresses_of(sources)):
@@ -202,7 +202,7 @@ class TritonTable(WorkTable):
             return False
         self._host_view[start:end, _SOURCE] = by_row + rows.byte_offsets[start:end]
         self._matrix[start:end].copy_(self._host_matrix[start:end], non_blocking=True)
-        self._pointed_at[first : first + len(addresses)] = addresses.tolist()
+        self._pointed_at[first : first + len(addresses)] = addresses
         return True
 
     def _launch_or_replay(self, *, check: bool, action: Action, begun: torch.cuda.Event | None) -> None:
@@ -343,12 +343,11 @@ def _joined(parts: Sequence[_Rows]) -> _Rows:
     )
 
 
-def _addresses(rows: _Rows) -> list[int]:
-    """The source address of each place; 0 if it has no rows."""
+def _addresses(rows: _Rows) -> np.ndarray:
+    """The source address of each place, (places,) int64; 0 if it has no rows."""
     addresses = np.zeros(rows.num_places, dtype=np.int64)
     addresses[rows.places] = rows.fields[:, _SOURCE] - rows.byte_offsets
-    found: list[int] = addresses.tolist()
-    return found
+    return addresses
 
 
 def _in_order(kinds: Iterable[Kind]) -> list[Kind]:
