@@ -21,11 +21,12 @@ class Product:
 @torch.no_grad()
 def add_products(products: Sequence[Product]) -> None:
     """`add_product` for each; on a GPU in one launch, where the layouts are the usual ones. None reads what another writes."""
-    if products and products[0].weight.is_cuda:
+    rest = [each for each in products if not each.weight.is_cuda]
+    if len(rest) < len(products):
         from fp8refit.fill.kernels.triton_merge import add_products_triton
 
-        products = add_products_triton(products)
-    for each in products:
+        rest += add_products_triton([each for each in products if each.weight.is_cuda])
+    for each in rest:
         add_product(each.weight, each.up, each.down, each.scale, out=each.out)
 
 
