@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from fp8refit.live.slots import TensorMeta
-from fp8refit.sources.source import Source, StreamSource, check_readable
+from fp8refit.sources.source import Source, check_readable
 
 BLOCK_ROWS = 128
 """Rows per block of a weight."""
@@ -107,10 +107,8 @@ def in_pieces(source: Source, max_bytes: int) -> Generator[Piece, None, None]:
             yield piece
             del piece
         return
-    is_checked = isinstance(source, StreamSource)  # which checks each tensor itself
     for name, tensor in source:
-        if not is_checked:
-            check_readable(name, tensor)
+        check_readable(name, tensor)
         if tensor.nbytes <= max_bytes:
             yield Piece(name=name, first_row=0, tensor=tensor, full_shape=tuple(tensor.shape))
         else:
