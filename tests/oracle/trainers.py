@@ -28,7 +28,7 @@ Poison = Literal["nan", "shape", "name"]
 Step = Literal["pause", "write", "resume"]
 """The server lets requests come to their ends, or keeps them; the ranks write; requests go on."""
 READY_S = 120.0
-_BEGINS = ("begin", "take", "write")
+_BEGINS = ("begin", "stream", "take", "write")
 """Orders to the ranks with which a write begins."""
 
 
