@@ -498,9 +498,11 @@ def render_streams(results: list[dict[str, Any]]) -> str:
         for shape, _, found in columns
     }
     machine = columns[0][2]
+    notes = "".join(f" {found['shape']}: {found['note']}" for found in results if "note" in found)
     return (
         f"One {machine['gpu']}, vLLM {machine['vllm']}, torch {machine['torch']}; BF16 tensors on the engine's GPU; "
-        f"{'; '.join(sizes.values())}. Medians of whole calls in ms. Buckets hold 512 MiB, or 2 GiB of the larger shape.\n\n"
+        f"{'; '.join(sizes.values())}. Medians of whole calls in ms. "
+        f"Buckets hold 512 MiB, or 2 GiB of the larger shape.{notes}\n\n"
         f"| | {' | '.join(heads)} |\n| --- |{' ---: |' * len(heads)}\n{''.join(rows)}\n"
         "After each, every byte and the greedy tokens equal those of a refit of the same tensors. "
         "To measure again: `python tests/gpu/run_streams.py --out FILE`.\n"

@@ -174,12 +174,12 @@ class StreamFill(Fill):
             self._fill_waiting()
 
     def _take_one(self, tensor: Arriving, *, is_lent: bool) -> None:
-        if type(tensor) is tuple and self._take_known(*tensor, is_lent=is_lent):
-            return
         if isinstance(tensor, Piece) and not tensor.is_whole:
             self._take_rows(tensor, is_lent=is_lent)
             return
         name, value = (tensor.name, tensor.tensor) if isinstance(tensor, Piece) else tensor
+        if self._take_known(name, value, is_lent=is_lent):
+            return
         direct = self._direct
         if direct is None or not isinstance(value, Tensor) or value.device != direct.device:
             self._take_whole(name, value)

@@ -265,6 +265,23 @@ def test_a_stream_like_the_last_one_compiles_nothing(kind, site, compiled):
     assert not compiled
 
 
+def test_a_stream_that_is_cut_otherwise_compiles_nothing(site, compiled):
+    site.update(lambda: BUCKETS["generators"](site.policy))
+    for version, (kind, seed) in enumerate(
+        zip(
+            ("lists", "gathered", "single tensors", "all at once", "gathered", "generators"),
+            (3, 4, 5, 6, 7, 8),
+            strict=True,
+        ),
+        start=2,
+    ):
+        compiled.clear()
+        policy = site.cluster.make_policy(seed)
+        site.update(lambda policy=policy, kind=kind: BUCKETS[kind](policy))
+        site.cluster.assert_holds(policy, version=version)
+        assert not compiled, kind
+
+
 def test_a_stream_that_comes_in_another_order_or_in_other_buckets_is_whole_too(site):
     for version, seed in enumerate(range(6), start=1):
         policy = site.cluster.make_policy(seed)
