@@ -522,9 +522,11 @@ def render_drop_ins(results: list[dict[str, Any]]) -> str:
     rows, machine = [], results[0]["ways"]["trl"]
     for found in results:
         for way, result in found["ways"].items():
-            ours, own = result["median_ms"].values()
+            ours, own = result["median_ms"]["drop-in"], result["median_ms"]["vLLM's own reload"]
+            alone = result["median_ms"].get("the transfer alone")
+            transfer = ways[way] + (f" ({alone:.1f} ms by itself)" if alone is not None else "")
             extra = result["checks"]["vLLM's own reload: peak extra MiB"]
-            rows.append(f"| {ways[way]} | {ours:.1f} ms | {own:.1f} ms, {extra} MiB extra | {own / ours:.1f} x |\n")
+            rows.append(f"| {transfer} | {ours:.1f} ms | {own:.1f} ms, {extra} MiB extra | {own / ours:.1f} x |\n")
     return (
         f"One {machine['gpu']}, vLLM {machine['vllm']}, torch {machine['torch']}; {results[0]['shape']} shape, "
         f"{machine['checks']['tensors']} tensors of {machine['checks']['bytes'] / 1e9:.1f} GB. Medians of whole transfers, "

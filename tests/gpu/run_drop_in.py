@@ -32,7 +32,7 @@ from scripts import wait_for_turn
 HERE = Path(__file__).parent
 WAYS = {"trl": "0", "verl": "1"}
 """Whether the engine has a process of its own."""
-OURS, OWN = "drop-in", "vLLM's own reload"
+OURS, OWN, NOTHING = "drop-in", "vLLM's own reload", "the transfer alone"
 FIRST_ROUNDS = 3
 """They compile and are not counted."""
 BUCKET_BYTES = 512 << 20
@@ -89,7 +89,9 @@ def environment(way: str) -> dict[str, str]:
 
 
 def load(worker: Any, way: str, buckets: Iterator[list]) -> None:
-    """What a trainer does in a worker: with the drop-in its own calls, without it vLLM's reload around the same calls."""
+    """What a trainer does in a worker: with the drop-in its own calls, without it vLLM's reload around the same calls; or
+    nothing, to know what the transfer takes by itself.
+    """
     from vllm.model_executor.model_loader import reload
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
@@ -98,10 +100,11 @@ def load(worker: Any, way: str, buckets: Iterator[list]) -> None:
         reload.initialize_layerwise_reload(worker.model_runner.get_model())
     with torch.no_grad():
         for bucket in buckets:
-            model.load_weights(bucket)
+            if way != NOTHING:
+                model.load_weights(bucket)
     if way == OWN:
         reload.finalize_layerwise_reload(worker.model_runner.get_model(), config)
-    else:
+    elif way == OURS:
         process_weights_after_loading(worker.model_runner.get_model(), config, worker.device)
 
 
@@ -227,9 +230,9 @@ def measure(arguments: argparse.Namespace) -> None:
     transfer = {"trl": one_by_one, "verl": by_ipc}[arguments.way](llm, items)
     refitter.refit(policy)
     expected, told = refitter.fingerprints(), tokens()
-    ms: dict[str, list[float]] = {OURS: [], OWN: []}
+    ms: dict[str, list[float]] = {OURS: [], OWN: [], NOTHING: []}
     checks: dict[str, object] = {"bytes": sum(tensor.nbytes for tensor in policy.values()), "tensors": len(policy)}
-    for way in (OURS, OWN, OURS):  # once more, after vLLM's has touched the weights
+    for way in (OURS, NOTHING, OWN, OURS):  # once more, after vLLM's has touched the weights
         llm.collective_rpc("switch_way", args=(way,))
         for round_ in range(arguments.rounds + FIRST_ROUNDS):
             gc.collect()

@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--place", choices=PLACES)
-    parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument(
+        "--bucket-mib", type=int, help="of an update, 512; into another process that of the refitter, 256"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument(
         "--profile", action="store_true", help="print what the host does, after everything was measured"
@@ -64,7 +66,8 @@ def start(place: str, arguments: argparse.Namespace) -> tuple[subprocess.Popen[b
     out = arguments.out.with_name(f"{arguments.out.stem}.{place}.part.json")
     out.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--here", "--place", place, "--out", str(out), "--shape", arguments.shape]
-    command += ["--bucket-mib", str(arguments.bucket_mib), "--rounds", str(arguments.rounds)]
+    command += ["--rounds", str(arguments.rounds)]
+    command += ["--bucket-mib", str(arguments.bucket_mib)] if arguments.bucket_mib else []
     command += ["--profile"] if arguments.profile else []
     return subprocess.Popen(command, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": PLACES[place]}), out
 
@@ -125,8 +128,10 @@ def measure(arguments: argparse.Namespace) -> None:
         policy = policies.expert_by_expert(policy)
     items = list(policy.items())
     num_bytes = sum(tensor.nbytes for tensor in policy.values())
-    refitter = Refitter(llm)
-    buckets = in_buckets(items, arguments.bucket_mib << 20)
+    is_cut = arguments.place == "outside" and arguments.bucket_mib
+    refitter = Refitter(llm, **({"bucket_bytes": arguments.bucket_mib << 20} if is_cut else {}))
+    bucket_mib = arguments.bucket_mib or 512
+    buckets = in_buckets(items, bucket_mib << 20)
     prompt = {"prompt_token_ids": list(range(100, 140))}
     sampling = vllm.SamplingParams(max_tokens=8, temperature=0, detokenize=False)
 
@@ -150,7 +155,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 for part in parts:
                     update.load(part)
 
-        ways[f"update in buckets of {arguments.bucket_mib} MiB"] = lambda: update(buckets)
+        ways[f"update in buckets of {bucket_mib} MiB"] = lambda: update(buckets)
         ways["update tensor by tensor"] = lambda: update([[item] for item in items])
         ways["update by one generator"] = lambda: update([iter(items)])
         reload = {"weights_iterator": iter(())}
