@@ -31,6 +31,9 @@ BROADCASTS = "broadcast_*_h200.json"
 SERVERS = "servers_*_h200.json"
 ORACLE = "oracle_*.json"
 TRANSFER = RESULTS / "weight_transfer_h200.json"
+DROP_IN = RESULTS / "drop_in_vllm_qwen3-8b_h200.json"
+SPARSE = RESULTS / "streams_vllm_qwen3-30b-a3b_h200.json"
+VLLMS_RELOAD, RELOAD_WEIGHTS = "vLLM's own reload", "vLLM's reload_weights"
 STREAMS = "streams_*_h200.json"
 DROP_INS = "drop_in_*_h200.json"
 INTERLEAVED = "interleaved_*_h200.json"
@@ -44,8 +47,9 @@ def render() -> dict[str, dict[str, str]]:
     single, sglang = json.loads(RESULT.read_text()), json.loads(SGLANG.read_text())
     layouts = [json.loads((RESULTS / name).read_text()) for name in LAYOUTS]
     broadcasts, servers = _read_all(BROADCASTS), _read_all(SERVERS)
+    drop_in, sparse = json.loads(DROP_IN.read_text()), json.loads(SPARSE.read_text())
     return {
-        "README.md": {"highlights": render_highlights(single, layouts, sglang, broadcasts, servers)},
+        "README.md": {"highlights": render_highlights(single, layouts, sglang, broadcasts, servers, drop_in, sparse)},
         "docs/measured.md": {
             "single": render_one(single),
             "layouts": render_layouts(layouts),
@@ -75,8 +79,11 @@ def render_highlights(
     sglang: dict[str, Any],
     broadcasts: list[dict[str, Any]],
     servers: list[dict[str, Any]],
+    drop_in: dict[str, Any],
+    sparse: dict[str, Any],
 ) -> str:
-    """The README's six rows: what a refit takes in each setting, and what it is compared with."""
+    """The README's rows: what a refit takes in each setting, and what it is compared with."""
+    transfer, updates = drop_in["ways"]["trl"]["median_ms"], sparse["places"]["inside"]["ms"]
     vllm, theirs = single["against_reload_weights"], sglang["against_update_weights_from_tensor"]
     remote = _of_layout(layouts, "tensor_parallel")["1"]["fifty_refits"]["wall_ms_median"]
     sent = next(found["seconds"] for found in broadcasts if "to 1 vLLM engine(s) of 1 rank(s)" in found["what"])
@@ -86,11 +93,6 @@ def render_highlights(
             "vLLM in the trainer's process",
             vllm["ours_plan_fill_verify_ms_median"],
             f"vLLM's `reload_weights`: {vllm['reload_weights_ms_median']:.0f} ms",
-        ),
-        (
-            "of that, writing the weights",
-            vllm["ours_fill_device_ms_median"],
-            f"{vllm['fill_over_roofline']:.2f} x a copy",
         ),
         ("vLLM in another process", remote, "BF16 weights on the same GPU"),
         (
@@ -104,14 +106,24 @@ def render_highlights(
             1e3 * served["push_s"],
             f"{served['failed_requests']} of {served['requests']} requests failed",
         ),
+        (
+            "TRL's tensors one by one, with the drop-in",
+            transfer["drop-in"],
+            f"without it: {transfer[VLLMS_RELOAD]:.0f} ms",
+        ),
+        (
+            "Qwen3-30B-A3B in buckets, inside the worker",
+            float(_median_of(updates, "update in buckets")),
+            f"vLLM's `reload_weights`: {float(_median_of(updates, f'{RELOAD_WEIGHTS} of the same stream')):.0f} ms",
+        ),
     ]
     compared = [single["equal_to_fresh_boot"], sglang["equal_to_fresh_boot"]]
     compared.append(_of_layout(layouts, "tensor_parallel")["1"]["equal_to_fresh_boot"])
     equals = "equals" if all(map(is_equal, compared)) else "does NOT equal"
     table = "".join(f"| {what} | **{ms:.1f} ms** | {beside} |\n" for what, ms, beside in rows)
     return (
-        f"Qwen3-8B shape, {single['gpu']}, medians. After the refits of the first four rows the engine {equals} a freshly "
-        f"booted one: live bytes, greedy tokens, log-probabilities. Older than the code: slots are traced now.\n\n"
+        f"Qwen3-8B shape, {single['gpu']}, medians. After the refits of the first three rows the engine {equals} a freshly "
+        "booted one in bytes and tokens. The first five are older than the code.\n\n"
         f"| | refit | compared with |\n| --- | ---: | --- |\n"
         f"{table}"
     )

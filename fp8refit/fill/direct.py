@@ -130,7 +130,8 @@ class DirectFill:
         if not new:
             return
         num_places = len(self._known)
-        if any(key in self._known for _, _, places in new for key, _ in places):
+        keys = [key for _, _, places in new for key, _ in places]
+        if len(self._known.keys() | set(keys)) < num_places + len(keys):
             # A layout has changed. Its rows cannot be taken out, so the next stream compiles all.
             self.forget()
             return
@@ -167,8 +168,6 @@ class DirectFill:
         if group is None or not group.guard.holds(keys, tensors):
             return False
         addresses = group.guard.addresses
-        if group.runs and len(group.runs) == 1:
-            return self._run(group.runs[0][1], tensors, addresses)
         for start, place, length in group.runs:
             if not self._run(place, tensors[start : start + length], addresses[start : start + length]):
                 return False
