@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8refit.config import RefitConfig
 from fp8refit.fill.kernels import Action, Task, WorkTable, compile_table, join_tables
-from fp8refit.fill.kernels.table import ALIGNMENT_BYTES, source_layout
+from fp8refit.fill.kernels.work import ALIGNMENT_BYTES, source_layout
 from fp8refit.fill.plan import RefitPlan, Step
 from fp8refit.fill.row_tasks import cut_to_run
 from fp8refit.fill.tasks import bind

@@ -12,7 +12,7 @@ from typing_extensions import override
 from fp8refit.config import RefitConfig
 from fp8refit.fill.fill import Fill
 from fp8refit.fill.kernels import Action, compile_table
-from fp8refit.fill.kernels.table import have_layouts, source_layout
+from fp8refit.fill.kernels.work import have_layouts, source_layout
 from fp8refit.fill.plan import RefitPlan
 from fp8refit.fill.tasks import bind, scale_problem
 from fp8refit.live.layout_guard import LayoutGuard

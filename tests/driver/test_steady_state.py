@@ -52,7 +52,7 @@ def launches(monkeypatch):
         def launch(self, *_):
             recorded.append(self.kind.op)
 
-    monkeypatch.setattr(triton_table, "_launcher_of", Recorder)
+    monkeypatch.setattr(triton_table, "launcher_of", Recorder)
     monkeypatch.setattr(fp8refit.fill.resident, "compile_table", triton_table.TritonTable)
     return recorded
 

@@ -8,7 +8,7 @@ import torch
 import fp8refit.fill.resident
 import fp8refit.live.layout_guard
 from fp8refit.config import RefitConfig
-from fp8refit.fill.kernels.table import Action, have_layouts
+from fp8refit.fill.kernels.work import Action, have_layouts
 from fp8refit.fill.plan import compile_plan
 from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging

@@ -6,7 +6,8 @@ import torch
 from fp8refit import NonFiniteError, quantize_blockwise
 from fp8refit.fill.kernels import Maxima, quantize_activations
 from fp8refit.fill.kernels.reference import dequantize_reference, quantize_reference
-from fp8refit.fill.kernels.table import Task, compile_table
+from fp8refit.fill.kernels.table import compile_table
+from fp8refit.fill.kernels.work import Task
 from fp8refit.live.slots import Op, ScaleFormat
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

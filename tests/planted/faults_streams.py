@@ -5,7 +5,7 @@ from tests.planted.fault import Fault
 STREAM, TARGET, COMPARE, PLAN = (
     "fp8refit/fill/stream.py",
     "fp8refit/ranks/target.py",
-    "fp8refit/fill/kernels/table.py",
+    "fp8refit/fill/kernels/reference_table.py",
     "fp8refit/fill/plan.py",
 )
 STREAMS = "tests/fuzz/test_streams.py"

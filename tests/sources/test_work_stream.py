@@ -7,7 +7,7 @@ import torch
 
 from fp8refit.config import RefitConfig
 from fp8refit.fill.direct import DirectFill
-from fp8refit.fill.kernels.table import ReferenceTable
+from fp8refit.fill.kernels.reference_table import ReferenceTable
 from fp8refit.remote.packing import Packer
 from fp8refit.sources.row_runs import Piece
 from fp8refit.sources.source import PushedSource

@@ -7,7 +7,9 @@ from fp8refit.errors import NonFiniteError
 from fp8refit.fill.kernels.activations import quantize_activations
 from fp8refit.fill.kernels.amax import Maxima
 from fp8refit.fill.kernels.reference import dequantize_reference
-from fp8refit.fill.kernels.table import Action, Task, WorkTable, compile_table, fits_scale_format, join_tables
+from fp8refit.fill.kernels.reference_table import fits_scale_format
+from fp8refit.fill.kernels.table import compile_table, join_tables
+from fp8refit.fill.kernels.work import Action, Task, WorkTable
 from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES, Op, ScaleFormat
 from fp8refit.live.storage import why_unreadable
 

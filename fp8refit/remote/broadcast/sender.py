@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError
 from fp8refit.fill.kernels import Task, WorkTable, compile_table
-from fp8refit.fill.kernels.table import SourceLayout, source_layout
+from fp8refit.fill.kernels.work import SourceLayout, source_layout
 from fp8refit.fill.tasks import scale_problem
 from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat, dtype_name

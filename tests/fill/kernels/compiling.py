@@ -14,11 +14,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fp8refit.fill.kernels.merge import Product
-from fp8refit.fill.kernels.table import Action, Task
 from fp8refit.fill.kernels.triton_amax import raise_maxima_triton
 from fp8refit.fill.kernels.triton_groups import quantize_groups
 from fp8refit.fill.kernels.triton_merge import add_product_triton, add_products_triton
 from fp8refit.fill.kernels.triton_table import TritonTable
+from fp8refit.fill.kernels.work import Action, Task
 from fp8refit.live.slots import Op, ScaleFormat
 
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fp8refit.fill.kernels.table import Action, ReferenceTable, Task
+from fp8refit.fill.kernels.reference_table import ReferenceTable
 from fp8refit.fill.kernels.triton_table import TritonTable
+from fp8refit.fill.kernels.work import Action, Task
 from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat
 
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8refit.fill.kernels.table import Action, ReferenceTable, compile_table, join_tables
+from fp8refit.fill.kernels.reference_table import ReferenceTable
+from fp8refit.fill.kernels.table import compile_table, join_tables
 from fp8refit.fill.kernels.triton_table import TritonTable
+from fp8refit.fill.kernels.work import Action
 from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat
 from tests.fill.kernels.tables import assert_same_as_reference, copy_task, quantize_task, storage_bytes, twin
 

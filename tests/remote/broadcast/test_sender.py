@@ -48,7 +48,15 @@ class NoCommunicator:
 def launches(monkeypatch):
     """The kinds of work that were launched."""
     recorded = []
-    monkeypatch.setattr(triton_table, "_run", lambda launch, *_, **__: recorded.append(launch.kind.op))
+
+    class Recorder:
+        def __init__(self, kind, *_, **__):
+            self.kind = kind
+
+        def launch(self, *_):
+            recorded.append(self.kind.op)
+
+    monkeypatch.setattr(triton_table, "launcher_of", Recorder)
     monkeypatch.setattr(fp8refit.remote.broadcast.sender, "compile_table", triton_table.TritonTable)
     return recorded
 

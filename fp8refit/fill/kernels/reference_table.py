@@ -1,0 +1,152 @@
+"""The specification of a work table, task by task in torch. Tables on the CPU are these."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fp8refit.fill.kernels.reference import quantize_reference
+from fp8refit.fill.kernels.work import Action, Task, WorkTable, is_empty
+from fp8refit.live.layout_guard import Addresses
+from fp8refit.live.slots import Op, ScaleFormat
+
+
+class ReferenceTable(WorkTable):
+    """The specification, task by task in torch."""
+
+    num_device_bytes = 0
+
+    def __init__(
+        self, tasks: Sequence[Task], places: Sequence[int] | None = None, *, num_places: int | None = None
+    ) -> None:
+        self._places = list(range(len(tasks)) if places is None else places)
+        self._num_places = max(self._places, default=-1) + 1 if num_places is None else num_places
+        self._sources: list[Tensor | None] = [None] * self._num_places
+        for task, place in zip(tasks, self._places, strict=True):
+            self._sources[place] = task.source
+        self._tasks = [replace(task, source=torch.empty(0, device="cpu")) for task in tasks]
+        self._bad: set[int] = set()
+        self._differing: set[int] = set()
+
+    @classmethod
+    def joined(cls, tables: Sequence[WorkTable]) -> "ReferenceTable":
+        """See `join_tables`."""
+        whole = cls([])
+        for table in tables:
+            assert isinstance(table, ReferenceTable), "all on one device"
+            whole._places += [whole._num_places + place for place in table._places]
+            whole._num_places += table._num_places
+            whole._tasks += table._tasks
+        whole._sources = [None] * whole._num_places
+        return whole
+
+    @override
+    def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
+        self.bad_tasks()
+        self._sources = list(sources)
+        return True
+
+    @torch.inference_mode()
+    @override
+    def launch(self, *, check: bool, action: Action = Action.WRITE, begun: torch.cuda.Event | None = None) -> None:
+        for index, place in enumerate(self._places):
+            source = self._sources[place]
+            assert source is not None, "refreshed"
+            self._run_one(index, source, check=check, action=action)
+
+    @torch.inference_mode()
+    @override
+    def run(
+        self,
+        first: int,
+        sources: Sequence[Tensor],
+        addresses: Addresses | None = None,
+        *,
+        check: bool,
+        action: Action = Action.WRITE,
+    ) -> bool:
+        for place, source in enumerate(sources, start=first):
+            for index in self._tasks_at.get(place, ()):
+                self._run_one(index, source, check=check, action=action)
+        return True
+
+    @cached_property
+    def _tasks_at(self) -> dict[int, list[int]]:
+        """The tasks of each place."""
+        found: dict[int, list[int]] = {}
+        for index, place in enumerate(self._places):
+            found.setdefault(place, []).append(index)
+        return found
+
+    def _run_one(self, index: int, source: Tensor, *, check: bool, action: Action) -> None:
+        task = self._tasks[index]
+        if is_empty(task):
+            return
+        written = task if action is Action.WRITE else _with_own_targets(task)
+        is_bad = _run_reference(written, written.box(source.detach()))
+        if is_bad and (check or task.op is Op.COPY_SCALES):
+            self._bad.add(index)
+        if action is Action.COMPARE and not _have_same_bytes(written, task):
+            self._differing.add(index)
+
+    @override
+    def bad_tasks(self) -> list[int]:
+        bad, self._bad = sorted(self._bad), set()
+        return bad
+
+    @override
+    def differing_tasks(self) -> list[int]:
+        differing, self._differing = sorted(self._differing), set()
+        return differing
+
+    @override
+    def release(self) -> None:
+        self._sources = [None] * self._num_places
+
+
+def _with_own_targets(task: Task) -> Task:
+    """The task with targets of its own."""
+    scale = torch.empty_like(task.scale) if task.scale is not None else None
+    return replace(task, target=torch.empty_like(task.target), scale=scale)
+
+
+def _have_same_bytes(one: Task, other: Task) -> bool:
+    pairs = [(one.target, other.target)]
+    if one.scale is not None and other.scale is not None:
+        pairs.append((one.scale, other.scale))
+    return all(torch.equal(bytes_of(left), bytes_of(right)) for left, right in pairs)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor of any strides, in order, (num_bytes,) uint8."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _run_reference(task: Task, source: Tensor) -> bool:
+    """Run one task; returns whether its source is bad."""
+    if task.op is Op.QUANTIZE:
+        assert task.scale is not None, f"{task=}"
+        if source.dtype is torch.float32 and task.round_to_bf16:
+            source = source.to(torch.bfloat16)
+        codes, scale, is_bad = quantize_reference(source, task.block_size, task.scale_format)
+        task.target.view(torch.uint8).copy_(codes.view(torch.uint8))
+        task.scale.copy_(scale)
+        return bool(is_bad)
+    if task.op is Op.COPY_CODES:
+        task.target.view(torch.uint8).copy_(source.view(torch.uint8))
+        return bool((source.view(torch.uint8) & 0x7F == 0x7F).any())
+    values = source.to(task.target.dtype)
+    task.target.copy_(values)
+    if task.op is Op.COPY_SCALES:
+        return bool(~fits_scale_format(values, task.scale_format).all())
+    return bool(~torch.isfinite(values).all())
+
+
+def fits_scale_format(scale: Tensor, scale_format: ScaleFormat) -> Tensor:
+    """Elementwise: whether float32 `scale` is finite, positive and, for `ue8m0`, a power of two."""
+    bits = scale.contiguous().view(torch.int32)
+    fits = (bits > 0) & (bits < 0x7F800000)
+    return fits & (bits & 0x7FFFFF == 0) if scale_format is ScaleFormat.UE8M0 else fits

@@ -1,0 +1,167 @@
+"""A refit's work as tasks that read and write boxes of tensors, and the interface of the tables that run them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fp8refit.live.layout_guard import Addresses
+from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat
+
+ALIGNMENT_BYTES = 16
+"""Width of the widest load and store of one thread."""
+
+
+class Action(Enum):
+    """What to do with the values that tasks compute."""
+
+    WRITE = "write"
+    COMPARE = "compare"
+    """Compare them with the targets, which stay as they are."""
+    CHECK = "check"
+    """Flag NaN and Inf only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Task:
+    """One box of one source tensor and the live views it is written to."""
+
+    op: Op
+    source: Tensor
+    """The whole source tensor, on the table's device, any strides."""
+    offset: tuple[int, ...]
+    """Where the box starts in `source`, after `select` and `is_transposed`; the box has the target's shape."""
+    target: Tensor
+    """Live weight, or live scale for `COPY_SCALES`. Its last dimension is contiguous."""
+    scale: Tensor | None = None
+    """Live scale for `QUANTIZE`."""
+    block_size: tuple[int, int] = (128, 128)
+    scale_format: ScaleFormat = ScaleFormat.FP32
+    round_to_bf16: bool = True
+    """Whether a float32 source is rounded to BF16 before it is quantized."""
+    select: tuple[int, ...] = ()
+    """Indexes into the leading dimensions of `source`: one expert of a stack."""
+    is_transposed: bool = False
+    """Whether to transpose `source`."""
+
+    def box(self, source: Tensor) -> Tensor:
+        """The box of this task in `source`, which has the layout of the task's own source."""
+        for index in self.select:
+            source = source[index]
+        if self.is_transposed:
+            source = source.mT
+        for dim, (start, length) in enumerate(zip(self.offset, self.target.shape, strict=True)):
+            if (start, length) != (0, source.shape[dim]):
+                source = source.narrow(dim, start, length)
+        return source
+
+
+class WorkTable(Protocol):
+    """Compiled tasks on one device."""
+
+    num_device_bytes: int
+    """Device memory of the table itself."""
+
+    def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
+        """Point the tasks at new `sources` with the same `source_layout`.
+
+        Waits for a launch whose `bad_tasks` was never called, and drops its flags.
+
+        Args:
+            sources: Readable tensors, one per distinct source.
+            addresses: Their addresses, if known.
+
+        Returns:
+            False, with nothing changed, if the alignment of one differs from what the table was compiled for.
+        """
+        ...
+
+    def launch(self, *, check: bool, action: Action = Action.WRITE, begun: torch.cuda.Event | None = None) -> None:
+        """Run every task on the current stream.
+
+        `check` flags NaN and Inf; scales that do not fit are always flagged. `begun`, on CUDA, is recorded right before
+        the first kernel.
+        """
+        ...
+
+    def run(
+        self,
+        first: int,
+        sources: Sequence[Tensor],
+        addresses: Addresses | None = None,
+        *,
+        check: bool,
+        action: Action = Action.WRITE,
+    ) -> bool:
+        """Point the tasks of some sources at new ones, and run them on the current stream.
+
+        A source may be run once between two calls of `bad_tasks`.
+
+        Args:
+            first: The place of the first source.
+            sources: The sources from that place on.
+            addresses: Their addresses, if known.
+            check: See `launch`.
+            action: What to do.
+
+        Returns:
+            False, with nothing done, as in `refresh`.
+        """
+        ...
+
+    def bad_tasks(self) -> list[int]:
+        """Wait for everything that was launched, and return the indexes of flagged tasks."""
+        ...
+
+    def differing_tasks(self) -> list[int]:
+        """Wait like `bad_tasks`, and return the indexes of tasks whose targets hold other bytes than they compute."""
+        ...
+
+    def release(self) -> None:
+        """Release the source tensors. Call `refresh` before the next launch."""
+        ...
+
+
+SourceLayout: TypeAlias = tuple[torch.Size, tuple[int, ...] | None, torch.dtype, int]
+
+
+def source_layout(source: Tensor) -> SourceLayout:
+    """What must be equal for a table to be pointed at another tensor, except alignment, which `refresh` checks."""
+    stride = None if source.is_contiguous() else source.stride()
+    return source.shape, stride, source.dtype, source.get_device()
+
+
+def have_layouts(sources: Mapping[str, Tensor], layouts: Mapping[str, SourceLayout]) -> bool:
+    """Whether every named tensor exists with the given `source_layout`.
+
+    Takes half the time of computing the layouts; a model of experts has 18,000 tensors.
+    """
+    for name, (shape, stride, dtype, device) in layouts.items():
+        source = sources.get(name)
+        if (
+            source is None
+            or source.dtype is not dtype
+            or source.shape != shape
+            or source.get_device() != device
+            or not (source.is_contiguous() if stride is None else source.stride() == stride)
+        ):
+            return False
+    return True
+
+
+def is_empty(task: Task) -> bool:
+    """Whether the task moves nothing."""
+    return prod(task.target.shape) == 0
+
+
+def assert_is_writable(task: Task) -> None:
+    """Check what the kernels rely on: dense rows in every target."""
+    for tensor in (task.target, task.scale):
+        if tensor is not None and tensor.ndim and tensor.shape[-1] > 1:
+            assert tensor.stride(-1) == 1, f"{task.op=} {tensor.shape=} {tensor.stride()=}"
+    if task.op in (Op.QUANTIZE, Op.COPY_CODES):
+        assert task.target.dtype is FP8_DTYPE, f"{task.target.dtype=}"
