@@ -33,6 +33,27 @@ FAULTS = [
         found_by=STREAMS,
     ),
     Fault(
+        name="a tensor is recognized by its name alone",
+        path="fp8refit/fill/direct.py",
+        before="return known.place if known is not None and known.fits(tensor) else None",
+        after="return known.place if known is not None else None",
+        found_by="tests/driver/test_update.py -k begins_like",
+    ),
+    Fault(
+        name="a table that is joined to another keeps its places",
+        path="fp8refit/fill/direct.py",
+        before="                known.place += num_places\n",
+        after="",
+        found_by="tests/driver/test_update.py -k 'otherwise or another_order'",
+    ),
+    Fault(
+        name="a source that comes alone is read where the last one lay",
+        path="fp8refit/fill/kernels/triton_launch.py",
+        before="TARGET))\n    num_cols = tl.load(row + 4)\n",
+        after="TARGET))\n    source = tl.load(row).to(tl.pointer_type(SOURCE))\n    num_cols = tl.load(row + 4)\n",
+        found_by="tests/fill/kernels/test_table.py -k one_by_one",
+    ),
+    Fault(
         name="what a refit that failed has written is kept",
         path=TARGET,
         before="            self._torn |= _names(prepared.inventory) - set(_kept(prepared))\n",

@@ -85,6 +85,7 @@ def policy(family: str, half_way: Callable[[], object]) -> Iterator:
 
 
 def die() -> None:
+    time.sleep(1)  # until the order that begins the write has been carried out
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -40,6 +40,7 @@ def policy(seed: int, half_way: Callable[[], object]) -> Iterator:
 
 
 def die(*_: Any) -> None:
+    time.sleep(1)  # until the order that begins the write has been carried out
     os.kill(os.getpid(), signal.SIGKILL)
 
 
