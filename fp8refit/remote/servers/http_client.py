@@ -76,7 +76,7 @@ class Server(Connection):
         raise NotImplementedError
 
     def order(self, route: str, message: str, *, timeout_s: float) -> tuple[str | None, str]:
-        """Post an order. What its order handler says, and None if there is none; then the status and the answer, for a message.
+        """Post an order. Returns the order handler's answer (None if there is no handler), and status and body for messages.
 
         Raises:
             EngineLostError: See `send`.
@@ -129,7 +129,7 @@ class Server(Connection):
 
     @cached_property
     def _trusted(self) -> ssl.SSLContext:
-        """Read once: a refit is several orders."""
+        """Cached, since a refit takes several orders."""
         return ssl.create_default_context()
 
 
@@ -225,7 +225,7 @@ def _split(url: str) -> SplitResult:
 
 
 def _is_answer(text: str) -> bool:
-    """Whether an order handler of ours said it, in any version."""
+    """Whether it is an answer of our order handler, of any version."""
     return bool(read_object(text).get("speaker") == Answer.model_fields["speaker"].default)
 
 

@@ -45,7 +45,7 @@ class _RefusedError(Exception):
 
 
 class Door:
-    """Where orders come in.
+    """Receives orders over HTTP.
 
     Args:
         token: What a driver has to show, as `orders.read_token` gives it; None if there is none.
@@ -60,7 +60,7 @@ class Door:
     async def take(
         self, scope: Mapping[str, Any], receive: Receive, answer: Callable[[str], Awaitable[Answer]]
     ) -> tuple[int, str]:
-        """Let in one request, or refuse it; status and body of the response. The body is always an `Answer`.
+        """Accept or refuse one request. Returns the response's status and body, which is always an `Answer`.
 
         Args:
             scope: ASGI's, of a POST.

@@ -1,7 +1,7 @@
-"""The end of a driver's line in the process of a server: carries out orders on the engine there, one after another.
+"""Carries out drivers' orders on the engine of a server, one at a time.
 
-A driver that asked for a pause holds the server until it lets requests go on or refuses them. If it dies or falls silent
-before that, the handler ends the refit: requests go on if every rank holds a whole policy, and are refused if not.
+A driver that pauses requests holds the server until it resumes or refuses them. If the driver dies or falls silent before
+that, the handler ends the refit: requests resume if every rank holds a whole policy, and are refused otherwise.
 """
 
 import asyncio
@@ -23,24 +23,24 @@ from fp8refit.transport.vote import ErrorRecord
 logger = logging.getLogger(__name__)
 
 SILENCE_S = 60.0
-"""How much longer than `RefitConfig.timeout_s` a driver may say nothing."""
+"""Seconds that a driver may be silent, on top of `RefitConfig.timeout_s`."""
 _DIED = "the driver of a refit died"
 _HEALED = "the next refit that succeeds heals it"
 
 
 class Controls(ControlPlane, Pairs, Protocol):
-    """What an order handler does with its engine."""
+    """The engine, as an order handler uses it."""
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        """Give a message to every rank; their answers."""
+        """Send a message to every rank, and return their answers."""
         ...
 
 
 class OrderHandler:
-    """Carries out drivers' orders in the event loop that drives an engine. Who may give them, others judge before.
+    """Carries out orders in the event loop that drives the engine. `http_endpoint` has already checked who may give them.
 
     Args:
-        controls: The engine's.
+        controls: The engine.
     """
 
     def __init__(self, controls: Controls) -> None:
@@ -56,10 +56,10 @@ class OrderHandler:
         self._obeying: asyncio.Task[Answer] | None = None
 
     async def answer(self, message: str) -> Answer:
-        """Carry out one order, after those before it. Errors are values; a caller that leaves does not stop it.
+        """Carry out an order once earlier ones are done, even if the caller leaves. Errors are returned, not raised.
 
         Args:
-            message: The order, as `OrderRequest.encode` gives it, of somebody who may give orders.
+            message: The order, encoded by `OrderRequest.encode`.
         """
         self._obeying = asyncio.ensure_future(self._answer(message))
         return await asyncio.shield(self._obeying)
@@ -84,7 +84,7 @@ class OrderHandler:
         await self._end(_DIED)
 
     async def _obey_watched(self, request: OrderRequest) -> Answer:
-        """Carry out an order. While its driver holds the server, it may not fall silent from then on."""
+        """Carry out an order. If its driver then holds the server, its silence is timed from here on."""
         if self._silence is not None:
             self._silence.cancel()
         try:
@@ -127,10 +127,10 @@ class OrderHandler:
         if driver.place == self._place:
             try:
                 self._process = os.pidfd_open(driver.pid)
-            except ProcessLookupError:  # while requests were waited for
+            except ProcessLookupError:  # it ended while the server waited for requests
                 self._end_soon(_DIED)
                 return
-            except OSError:  # a kernel that has none: silence will tell
+            except OSError:  # this kernel has no pidfds; the time limit remains
                 return
             asyncio.get_running_loop().add_reader(self._process, self._end_soon, _DIED)
 
@@ -144,7 +144,7 @@ class OrderHandler:
             self._process = -1
 
     def _end_soon(self, reason: str) -> None:
-        """End the refit of the driver that holds the server, once its last order is done."""
+        """Once the last order is done, end the refit of the driver that holds the server."""
         if self._process >= 0:
             asyncio.get_running_loop().remove_reader(self._process)
         holder = self._holder
@@ -179,7 +179,7 @@ class OrderHandler:
         self._version = version
 
     async def _whole_version(self) -> int | None:
-        """Have every rank let go of an unfinished refit; the version that all hold, or None if there is none."""
+        """Make every rank drop an unfinished refit. Returns the version that all hold; None if they differ or are dirty."""
         request = messages.Request(id=uuid.uuid4().hex, order=messages.Close())
         said = await self._controls.call(request.encode(), timeout_s=self._silence_s)
         replies = [messages.Reply.model_validate_json(answer) for answer in said]
@@ -189,12 +189,12 @@ class OrderHandler:
 
 
 def _has_ended(process: int) -> bool:
-    """Whether the process of a pidfd has ended. `select` would fail in a server with a thousand connections."""
+    """Whether the process of a pidfd has ended. `select` cannot watch file descriptors above 1023; a busy server has those."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def can_read(path: str) -> bool:
-    """Whether this process may read what is there."""
+    """Whether this process can read a path."""
     return "\0" not in path and os.access(path, os.R_OK)

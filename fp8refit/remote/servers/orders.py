@@ -1,8 +1,7 @@
-"""What the driver of a refit and the process of a server say to each other over the server's own HTTP.
+"""The messages between a refit's driver and a server, over the server's own HTTP.
 
-Orders mirror `Engine`. An order is a line of validated JSON, the head, and after it the texts that the server
-hands on unread: messages to its ranks (`messages`), and prompts. So what the server's process has to parse is small, however
-long an order is. An answer is JSON.
+Orders mirror `Engine`. An order begins with one line of validated JSON, its head. The texts after it are passed on unread:
+messages to the ranks (`messages`), and prompts. So the server parses little, however long an order is. An answer is JSON.
 """
 
 import os
@@ -126,7 +125,7 @@ class Resume(_Message):
 
     step: Literal["resume"] = "resume"
     version: int | None = Field(default=None, ge=0, lt=1 << 63)
-    """Version of the policy that is served from now on, if it is a new one."""
+    """Version of the policy that is served from now on; None if it is the old one."""
 
 
 class Refuse(_Message):
@@ -243,15 +242,15 @@ class OrderRequest(_Message):
 
 
 class Answer(_Message):
-    """What the server's process says."""
+    """A server's answer to an order."""
 
     speaker: Literal["fp8refit"] = "fp8refit"
     server: str = ""
-    """Another one every time that the server starts."""
+    """A new one every time the server starts."""
     place: Place | None = None
     value: int = 0
     said: tuple[str, ...] = ()
-    """What every rank said, in order of rank."""
+    """The ranks' answers, in rank order."""
     is_refused: bool = False
     """Whether that was to the first of two messages; see `fp8refit.remote.message_pairs.PairAnswers`."""
     flush_s: float = 0.0
