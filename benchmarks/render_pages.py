@@ -516,7 +516,7 @@ def render_streams(results: list[dict[str, Any]]) -> str:
         f"{'; '.join(sizes.values())}. Medians of whole calls in ms. "
         f"Buckets hold 512 MiB, or 2 GiB of the larger shape.{notes}\n\n"
         f"| | {' | '.join(heads)} |\n| --- |{' ---: |' * len(heads)}\n{''.join(rows)}\n"
-        "After each, every byte and the greedy tokens equal those of a refit of the same tensors. "
+        "After each but the merged LoRA and vLLM's own reload, every byte and the greedy tokens equal those of a refit. "
         "To measure again: `python tests/gpu/run_streams.py --out FILE`.\n"
     )
 
