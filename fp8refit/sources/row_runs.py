@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -15,13 +15,14 @@ BLOCK_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class _Run:
     """Some or all rows of a tensor."""
 
     name: str
     """Checkpoint name of the whole tensor."""
     first_row: int
     tensor: Tensor
+    """The rows; of a recipe, rows of the same shape, dtype and device with other values."""
     full_shape: tuple[int, ...]
     """Shape of the whole tensor."""
 
@@ -29,6 +30,11 @@ class Piece:
     def is_whole(self) -> bool:
         """Whether it is the whole tensor."""
         return tuple(self.tensor.shape) == self.full_shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece(_Run):
+    """Some or all rows of a tensor."""
 
     @property
     def end_row(self) -> int:
@@ -37,25 +43,15 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Recipe:
+class Recipe(_Run):
     """Some or all rows of a tensor that its source still has to compute; see `MakesPieces`."""
-
-    name: str
-    """Checkpoint name of the whole tensor."""
-    first_row: int
-    tensor: Tensor
-    """Of their shape, dtype and device, with other values."""
-    full_shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is the whole tensor."""
-        return tuple(self.tensor.shape) == self.full_shape
 
     def piece(self, out: Tensor) -> Piece:
         """The rows, once they are made in `out`."""
         return Piece(name=self.name, first_row=self.first_row, tensor=out, full_shape=self.full_shape)
+
+
+AnyRun = TypeVar("AnyRun", Piece, Piece | Recipe)
 
 
 @runtime_checkable
@@ -86,13 +82,10 @@ def in_recipes(source: Source, max_bytes: int) -> Generator[Piece | Recipe, None
     Raises:
         InvalidSourceError: A tensor has no readable bytes.
     """
-    if not isinstance(source, MakesPieces):
+    if isinstance(source, MakesPieces):
+        yield from _checked(source.recipes(max_bytes))
+    else:
         yield from in_pieces(source, max_bytes)
-        return
-    for piece in source.recipes(max_bytes):
-        check_readable(piece.name, piece.tensor)
-        yield piece
-        del piece
 
 
 def in_pieces(source: Source, max_bytes: int) -> Generator[Piece, None, None]:
@@ -102,10 +95,7 @@ def in_pieces(source: Source, max_bytes: int) -> Generator[Piece, None, None]:
         InvalidSourceError: A tensor has no readable bytes.
     """
     if isinstance(source, InPieces):
-        for piece in source.pieces(max_bytes):
-            check_readable(piece.name, piece.tensor)
-            yield piece
-            del piece
+        yield from _checked(source.pieces(max_bytes))
         return
     for name, tensor in source:
         check_readable(name, tensor)
@@ -113,6 +103,13 @@ def in_pieces(source: Source, max_bytes: int) -> Generator[Piece, None, None]:
             yield Piece(name=name, first_row=0, tensor=tensor, full_shape=tuple(tensor.shape))
         else:
             yield from cut(name, tensor, max_bytes)
+
+
+def _checked(runs: Iterator[AnyRun]) -> Generator[AnyRun, None, None]:
+    for run in runs:
+        check_readable(run.name, run.tensor)
+        yield run
+        del run  # nothing of it is held while the next one is made
 
 
 def cut(

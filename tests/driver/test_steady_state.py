@@ -15,6 +15,7 @@ from fp8refit.fill.kernels import triton_table
 from fp8refit.live.slots import Op
 from fp8refit.sources.source import as_source
 from tests.fakes import FakeModel, make_policy, make_target, refit_target
+from tests.fill.kernels.tables import record_launches
 
 ALLOCATIONS = (
     "aten.empty",
@@ -43,16 +44,7 @@ class Operations(TorchDispatchMode):
 @pytest.fixture
 def launches(monkeypatch):
     """The kinds of work that were launched."""
-    recorded = []
-
-    class Recorder:
-        def __init__(self, kind, *_, **__):
-            self.kind = kind
-
-        def launch(self, *_):
-            recorded.append(self.kind.op)
-
-    monkeypatch.setattr(triton_table, "launcher_of", Recorder)
+    recorded = record_launches(monkeypatch)
     monkeypatch.setattr(fp8refit.fill.resident, "compile_table", triton_table.TritonTable)
     return recorded
 

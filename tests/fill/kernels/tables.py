@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fp8refit.fill.kernels import triton_table
 from fp8refit.fill.kernels.reference_table import ReferenceTable
 from fp8refit.fill.kernels.triton_table import TritonTable
 from fp8refit.fill.kernels.work import Action, Task
@@ -39,6 +40,21 @@ def copy_task(source: Tensor, dtype: torch.dtype | None = None, op: Op = Op.COPY
     """A task that copies all of `source` into new storage of `dtype`."""
     target = torch.zeros(source.shape, dtype=dtype if dtype is not None else source.dtype, device=source.device)
     return Task(**{"op": op, "source": source, "offset": (0,) * source.ndim, "target": target, **fields})
+
+
+def record_launches(monkeypatch) -> list[Op]:
+    """Launch no kernel of tables from now on; gives the kinds of work that would have been launched."""
+    recorded: list[Op] = []
+
+    class Recorder:
+        def __init__(self, kind, *_, **__):
+            self.kind = kind
+
+        def launch(self, *_):
+            recorded.append(self.kind.op)
+
+    monkeypatch.setattr(triton_table, "launcher_of", Recorder)
+    return recorded
 
 
 def twin(task: Task) -> Task:

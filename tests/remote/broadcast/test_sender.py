@@ -22,6 +22,7 @@ from fp8refit.transport.collective.links import Transfer
 from tests.driver.test_steady_state import ALLOCATIONS, Operations
 from tests.fake_ranks import Cluster, stack_experts
 from tests.fakes import FakeModel, make_policy, make_target
+from tests.fill.kernels.tables import record_launches
 
 CPU = torch.device("cpu")
 
@@ -47,16 +48,7 @@ class NoCommunicator:
 @pytest.fixture
 def launches(monkeypatch):
     """The kinds of work that were launched."""
-    recorded = []
-
-    class Recorder:
-        def __init__(self, kind, *_, **__):
-            self.kind = kind
-
-        def launch(self, *_):
-            recorded.append(self.kind.op)
-
-    monkeypatch.setattr(triton_table, "launcher_of", Recorder)
+    recorded = record_launches(monkeypatch)
     monkeypatch.setattr(fp8refit.remote.broadcast.sender, "compile_table", triton_table.TritonTable)
     return recorded
 
