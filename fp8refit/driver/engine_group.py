@@ -136,7 +136,7 @@ class EngineGroupRanks(Ranks):
     def __init__(self, members: Sequence[RemoteRanks], together: Callable[..., Any]) -> None:
         self._members = tuple(members)
         self._together = together
-        self._broadcast = Broadcast(self._members, together)
+        self._broadcast = Broadcast([member.audience for member in self._members], together)
 
     @property
     @override

@@ -144,11 +144,9 @@ class AskedRanks:
         self._held = Request(id=uuid.uuid4().hex, order=order)
         return True
 
-    async def abandon(self) -> None:
-        """Make the ranks drop what was prepared, if the refit is not over."""
-        if self.refit:
-            await self.ask(messages.Abandon(refit=self.refit))
-            self.refit = ""
+    def start_over(self) -> None:
+        """Forget ranks that are gone: others answer in their place."""
+        self.refit, self.version, self.is_dirty, self.num_ranks, self.lost_because = "", 0, False, 0, None
 
     def reports(self, replies: Sequence[Reply]) -> Sequence[RankReport]:
         """The ranks' reports, with the time the engine spent dropping caches."""

@@ -5,15 +5,16 @@ Tensors that those processes can map are sent as handles, all at once; files as 
 
 import logging
 import uuid
-from contextlib import closing
+from collections.abc import Awaitable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 from fp8refit.config import KvOrder
-from fp8refit.errors import InvalidSourceError
+from fp8refit.errors import InvalidSourceError, RefitError
 from fp8refit.live.slots import dtype_name
 from fp8refit.remote import messages
 from fp8refit.remote.channel import NUM_VOTES, AskedRanks
@@ -21,11 +22,15 @@ from fp8refit.remote.handing import Handing
 from fp8refit.remote.messages import Reply
 from fp8refit.remote.packing import Packer
 from fp8refit.remote.source_summary import summarize
+from fp8refit.report import RankReport
 from fp8refit.sources.source import MappingSource, SafetensorsSource, Source
+from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.memory.ring import Ring
 from fp8refit.transport.memory.shared_tensors import Bucket, Export, Exporter
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,6 +64,8 @@ class HostRoute:
         """The tensors that the ranks have mapped, and keep while streams and files are refitted."""
         self._offered_digest = ""
         """Digest of the tensors that were refitted last."""
+        self._source: Source | None = None
+        """The source that ranks may be reading."""
 
     async def prepare(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:
         """Make every rank check a policy. If its layout is known, the check may be sent together with the write.
@@ -68,6 +75,10 @@ class HostRoute:
             InvalidSourceError: It does not fit, or must be read twice and cannot be.
             RefitError: A rank's error.
         """
+        self._source = source
+        return await self.or_abandon(self._prepare(source, kv, compares=compares))
+
+    async def _prepare(self, source: Source, kv: KvOrder | None, *, compares: bool) -> Offered:
         ranks, ranks.refit = self._ranks, uuid.uuid4().hex
         offer = self._offer(source)
         order = messages.Prepare(
@@ -90,8 +101,8 @@ class HostRoute:
             compares=compares,
         )
 
-    async def write(self, offered: Offered) -> list[Reply]:
-        """Have every rank write what was prepared, or compare it; what each says.
+    async def write(self, offered: Offered) -> Sequence[RankReport]:
+        """Make every rank write what was prepared, or compare it. Returns one report per rank.
 
         No rank writes anything before the first tensor of a stream was read, and there is memory for it.
 
@@ -101,6 +112,13 @@ class HostRoute:
             RefitError: A rank's error.
             BaseException: Whatever reading a stream raised.
         """
+        if not offered.compares:
+            self._ranks.is_dirty = True
+        replies = await self.or_abandon(self._write(offered))
+        self._ranks.refit, self._source = "", None
+        return self._ranks.reports(replies)
+
+    async def _write(self, offered: Offered) -> list[Reply]:
         ranks, num_votes = self._ranks, NUM_VOTES if offered.sets_kv_scales else 1
         if not offered.is_stream:
             order = messages.Write(refit=ranks.refit, keeps_mapped=offered.keeps_mapped)
@@ -126,15 +144,33 @@ class HostRoute:
         tensors: tuple[Literal["tensors"], ...] = ("tensors",) if self._mapped is not None else ()
         return (*tensors, "buckets") if self._packer.has_buckets else tensors
 
-    def fail(self) -> None:
-        """Note that it is unknown what the ranks have mapped."""
-        self._mapped = None
+    async def or_abandon(self, step: Awaitable[T]) -> T:
+        """Await a step of a refit, and abandon the refit if it fails."""
+        with ErrorCapture() as failed:
+            return await step
+        with suppress(RefitError):
+            await self.abandon()
+        if self._ranks.lost_because is None:
+            self._source = None
+        raise failed.take()
 
-    def close(self, *, may_be_read: bool) -> None:
-        """Give back what this process shares; see `Packer.close`."""
-        self.fail()
+    async def abandon(self) -> None:
+        """Make the ranks drop what was prepared, if the refit is not over, and unmap what is shared.
+
+        Raises:
+            EngineLostError: They are lost. The source is kept, since one of them may be reading it.
+        """
+        refit, self._ranks.refit = self._ranks.refit, ""
+        if refit:
+            self._mapped = None
+            await self._ranks.ask(messages.Abandon(refit=refit))
+        self._source = None
+
+    def close(self) -> None:
+        """Give back what this process shares; see `Packer.close`. It may be shared again."""
+        self._mapped, self._offered_digest, self._source = None, "", None
         self._exporter.close()
-        self._packer.close(may_be_read=may_be_read)
+        self._packer.close(may_be_read=self._ranks.lost_because is not None)
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.close()

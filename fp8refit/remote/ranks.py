@@ -1,8 +1,7 @@
 """The driver's side of an engine whose ranks run in other processes, on this host or others."""
 
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
@@ -11,39 +10,42 @@ from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.ranks.ranks import Ranks
 from fp8refit.remote import messages
-from fp8refit.remote.broadcast.broadcast import Audience, Broadcast
-from fp8refit.remote.channel import NUM_VOTES, AskedRanks, Channel
+from fp8refit.remote.broadcast.audience import Audience
+from fp8refit.remote.broadcast.broadcast import Broadcast
+from fp8refit.remote.channel import AskedRanks, Channel
 from fp8refit.remote.host_route import HostRoute, Offered
 from fp8refit.remote.message_pairs import Pairs
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.source import Source
 from fp8refit.transport.error_capture import ErrorCapture
 
-T = TypeVar("T")
 
-
-class RemoteRanks(Ranks, Audience):
+class RemoteRanks(Ranks):
     """Ranks over a channel, by two routes: what this host shares, and a broadcast.
 
-    What the ranks have to judge before a write that is laid out as the last one waits for the write, where both can go in one
-    exchange: until then they hear nothing of it, and if they refuse it then, nothing is written. Not where requests are aborted
-    meanwhile: that would have been for nothing.
+    If a source has the layout of the last one, its check is sent together with the write, where the engine takes both in one
+    exchange. If the ranks refuse it then, nothing is written. With `in_flight="abort"` the check always comes first: otherwise
+    requests might be aborted for nothing.
 
     Args:
         channel: Reaches every rank.
         pairs: Does so with two messages at once, if the engine can.
+        named: Notes on an error of a broadcast which engine it comes from.
     """
 
-    def __init__(self, channel: Channel, pairs: Pairs | None = None) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        pairs: Pairs | None = None,
+        *,
+        named: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self.asked = AskedRanks(channel, pairs)
-        self._route = HostRoute(self.asked)
-        self._source: Source | None = None
-        """The source that ranks may be reading."""
+        self.host_route = HostRoute(self.asked)
+        self.audience = Audience(self.asked, self.host_route, named=named)
+        self._broadcast = Broadcast([self.audience])
         self._offered: Offered | None = None
-        self._broadcast = Broadcast([self])
-        self._take_votes: int | None = None
-        """How many votes the ranks may hold in the prepared broadcast; None if none is prepared."""
-        self._num_buckets = 0
+        """What is prepared of what this host shares; None if that is a broadcast, or nothing."""
 
     @property
     @override
@@ -54,16 +56,6 @@ class RemoteRanks(Ranks, Audience):
     @override
     def is_dirty(self) -> bool:
         return self.asked.is_dirty
-
-    @property
-    @override
-    def num_ranks(self) -> int:
-        return self.asked.num_ranks
-
-    @property
-    @override
-    def has_refused(self) -> bool:
-        return self.asked.has_refused
 
     @property
     @override
@@ -81,22 +73,26 @@ class RemoteRanks(Ranks, Audience):
     ) -> None:
         if driver_error is not None:
             raise driver_error
+        self._offered = None
         await self.meet(config)
         source = make_source()
         if config.transport == "collective":
             await self._broadcast.prepare(source, config, kv=kv)
             return
         self._broadcast.leave()
-        self._take_votes = None
-        self._source = source
-        self._offered = await self._or_give_up(self._offer(source, kv))
+        self._offered = await self._offer(source, kv)
 
     @override
     async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:
-        if self._take_votes is not None and driver_error is None:
-            (reports,) = await self._broadcast.write(self.version + 1)
-            return reports
-        return await self._or_give_up(self._write(driver_error))
+        offered, self._offered = self._offered, None
+        if driver_error is not None:
+            with contextlib.suppress(RefitError):
+                await self.host_route.abandon()
+            raise driver_error
+        if offered is not None:
+            return await self.host_route.write(offered)
+        (reports,) = await self._broadcast.write(self.version + 1)
+        return reports
 
     @override
     async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
@@ -110,14 +106,12 @@ class RemoteRanks(Ranks, Audience):
                 'verify() needs memory, or files, that the ranks can read: leave out transport="collective"'
             )
         await self.meet(config)
-        self._source = make_source()
-        self._offered = await self._or_give_up(self._offer(self._source, None, compares=True))
-        return await self._or_give_up(self._write(None))
+        return await self.host_route.write(await self._offer(make_source(), None, compares=True))
 
     @override
     async def abandon(self) -> None:
-        await self.asked.abandon()
-        self._source = self._offered = self._take_votes = None
+        self._offered = None
+        await self.host_route.abandon()
 
     @override
     async def check_calibration(
@@ -146,7 +140,7 @@ class RemoteRanks(Ranks, Audience):
 
     @override
     async def layout(self) -> EngineLayout:
-        return EngineLayout.merge(await self.layouts())
+        return EngineLayout.merge(await self.audience.layouts())
 
     @override
     async def fingerprints(self) -> list[str]:
@@ -159,9 +153,7 @@ class RemoteRanks(Ranks, Audience):
             if self.asked.lost_because is None:
                 await self.asked.ask(messages.Close())
         finally:
-            self._broadcast.close()
-            self._source = self._offered = None
-            self._route.close(may_be_read=self.asked.lost_because is not None)
+            self._release()
 
     async def meet(self, config: RefitConfig) -> None:
         """Identify the ranks, for a refit with `config`.
@@ -173,62 +165,11 @@ class RemoteRanks(Ranks, Audience):
         self.asked.config = config
         await self.asked.meet()
 
-    @override
-    async def join(self, order: messages.Join) -> None:
-        await self.asked.ask(order)
-
-    @override
-    async def layouts(self) -> list[EngineLayout]:
-        replies = sorted(await self.asked.ask(messages.Describe()), key=lambda reply: reply.rank)
-        return [reply.layout for reply in replies if reply.layout is not None]
-
-    @override
-    async def prepare_offered(
-        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None, may_wait: bool
-    ) -> bool:
-        asked, asked.has_refused, asked.refit = self.asked, False, refit
-        self._num_buckets = offer.num_buckets if offer.num_buckets else self._num_buckets
-        # Each bucket, the votes of these ranks, and those of the other engines.
-        self._take_votes = self._num_buckets + 2 * NUM_VOTES
-        order = messages.Prepare(refit=refit, config=config, source=offer, kv=kv, keeps=self._route.keeps())
-        if may_wait and asked.hold(order.model_copy(update={"is_under_way": True})):
-            return True
-        await self._or_give_up(asked.ask(order))
-        return False
-
-    @override
-    async def take(self, version: int) -> Sequence[RankReport]:
-        asked, asked.is_dirty = self.asked, True
-        order = messages.Take(refit=asked.refit, version=version)
-        replies = await self._or_give_up(asked.ask(order, num_votes=self._take_votes))
-        asked.check_is_one_policy(replies)
-        asked.refit, self._take_votes = "", None
-        return asked.reports(replies)
-
     async def _offer(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:
-        return await self._route.prepare(source, kv, compares=compares)
+        return await self.host_route.prepare(source, kv, compares=compares)
 
-    async def _write(self, driver_error: BaseException | None) -> Sequence[RankReport]:
-        if driver_error is not None:
-            raise driver_error
-        offered = self._offered
-        assert offered is not None, "write() follows a prepare() that returned"
-        if not offered.compares:
-            self.asked.is_dirty = True
-        replies = await self._route.write(offered)
-        self.asked.refit, self._source, self._offered = "", None, None
-        return self.asked.reports(replies)
-
-    async def _or_give_up(self, step: Awaitable[T]) -> T:
-        """Await a step; on an error make the ranks drop what was prepared. If a rank is lost, keep the source: it may
-        be reading.
-        """
-        with ErrorCapture() as failed:
-            return await step
-        self._route.fail()
-        with contextlib.suppress(RefitError):
-            await self.asked.ask(messages.Abandon(refit=self.asked.refit))
-        if self.asked.lost_because is None:
-            self.asked.refit, self._source, self._offered = "", None, None
-        self._take_votes = None
-        raise failed.take()
+    def _release(self) -> None:
+        """Give back what this process shares with the ranks."""
+        self._broadcast.close()
+        self._offered = None
+        self.host_route.close()

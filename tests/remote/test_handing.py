@@ -249,7 +249,7 @@ def test_memory_for_buckets_is_taken_before_any_rank_writes(place, remote, monke
             raise StagingMemoryError("no room")
         return Bucket(1 << 17)
 
-    monkeypatch.setattr(remote.ranks._route._packer, "_make_bucket", make_bucket)
+    monkeypatch.setattr(remote.ranks.host_route._packer, "_make_bucket", make_bucket)
     with pytest.raises(StagingMemoryError, match="no room"):
         remote.refitter.refit(iter(policy.items()))
     assert remote.cluster.states == [(False, 0)] * 2
@@ -266,7 +266,7 @@ def test_memory_of_a_gpu_that_a_lost_rank_may_be_reading_is_not_freed(is_lost, k
     remote, closed = Remote(Cluster()), []
     policy = remote.cluster.make_policy(1)
     remote.refitter.refit(iter(policy.items()))
-    packer = remote.ranks._route._packer
+    packer = remote.ranks.host_route._packer
     buckets = [bucket for each in packer._sets for bucket in each.values()]
     for bucket in buckets:
         bucket.segment = bucket.segment.model_copy(update={"kind": kind})

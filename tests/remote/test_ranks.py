@@ -670,7 +670,7 @@ def told(monkeypatch):
 
 
 def bucket_sizes(remote: Remote) -> list[int]:
-    return [bucket.num_bytes for buckets in remote.ranks._route._packer._sets for bucket in buckets.values()]
+    return [bucket.num_bytes for buckets in remote.ranks.host_route._packer._sets for bucket in buckets.values()]
 
 
 @pytest.mark.parametrize("make_arguments", IN_PARTS)

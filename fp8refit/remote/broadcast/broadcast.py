@@ -16,6 +16,7 @@ from fp8refit.live.layout import EngineLayout
 from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.slots import TensorMeta
 from fp8refit.remote import messages
+from fp8refit.remote.broadcast.audience import Audience
 from fp8refit.remote.broadcast.receiver import digest_of
 from fp8refit.remote.broadcast.sections import Sections, find_sections
 from fp8refit.remote.broadcast.sender import Sender, Sending
@@ -44,46 +45,6 @@ class Together(Protocol):
 async def alone(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """`Together` for one engine."""
     return [await call for call in calls]
-
-
-class Audience(Protocol):
-    """The ranks of one engine."""
-
-    @property
-    def num_ranks(self) -> int:
-        """How many there are."""
-        ...
-
-    async def layouts(self) -> list[EngineLayout]:
-        """Each rank's layout, in rank order."""
-        ...
-
-    async def join(self, order: messages.Join) -> None:
-        """Make them join a group."""
-        ...
-
-    async def prepare_offered(
-        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None, may_wait: bool
-    ) -> bool:
-        """Make them check an offer: now or, if `may_wait`, together with `take`.
-
-        Returns:
-            Whether the check was postponed.
-        """
-        ...
-
-    @property
-    def has_refused(self) -> bool:
-        """Whether the last `take` failed at the postponed check, so that nothing was written."""
-        ...
-
-    async def take(self, version: int) -> Sequence[RankReport]:
-        """Make them receive, write and commit the policy, with this version or a later one."""
-        ...
-
-    async def abandon(self) -> None:
-        """Make them drop what was prepared."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -176,7 +137,7 @@ class Broadcast:
         assert prepared is not None, "write() follows prepare()"
         with ErrorCapture() as failed:
             return await self._send(prepared.source, version)
-        if isinstance(failed.error, TransportError) and any(audience.has_refused for audience in self._audiences):
+        if isinstance(failed.error, TransportError) and any(audience.asked.has_refused for audience in self._audiences):
             # See `prepare`. The ranks check again when they take it, because caches are dropped in between.
             with ErrorCapture() as failed:
                 await self._prepare(prepared.source, prepared.config, None, is_again=True)
@@ -218,17 +179,14 @@ class Broadcast:
         is_alone = len(self._audiences) == 1 and isinstance(source, MappingSource) and kv is None
         may_wait = is_alone and (offer.tensors is None or is_again)
         waits = await self._together(
-            [
-                audience.prepare_offered(offer, config, refit=self._refit, kv=kv, may_wait=may_wait)
-                for audience in self._audiences
-            ]
+            [audience.prepare(offer, refit=self._refit, kv=kv, may_wait=may_wait) for audience in self._audiences]
         )
         assert all(waits) or not is_again, "what waited once waits again"
         self._known_digest, self._prepared = offer.digest, _Prepared(source=source, config=config)
 
     async def _abandon(self) -> None:
         with contextlib.suppress(RefitError):
-            await self._together([audience.abandon() for audience in self._audiences])
+            await self._together([audience.host_route.abandon() for audience in self._audiences])
 
     async def _offer(self, source: Source, config: RefitConfig) -> messages.Broadcast:
         """Check a source, and make its offer."""
@@ -299,7 +257,7 @@ class Broadcast:
             return communicator
         self.leave()
         layouts = await self._known_layouts()
-        sizes = [audience.num_ranks for audience in self._audiences]
+        sizes = [audience.asked.num_ranks for audience in self._audiences]
         on_gpus = device.type == "cuda" and all(layout.device.startswith("cuda") for layout in layouts)
         backend: Backend = how.backend if how.backend != "auto" else "nccl" if on_gpus else "gloo"
         opened = Communicator.open(
@@ -318,7 +276,7 @@ class Broadcast:
             joined = thread.submit(opened.join, device, timeout_s=config.timeout_s)
             with ErrorCapture() as refused:
                 await self._together(
-                    [audience.join(order) for audience, order in zip(self._audiences, orders, strict=True)]
+                    [audience.asked.ask(order) for audience, order in zip(self._audiences, orders, strict=True)]
                 )
             if refused.error is not None:
                 opened.expect_end(str(refused.error))

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import InvalidSourceError, RefitError, TransportError
-from fp8refit.remote import messages
 from fp8refit.remote.channel import GRACE_S, Channel
 from fp8refit.remote.host_route import Offered
 from fp8refit.remote.message_pairs import PairAnswers, Pairs
@@ -146,14 +145,15 @@ class ServedRanks(RemoteRanks):
     """
 
     def __init__(self, driver: ServerDriver) -> None:
-        super().__init__(driver, driver)
+        super().__init__(driver, driver, named=driver.named)
         self._driver = driver
 
     @override
     async def meet(self, config: RefitConfig) -> None:
         server = await self._driver.greet()
         if server != self._driver.greeted or self.asked.lost_because is not None:
-            self._start_over()
+            self._release()
+            self.asked.start_over()  # another server answers in its place
             self._driver.greeted = server
         self._check_can_be_met(config)
         await super().meet(config)
@@ -171,19 +171,6 @@ class ServedRanks(RemoteRanks):
                 f'no loopback address: name an address of this host that it can reach, collective={{"host": ADDRESS}}, or '
                 "--host"
             )
-
-    @override
-    async def prepare_offered(
-        self, offer: messages.Broadcast, config: RefitConfig, *, refit: str, kv: KvOrder | None, may_wait: bool
-    ) -> bool:
-        with self._driver.named():
-            return await super().prepare_offered(offer, config, refit=refit, kv=kv, may_wait=may_wait)
-
-    def _start_over(self) -> None:
-        """Forget a server that is gone: another one answers in its place."""
-        self._broadcast.close()
-        self._route.close(may_be_read=self.asked.lost_because is not None)
-        super().__init__(self._driver, self._driver)
 
     @override
     async def _offer(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:

@@ -1,0 +1,64 @@
+"""The ranks of one engine, as the audience of a broadcast."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from fp8refit.config import KvOrder
+from fp8refit.live.layout import EngineLayout
+from fp8refit.remote import messages
+from fp8refit.remote.channel import NUM_VOTES, AskedRanks
+from fp8refit.remote.host_route import HostRoute
+from fp8refit.report import RankReport
+
+
+class Audience:
+    """Makes the ranks of one engine check a broadcast, and take it.
+
+    Args:
+        asked: Sends them orders.
+        host_route: Knows what they have mapped of this process. A failed broadcast makes them unmap it.
+        named: Notes on an error which engine it comes from.
+    """
+
+    def __init__(
+        self,
+        asked: AskedRanks,
+        host_route: HostRoute,
+        *,
+        named: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.asked = asked
+        self.host_route = host_route
+        self._named = named
+        self._num_buckets = 0
+
+    async def layouts(self) -> list[EngineLayout]:
+        """Each rank's layout, in rank order."""
+        replies = sorted(await self.asked.ask(messages.Describe()), key=lambda reply: reply.rank)
+        return [reply.layout for reply in replies if reply.layout is not None]
+
+    async def prepare(self, offer: messages.Broadcast, *, refit: str, kv: KvOrder | None, may_wait: bool) -> bool:
+        """Make them check an offer: now or, if `may_wait`, together with `take`.
+
+        Returns:
+            Whether the check was postponed.
+        """
+        asked, asked.has_refused, asked.refit = self.asked, False, refit
+        self._num_buckets = offer.num_buckets
+        order = messages.Prepare(refit=refit, config=asked.config, source=offer, kv=kv, keeps=self.host_route.keeps())
+        if may_wait and asked.hold(order.model_copy(update={"is_under_way": True})):
+            return True
+        with self._named():
+            await self.host_route.or_abandon(asked.ask(order))
+        return False
+
+    async def take(self, version: int) -> Sequence[RankReport]:
+        """Make them receive, write and commit the policy, with this version or a later one."""
+        asked, asked.is_dirty = self.asked, True
+        # Each bucket, the votes of these ranks, and those of the other engines.
+        num_votes = self._num_buckets + 2 * NUM_VOTES
+        order = messages.Take(refit=asked.refit, version=version)
+        replies = await self.host_route.or_abandon(asked.ask(order, num_votes=num_votes))
+        asked.check_is_one_policy(replies)
+        asked.refit = ""
+        return asked.reports(replies)
