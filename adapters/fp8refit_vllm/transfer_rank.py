@@ -111,7 +111,7 @@ class TransferRank:
             EngineDirtyError: The engine holds parts of two policies.
         """
         self._is_updating = False
-        if self._has_answered and self._ask(messages.Hello()).is_dirty:
+        if self._has_answered and self._ask(messages.Do(step="hello")).is_dirty:
             self._refuse(
                 EngineDirtyError("this engine holds parts of two policies; keep it paused until an update succeeds")
             )
@@ -146,7 +146,7 @@ class TransferRank:
         """Abandon a refit in progress, and unmap the trainer's memory."""
         if self._has_answered:
             self._has_answered = False
-            self._ask(messages.Close())
+            self._ask(messages.Do(step="close"))
 
     def _ask(self, order: messages.Order) -> Reply:
         return Reply.model_validate_json(self._answer(Request(id="", order=order).encode()))

@@ -99,7 +99,7 @@ class AskedRanks:
         self._check_is_there()
         if self.num_ranks:
             return
-        replies = await self.ask(messages.Hello())
+        replies = await self.ask(messages.Do(step="hello"))
         for reply in replies:
             if reply.package_version != __version__:
                 raise RankFailedError(
@@ -206,7 +206,7 @@ class AskedRanks:
     def _timeout_s(self, order: messages.Order, num_votes: int | None = None) -> float:
         """Seconds to wait for the ranks."""
         if num_votes is None:
-            num_votes = NUM_VOTES if isinstance(order, messages.Prepare | messages.Calibrate) else 1
+            num_votes = NUM_VOTES if order.step in ("prepare", "calibrate") else 1
         return min(num_votes * self.config.timeout_s + GRACE_S, LONGEST_WAIT_S)
 
     def _check_is_there(self) -> None:

@@ -128,7 +128,7 @@ class Handing:
         self._ring.expect_readers()
         self._answers = await self._asks.begin(self._order.model_copy(update={"begins": True}))
         if self._answers is None:
-            await self._asks.ask(messages.Begin(refit=self._order.refit))
+            await self._asks.ask(messages.RefitStep(step="begin", refit=self._order.refit))
 
     async def _open_set(self, piece: Piece | Recipe) -> None:
         """Open another set of buckets with room for a piece.

@@ -130,7 +130,7 @@ class HostRoute:
                     await handing.hand_over()
                 except InvalidSourceError as error:
                     raise InvalidSourceError(error.problems, written=True) from error
-            replies = await ranks.ask(messages.Finish(refit=ranks.refit), num_votes=num_votes)
+            replies = await ranks.ask(messages.RefitStep(step="finish", refit=ranks.refit), num_votes=num_votes)
         if not offered.compares:
             ranks.check_is_one_policy(replies)
         if not offered.keeps_mapped:
@@ -163,7 +163,7 @@ class HostRoute:
         refit, self._ranks.refit = self._ranks.refit, ""
         if refit:
             self._mapped = None
-            await self._ranks.ask(messages.Abandon(refit=refit))
+            await self._ranks.ask(messages.RefitStep(step="abandon", refit=refit))
         self._source = None
 
     def close(self) -> None:

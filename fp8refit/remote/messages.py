@@ -32,7 +32,9 @@ def first_problem(error: ValidationError) -> str:
     return f"{'.'.join(map(str, first['loc'][:8]))}: {first['msg']}"[:500] + f" (1 of {count} problems)" * (count > 1)
 
 
-class _Message(BaseModel):
+class Message(BaseModel):
+    """Base of all messages: immutable, without unknown fields."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def encode(self) -> str:
@@ -40,7 +42,7 @@ class _Message(BaseModel):
         return self.model_dump_json(by_alias=True)
 
 
-class MappedTensors(_Message):
+class MappedTensors(Message):
     """A source whose tensors are in memory that the ranks can map."""
 
     kind: Literal["mapped"] = "mapped"
@@ -51,7 +53,7 @@ class MappedTensors(_Message):
     problems: tuple[str, ...] = ()
 
 
-class Files(_Message):
+class Files(Message):
     """A safetensors file or folder that every rank reads itself."""
 
     kind: Literal["files"] = "files"
@@ -60,7 +62,7 @@ class Files(_Message):
     """The files that the driver checked, in order; no others are read."""
 
 
-class Pushed(_Message):
+class Pushed(Message):
     """A source that the driver reads and sends part by part."""
 
     kind: Literal["pushed"] = "pushed"
@@ -72,7 +74,7 @@ class Pushed(_Message):
     """Names of invalid KV scales, and why."""
 
 
-class Broadcast(_Message):
+class Broadcast(Message):
     """A source that the trainer broadcasts, in buckets whose layout both sides derive from this offer."""
 
     kind: Literal["broadcast"] = "broadcast"
@@ -106,13 +108,15 @@ class Broadcast(_Message):
         return self
 
 
-class Hello(_Message):
-    """Ask who answers and what state it is in."""
+class Do(Message):
+    """An order without details: say who answers and in what state it is, describe the inventory, compute a digest of the
+    weights, or release everything except the engine itself.
+    """
 
-    step: Literal["hello"] = "hello"
+    step: Literal["hello", "describe", "fingerprint", "close"]
 
 
-class Prepare(_Message):
+class Prepare(Message):
     """Check a source; see `Rank.prepare`."""
 
     step: Literal["prepare"] = "prepare"
@@ -138,7 +142,7 @@ class Prepare(_Message):
         )
 
 
-class Write(_Message):
+class Write(Message):
     """Write all of it; see `Rank.write`."""
 
     step: Literal["write"] = "write"
@@ -147,14 +151,14 @@ class Write(_Message):
     """Whether the trainer's tensors stay mapped for a later refit. Their GPU cannot reclaim mapped memory."""
 
 
-class Begin(_Message):
-    """Get ready for parts; see `Target.begin`."""
+class RefitStep(Message):
+    """A step of a prepared refit: get ready for parts, write the last of them and commit, or drop what was prepared."""
 
-    step: Literal["begin"] = "begin"
+    step: Literal["begin", "finish", "abandon"]
     refit: str
 
 
-class Run(_Message):
+class Run(Message):
     """The position of a run of rows in its tensor."""
 
     first_row: int = Field(ge=0)
@@ -162,7 +166,7 @@ class Run(_Message):
     """Of the whole tensor."""
 
 
-class Packed(_Message):
+class Packed(Message):
     """The contents of one set of buckets. Not an order: it is sent through the ring of a `Stream`."""
 
     segments: tuple[Segment, ...]
@@ -172,24 +176,17 @@ class Packed(_Message):
     """The tensors that are runs of rows. The runs of one tensor arrive in order."""
 
 
-class Stream(_Message):
+class Stream(Message):
     """Write what arrives through a ring, until nothing more does; see `fp8refit.remote.handing`."""
 
     step: Literal["stream"] = "stream"
     refit: str
     ring: Segment
     begins: bool = False
-    """Whether to do what `Begin` says first."""
+    """Whether to get ready for parts first, as `RefitStep` orders."""
 
 
-class Finish(_Message):
-    """All parts were sent; see `Rank.finish`."""
-
-    step: Literal["finish"] = "finish"
-    refit: str
-
-
-class Join(_Message):
+class Join(Message):
     """Join the group that a trainer broadcasts in, and leave the last one; see `Communicator.join`."""
 
     step: Literal["join"] = "join"
@@ -199,7 +196,7 @@ class Join(_Message):
     timeout_s: Wait
 
 
-class Take(_Message):
+class Take(Message):
     """Receive and write all buckets of a broadcast, and commit; see `Receiver.take`."""
 
     step: Literal["take"] = "take"
@@ -208,66 +205,18 @@ class Take(_Message):
     """Lowest version that the new policy may get, so that replicas that are refitted together get the same."""
 
 
-class CheckCalibration(_Message):
-    """Say whether KV scales can be set; see `Rank.check_calibration`."""
+class Calibrate(Message):
+    """Set KV scales for the policy that is served, or say whether that is possible; see `Rank.calibrate`."""
 
-    step: Literal["check_calibration"] = "check_calibration"
+    step: Literal["check_calibration", "calibrate"] = "calibrate"
     config: RefitConfig
     kv: KvOrder
 
 
-class Calibrate(_Message):
-    """Set KV scales for the policy that is served; see `Rank.calibrate`."""
-
-    step: Literal["calibrate"] = "calibrate"
-    config: RefitConfig
-    kv: KvOrder
+Order: TypeAlias = Do | Prepare | Write | RefitStep | Stream | Join | Take | Calibrate
 
 
-class Abandon(_Message):
-    """Drop what was prepared; see `Target.abandon`."""
-
-    step: Literal["abandon"] = "abandon"
-    refit: str
-
-
-class Describe(_Message):
-    """Describe the inventory; see `LiveModel.layout`."""
-
-    step: Literal["describe"] = "describe"
-
-
-class Fingerprint(_Message):
-    """Compute a digest of the weights; see `LiveModel.fingerprint`."""
-
-    step: Literal["fingerprint"] = "fingerprint"
-
-
-class Close(_Message):
-    """Release everything except the engine itself, including mappings."""
-
-    step: Literal["close"] = "close"
-
-
-Order: TypeAlias = (
-    Hello
-    | Prepare
-    | Write
-    | Begin
-    | Stream
-    | Finish
-    | Join
-    | Take
-    | CheckCalibration
-    | Calibrate
-    | Abandon
-    | Describe
-    | Fingerprint
-    | Close
-)
-
-
-class Request(_Message):
+class Request(Message):
     """One order to every rank."""
 
     id: str
@@ -275,7 +224,7 @@ class Request(_Message):
     order: Annotated[Order, Field(discriminator="step")]
 
 
-class Reply(_Message):
+class Reply(Message):
     """One rank's answer."""
 
     id: str

@@ -100,32 +100,28 @@ class RankServer:
         if self._receiver is not None and not is_taken:
             self._receiver.recall()
         match order:
-            case messages.Hello():
-                return {}
-            case messages.Prepare():
-                self._prepare(order, rank)
-                return {}
-            case messages.Join():
-                self._open_receiver(rank).join(order)
-                return {}
-            case messages.CheckCalibration():
-                rank.check_calibration(order.kv, order.config)
-                return {}
-            case messages.Calibrate():
-                return {"kv": rank.calibrate(order.kv, order.config)}
-            case messages.Describe():
+            case messages.Do(step="describe"):
                 return {"layout": rank.target.live.layout()}
-            case messages.Fingerprint():
+            case messages.Do(step="fingerprint"):
                 return {"fingerprint": rank.target.live.fingerprint()}
-            case messages.Close():
+            case messages.Do(step="close"):
                 self._forget()
                 rank.target.close()
-                return {}
-            case messages.Abandon():
+            case messages.Do():
+                pass  # every reply says who answers
+            case messages.Prepare():
+                self._prepare(order, rank)
+            case messages.Join():
+                self._open_receiver(rank).join(order)
+            case messages.Calibrate(step="check_calibration"):
+                rank.check_calibration(order.kv, order.config)
+            case messages.Calibrate():
+                return {"kv": rank.calibrate(order.kv, order.config)}
+            case messages.RefitStep(step="abandon"):
                 self._abandon(order, rank)
-                return {}
             case _:
                 return self._write(order, rank)
+        return {}
 
     def _prepare(self, order: messages.Prepare, rank: Rank) -> None:
         self._refit, self._prepared = order.refit, None
@@ -144,7 +140,7 @@ class RankServer:
         )
 
     def _write(
-        self, order: messages.Write | messages.Begin | messages.Stream | messages.Finish | messages.Take, rank: Rank
+        self, order: messages.Write | messages.RefitStep | messages.Stream | messages.Take, rank: Rank
     ) -> dict[str, Any]:
         """A step of writing what was prepared.
 
@@ -163,18 +159,18 @@ class RankServer:
                 if not order.keeps_mapped:
                     self._unmap_tensors()
                 return {"reports": tuple(reports)}
-            case messages.Finish():
+            case messages.RefitStep(step="finish"):
                 return {"reports": tuple(rank.finish(prepared))}
             case messages.Take():
                 return {"reports": tuple(self._open_receiver(rank).take(order, self._token, prepared))}
-            case messages.Begin():
+            case messages.RefitStep():
                 rank.target.begin(prepared)
             case messages.Stream():
                 self._follow(order, prepared, rank)
         self._prepared = prepared
         return {}
 
-    def _abandon(self, order: messages.Abandon, rank: Rank) -> None:
+    def _abandon(self, order: messages.RefitStep, rank: Rank) -> None:
         if order.refit == self._refit:
             self._prepared = None
             rank.target.abandon()

@@ -120,7 +120,7 @@ class RemoteRanks(Ranks):
         if driver_error is not None:
             raise driver_error
         await self.meet(config)
-        await self.asked.ask(messages.CheckCalibration(config=config, kv=kv))
+        await self.asked.ask(messages.Calibrate(step="check_calibration", config=config, kv=kv))
 
     @override
     async def calibrate(
@@ -135,7 +135,9 @@ class RemoteRanks(Ranks):
             return report
         if not isinstance(failed.error, RefitError):
             with contextlib.suppress(RefitError):
-                await self.asked.ask(messages.Hello())  # interrupted: it is unknown whether scales were partly written
+                await self.asked.ask(
+                    messages.Do(step="hello")
+                )  # interrupted: it is unknown whether scales were partly written
         raise failed.take()
 
     @override
@@ -144,14 +146,14 @@ class RemoteRanks(Ranks):
 
     @override
     async def fingerprints(self) -> list[str]:
-        replies = await self.asked.ask(messages.Fingerprint())
+        replies = await self.asked.ask(messages.Do(step="fingerprint"))
         return [reply.fingerprint for reply in sorted(replies, key=lambda reply: reply.rank)]
 
     @override
     async def close(self) -> None:
         try:
             if self.asked.lost_because is None:
-                await self.asked.ask(messages.Close())
+                await self.asked.ask(messages.Do(step="close"))
         finally:
             self._release()
 

@@ -11,10 +11,10 @@ from fp8refit_vllm.driver import SyncDriver
 from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD
 
 from fp8refit import CacheFlushError, EngineLostError
-from fp8refit.remote.messages import Hello, Reply, Request
+from fp8refit.remote.messages import Do, Reply, Request
 from fp8refit.transport.vote import ErrorRecord
 
-FIRST, SECOND = (Request(id=name, order=Hello()).encode() for name in ("first", "second"))
+FIRST, SECOND = (Request(id=name, order=Do(step="hello")).encode() for name in ("first", "second"))
 TIMEOUTS_S = (3.0, 4.0)
 BOTH = [("fp8refit_call", 3.0, "first"), ("flush", False, True), ("fp8refit_call", 4.0, "second")]
 

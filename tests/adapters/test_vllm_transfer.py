@@ -32,7 +32,7 @@ from fp8refit import (
     TransportError,
     UnsupportedEngineError,
 )
-from fp8refit.remote.messages import Hello, Request
+from fp8refit.remote.messages import Do, Request
 from fp8refit.remote.servers.orders import Place
 from fp8refit.transport.collective import store
 from tests.adapters.fake_weight_transfer import Engine
@@ -83,7 +83,7 @@ def with_nan(policy):
 
 
 def stranger() -> dict:
-    return Letter(token="0" * 32, id="1", message=Request(id="1", order=Hello()).encode()).encode()
+    return Letter(token="0" * 32, id="1", message=Request(id="1", order=Do(step="hello")).encode()).encode()
 
 
 def test_every_rank_holds_what_was_sent_and_the_engine_is_told_its_version(engine, session, cluster):

@@ -20,7 +20,7 @@ from fp8refit import (
 )
 from fp8refit.remote.channel import GRACE_S, NUM_VOTES
 from fp8refit.remote.message_pairs import PairAnswers, call_in_turn
-from fp8refit.remote.messages import Fingerprint, Request
+from fp8refit.remote.messages import Do, Request
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.sources.source import MappingSource, as_source
 from fp8refit.transport.memory.shared_tensors import Importer
@@ -293,7 +293,7 @@ def test_whatever_ranks_are_asked_for_before_they_take_it_ends_what_comes(open_s
 
     def ask():
         for server in steady.remote.servers:
-            server.handle(Request(id="other", order=Fingerprint()).encode())
+            server.handle(Request(id="other", order=Do(step="fingerprint")).encode())
 
     steady.channel.while_flushing = ask
     with pytest.raises(TransportError, match="not in the trainer's broadcast group"):

@@ -1,6 +1,7 @@
 """The language of drivers and ranks: JSON that comes out as it went in, and nothing else."""
 
 import json
+from typing import get_args
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -9,7 +10,7 @@ from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import InvalidSourceError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.remote import messages
-from fp8refit.remote.messages import Hello, Reply, Request, have_done
+from fp8refit.remote.messages import Do, Reply, Request, have_done
 from fp8refit.report import RankReport
 from fp8refit.sources.files import FileStamp
 from fp8refit.transport.collective.buckets import Cut, WireTensor
@@ -55,20 +56,20 @@ SOURCES = [
     messages.Broadcast(token="t", digest="d", tensors=(CUT, VALUES), sections=(0, 1, 0, 1)),
 ]
 ORDERS = [
-    messages.Hello(),
+    messages.Do(step="hello"),
     *(messages.Prepare(refit="r", config=CONFIG, source=source) for source in SOURCES),
-    messages.Begin(refit="r"),
+    messages.RefitStep(step="begin", refit="r"),
     messages.Stream(refit="r", ring=SEGMENT),
     messages.Write(refit="r", keeps_mapped=True),
-    messages.Finish(refit="r"),
+    messages.RefitStep(step="finish", refit="r"),
     messages.Join(meeting=MEETING, first_rank=1, timeout_s=2.5),
     messages.Take(refit="r", version=4),
-    messages.CheckCalibration(config=CONFIG, kv=KvOrder(scales={"a.k_scale": 0.5})),
+    messages.Calibrate(step="check_calibration", config=CONFIG, kv=KvOrder(scales={"a.k_scale": 0.5})),
     messages.Calibrate(config=CONFIG, kv=KvOrder(token_ids=((1, 2), (3,)))),
-    messages.Abandon(refit="r"),
-    messages.Describe(),
-    messages.Fingerprint(),
-    messages.Close(),
+    messages.RefitStep(step="abandon", refit="r"),
+    messages.Do(step="describe"),
+    messages.Do(step="fingerprint"),
+    messages.Do(step="close"),
 ]
 
 
@@ -86,7 +87,8 @@ def test_a_request_comes_out_of_json_as_it_went_in(order):
 
 
 def test_every_order_is_tried_here():
-    assert {type(order) for order in ORDERS} == set(messages.Order.__args__)
+    steps = {step for order in get_args(messages.Order) for step in get_args(order.model_fields["step"].annotation)}
+    assert {order.step for order in ORDERS} == steps
 
 
 def test_nothing_to_map_is_told_from_the_tensors_of_the_last_refit():
@@ -143,7 +145,7 @@ def test_a_reply_comes_out_of_json_as_it_went_in(model):
 
 @pytest.mark.parametrize("answers", [[], ["rubbish"], [None]])
 def test_nothing_is_done_that_nobody_says_is_done(answers):
-    assert have_done(answers, Request(id="a", order=Hello()).encode()) == []
+    assert have_done(answers, Request(id="a", order=Do(step="hello")).encode()) == []
 
 
 def test_what_cannot_be_read_is_not_done():

@@ -150,7 +150,7 @@ def test_what_is_no_request_is_answered_with_an_error(message, id, match, server
 
 
 def test_a_server_says_who_it_is(server):
-    reply = do(server, messages.Hello())
+    reply = do(server, messages.Do(step="hello"))
     assert (reply.rank, reply.version, reply.is_dirty) == (0, 0, False)
     assert (reply.package_version, reply.protocol) == (__version__, messages.PROTOCOL)
 
@@ -164,15 +164,15 @@ def test_a_rank_that_cannot_be_made_is_asked_for_again(target):
         return Rank(target)
 
     server = RankServer(make_rank)
-    reply = refused(server, messages.Hello(), UnsupportedEngineError, "no process group\n  - leave out")
+    reply = refused(server, messages.Do(step="hello"), UnsupportedEngineError, "no process group\n  - leave out")
     assert (reply.package_version, reply.is_dirty) == (__version__, False)
     ready.append(1)
-    do(server, messages.Hello())
+    do(server, messages.Do(step="hello"))
 
 
 def test_an_unforeseen_error_is_a_value_and_is_logged(server, model, caplog):
     model.slots = lambda: 1 / 0
-    refused(server, messages.Describe(), RankFailedError, "ZeroDivisionError: division by zero")
+    refused(server, messages.Do(step="describe"), RankFailedError, "ZeroDivisionError: division by zero")
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -182,18 +182,18 @@ def test_the_end_of_the_process_is_no_value(server, model):
 
     model.slots = end
     with pytest.raises(SystemExit):
-        server.handle(Request(id="1", order=messages.Describe()).encode())
+        server.handle(Request(id="1", order=messages.Do(step="describe")).encode())
 
 
 def test_a_fingerprint_is_told(server, model):
-    before = do(server, messages.Fingerprint()).fingerprint
-    assert before == do(server, messages.Fingerprint()).fingerprint == fingerprint(model.read_inventory())
+    before = do(server, messages.Do(step="fingerprint")).fingerprint
+    assert before == do(server, messages.Do(step="fingerprint")).fingerprint == fingerprint(model.read_inventory())
     model.embed[3, 4] += 1
-    assert do(server, messages.Fingerprint()).fingerprint != before
+    assert do(server, messages.Do(step="fingerprint")).fingerprint != before
 
 
 def test_a_layout_is_told(server, model):
-    layout = do(server, messages.Describe()).layout
+    layout = do(server, messages.Do(step="describe")).layout
     assert [slot.name for slot in layout.slots] == [slot.name for slot in model.slots()]
 
 
@@ -208,10 +208,10 @@ def test_files_are_read_by_the_rank(server, model, target, tmp_path):
 def test_parts_are_written_as_they_come(server, model, bucket):
     policy = make_policy(model, seed=1)
     do(server, prepare("a", pushed(policy)))
-    assert do(server, messages.Begin(refit="a")).is_dirty
+    assert do(server, messages.RefitStep(step="begin", refit="a")).is_dirty
     for name, tensor in policy.items():
         do(server, push("a", {name: tensor}, bucket))
-    reply = do(server, messages.Finish(refit="a"))
+    reply = do(server, messages.RefitStep(step="finish", refit="a"))
     (report,) = reply.reports
     assert report.num_tensors == len(policy)
     assert (reply.version, reply.is_dirty) == (1, False)
@@ -239,9 +239,9 @@ def test_an_error_of_the_values_is_a_value(server, model, bucket):
     policy = make_policy(model, seed=1)
     policy[NORM][0] = float("nan")
     do(server, prepare("a", pushed(policy)))
-    do(server, messages.Begin(refit="a"))
+    do(server, messages.RefitStep(step="begin", refit="a"))
     do(server, push("a", policy, bucket))
-    reply = refused(server, messages.Finish(refit="a"), NonFiniteError, "holds part of this policy")
+    reply = refused(server, messages.RefitStep(step="finish", refit="a"), NonFiniteError, "holds part of this policy")
     assert (reply.is_dirty, reply.error.items, reply.error.written) == (True, (NORM,), True)
 
 
@@ -253,9 +253,9 @@ def test_a_write_is_committed_once(way, server, model, target, bucket, tmp_path)
         last = written("a")
     else:
         do(server, prepare("a", pushed(policy)))
-        do(server, messages.Begin(refit="a"))
+        do(server, messages.RefitStep(step="begin", refit="a"))
         do(server, push("a", policy, bucket))
-        last = messages.Finish(refit="a")
+        last = messages.RefitStep(step="finish", refit="a")
     do(server, last)
     reply = refused(server, last, RankFailedError, "nothing is prepared|follows")
     assert (reply.version, reply.is_dirty) == (target.version, target.is_dirty) == (1, False)
@@ -269,9 +269,9 @@ def test_a_write_is_committed_once(way, server, model, target, bucket, tmp_path)
     "late",
     [
         lambda policy, bucket: written("old"),
-        lambda policy, bucket: messages.Begin(refit="old"),
+        lambda policy, bucket: messages.RefitStep(step="begin", refit="old"),
         lambda policy, bucket: push("old", policy, bucket),
-        lambda policy, bucket: messages.Finish(refit="old"),
+        lambda policy, bucket: messages.RefitStep(step="finish", refit="old"),
     ],
     ids=["write", "begin", "push", "finish"],
 )
@@ -280,28 +280,28 @@ def test_a_step_of_a_refit_that_was_given_up_changes_nothing(reached, late, serv
     old, policy = make_policy(model, seed=1), make_policy(model, seed=2)
     do(server, prepare("old", pushed(old)))
     if reached != "prepared":
-        do(server, messages.Begin(refit="old"))
+        do(server, messages.RefitStep(step="begin", refit="old"))
     if reached in ("half way", "pushed", "committed"):
         do(server, push("old", dict(list(old.items())[: 3 if reached == "half way" else len(old)]), bucket))
     if reached == "committed":
-        do(server, messages.Finish(refit="old"))
+        do(server, messages.RefitStep(step="finish", refit="old"))
     version = int(reached == "committed")
     do(server, prepare("new", pushed(policy)))
     before = live_bytes(model)
     reply = refused(server, late(old, bucket), RankFailedError, "this refit was abandoned: another one began")
     assert (reply.is_dirty, reply.version) == (reached not in ("prepared", "committed"), version)
-    do(server, messages.Abandon(refit="old"))
+    do(server, messages.RefitStep(step="abandon", refit="old"))
     assert live_bytes(model) == before
-    do(server, messages.Begin(refit="new"))
+    do(server, messages.RefitStep(step="begin", refit="new"))
     do(server, push("new", policy, bucket))
-    assert do(server, messages.Finish(refit="new")).version == version + 1
+    assert do(server, messages.RefitStep(step="finish", refit="new")).version == version + 1
     assert_holds(model, policy)
 
 
 def test_a_refit_that_was_abandoned_is_not_written(server, model, tmp_path):
     before = live_bytes(model)
     do(server, prepare("a", files(make_policy(model, seed=1), tmp_path)))
-    do(server, messages.Abandon(refit="a"))
+    do(server, messages.RefitStep(step="abandon", refit="a"))
     reply = refused(server, written("a"), RankFailedError, "nothing is prepared|follows")
     assert live_bytes(model) == before and not reply.is_dirty
     refit(server, model, tmp_path)
@@ -310,7 +310,7 @@ def test_a_refit_that_was_abandoned_is_not_written(server, model, tmp_path):
 def test_a_closed_engine_writes_nothing_until_it_is_prepared_anew(server, model, tmp_path):
     before = live_bytes(model)
     do(server, prepare("a", files(make_policy(model, seed=1), tmp_path)))
-    do(server, messages.Close())
+    do(server, messages.Do(step="close"))
     refused(server, written("a"), RankFailedError, "abandoned")
     assert live_bytes(model) == before
     refit(server, model, tmp_path)
@@ -325,7 +325,7 @@ def test_a_refit_that_failed_cannot_be_declared_whole(again, server, model, tmp_
     do(server, prepare("a", files(make_policy(model, seed=1), tmp_path)))
     refused(server, written("a"), RankFailedError, "RuntimeError: boom")
     model.on_refresh = lambda: None
-    order = written("a") if again == "write" else messages.Finish(refit="a")
+    order = written("a") if again == "write" else messages.RefitStep(step="finish", refit="a")
     reply = refused(server, order, RankFailedError, "nothing is prepared|follows")
     assert (reply.is_dirty, reply.version) == (True, 0)
     refit(server, model, tmp_path)
@@ -373,16 +373,16 @@ def test_scales_are_set_when_parts_are_written(server, cache, model, bucket):
     policy = make_policy(model, seed=1)
     config = RefitConfig(kv=KvConfig(margin=1.0))
     do(server, messages.Prepare(refit="a", config=config, source=pushed(policy), kv=BATCH))
-    do(server, messages.Begin(refit="a"))
+    do(server, messages.RefitStep(step="begin", refit="a"))
     do(server, push("a", policy, bucket))
     assert cache.batches == []
-    (report,) = do(server, messages.Finish(refit="a")).reports
+    (report,) = do(server, messages.RefitStep(step="finish", refit="a")).reports
     assert report.kv.scales == cache.held == {K_SCALE: 2.0, V_SCALE: 2.0}
     assert_holds(model, policy)
     do(server, prepare("b", pushed(policy)))
-    do(server, messages.Begin(refit="b"))
+    do(server, messages.RefitStep(step="begin", refit="b"))
     do(server, push("b", policy, bucket))
-    (report,) = do(server, messages.Finish(refit="b")).reports
+    (report,) = do(server, messages.RefitStep(step="finish", refit="b")).reports
     assert report.kv is None, "an order is one refit's"
     assert len(cache.batches) == 1
 
@@ -422,23 +422,23 @@ def test_a_bucket_that_was_replaced_is_unmapped(server, model):
     before = mapped_segments()
     policy = make_policy(model, seed=1)
     do(server, prepare("a", pushed(policy)))
-    do(server, messages.Begin(refit="a"))
+    do(server, messages.RefitStep(step="begin", refit="a"))
     buckets = [Bucket(1 << 20) for _ in policy]
     segments = [bucket.segment.id for bucket in buckets]
     for bucket, (name, tensor) in zip(buckets, policy.items(), strict=True):
         do(server, push("a", {name: tensor}, bucket))
         bucket.close()
     assert mapped_segments() - before == {segments[-1]}
-    do(server, messages.Finish(refit="a"))
+    do(server, messages.RefitStep(step="finish", refit="a"))
     assert_holds(model, policy)
-    do(server, messages.Close())
+    do(server, messages.Do(step="close"))
     assert not mapped_segments() - before
 
 
 def test_a_bucket_that_is_gone_is_an_error_and_the_next_refit_heals(server, model, bucket, tmp_path):
     policy = make_policy(model, seed=1)
     do(server, prepare("a", pushed(policy)))
-    do(server, messages.Begin(refit="a"))
+    do(server, messages.RefitStep(step="begin", refit="a"))
     order = push("a", policy, bucket)
     bucket.close()
     assert refused(server, order, TransportError, "has freed segment").is_dirty
@@ -484,7 +484,7 @@ def test_tensors_are_read_where_they_are_and_mapped_once(server, model, driver):
     write(server, "b", messages.MappedTensors(digest=export.digest))
     assert_holds(model, policy)
     assert driver.events.count("open_ipc") == 1
-    do(server, messages.Close())
+    do(server, messages.Do(step="close"))
     assert [event for event in driver.events if event.startswith("close_ipc")] == ["close_ipc 1"]
 
 
@@ -494,7 +494,7 @@ def test_tensors_that_this_rank_does_not_know_are_asked_for_again(server, model,
     known = messages.MappedTensors(digest=export.digest)
     refused(server, prepare("a", known), RankFailedError, "no longer has the tensors of the last refit; refit again")
     write(server, "b", mapped(export))
-    do(server, messages.Close())
+    do(server, messages.Do(step="close"))
     refused(server, prepare("c", known), RankFailedError, "no longer has the tensors")
     refused(server, prepare("d", messages.MappedTensors(digest="other")), RankFailedError, "no longer has the tensors")
     write(server, "e", mapped(export))
@@ -522,7 +522,10 @@ def test_memory_that_the_trainer_left_is_unmapped(server, model, driver):
     assert_holds(model, second)
 
 
-@pytest.mark.parametrize("order", [written("a", keeps_mapped=False), messages.Abandon(refit="a"), messages.Close()])
+@pytest.mark.parametrize(
+    "order",
+    [written("a", keeps_mapped=False), messages.RefitStep(step="abandon", refit="a"), messages.Do(step="close")],
+)
 def test_the_trainer_s_memory_is_unmapped_when_it_is_wanted_back(order, server, model, driver):
     export = exporter_of(driver).export(on_the_gpu(make_policy(model, seed=1), driver))
     do(server, prepare("a", mapped(export)))
@@ -542,9 +545,9 @@ def test_other_sources_leave_mapped_what_the_driver_says(then, keeps, server, mo
     def stream(name, keeps):
         bucket.clear()
         do(server, prepare(name, pushed(policy), keeps=keeps))
-        do(server, messages.Begin(refit=name))
+        do(server, messages.RefitStep(step="begin", refit=name))
         do(server, push(name, policy, bucket))
-        do(server, messages.Finish(refit=name))
+        do(server, messages.RefitStep(step="finish", refit=name))
 
     stream("0", ())
     do(server, prepare("a", mapped(export), keeps=("buckets",)))
@@ -562,7 +565,7 @@ def test_other_sources_leave_mapped_what_the_driver_says(then, keeps, server, mo
         do(server, written("c"))
         assert_holds(model, first)
         assert driver.events.count("open_ipc") == 1
-    do(server, messages.Close())
+    do(server, messages.Do(step="close"))
     assert "close_ipc 1" in driver.events
     assert not server._buckets.mapped
 
@@ -581,9 +584,9 @@ def test_nothing_grows_over_twenty_refits(server, model, bucket):
     policy, held = make_policy(model, seed=1), []
     for number in range(1, 21):
         do(server, prepare(f"{number}", pushed(policy), bucket_bytes=1 << 20))
-        do(server, messages.Begin(refit=f"{number}"))
+        do(server, messages.RefitStep(step="begin", refit=f"{number}"))
         do(server, push(f"{number}", policy, bucket))
-        assert do(server, messages.Finish(refit=f"{number}")).version == number
+        assert do(server, messages.RefitStep(step="finish", refit=f"{number}")).version == number
         if number in (2, 20):
             held.append((mapped_segments(), len(os.listdir("/proc/self/fd"))))
     (segments, num_descriptors), (segments_later, num_descriptors_later) = held

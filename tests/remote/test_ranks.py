@@ -26,7 +26,7 @@ from fp8refit.errors import (
 from fp8refit.fill.staging import Staging
 from fp8refit.live.slots import Refusal, ScaleFormat
 from fp8refit.remote.channel import GRACE_S, NUM_VOTES
-from fp8refit.remote.messages import Finish, Packed
+from fp8refit.remote.messages import Packed, RefitStep
 from fp8refit.transport.memory.memfd import map_memfd
 from fp8refit.transport.memory.ring import Ring
 from fp8refit.transport.memory.shared_tensors import Bucket, Importer
@@ -617,7 +617,7 @@ def test_a_driver_that_vanishes_leaves_nothing_that_stops_the_next_one(step, rem
     assert (successor.refitter.is_dirty, successor.refitter.version) == (is_dirty, 1)
     assert_heals(successor)
     with pytest.raises(RankFailedError, match="this refit was abandoned: another one began"):
-        asyncio.run(remote.ranks.asked.ask(Finish(refit=remote.ranks.asked.refit)))
+        asyncio.run(remote.ranks.asked.ask(RefitStep(step="finish", refit=remote.ranks.asked.refit)))
     assert cluster.states == [(False, 2)] * 2
     successor.refitter.close()
 

@@ -34,7 +34,7 @@ class Audience:
 
     async def layouts(self) -> list[EngineLayout]:
         """Each rank's layout, in rank order."""
-        replies = sorted(await self.asked.ask(messages.Describe()), key=lambda reply: reply.rank)
+        replies = sorted(await self.asked.ask(messages.Do(step="describe")), key=lambda reply: reply.rank)
         return [reply.layout for reply in replies if reply.layout is not None]
 
     async def prepare(self, offer: messages.Broadcast, *, refit: str, kv: KvOrder | None, may_wait: bool) -> bool:

@@ -180,7 +180,7 @@ class OrderHandler:
 
     async def _whole_version(self) -> int | None:
         """Make every rank drop an unfinished refit. Returns the version that all hold; None if they differ or are dirty."""
-        request = messages.Request(id=uuid.uuid4().hex, order=messages.Close())
+        request = messages.Request(id=uuid.uuid4().hex, order=messages.Do(step="close"))
         said = await self._controls.call(request.encode(), timeout_s=self._silence_s)
         replies = [messages.Reply.model_validate_json(answer) for answer in said]
         versions = {reply.version for reply in replies}

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainSerializer,
     SerializationInfo,
@@ -23,7 +21,7 @@ from pydantic import (
 from fp8refit import __version__
 from fp8refit.config import RefitConfig, Wait
 from fp8refit.errors import RankFailedError, UnsupportedEngineError
-from fp8refit.remote.messages import first_problem
+from fp8refit.remote.messages import Message, first_problem
 from fp8refit.transport.vote import ErrorRecord
 
 PROTOCOL: Final = 2
@@ -103,24 +101,20 @@ Text: TypeAlias = Annotated[str, BeforeValidator(_fetch), PlainSerializer(_put_a
 """A text that follows the head of an order; the head has its length in characters."""
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Hello(_Message):
+class Hello(Message):
     """Ask who answers."""
 
     step: Literal["hello"] = "hello"
 
 
-class Pause(_Message):
+class Pause(Message):
     """See `fp8refit.driver.engine.Engine.pause`."""
 
     step: Literal["pause"] = "pause"
     config: RefitConfig
 
 
-class Resume(_Message):
+class Resume(Message):
     """See `fp8refit.driver.engine.Engine.resume`, and `publish_version`."""
 
     step: Literal["resume"] = "resume"
@@ -128,27 +122,27 @@ class Resume(_Message):
     """Version of the policy that is served from now on; None if it is the old one."""
 
 
-class Refuse(_Message):
+class Refuse(Message):
     """See `fp8refit.driver.engine.Engine.refuse`."""
 
     step: Literal["refuse"] = "refuse"
     reason: str = Field(max_length=MAX_REASON)
 
 
-class Flush(_Message):
+class Flush(Message):
     """See `fp8refit.driver.engine.Engine.flush_caches`."""
 
     step: Literal["flush"] = "flush"
 
 
-class Tokenize(_Message):
+class Tokenize(Message):
     """See `fp8refit.driver.engine.Engine.tokenize`."""
 
     step: Literal["tokenize"] = "tokenize"
     prompts: tuple[Text, ...]
 
 
-class Call(_Message):
+class Call(Message):
     """See `fp8refit.remote.channel.Channel.call`."""
 
     step: Literal["call"] = "call"
@@ -156,7 +150,7 @@ class Call(_Message):
     timeout_s: Wait
 
 
-class Pair(_Message):
+class Pair(Message):
     """See `fp8refit.remote.message_pairs.Pairs.call_pair`."""
 
     step: Literal["pair"] = "pair"
@@ -165,7 +159,7 @@ class Pair(_Message):
     timeouts_s: tuple[Wait, Wait]
 
 
-class Look(_Message):
+class Look(Message):
     """Ask whether the server's process can read a path."""
 
     step: Literal["look"] = "look"
@@ -177,7 +171,7 @@ AnyOrder: TypeAlias = Annotated[
 ]
 
 
-class Place(_Message):
+class Place(Message):
     """Where a process runs. Only processes in the same place can share memory and see each other die."""
 
     boot_id: str
@@ -191,7 +185,7 @@ class Place(_Message):
         return cls(boot_id=boot_id, pid_namespace=Path("/proc/self/ns/pid").stat().st_ino)
 
 
-class Caller(_Message):
+class Caller(Message):
     """A driver."""
 
     place: Place
@@ -205,7 +199,7 @@ class Caller(_Message):
         return cls(place=Place.here(), pid=os.getpid(), name=uuid.uuid4().hex)
 
 
-class OrderRequest(_Message):
+class OrderRequest(Message):
     """One order of one driver."""
 
     protocol: Literal[2] = PROTOCOL
@@ -241,7 +235,7 @@ class OrderRequest(_Message):
         return request
 
 
-class Answer(_Message):
+class Answer(Message):
     """A server's answer to an order."""
 
     speaker: Literal["fp8refit"] = "fp8refit"
@@ -255,5 +249,5 @@ class Answer(_Message):
     """Whether that was to the first of two messages; see `fp8refit.remote.message_pairs.PairAnswers`."""
     flush_s: float = 0.0
     """See there."""
-    token_ids: list[list[int]] = []
+    token_ids: list[list[int]] = Field(default_factory=list)
     error: ErrorRecord | None = None
