@@ -57,12 +57,6 @@ class SglangEngine(DelegatingEngine):
             super().__init__(driver, RemoteRanks(driver, driver))
 
     @classmethod
-    def accepts(cls, candidate: object) -> bool:
-        """See `fp8refit.driver.engine.Engine`."""
-        packages = {base.__module__.split(".")[0] for base in type(candidate).__mro__}
-        return "sglang" in packages or isinstance(candidate, SglangServer)
-
-    @classmethod
     def boot(cls, model: str) -> Any:
         """See `fp8refit.driver.engine.Engine`. A checkpoint that is not FP8 is booted as if it were block FP8."""
         with VERSIONS.importing():

@@ -9,17 +9,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fp8refit_transformers.naming import namings_of, plain_config
+from fp8refit_transformers.naming import namings_of, plain_config, twin_or_refusal
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, collector_paused, trace_as_named
+from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named
 
 _MAY_DOWNCAST = "SGLANG_QUANT_ALLOW_DOWNCASTING"
 """Without it, some loaders reject BF16 tensors for FP8 weights."""
 
 
-@collector_paused()
 def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
     """Trace the loader of this rank's model; a refusal if that is impossible.
 
@@ -28,20 +27,15 @@ def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
         load_config: Its `LoadConfig`.
         num_ranks: Number of ranks that share a checkpoint.
     """
-    name = ", ".join(config.hf_config.architectures or ())
-    try:
+
+    def trace() -> Twin | None:
         overrides = config.model_override_args or {}
         options = {"revision": config.revision, "trust_remote_code": False}
         namings = namings_of(plain_config(config.model_path, config.hf_config, overrides, **options))
         with _built(config, load_config) as model:
-            twin = trace_as_named(model, namings, num_ranks=num_ranks)
-        if twin is None:
-            reason = "is no class of transformers', which alone says what a checkpoint of it holds"
-            return Refusal(module=name, reason=reason, remedy="Boot a model that transformers knows")
-        return twin
-    except Exception as error:  # noqa: BLE001 - a model that cannot be built without memory says so in its own way
-        reason = f"cannot be built without memory ({type(error).__name__}: {error})"
-        return Refusal(module=name, reason=reason, remedy="fp8refit does not know how to look at it yet")
+            return trace_as_named(model, namings, num_ranks=num_ranks)
+
+    return twin_or_refusal(config.hf_config, trace)
 
 
 @contextmanager

@@ -4,17 +4,37 @@ transformers' own model is built on the meta device, and its own conversion from
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8refit.live.slots import Stacked, TensorMeta
+from fp8refit.live.slots import Refusal, Stacked, TensorMeta
 from fp8refit.live.tracing.records import Copy
 from fp8refit.live.tracing.trace import Trace
-from fp8refit.live.tracing.twin import Naming
+from fp8refit.live.tracing.twin import Naming, Twin, collector_paused
+
+
+@collector_paused()
+def twin_or_refusal(config: Any, trace: Callable[[], Twin | None]) -> Twin | Refusal:
+    """Trace the loader of an engine's model; a refusal if that is impossible.
+
+    Args:
+        config: The model's Hugging Face config.
+        trace: Calls `fp8refit.live.tracing.twin.trace_as_named` with `namings_of` the model.
+    """
+    name = ", ".join(config.architectures or ())
+    try:
+        twin = trace()
+    except Exception as error:  # noqa: BLE001 - a model that cannot be built without memory says so in its own way
+        reason = f"cannot be built without memory ({type(error).__name__}: {error})"
+        return Refusal(module=name, reason=reason, remedy="fp8refit does not know how to look at it yet")
+    if twin is None:
+        reason = "is no class of transformers', which alone says what a checkpoint of it holds"
+        return Refusal(module=name, reason=reason, remedy="Boot a model that transformers knows")
+    return twin
 
 
 def plain_config(model: str, config: Any, overrides: Any, **options: Any) -> Any:

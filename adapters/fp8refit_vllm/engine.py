@@ -46,12 +46,6 @@ class VllmEngine(DelegatingEngine):
         super().__init__(driver, RemoteRanks(driver, driver))
 
     @classmethod
-    def accepts(cls, candidate: object) -> bool:
-        """See `fp8refit.driver.engine.Engine`."""
-        packages = {base.__module__.split(".")[0] for base in type(candidate).__mro__}
-        return "vllm" in packages or isinstance(candidate, VllmServer)
-
-    @classmethod
     def boot(cls, model: str) -> Any:
         """See `fp8refit.driver.engine.Engine`. vLLM quantizes a checkpoint that is not FP8."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fp8refit_transformers.naming import namings_of, plain_config
+from fp8refit_transformers.naming import namings_of, plain_config, twin_or_refusal
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, collector_paused, trace_as_named
+from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named
 
 
-@collector_paused()
 def twin_of(config: Any) -> Twin | Refusal:
     """Trace the loader of this rank's model; a refusal if that is impossible.
 
@@ -25,19 +24,14 @@ def twin_of(config: Any) -> Twin | Refusal:
     from vllm.config import set_current_vllm_config
 
     config = _apart(config)
-    name = ", ".join(config.model_config.hf_config.architectures or ())
+
+    def trace() -> Twin | None:
+        namings = namings_of(_plain_config(config.model_config))
+        with _built(config) as model:
+            return trace_as_named(model, namings, num_ranks=config.parallel_config.world_size)
+
     with set_current_vllm_config(config):  # models of the Transformers backend need it while they are built
-        try:
-            namings = namings_of(_plain_config(config.model_config))
-            with _built(config) as model:
-                twin = trace_as_named(model, namings, num_ranks=config.parallel_config.world_size)
-            if twin is None:
-                reason = "is no class of transformers', which alone says what a checkpoint of it holds"
-                return Refusal(module=name, reason=reason, remedy="Boot a model that transformers knows")
-            return twin
-        except Exception as error:  # noqa: BLE001 - a model that cannot be built without memory says so in its own way
-            reason = f"cannot be built without memory ({type(error).__name__}: {error})"
-            return Refusal(module=name, reason=reason, remedy="fp8refit does not know how to look at it yet")
+        return twin_or_refusal(config.model_config.hf_config, trace)
 
 
 def _apart(config: Any) -> Any:

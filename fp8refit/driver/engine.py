@@ -4,7 +4,7 @@ The control plane is `Engine`: one object per live engine, on the driver's side.
 prepare, write and commit on every rank of that engine.
 """
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from fp8refit.ranks.ranks import Ranks
 from fp8refit.remote.servers.control import ControlPlane
@@ -73,6 +73,17 @@ class DelegatingEngine:
         driver: Its methods become the engine's.
         ranks: The engine's ranks.
     """
+
+    name: ClassVar[str]
+    """Also the name of the engine's package."""
+    server: ClassVar[type]
+    """The engine's `http_client.Server`."""
+
+    @classmethod
+    def accepts(cls, candidate: object) -> bool:
+        """Whether `candidate`, or a class that it inherits from, is of the engine's package, or its server."""
+        packages = {base.__module__.split(".")[0] for base in type(candidate).__mro__}
+        return cls.name in packages or isinstance(candidate, cls.server)
 
     def __init__(self, driver: Driver, ranks: Ranks) -> None:
         self._driver = driver
