@@ -16,7 +16,7 @@ from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import EngineBusyError, UnsupportedEngineError
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
-from fp8refit.sources.source import SafetensorsSource
+from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit_transformers.admission import admit, find_call, refusal_of, refuse
 from fp8refit_transformers.caches import Policy, watch_caches
 from fp8refit_transformers.convert import to_block_fp8

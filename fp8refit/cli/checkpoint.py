@@ -31,7 +31,7 @@ from fp8refit.errors import CheckpointError, NonFiniteError
 from fp8refit.fill.kernels import quantize_blockwise
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import SCALE_SUFFIX, ScaleFormat
-from fp8refit.sources.source import SafetensorsSource
+from fp8refit.sources.checkpoints import SafetensorsSource
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"

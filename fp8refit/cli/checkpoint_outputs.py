@@ -12,7 +12,7 @@ from fp8refit.errors import CheckpointError
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, ScaleFormat, TensorMeta, dtype_name
-from fp8refit.sources.source import SafetensorsSource
+from fp8refit.sources.checkpoints import SafetensorsSource
 
 _LINEAR = re.compile(r"_proj(?:_with_mqa)?\.weight$|\.experts\..+\.weight$")
 _STACK = re.compile(r"\.experts\.[a-z]\w*$")

@@ -24,7 +24,7 @@ from fp8refit.errors import RefitError
 from fp8refit.live.slots import TensorMeta
 from fp8refit.remote.servers.http_client import Server
 from fp8refit.report import RefitReport
-from fp8refit.sources.source import SafetensorsSource
+from fp8refit.sources.checkpoints import SafetensorsSource
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a server's URL, bytes read for it, and total bytes."""

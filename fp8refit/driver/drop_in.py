@@ -27,7 +27,7 @@ from fp8refit.errors import EngineDirtyError, InvalidSourceError, RankFailedErro
 from fp8refit.live.slots import SOURCE_DTYPES
 from fp8refit.ranks.rank import Rank
 from fp8refit.report import RefitReport
-from fp8refit.sources.source import named
+from fp8refit.sources.pairs import named
 
 _LONGEST_LIST = 8
 _NUM_SAMPLES = 64

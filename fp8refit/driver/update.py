@@ -18,8 +18,9 @@ from fp8refit.errors import EngineDirtyError, RefitError, UnsupportedEngineError
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import RefitReport
 from fp8refit.sources.handover import HandedBucket, HandedSource
+from fp8refit.sources.pairs import named
 from fp8refit.sources.row_runs import InPieces
-from fp8refit.sources.source import Manifest, check_can_be_read_twice, named
+from fp8refit.sources.source import Manifest, check_can_be_read_twice
 
 
 def update(

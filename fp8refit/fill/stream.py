@@ -17,9 +17,11 @@ from fp8refit.fill.fill import Arriving, Fill
 from fp8refit.fill.plan import RefitPlan
 from fp8refit.fill.staging import Staging
 from fp8refit.live.slots import TensorMeta
+from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.files import StoredTensor
+from fp8refit.sources.pairs import check_readable
 from fp8refit.sources.row_runs import InPieces, Piece
-from fp8refit.sources.source import MappingSource, PushedSource, SafetensorsSource, Source, check_readable
+from fp8refit.sources.source import MappingSource, PushedSource, Source
 from fp8refit.sources.work_stream import WorkStream
 
 _SMALL_BYTES = 16 << 20

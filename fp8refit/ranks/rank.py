@@ -21,7 +21,8 @@ from fp8refit.ranks.held_names import HeldNames
 from fp8refit.ranks.kv.scales import report_of
 from fp8refit.ranks.target import Target
 from fp8refit.report import KvReport, RankReport
-from fp8refit.sources.source import SafetensorsSource, Source
+from fp8refit.sources.checkpoints import SafetensorsSource
+from fp8refit.sources.source import Source
 from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.vote import Ballot, Group, Phase, SoloGroup, vote
 

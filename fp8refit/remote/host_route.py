@@ -23,7 +23,8 @@ from fp8refit.remote.messages import Reply
 from fp8refit.remote.packing import Packer
 from fp8refit.remote.source_summary import summarize
 from fp8refit.report import RankReport
-from fp8refit.sources.source import MappingSource, SafetensorsSource, Source
+from fp8refit.sources.checkpoints import SafetensorsSource
+from fp8refit.sources.source import MappingSource, Source
 from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.memory.ring import Ring
 from fp8refit.transport.memory.shared_tensors import Bucket, Export, Exporter

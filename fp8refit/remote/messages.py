@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fp8refit.config import KvOrder, RefitConfig, Wait
 from fp8refit.live.layout import EngineLayout
 from fp8refit.report import KvReport, RankReport
-from fp8refit.sources.files import FileStamp
+from fp8refit.sources.stamps import FileStamp
 from fp8refit.transport.collective.buckets import MAX_SECTIONS, WireTensor
 from fp8refit.transport.collective.communicator import Meeting
 from fp8refit.transport.memory.shared_tensors import Segment, TensorRef

@@ -21,8 +21,9 @@ from fp8refit.ranks.rank import Rank
 from fp8refit.remote import messages
 from fp8refit.remote.broadcast.receiver import Receiver
 from fp8refit.remote.messages import Reply, Request
+from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.row_runs import Piece
-from fp8refit.sources.source import MappingSource, PushedSource, SafetensorsSource, Source
+from fp8refit.sources.source import MappingSource, PushedSource, Source
 from fp8refit.transport.memory.ring import Ring
 from fp8refit.transport.memory.shared_tensors import Importer
 from fp8refit.transport.vote import ErrorRecord

@@ -8,9 +8,9 @@ import hashlib
 import os
 import stat
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +23,7 @@ from pydantic_core import from_json
 from torch import Tensor
 
 from fp8refit.errors import InvalidSourceError
+from fp8refit.sources.stamps import FileStamp, boot_id
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -67,51 +68,6 @@ class _Entry(BaseModel):
 
 
 _ENTRIES = TypeAdapter(dict[str, _Entry])
-
-
-class FileStamp(BaseModel):
-    """Identifies a file and the state of it that was checked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    num_bytes: int
-    mtime_ns: int
-    header: str
-    """SHA-256 of the names, dtypes, shapes and positions of its tensors."""
-    inode: int
-    boot: str
-    """Identifies the host, since each may number files of a shared file system differently."""
-
-    def is_of(self, other: "FileStamp") -> bool:
-        """Whether both describe the same state of the same file."""
-        told_apart = {"inode", "boot"} if self.boot != other.boot else set()
-        return self.model_dump(exclude=told_apart) == other.model_dump(exclude=told_apart)
-
-
-class FilesRead(BaseModel):
-    """The files that one reader opened. Two readers that find different states in one place read different
-    checkpoints.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    path: str
-    """Absolute; links in it are not resolved."""
-    host: str
-    """A host's boot and mount namespace, within which a path has one meaning."""
-    state: str
-    """SHA-256 over the stamps of the files."""
-
-    @classmethod
-    def of(cls, path: Path, stamps: Iterable[FileStamp]) -> "FilesRead":
-        """Describe the files with these stamps, found under `path`."""
-        state = hashlib.sha256("\n".join(stamp.model_dump_json() for stamp in stamps).encode()).hexdigest()
-        return cls(path=str(path.absolute()), host=f"{_boot_id()}/{_mount_namespace()}", state=state)
-
-    def clashes_with(self, other: "FilesRead") -> bool:
-        """Whether another reader found something else in the same place. Copies elsewhere may differ."""
-        return (self.host, self.path) == (other.host, other.path) and self.state != other.state
 
 
 class StoredTensor:
@@ -198,7 +154,7 @@ class SafetensorsFile:
             mtime_ns=found.st_mtime_ns,
             header=digest,
             inode=found.st_ino,
-            boot=_boot_id(),
+            boot=boot_id(),
         )
         if judged is not None and not judged.is_of(self.stamp):
             raise InvalidSourceError([f"{path}: changed, or was replaced, after it was checked; refit again"])
@@ -306,22 +262,6 @@ class SafetensorsFile:
 
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 """By element size. NumPy has no BF16 or FP8, and moving bytes needs neither."""
-
-
-@cache
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-@cache
-def _mount_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/mnt")
-    except OSError:
-        return ""
 
 
 def _is_dense(to: npt.NDArray[np.generic], steps: list[int]) -> bool:

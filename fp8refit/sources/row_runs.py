@@ -8,7 +8,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from fp8refit.live.slots import TensorMeta
-from fp8refit.sources.source import Source, check_readable
+from fp8refit.sources.pairs import check_readable
+from fp8refit.sources.source import Source
 
 BLOCK_ROWS = 128
 """Rows per block of a weight."""

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.live.names import strip_wrappers
 from fp8refit.live.slots import TensorMeta
-from fp8refit.live.storage import why_unreadable
-from fp8refit.sources.files import FilesRead, FileStamp, SafetensorsFile, StoredTensor, Threads
+from fp8refit.sources.checkpoints import SafetensorsSource
+from fp8refit.sources.pairs import named, read_all, readable
 
 NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
 StateDict: TypeAlias = "Mapping[str, Tensor] | NamedTensors | Callable[[], NamedTensors] | str | Path | Source"
@@ -132,9 +131,9 @@ class MappingSource:
     def _read(self) -> tuple[dict[str, Tensor], tuple[str, ...]]:
         """Return the readable tensors, and the problems of the rest. Skipped for a source whose layout is recognized."""
         problems: dict[str, str] = {}
-        tensors = _read_all(self.sent_names, self.sent)
+        tensors = read_all(self.sent_names, self.sent)
         if tensors is None:
-            tensors = dict(_readable(zip(self.sent_names, self.sent, strict=True), problems))
+            tensors = dict(readable(zip(self.sent_names, self.sent, strict=True), problems))
         return tensors, tuple(problems.values())
 
     @property
@@ -187,7 +186,7 @@ class StreamSource:
         if not self.is_repeatable:
             return None
         problems: dict[str, str] = {}
-        metadata = {name: TensorMeta.of(tensor) for name, tensor in _readable(self._make_iterator(), problems)}
+        metadata = {name: TensorMeta.of(tensor) for name, tensor in readable(self._make_iterator(), problems)}
         return metadata, tuple(problems.values())
 
 
@@ -223,183 +222,6 @@ class PushedSource:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield nothing: the tensors come from elsewhere."""
         return iter(())
-
-
-class SafetensorsSource:
-    """A safetensors file, or a folder of them with or without an index. The files stay open, and no others are read.
-
-    Args:
-        path: Path of the file or folder.
-        judged: The state of the files that was checked elsewhere, if any.
-
-    Attributes:
-        path: Path of the file or folder.
-        stamps: The state of each file.
-        files: The same as one record, for ranks that compare what they opened.
-        stored: Every tensor, by its checkpoint name.
-
-    Raises:
-        InvalidSourceError: A file is missing, unreadable, or not in the state that was checked.
-    """
-
-    is_repeatable = True
-
-    def __init__(self, path: Path, *, judged: Sequence[FileStamp] | None = None) -> None:
-        self.path = path
-        files = _safetensors_files(path)
-        if judged is not None and [file.name for file in files] != [stamp.name for stamp in judged]:
-            raise InvalidSourceError([f"{path}: holds other files than when it was checked; refit again"])
-        stamps: Iterable[FileStamp | None] = itertools.repeat(None, len(files)) if judged is None else judged
-        threads = Threads()
-        opened = [SafetensorsFile(file, threads, judged=stamp) for file, stamp in zip(files, stamps, strict=True)]
-        self.stamps = tuple(file.stamp for file in opened)
-        self.files = FilesRead.of(path, self.stamps)
-        self.stored: dict[str, StoredTensor] = {}
-        problems = []
-        for file in opened:
-            for raw_name, tensor in file.tensors.items():
-                name = strip_wrappers(raw_name)
-                if name in self.stored:
-                    problems.append(f"{name}: stored twice, the second time in {file.path.name}")
-                    continue
-                self.stored[name] = tensor
-        self.metadata = {name: TensorMeta.of(tensor.meta) for name, tensor in self.stored.items()}
-        self.problems = tuple(problems)
-
-    def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]]:
-        """Return metadata and problems, from the headers."""
-        return self.metadata, self.problems
-
-    def pick(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read the tensors with these names.
-
-        Raises:
-            InvalidSourceError: A file changed since it was opened.
-        """
-        return {name: self.stored[name].read() for name in names}
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Read one tensor after another.
-
-        Raises:
-            InvalidSourceError: A file changed since it was opened.
-        """
-        return ((name, tensor.read()) for name, tensor in self.stored.items())
-
-
-class _Index(BaseModel):
-    """The contents of `model.safetensors.index.json`."""
-
-    model_config = ConfigDict(strict=True)
-
-    weight_map: dict[str, str]
-
-
-def _safetensors_files(path: Path) -> list[Path]:
-    """Return the files of a checkpoint, in order.
-
-    Raises:
-        InvalidSourceError: There are none, or the index names a missing file.
-    """
-    if _is_file(path):
-        return [path]
-    try:
-        inside = sorted(path.iterdir())
-    except (OSError, ValueError) as error:
-        why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        raise InvalidSourceError([f"{path}: {why}"]) from error
-    index = path / "model.safetensors.index.json"
-    if index in inside:
-        return _indexed_files(index)
-    files = [file for file in inside if file.suffix == ".safetensors"]
-    if not files:
-        raise InvalidSourceError([f"{path}: is neither a safetensors file nor a folder with any"])
-    return files
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    """Return the files that an index names.
-
-    Raises:
-        InvalidSourceError: It is not an index, or a file is missing.
-    """
-    try:
-        weight_map = _Index.model_validate_json(index.read_bytes()).weight_map
-    except (OSError, ValidationError) as error:
-        raise InvalidSourceError([f"{index}: not a safetensors index ({str(error)[:300]})"]) from error
-    files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    absent = [file.name for file in files if not _is_file(file)]
-    if absent:
-        raise InvalidSourceError([f"{name[:200]}: is named by {index} but does not exist" for name in absent])
-    return files
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # not a possible file name
-        return False
-
-
-def check_readable(name: str, tensor: object, *, written: bool = False) -> None:
-    """Check that a value is a tensor whose bytes can be read.
-
-    Raises:
-        InvalidSourceError: It is not.
-    """
-    if problem := why_unreadable(tensor):
-        raise InvalidSourceError([f"{name}: {problem}"], written=written)
-
-
-def named(items: Iterable[Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield checkpoint name, name as sent, and value of each pair.
-
-    Raises:
-        InvalidSourceError: An item is not a pair of a name and a value, or `items` is not iterable.
-    """
-    if not isinstance(items, Iterable) or isinstance(items, Tensor):
-        raise InvalidSourceError(
-            [f"source: its function returned {type(items).__name__}; return a new iterator of pairs (name, tensor)"]
-        )
-    for item in items:
-        try:
-            raw_name, value = item
-            name = strip_wrappers(raw_name)
-        except (TypeError, ValueError):
-            raise InvalidSourceError(
-                [f"source: gave something of type {type(item).__name__} instead of a pair (name, tensor)"]
-            ) from None
-        yield name, raw_name, value
-
-
-def _read_all(raw_names: Sequence[str], values: Sequence[Any]) -> dict[str, Tensor] | None:
-    """Return every tensor under its checkpoint name if all are fine: `_readable` in a third of the time.
-
-    Takes 1 us per tensor; a model of experts has 18,000.
-    """
-    tensors: dict[str, Tensor] = {}
-    try:
-        for raw_name, tensor in zip(raw_names, values, strict=True):
-            if why_unreadable(tensor):
-                return None
-            tensors[strip_wrappers(raw_name)] = tensor
-    except (TypeError, ValueError):
-        return None
-    return tensors if len(tensors) == len(values) else None
-
-
-def _readable(items: Iterable[Any], problems: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every readable tensor once, under its checkpoint name. `problems` gets a line for each other name."""
-    names = set()
-    for name, raw_name, tensor in named(items):
-        if name in names:
-            problems[name] = f"{name}: sent twice, the second time as {raw_name}; send it once"
-            continue
-        names.add(name)
-        if problem := why_unreadable(tensor):
-            problems[name] = f"{name}: {problem}"
-        else:
-            yield name, tensor
 
 
 def _not_exhausted(iterator: Iterator[Any]) -> Iterator[Any]:

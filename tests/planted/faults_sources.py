@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault(
         name="what a function returns is taken for an iterable",
-        path="fp8refit/sources/source.py",
+        path="fp8refit/sources/pairs.py",
         before="    if not isinstance(items, Iterable) or isinstance(items, Tensor):\n",
         after="    if items is items and False:\n",
         found_by=SOURCES,
@@ -99,7 +99,7 @@ FAULTS = [
     ),
     Fault(
         name="files announce bytes for dtypes that they do not know",
-        path="fp8refit/sources/source.py",
+        path="fp8refit/sources/checkpoints.py",
         before="        self.metadata = {name: TensorMeta.of(tensor.meta) for name, tensor in self.stored.items()}\n",
         after=(
             "        self.metadata = {\n"
@@ -145,7 +145,7 @@ FAULTS = [
     ),
     Fault(
         name="files of one size and time are taken for the same",
-        path="fp8refit/sources/files.py",
+        path="fp8refit/sources/stamps.py",
         before='        told_apart = {"inode", "boot"} if self.boot != other.boot else set()\n',
         after='        told_apart = {"inode", "boot"}\n',
         found_by=OPENED,
@@ -159,14 +159,14 @@ FAULTS = [
     ),
     Fault(
         name="an index that is none raises what its reader raises",
-        path="fp8refit/sources/source.py",
+        path="fp8refit/sources/checkpoints.py",
         before="    except (OSError, ValidationError) as error:\n",
         after="    except OSError as error:\n",
         found_by=FILES,
     ),
     Fault(
         name="a file name that is too long raises what the system raises",
-        path="fp8refit/sources/source.py",
+        path="fp8refit/sources/checkpoints.py",
         before="    except (OSError, ValueError):  # not a possible file name\n",
         after="    except ZeroDivisionError:\n",
         found_by=FILES,

@@ -12,7 +12,7 @@ from fp8refit.live.layout import EngineLayout
 from fp8refit.remote import messages
 from fp8refit.remote.messages import Do, Reply, Request, have_done
 from fp8refit.report import RankReport
-from fp8refit.sources.files import FileStamp
+from fp8refit.sources.stamps import FileStamp
 from fp8refit.transport.collective.buckets import Cut, WireTensor
 from fp8refit.transport.collective.communicator import Meeting
 from fp8refit.transport.memory.process import Process

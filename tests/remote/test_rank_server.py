@@ -27,7 +27,7 @@ from fp8refit.ranks.rank import Rank
 from fp8refit.remote import messages
 from fp8refit.remote.messages import Reply, Request
 from fp8refit.remote.rank_server import RankServer
-from fp8refit.sources.source import SafetensorsSource
+from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.transport.memory.process import Process
 from fp8refit.transport.memory.ring import Ring
 from fp8refit.transport.memory.shared_tensors import Bucket, Exporter, Importer

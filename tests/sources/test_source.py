@@ -7,8 +7,9 @@ from safetensors.torch import save_file
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.live.slots import TensorMeta
+from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.row_runs import in_pieces
-from fp8refit.sources.source import MappingSource, SafetensorsSource, StreamSource, as_source
+from fp8refit.sources.source import MappingSource, StreamSource, as_source
 
 WEIGHTS = {
     "model.norm.weight": torch.arange(6, dtype=torch.bfloat16),

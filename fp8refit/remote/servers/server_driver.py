@@ -31,7 +31,8 @@ from fp8refit.remote.servers.orders import (
     Resume,
     Tokenize,
 )
-from fp8refit.sources.source import SafetensorsSource, Source, StreamSource
+from fp8refit.sources.checkpoints import SafetensorsSource
+from fp8refit.sources.source import Source, StreamSource
 from fp8refit.transport.in_thread import InThread
 
 T = TypeVar("T")

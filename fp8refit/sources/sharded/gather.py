@@ -22,13 +22,14 @@ from fp8refit.config import MAX_TIMEOUT_S
 from fp8refit.errors import InvalidSourceError, RankFailedError, RefitError
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.storage import why_unreadable
+from fp8refit.sources.pairs import named
 from fp8refit.sources.row_runs import Piece, cut
 from fp8refit.sources.sharded.batches import Batch, PartRows, batches
 from fp8refit.sources.sharded.owned import Holding, Shared, owner_batches, unite
 from fp8refit.sources.sharded.renaming import Renamer, Renaming
 from fp8refit.sources.sharded.shards import Part, PartReader, has_shards, is_shard
 from fp8refit.sources.sharded.trainer_group import Statement, Step, Trainers, trainer_group, waits_at_most
-from fp8refit.sources.source import NamedTensors, StateDict, named
+from fp8refit.sources.source import NamedTensors, StateDict
 from fp8refit.transport.error_capture import ErrorCapture
 
 if TYPE_CHECKING:
