@@ -466,11 +466,15 @@ def is_equal_word(equal: dict[str, Any]) -> str:
     return "equal" if all(found[kind] is True for found in equal.values() for kind in kinds) else "NOT equal"
 
 
+ATTENTION, READING = "unified, engine's attention", "engine, reading"
+
+
 def render_precision(mismatches: list[dict[str, Any]], step: dict[str, Any]) -> str:
     """k3 of a BF16 trainer and of a unified one with an FP8 engine, and the time of a training step."""
     rows = [
         f"| {found['command'].partition('--shape ')[2].partition(' ')[0]} | {weights} | {kinds['plain']['k3']:.4f} "
-        f"| {kinds['unified']['k3']:.4f} | {kinds['plain']['k3'] / kinds['unified']['k3']:.1f} x less |\n"
+        f"| {kinds['unified']['k3']:.4f} | {kinds['plain']['k3'] / kinds['unified']['k3']:.1f} x less "
+        f"| {_k3(kinds, ATTENTION)} | {_k3(kinds, READING)} |\n"
         for found in mismatches
         for weights, kinds in found.items()
         if isinstance(kinds, dict) and "unified" in kinds
@@ -480,7 +484,8 @@ def render_precision(mismatches: list[dict[str, Any]], step: dict[str, Any]) -> 
     return (
         f"Mismatch with vLLM {mismatches[0]['vllm']} on one {mismatches[0]['gpu']} ({', '.join(formats)}): k3 of the trainer's "
         "and the engine's log-probabilities of the same sampled tokens, nats per token, random weights.\n\n"
-        "| shape | weights | BF16 trainer | unified trainer | |\n| --- | --- | ---: | ---: | ---: |\n"
+        "| shape | weights | BF16 trainer | unified trainer | | with the engine's attention | engine, reading |\n"
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
         f"{''.join(rows)}\n"
         f"A training step (forward and backward, {step['tokens']} tokens) of {step['layers']} layers of the 8B shape, each "
         f"compiled: "
@@ -490,6 +495,10 @@ def render_precision(mismatches: list[dict[str, Any]], step: dict[str, Any]) -> 
         "not included. "
         f"{step.get('note', '')}\n\nTo measure again: `python -m pytest tests/gpu/test_precision.py`.\n"
     )
+
+
+def _k3(kinds: dict[str, dict[str, float]], name: str) -> str:
+    return f"{kinds[name]['k3']:.4f}" if name in kinds else ""
 
 
 PLACES = {"inside": "engine in this process", "outside": "engine in another process"}

@@ -85,6 +85,8 @@ class EngineLayout(BaseModel):
     refusals: tuple[str, ...]
     kv: KvLayout | None = None
     """None if the engine has no KV cache that fp8refit knows."""
+    rounds_once: bool = False
+    """See `Inventory`."""
 
     @classmethod
     def of(cls, inventory: Inventory, *, engine: str, versions: dict[str, str], device: str) -> "EngineLayout":
@@ -113,6 +115,7 @@ class EngineLayout(BaseModel):
             stacked=inventory.stacked,
             kv=None if inventory.kv is None else KvLayout.of(inventory.kv),
             refusals=tuple(str(refusal) for refusal in inventory.refusals),
+            rounds_once=inventory.rounds_once,
         )
 
     @classmethod

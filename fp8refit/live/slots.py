@@ -242,6 +242,8 @@ class Inventory:
     partly_read: Mapping[str, PartlyRead] = field(default_factory=dict)
     """Checkpoint tensors that this rank reads only in part. Together, the ranks must read them whole."""
     kv: KvCache | None = None
+    rounds_once: bool = False
+    """Whether norms and rotary embeddings compute in float32 and round once, as kernels of GPUs do."""
 
     @cached_property
     def watch(self) -> Watch:

@@ -10,7 +10,7 @@ engine's kernel does. The gradient is straight-through. A refit then ships those
         optimizer.step()
         report = refitter.refit(unified.served())
 
-Attention, norms and activation functions remain the trainer's, with their own rounding.
+Norms and rotary embeddings round where the engine's do. Attention and activation functions remain the trainer's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,6 +25,7 @@ from fp8refit.live.names import is_adapter_weight, is_not_a_weight, strip_wrappe
 from fp8refit.precision.formats import Held, held_by
 from fp8refit.precision.layers import make_experts, make_linear, make_rounded
 from fp8refit.precision.native import block_scaled
+from fp8refit.precision.rounding import round_once
 from fp8refit.precision.weights import TrainedWeights, has_fsdp, shard_axis
 
 __all__ = ["Unified", "block_scaled", "unify"]
@@ -41,7 +42,8 @@ def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
     dtype if the master is wider. Codes are computed in the first forward pass after a weight update and by
     `Unified.served`, not for each micro-batch. Inputs may have any dtype; the engine computes in BF16. On a GPU, BF16
     inputs (also from autocast) are multiplied in FP8 if torchao is installed (`pip install fp8refit[precision]`).
-    Otherwise operands are dequantized and multiplied in float32.
+    Otherwise operands are dequantized and multiplied in float32. If norms and rotary embeddings of the engine compute
+    in float32 and round once (`like.rounds_once`), those of the model do, too.
 
     With FSDP2, call `fully_shard` first; it then gathers codes, one byte per weight. With `torch.compile`, compile after
     this call. Calling `model` detects changed weights, which costs one graph break at the start. If you call only parts
@@ -100,6 +102,8 @@ def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
         make_experts(module, {key: weights.add(name, module, key, _format(w)) for key, (name, w) in parts.items()})
     for module, dtypes in rounded.items():
         make_rounded(module, dtypes)
+    if like.rounds_once:
+        round_once(model)
     return Unified(model, weights)
 
 

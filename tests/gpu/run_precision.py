@@ -28,7 +28,7 @@ import torch
 from measuring import gpu_name, log
 from scripts import wait_for_turn
 from surroundings import cpu_options
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from fp8refit import Refitter, correction, precision
 from fp8refit.live.layout import EngineLayout, SlotLayout
@@ -76,6 +76,7 @@ def run_mismatch(options: argparse.Namespace) -> dict:
     """k3 of both trainers with what the engine sampled and said of it."""
     import vllm
 
+    AttentionInterface.register("engine", attend_as_engine)
     folder = options.work / options.shape
     policies.write_config(options.shape, folder)
     model = make_model(folder)
@@ -130,8 +131,45 @@ def mismatch_of(llm, refitter: Refitter | None, model: torch.nn.Module, weights:
     unified = precision.unify(model, like=refitter.layout())
     report = refitter.refit(unified.served())
     found["unified"] = vars_of(correction.mismatch(logprobs_of(model, rows), said, mask))
+    if policies.DEVICE == "cuda":
+        model.set_attn_implementation("engine")
+        found["unified, engine's attention"] = vars_of(correction.mismatch(logprobs_of(model, rows), said, mask))
+    found["engine, reading"] = vars_of(correction.mismatch(read_by(llm, rows), said, mask))
     log(f"{weights}: {found}")
     return found | {"num_quantized": report.num_quantized}
+
+
+def attend_as_engine(module, query, key, value, mask, scaling=None, **_):
+    """FlashAttention 3 as vLLM calls it, for sequences of one length; see `transformers.AttentionInterface`."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    rows, _, length, _ = query.shape
+    ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
+    heads = [each.transpose(1, 2).flatten(0, 1).contiguous() for each in (query, key, value)]
+    out = flash_attn_varlen_func(
+        *heads,
+        max_seqlen_q=length,
+        max_seqlen_k=length,
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+        softmax_scale=scaling,
+        causal=True,
+        fa_version=3,
+    )
+    return out.unflatten(0, (rows, length)), None
+
+
+def read_by(llm, rows: torch.Tensor) -> torch.Tensor:
+    """What the engine says of answers as prompts, (B, ANSWER): it differs from itself, too."""
+    import vllm
+
+    sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": row} for row in rows.tolist()], sampling, use_tqdm=False)
+    steps = [
+        list(zip(row, output.prompt_logprobs, strict=True))[PROMPT:]
+        for row, output in zip(rows.tolist(), outputs, strict=True)
+    ]
+    return torch.tensor([[entry[token].logprob for token, entry in pairs] for pairs in steps]).to(rows.device)
 
 
 def vars_of(metrics: object) -> dict:
@@ -197,7 +235,9 @@ def layout_of(model: torch.nn.Module, scale_format: str) -> EngineLayout:
                 kernel="none",
             )
         )
-    return EngineLayout(engine="none", versions={}, device="cuda", slots=tuple(slots), aliases={}, refusals=())
+    return EngineLayout(
+        engine="none", versions={}, device="cuda", slots=tuple(slots), aliases={}, refusals=(), rounds_once=True
+    )
 
 
 def timed(run) -> float:

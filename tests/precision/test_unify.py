@@ -170,13 +170,15 @@ def test_a_copy_of_a_model_has_codes_of_its_own():
 
 
 @pytest.mark.parametrize("how", ["whole", "blocks", "checkpointing"])
-def test_compiled_and_checkpointed_models_do_the_same(how):
+@pytest.mark.parametrize("rounds_once", [False, True])
+def test_compiled_and_checkpointed_models_do_the_same(how, rounds_once):
     _, refitter = make_refitter()
+    layout = refitter.layout().model_copy(update={"rounds_once": rounds_once})
     results = []
     for is_plain in (True, False):
         model, call = make_trainer(), None
         model.train()
-        unified = precision.unify(model, like=refitter.layout())
+        unified = precision.unify(model, like=layout)
         if not is_plain and how == "whole":
             call = torch.compile(model, backend="aot_eager")
         if not is_plain and how == "blocks":

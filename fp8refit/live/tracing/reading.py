@@ -130,6 +130,7 @@ class _Reading:
             refreshes=tuple(self._refreshes),
             refusals=tuple(self._refusals),
             partly_read={} if self._twin.is_alone else partly,
+            rounds_once=any(slot.weight.is_cuda for slot in self._slots),
         )
 
     def _tell_of_names(self, partly: Mapping[str, PartlyRead]) -> None:
