@@ -8,13 +8,14 @@ import fnmatch
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
 from fp8refit.errors import InvalidSourceError
+from fp8refit.fill.fitting import Fit, fit_scale, fit_weight
 from fp8refit.live.names import is_adapter_weight, is_kv_scale, is_not_a_weight, other_spellings, stack_of
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, Op, Slot, Stacked, TensorMeta, dtype_name
+from fp8refit.live.slots import SCALE_SUFFIX, Op, Slot, Stacked, TensorMeta, dtype_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,68 +140,56 @@ class PlanBuilder:
             return self._add_stack(name, meta, self._stacked[canonical], is_scale=is_scale)
         indexes = self._by_name.get(canonical)
         if indexes is None:
-            if (
-                is_not_a_weight(name)
-                or {name, weight_name} & self._unneeded
-                or (is_kv_scale(name) and not self._has_kv_scales)
-            ):
-                self._ignored.append(name)
-            elif stacked := self._held_stacked(name):
-                self._apart[name] = stacked
-            elif is_adapter_weight(name):
-                self._problems.append(
-                    f"{name}: belongs to a LoRA adapter; merge it into the model (merge_and_unload) and send the merged weights"
-                )
-            else:
-                self._problems.append(f"{name}: unexpected, this engine has no such weight; leave it out")
+            self._add_unknown(name, weight_name)
             return []
         if canonical != weight_name and self._is_taken(canonical, is_scale):
             self._ignored.append(name)
             return []
+        return self._add_own(name, meta, indexes, is_scale=is_scale)
+
+    def _add_unknown(self, name: str, weight_name: str) -> None:
+        """Take note of a tensor that no slot has the name of."""
+        is_unneeded = bool({name, weight_name} & self._unneeded)
+        if is_not_a_weight(name) or is_unneeded or (is_kv_scale(name) and not self._has_kv_scales):
+            self._ignored.append(name)
+        elif stacked := self._held_stacked(name):
+            self._apart[name] = stacked
+        elif is_adapter_weight(name):
+            self._problems.append(
+                f"{name}: belongs to a LoRA adapter; merge it into the model (merge_and_unload) and send the merged weights"
+            )
+        else:
+            self._problems.append(f"{name}: unexpected, this engine has no such weight; leave it out")
+
+    def _add_own(self, name: str, meta: TensorMeta, indexes: Sequence[int], *, is_scale: bool) -> list[Step]:
+        """The steps of a tensor that slots have the name of."""
+        found, fit = (self._scales, fit_scale) if is_scale else (self._weights, fit_weight)
         steps = []
         for index in indexes:
-            judge = self._judge_scale if is_scale else self._judge_weight
-            verdict = judge(name, meta, index)
-            found = self._scales if is_scale else self._weights
+            verdict = fit(meta, self._slots[index])
             if not isinstance(verdict, str) and index in found and found[index].select:
                 verdict = f"came in {found[index].source} too; send it once"
             if isinstance(verdict, str):
                 self._problems.append(f"{name}: {verdict}")
                 return []
-            found[index] = verdict
-            steps.append(verdict)
+            found[index] = _step(name, meta, index, verdict)
+            steps.append(found[index])
         return steps
 
     def _add_stack(self, name: str, meta: TensorMeta, stack: Stacked, *, is_scale: bool) -> list[Step]:
         """The steps of a tensor with a matrix of every expert."""
-        found = self._scales if is_scale else self._weights
+        found, fit = (self._scales, fit_scale) if is_scale else (self._weights, fit_weight)
         steps: dict[int, Step] = {}
         for part, (expert, first_row) in stack.parts.items():
             for index in self._by_name[part]:
-                slot = self._slots[index]
                 if index in found:
                     self._problems.append(f"{name}: holds {part}, which came as {found[index].source}; send it once")
                     return []
-                verdict = (
-                    _stacked_scale(meta, stack, slot, first_row)
-                    if is_scale
-                    else _stacked_weight(meta, stack, slot, first_row)
-                )
+                verdict = fit(meta, self._slots[index], stack, first_row)
                 if isinstance(verdict, str):
                     self._problems.append(f"{name}: {verdict}")
                     return []
-                op, offset, is_transposed = verdict
-                target = slot.scale if is_scale and slot.scale is not None else slot.weight
-                steps[index] = Step(
-                    op=op,
-                    source=name,
-                    slot=index,
-                    offset=offset,
-                    shape=tuple(target.shape),
-                    dtype=dtype_name(meta.dtype),
-                    select=(expert,),
-                    is_transposed=is_transposed,
-                )
+                steps[index] = _step(name, meta, index, verdict, expert)
         found.update(steps)
         return list(steps.values())
 
@@ -263,34 +252,6 @@ class PlanBuilder:
         used = {step.source for step in (*self._weights.values(), *self._scales.values())}
         self._ignored += [name for name in self.seen if name in self._aliases and name not in used | set(self._ignored)]
 
-    def _judge_weight(self, name: str, meta: TensorMeta, index: int) -> Step | str:
-        slot = self._slots[index]
-        if slot.is_optional and not meta.shape:
-            slot = replace(slot, full_shape=(), weight=slot.weight[0])
-        if meta.shape != slot.full_shape:
-            return f"has shape {list(meta.shape)}, this engine's is {list(slot.full_shape)}"
-        op = _weight_op(meta, slot)
-        if not isinstance(op, Op):
-            return op
-        shape = tuple(slot.weight.shape)
-        return Step(op=op, source=name, slot=index, offset=slot.origin, shape=shape, dtype=dtype_name(meta.dtype))
-
-    def _judge_scale(self, name: str, meta: TensorMeta, index: int) -> Step | str:
-        slot = self._slots[index]
-        if slot.scale is None:
-            return f"is a scale, but this engine holds {slot.name} as {dtype_name(slot.weight.dtype)}; leave it out"
-        block = slot.block_size
-        expected = tuple(-(-length // size) for length, size in zip(slot.full_shape, block, strict=True))
-        if meta.shape != expected:
-            return f"has shape {list(meta.shape)}, blocks of {block[0]}x{block[1]} need {list(expected)}"
-        offset = _scale_offset(meta, slot, slot.origin)
-        if isinstance(offset, str):
-            return offset
-        shape = tuple(slot.scale.shape)
-        return Step(
-            op=Op.COPY_SCALES, source=name, slot=index, offset=offset, shape=shape, dtype=dtype_name(meta.dtype)
-        )
-
     def _come_apart(self) -> Iterable[str]:
         if self._apart:
             name, held = next(iter(self._apart.items()))
@@ -335,57 +296,17 @@ class PlanBuilder:
                     yield f"{scale.source}: is a scale, but {weight.source} is {weight.dtype}; leave the scale out"
 
 
-def _weight_op(meta: TensorMeta, slot: Slot) -> Op | str:
-    """The operation for a tensor, which may already be quantized; or why there is none."""
-    if meta.dtype == FP8_DTYPE:
-        if not slot.is_quantized:
-            return f"is FP8, but this engine holds it as {dtype_name(slot.weight.dtype)}; send it unquantized"
-        return Op.COPY_CODES
-    if meta.dtype in SOURCE_DTYPES:
-        return Op.QUANTIZE if slot.is_quantized else Op.COPY
-    return f"has dtype {dtype_name(meta.dtype)}; send bfloat16, float16, float32, or float8_e4m3fn with its scales"
-
-
-def _scale_offset(meta: TensorMeta, slot: Slot, origin: tuple[int, ...]) -> tuple[int, ...] | str:
-    """Where the scales of a slice at `origin` start; or why they cannot be split there."""
-    block = slot.block_size
-    if meta.dtype not in SOURCE_DTYPES:
-        return f"has dtype {dtype_name(meta.dtype)}; send block scales as float32, bfloat16 or float16"
-    if any(start % size for start, size in zip(origin, block, strict=True)):
-        return (
-            f"this rank's slice starts at {list(origin)}, off the {block[0]}x{block[1]} grid of the scales; "
-            "send the tensor unquantized"
-        )
-    return tuple(start // size for start, size in zip(origin, block, strict=True))
-
-
-def _stacked_weight(
-    meta: TensorMeta, stack: Stacked, slot: Slot, first_row: int
-) -> tuple[Op, tuple[int, ...], bool] | str:
-    """Operation, offset and transposition for the part of a stack that goes to `slot`; or why there is none."""
-    is_transposed = stack.is_transposed_in(meta.shape)
-    if is_transposed is None:
-        return f"has shape {list(meta.shape)}, this engine's is {list(stack.shape)}, or with rows and columns swapped"
-    op = _weight_op(meta, slot)
-    if not isinstance(op, Op):
-        return op
-    if op is Op.COPY_CODES and is_transposed:
-        return "is FP8 with rows and columns swapped; send it unquantized, or expert by expert"
-    return op, (first_row + slot.origin[0], slot.origin[1]), is_transposed
-
-
-def _stacked_scale(
-    meta: TensorMeta, stack: Stacked, slot: Slot, first_row: int
-) -> tuple[Op, tuple[int, ...], bool] | str:
-    """The same for the scales of a stack that is already FP8."""
-    if slot.scale is None:
-        return f"is a scale, but this engine holds {slot.name} as {dtype_name(slot.weight.dtype)}; leave it out"
-    block = slot.block_size
-    expected = (stack.shape[0], *(-(-n // size) for n, size in zip(stack.shape[1:], block, strict=True)))
-    if meta.shape != expected:
-        return f"has shape {list(meta.shape)}, blocks of {block[0]}x{block[1]} need {list(expected)}"
-    offset = _scale_offset(meta, slot, (first_row + slot.origin[0], slot.origin[1]))
-    return offset if isinstance(offset, str) else (Op.COPY_SCALES, offset, False)
+def _step(name: str, meta: TensorMeta, index: int, fit: Fit, expert: int | None = None) -> Step:
+    return Step(
+        op=fit.op,
+        source=name,
+        slot=index,
+        offset=fit.offset,
+        shape=fit.shape,
+        dtype=dtype_name(meta.dtype),
+        select=() if expert is None else (expert,),
+        is_transposed=fit.is_transposed,
+    )
 
 
 def _bytes_written(step: Step, slot: Slot) -> int:

@@ -86,8 +86,8 @@ FAULTS = [
     Fault(
         name="every expert of a saved checkpoint is told to be left out",
         path="fp8refit/fill/plan.py",
-        before="            elif stacked := self._held_stacked(name):\n",
-        after="            elif stacked := self._held_stacked(name)[:0]:\n",
+        before="        elif stacked := self._held_stacked(name):\n",
+        after="        elif stacked := self._held_stacked(name)[:0]:\n",
         found_by="tests/fuzz/test_sources.py::test_a_saved_mixture_of_experts_is_told_in_one_line",
     ),
     Fault(

@@ -1,0 +1,79 @@
+"""Whether a source tensor fits a slot: which part of it goes there and how, or why it cannot.
+
+A tensor is one slot's own, or a stack that holds the tensor of every expert from some row of the expert's matrix on.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES, Op, Slot, Stacked, TensorMeta, dtype_name
+
+
+class Fit(NamedTuple):
+    """The part of a source tensor, or of one matrix of a stack, that goes to a slot."""
+
+    op: Op
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    is_transposed: bool = False
+
+
+def fit_weight(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first_row: int = 0) -> Fit | str:
+    """Return how a weight fits `slot`; or why it does not.
+
+    Args:
+        meta: Its shape and dtype.
+        slot: Where it goes.
+        stack: The stack that it is, if it is one.
+        first_row: Where the slot's tensor starts in the expert's matrix.
+    """
+    is_transposed = stack.is_transposed_in(meta.shape) if stack is not None else False
+    if stack is not None and is_transposed is None:
+        return f"has shape {list(meta.shape)}, this engine's is {list(stack.shape)}, or with rows and columns swapped"
+    if stack is None and slot.is_optional and not meta.shape:
+        slot = replace(slot, full_shape=(), weight=slot.weight[0])
+    if stack is None and meta.shape != slot.full_shape:
+        return f"has shape {list(meta.shape)}, this engine's is {list(slot.full_shape)}"
+    op = _weight_op(meta, slot)
+    if not isinstance(op, Op):
+        return op
+    if op is Op.COPY_CODES and is_transposed:
+        return "is FP8 with rows and columns swapped; send it unquantized, or expert by expert"
+    return Fit(op, _down(slot.origin, first_row), tuple(slot.weight.shape), bool(is_transposed))
+
+
+def fit_scale(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first_row: int = 0) -> Fit | str:
+    """Return how the scales of a tensor that is already FP8 fit `slot`, as `fit_weight` does."""
+    if slot.scale is None:
+        return f"is a scale, but this engine holds {slot.name} as {dtype_name(slot.weight.dtype)}; leave it out"
+    block = slot.block_size
+    experts, matrix = ((), slot.full_shape) if stack is None else (stack.shape[:1], stack.shape[1:])
+    expected = (*experts, *(-(-length // size) for length, size in zip(matrix, block, strict=True)))
+    if meta.shape != expected:
+        return f"has shape {list(meta.shape)}, blocks of {block[0]}x{block[1]} need {list(expected)}"
+    if meta.dtype not in SOURCE_DTYPES:
+        return f"has dtype {dtype_name(meta.dtype)}; send block scales as float32, bfloat16 or float16"
+    origin = _down(slot.origin, first_row)
+    if any(start % size for start, size in zip(origin, block, strict=True)):
+        return (
+            f"this rank's slice starts at {list(origin)}, off the {block[0]}x{block[1]} grid of the scales; "
+            "send the tensor unquantized"
+        )
+    offset = tuple(start // size for start, size in zip(origin, block, strict=True))
+    return Fit(Op.COPY_SCALES, offset, tuple(slot.scale.shape))
+
+
+def _weight_op(meta: TensorMeta, slot: Slot) -> Op | str:
+    """The operation for a tensor, which may already be quantized; or why there is none."""
+    if meta.dtype == FP8_DTYPE:
+        if not slot.is_quantized:
+            return f"is FP8, but this engine holds it as {dtype_name(slot.weight.dtype)}; send it unquantized"
+        return Op.COPY_CODES
+    if meta.dtype in SOURCE_DTYPES:
+        return Op.QUANTIZE if slot.is_quantized else Op.COPY
+    return f"has dtype {dtype_name(meta.dtype)}; send bfloat16, float16, float32, or float8_e4m3fn with its scales"
+
+
+def _down(origin: tuple[int, ...], num_rows: int) -> tuple[int, ...]:
+    """Move an origin down by some rows."""
+    return (origin[0] + num_rows, *origin[1:]) if num_rows else origin
