@@ -26,7 +26,8 @@ from fp8refit.precision.formats import Held, held_by
 from fp8refit.precision.layers import make_experts, make_linear, make_rounded
 from fp8refit.precision.native import block_scaled
 from fp8refit.precision.rounding import round_once
-from fp8refit.precision.weights import TrainedWeights, has_fsdp, shard_axis
+from fp8refit.precision.shards import has_fsdp, shard_axis
+from fp8refit.precision.weights import TrainedWeights
 
 __all__ = ["Unified", "block_scaled", "unify"]
 

@@ -4,6 +4,7 @@ from tests.planted.fault import Fault
 
 PRODUCTS = "fp8refit/precision/products.py"
 WEIGHTS = "fp8refit/precision/weights.py"
+SHARDS = "fp8refit/precision/shards.py"
 FUZZ = "tests/fuzz/test_precision.py"
 
 FAULTS = [
@@ -44,7 +45,7 @@ FAULTS = [
     ),
     Fault(
         name="ranks do not share the maxima of their blocks",
-        path=WEIGHTS,
+        path=SHARDS,
         before="torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)",
         after="pass",
         found_by="tests/precision/test_shards.py::test_blocks_that_ranks_share_are_quantized_as_one",

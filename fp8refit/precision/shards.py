@@ -1,0 +1,118 @@
+"""The codes and scales of weights that FSDP2 shards: each rank quantizes its own rows, with blocks shared by ranks."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fp8refit.fill.kernels.reference import E4M3_MAX, block_scales
+from fp8refit.live.slots import FP8_DTYPE
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from fp8refit.precision.weights import TrainedWeight
+
+
+def has_fsdp(model: nn.Module) -> bool:
+    """Whether FSDP2 shards any part of a model."""
+    return any(hasattr(module, "unshard") and hasattr(module, "reshard") for module in model.modules())
+
+
+def quantize_shards(weights: "Sequence[TrainedWeight]") -> list[str]:
+    """Quantize this rank's rows of each weight. Return the names of those with NaN or Inf on any rank.
+
+    One collective operation with one number per block. Peak memory: a few fp32 copies of one shard.
+    """
+    grids = [_own_maxima(weight) for weight in weights]
+    for group, members in _by_group(weights).items():
+        flat = torch.cat([grids[index].flatten() for index in members])
+        torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
+        for index, part in zip(members, torch.split(flat, [grids[index].numel() for index in members]), strict=True):
+            grids[index] = part.view_as(grids[index])
+    for weight, amax in zip(weights, grids, strict=True):
+        scale = block_scales(amax, weight.format.scale_format)
+        if weight.scale is None or weight.scale.device != scale.device:
+            weight.scale = scale
+        weight.scale.copy_(scale)
+        _encode_own_rows(weight)
+    bad = torch.stack([~torch.isfinite(amax).all() for amax in grids]).tolist()
+    return [weight.name for weight, is_bad in zip(weights, bad, strict=True) if is_bad]
+
+
+def _by_group(weights: "Sequence[TrainedWeight]") -> dict[Any, list[int]]:
+    groups: dict[Any, list[int]] = {}
+    for index, weight in enumerate(weights):
+        assert weight.sharded is not None, f"{weight.name=}"
+        groups.setdefault(weight.sharded.device_mesh.get_group(shard_axis(weight.sharded)), []).append(index)
+    return groups
+
+
+def shard_axis(weight: "DTensor") -> int:
+    """The mesh axis along which FSDP2 shards rows or experts.
+
+    Raises:
+        ValueError: Something other than FSDP2 sharded it.
+    """
+    axes = [axis for axis, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    if (
+        len(axes) != 1
+        or not weight.placements[axes[0]].is_shard(0)
+        or type(weight.placements[axes[0]]).__name__ != "Shard"
+    ):
+        raise ValueError(
+            f"is placed as {weight.placements}; shard it with fully_shard alone, along its first dimension"
+        )
+    return axes[0]
+
+
+def _own_rows(weight: "TrainedWeight") -> tuple[Tensor, int, int]:
+    """Return this rank's rows or experts as fp32 values rounded to BF16, the index of the first, and rows per rank."""
+    sharded = weight.sharded
+    assert sharded is not None, f"{weight.name=}"
+    axis = shard_axis(sharded)
+    chunk = -(-sharded.shape[0] // sharded.device_mesh.size(axis))
+    first = min(chunk * sharded.device_mesh.get_local_rank(axis), sharded.shape[0])
+    local = weight.local
+    return (local.to(torch.bfloat16) if local.dtype is torch.float32 else local).float(), first, chunk
+
+
+def _own_maxima(weight: "TrainedWeight") -> Tensor:
+    """Return the largest magnitude of this rank's part of every block: 0 if it has no part, Inf for NaN."""
+    rows, first, _ = _own_rows(weight)
+    grid = rows.new_zeros(weight.format.grid(weight.parameter.shape))
+    if not rows.numel():
+        return grid
+    block_n, block_k = weight.format.block_size
+    skipped = 0 if rows.ndim == 3 else first % block_n
+    last = -(rows.shape[-2] + skipped) % block_n
+    padded = functional.pad(rows.abs(), (0, -rows.shape[-1] % block_k, skipped, last))
+    *stack, num_rows, num_cols = padded.shape
+    blocks = padded.view(*stack, num_rows // block_n, block_n, num_cols // block_k, block_k)
+    amax = blocks.amax(dim=(-3, -1))
+    start = first if rows.ndim == 3 else first // block_n
+    grid[start : start + len(amax)] = torch.where(torch.isfinite(amax), amax, torch.inf)
+    return grid
+
+
+def _encode_own_rows(weight: "TrainedWeight") -> None:
+    """Quantize like `fp8refit.fill.kernels.reference.quantize_reference`, but use scales of blocks shared with other
+    ranks.
+    """
+    rows, first, chunk = _own_rows(weight)
+    assert weight.scale is not None, f"{weight.name=}"
+    held = weight.local_codes
+    if held is None or held.device != rows.device:
+        held = torch.zeros((chunk, *rows.shape[1:]), dtype=torch.uint8, device=rows.device).view(FP8_DTYPE)
+        weight.local_codes = held
+    block_n, block_k = weight.format.block_size
+    inverse = torch.ones_like(weight.scale) / weight.scale
+    if rows.ndim == 3:
+        inverse, first = inverse[first : first + len(rows)], 0
+    row_blocks = torch.arange(first, first + rows.shape[-2], device=rows.device) // block_n
+    col_blocks = torch.arange(rows.shape[-1], device=rows.device) // block_k
+    inverse = inverse.index_select(-2, row_blocks).index_select(-1, col_blocks)
+    held[: len(rows)] = (rows * inverse).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
