@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8refit.bench.rollout import MEMORY_SHARE, Precision, RolloutBoot
+from fp8refit.bench.rollout_engine import MEMORY_SHARE, Precision, RolloutBoot
 from fp8refit.bench.shapes import block_fp8
 from fp8refit_sglang.compat import VERSIONS
 
@@ -14,7 +14,7 @@ _RESERVED_TOKENS = 8
 
 
 class SglangRollout:
-    """Implements `fp8refit.bench.rollout.RolloutEngine`."""
+    """Implements `fp8refit.bench.rollout_engine.RolloutEngine`."""
 
     def __init__(self, wanted: RolloutBoot) -> None:
         import sglang
@@ -44,12 +44,12 @@ class SglangRollout:
         self.num_kv_tokens = int(self.candidate.get_server_info()["max_total_num_tokens"])
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """See `fp8refit.bench.rollout.RolloutEngine`."""
+        """See `fp8refit.bench.rollout_engine.RolloutEngine`."""
         sampling = {"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True}
         self.candidate.generate(input_ids=[list(ids) for ids in prompts], sampling_params=sampling)
 
     def close(self) -> None:
-        """See `fp8refit.bench.rollout.RolloutEngine`."""
+        """See `fp8refit.bench.rollout_engine.RolloutEngine`."""
         self.candidate.shutdown()
 
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fp8refit.bench.rollout import Precision, RolloutBoot
+from fp8refit.bench.rollout_engine import Precision, RolloutBoot
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_transformers.convert import to_block_fp8
 
 
 class TransformersRollout:
-    """Implements `fp8refit.bench.rollout.RolloutEngine`."""
+    """Implements `fp8refit.bench.rollout_engine.RolloutEngine`."""
 
     num_kv_tokens = None
 
@@ -22,7 +22,7 @@ class TransformersRollout:
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """See `fp8refit.bench.rollout.RolloutEngine`."""
+        """See `fp8refit.bench.rollout_engine.RolloutEngine`."""
         ids = torch.tensor(prompts, device=self._device)
         network = self.candidate
         network.generate(  # type: ignore[operator]
@@ -34,7 +34,7 @@ class TransformersRollout:
         )
 
     def close(self) -> None:
-        """See `fp8refit.bench.rollout.RolloutEngine`."""
+        """See `fp8refit.bench.rollout_engine.RolloutEngine`."""
         del self.candidate
 
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8refit.bench.rollout import MEMORY_SHARE, Precision, RolloutBoot
+from fp8refit.bench.rollout_engine import MEMORY_SHARE, Precision, RolloutBoot
 from fp8refit.bench.shapes import block_fp8
 from fp8refit_vllm.compat import VERSIONS
 from fp8refit_vllm.worker import WorkerExtension
 
 
 class VllmRollout:
-    """Implements `fp8refit.bench.rollout.RolloutEngine` in processes of its own, which free their memory when they
+    """Implements `fp8refit.bench.rollout_engine.RolloutEngine` in processes of its own, which free their memory when they
     end.
     """
 
@@ -42,14 +42,14 @@ class VllmRollout:
         self.num_kv_tokens = cache.num_gpu_blocks * cache.block_size
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """See `fp8refit.bench.rollout.RolloutEngine`."""
+        """See `fp8refit.bench.rollout_engine.RolloutEngine`."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=num_tokens, temperature=1.0, ignore_eos=True, detokenize=False)
         self.candidate.generate([{"prompt_token_ids": list(ids)} for ids in prompts], sampling, use_tqdm=False)
 
     def close(self) -> None:
-        """See `fp8refit.bench.rollout.RolloutEngine`."""
+        """See `fp8refit.bench.rollout_engine.RolloutEngine`."""
         self.candidate.llm_engine.engine_core.shutdown()
         del self.candidate
         gc.collect()

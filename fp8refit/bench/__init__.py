@@ -6,13 +6,9 @@ from configs, and weights from a seed: nothing is downloaded.
 
 from fp8refit.bench.kernel import KernelBenchConfig, KernelBenchResult, KernelTiming, run_kernel_bench
 from fp8refit.bench.refit import RefitBenchConfig, RefitBenchResult, StrategyResult, run_refit_bench
-from fp8refit.bench.rollout import (
-    Precision,
-    RolloutBenchConfig,
-    RolloutBenchResult,
-    RolloutTiming,
-    run_rollout_bench,
-)
+from fp8refit.bench.rollout import run_rollout_bench
+from fp8refit.bench.rollout_engine import Precision
+from fp8refit.bench.rollout_result import RolloutBenchConfig, RolloutBenchResult, RolloutTiming
 from fp8refit.bench.shapes import SHAPES, write_config
 
 __all__ = [

@@ -2,26 +2,29 @@
 
 import json
 import math
-import os
 import platform
-import shlex
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from itertools import count, product
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 
 from fp8refit import __version__
 from fp8refit.bench import policies
-from fp8refit.bench.clock import Count, Percentiles
+from fp8refit.bench.clock import Percentiles
 from fp8refit.bench.engine import adapter_module
+from fp8refit.bench.rollout_engine import Precision, RolloutBoot, RolloutEngine
+from fp8refit.bench.rollout_result import (
+    RolloutBenchConfig,
+    RolloutBenchResult,
+    RolloutTiming,
+    command_of,
+    environment_of,
+)
 from fp8refit.bench.shapes import folder_of
 from fp8refit.driver.adapters import booting
 from fp8refit.driver.refitter import Refitter
@@ -34,139 +37,6 @@ _WARM_UP_TOKENS = 32
 """New tokens in the warm-up run of each case, which compiles kernels."""
 _CALIBRATION = (8, 128)
 """Number of sequences, and tokens in each."""
-_SECRETS = frozenset({"KEY", "KEYS", "TOKEN", "SECRET", "PASSWORD"})
-"""Variables with these words in their names are left out of results."""
-MEMORY_SHARE = 0.85
-"""Share of a GPU for weights and KV cache, whatever the precision: smaller weights leave more cache."""
-
-
-class Precision(StrEnum):
-    """How an engine holds weights and KV cache."""
-
-    BF16 = "bf16"
-    FP8 = "fp8"
-    """Block-FP8 weights, BF16 KV cache."""
-    FP8_KV = "fp8+kv"
-    """Block-FP8 weights, FP8 KV cache with calibrated scales."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutBoot:
-    """What an adapter's `rollout.boot` has to boot."""
-
-    model: Path
-    tp: int
-    precision: Precision
-    max_length: int
-    """Longest sequence, in tokens."""
-    max_batch: int
-    """Most sequences at a time."""
-    arguments: Mapping[str, object]
-    """As in `RolloutBenchConfig.engine_arguments`."""
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether weights are FP8."""
-        return self.precision is not Precision.BF16
-
-
-class RolloutEngine(Protocol):
-    """A live engine that generates."""
-
-    candidate: object
-    """The object to pass to `Refitter`."""
-    settings: dict[str, object]
-    """The arguments it was booted with."""
-    num_kv_tokens: int | None
-    """Tokens that fit into its KV cache; None if it grows."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Continue every prompt by `num_tokens` sampled tokens, ignoring end of text."""
-        ...
-
-    def close(self) -> None:
-        """Stop the engine and everything it started."""
-        ...
-
-
-class RolloutBenchConfig(BaseModel):
-    """What to measure."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    engine: str
-    model: str
-    """One of `SHAPES`, or a folder with a `config.json`."""
-    tp: int = Field(default=1, ge=1)
-    precisions: tuple[Precision, ...] = Field(default=tuple(Precision), min_length=1)
-    batch_sizes: tuple[Count, ...] = Field(default=(8, 64, 256), min_length=1)
-    context_lengths: tuple[Count, ...] = Field(default=(512, 4096), min_length=1)
-    """Tokens per prompt."""
-    num_new_tokens: tuple[Count, ...] = Field(default=(256,), min_length=1)
-    """New tokens per prompt; each value is a case of its own."""
-    cases: tuple[tuple[Count, Count, Count], ...] = ()
-    """Sequences, prompt tokens and new tokens, instead of all combinations of the above."""
-    repeats: Count = 3
-    case_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Stop repeating a case once its timed runs have taken this long."""
-    seed: int = Field(default=0, ge=0, lt=1 << 32)
-    engine_arguments: dict[str, Any] = {}
-    """Additional boot arguments for every engine, in the engine's own names. They override the benchmark's."""
-
-    @property
-    def max_length(self) -> int:
-        """Longest sequence, in tokens."""
-        return max(length + num_new for _, length, num_new in self.every_case)
-
-    @property
-    def max_batch(self) -> int:
-        """Most sequences at a time."""
-        return max(batch for batch, _, _ in self.every_case)
-
-    @property
-    def every_case(self) -> list[tuple[int, int, int]]:
-        """Sequences, prompt tokens and new tokens of each case."""
-        return list(self.cases or product(self.batch_sizes, self.context_lengths, self.num_new_tokens))
-
-
-class RolloutTiming(BaseModel):
-    """The timing of one precision and case."""
-
-    model_config = ConfigDict(frozen=True)
-
-    precision: Precision
-    batch_size: int
-    context_length: int
-    num_new_tokens: int
-    tokens_per_s: Percentiles
-    """New tokens of all sequences per second, from the start of the first prefill to the last token."""
-    prefill_s: Percentiles | None = None
-    """Seconds of the same run with one new token: the cost of prompts. The rest is decoding."""
-    against_bf16: float | None
-    """Median relative to BF16's; None if BF16 was not measured."""
-
-    @property
-    def case(self) -> tuple[int, int, int]:
-        """Sequences, prompt tokens and new tokens."""
-        return self.batch_size, self.context_length, self.num_new_tokens
-
-
-class RolloutBenchResult(BaseModel):
-    """Throughput by case."""
-
-    model_config = ConfigDict(frozen=True)
-
-    config: RolloutBenchConfig
-    command: str
-    gpu: str
-    versions: dict[str, str]
-    settings: dict[Precision, dict[str, str]]
-    """The arguments engines were booted with."""
-    kv_tokens: dict[Precision, int]
-    """Tokens that fit into KV caches that do not grow."""
-    kernels: dict[Precision, tuple[str, ...]] = {}
-    """Kernels and scale formats of FP8 engines."""
-    timings: tuple[RolloutTiming, ...]
 
 
 def run_rollout_bench(
@@ -223,7 +93,7 @@ def run_rollout_bench(
 def _empty_result(config: RolloutBenchConfig) -> RolloutBenchResult:
     return RolloutBenchResult(
         config=config,
-        command=_command_of(config, _environment_of(config.engine)),
+        command=command_of(config, environment_of(config.engine)),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
         versions={"fp8refit": __version__, "torch": torch.__version__},
         settings={},
@@ -352,28 +222,3 @@ def _prompts(num_prompts: int, length: int, about: str) -> list[list[int]]:
     """Return random ids, seeded by what `about` says they are for."""
     generator = torch.Generator().manual_seed(zlib.crc32(about.encode()))
     return torch.randint(_FIRST_TOKEN, _FIRST_TOKEN + _NUM_TOKENS, (num_prompts, length), generator=generator).tolist()
-
-
-def _environment_of(engine: str) -> dict[str, str]:
-    """Return the engine's own environment variables, which may choose its kernels, without secrets."""
-    own = (name for name in sorted(os.environ) if name.startswith(f"{engine.upper()}_"))
-    return {name: os.environ[name] for name in own if _SECRETS.isdisjoint(name.split("_"))}
-
-
-def _command_of(config: RolloutBenchConfig, environment: Mapping[str, str]) -> str:
-    """The shell command that repeats the measurement."""
-    parts = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-    parts += ["fp8refit bench rollout", f"--engine {config.engine}", f"--model {config.model}", f"--tp {config.tp}"]
-    lists: dict[str, Sequence[object]] = {"precisions": config.precisions}
-    if config.cases:
-        lists["cases"] = [f"{batch}x{length}+{num_new}" for batch, length, num_new in config.cases]
-    else:
-        lists |= {"batch-sizes": config.batch_sizes, "context-lengths": config.context_lengths}
-        lists["new-tokens"] = config.num_new_tokens
-    parts += [f"--{name} {','.join(map(str, values))}" for name, values in lists.items()]
-    parts += [f"--repeats {config.repeats}", f"--seed {config.seed}"]
-    if config.case_seconds is not None:
-        parts.append(f"--case-seconds {config.case_seconds:g}")
-    arguments = (f"{name}={json.dumps(value)}" for name, value in config.engine_arguments.items())
-    parts += [f"--set {shlex.quote(argument)}" for argument in arguments]
-    return " ".join(parts)

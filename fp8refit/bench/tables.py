@@ -9,7 +9,7 @@ from rich.text import Text
 from fp8refit.bench.clock import Percentiles
 from fp8refit.bench.kernel import KernelBenchResult
 from fp8refit.bench.refit import OURS, RefitBenchResult
-from fp8refit.bench.rollout import RolloutBenchResult
+from fp8refit.bench.rollout_result import RolloutBenchResult
 
 
 def refit_tables(result: RefitBenchResult) -> Group:

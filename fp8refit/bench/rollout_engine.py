@@ -1,0 +1,59 @@
+"""What an adapter's module `rollout` provides for the rollout benchmark: engines that hold weights in some precision."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+MEMORY_SHARE = 0.85
+"""Share of a GPU for weights and KV cache, whatever the precision: smaller weights leave more cache."""
+
+
+class Precision(StrEnum):
+    """How an engine holds weights and KV cache."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    """Block-FP8 weights, BF16 KV cache."""
+    FP8_KV = "fp8+kv"
+    """Block-FP8 weights, FP8 KV cache with calibrated scales."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutBoot:
+    """What an adapter's `rollout.boot` has to boot."""
+
+    model: Path
+    tp: int
+    precision: Precision
+    max_length: int
+    """Longest sequence, in tokens."""
+    max_batch: int
+    """Most sequences at a time."""
+    arguments: Mapping[str, object]
+    """Additional boot arguments, in the engine's own names. They override the benchmark's."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether weights are FP8."""
+        return self.precision is not Precision.BF16
+
+
+class RolloutEngine(Protocol):
+    """A live engine that generates."""
+
+    candidate: object
+    """The object to pass to `Refitter`."""
+    settings: dict[str, object]
+    """The arguments it was booted with."""
+    num_kv_tokens: int | None
+    """Tokens that fit into its KV cache; None if it grows."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """Continue every prompt by `num_tokens` sampled tokens, ignoring end of text."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine and everything it started."""
+        ...
