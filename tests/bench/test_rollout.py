@@ -7,7 +7,15 @@ import torch
 from typer.testing import CliRunner
 
 from fp8refit import Refitter, UnsupportedEngineError
-from fp8refit.bench import Precision, RolloutBenchConfig, policies, rollout, run_rollout_bench, write_config
+from fp8refit.bench import (
+    Precision,
+    RolloutBenchConfig,
+    policies,
+    rollout,
+    rollout_result,
+    run_rollout_bench,
+    write_config,
+)
 from fp8refit.bench.engine import open_bench_engine
 from fp8refit.cli import app
 
@@ -156,9 +164,9 @@ def test_arguments_of_the_engine_are_its_own_and_part_of_the_command(booted, mon
     config = RolloutBenchConfig(**TINY, engine_arguments=arguments)
     monkeypatch.setenv("TRANSFORMERS_KERNELS", "of one kind")
     monkeypatch.setenv("TRANSFORMERS_API_KEY", "a secret")
-    environment = rollout._environment_of("transformers")
+    environment = rollout_result.environment_of("transformers")
     assert environment["TRANSFORMERS_KERNELS"] == "of one kind" and "TRANSFORMERS_API_KEY" not in environment
-    command = rollout._command_of(config, {"TRANSFORMERS_KERNELS": "of one kind"})
+    command = rollout_result.command_of(config, {"TRANSFORMERS_KERNELS": "of one kind"})
     first, program, *again = shlex.split(command)
     assert (first, program) == ("TRANSFORMERS_KERNELS=of one kind", "fp8refit")
     CliRunner().invoke(app, again)
