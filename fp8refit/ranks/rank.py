@@ -5,30 +5,21 @@ rank continues alone: not into a write, a new policy, or a collective operation 
 between the last vote and the commit, so losing a driver cannot leave ranks undecided.
 """
 
-import hashlib
-import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 from fp8refit.config import KvOrder, RefitConfig
-from fp8refit.errors import EngineDirtyError, EngineLostError, TransportError, UnsupportedEngineError
+from fp8refit.errors import EngineDirtyError, TransportError
 from fp8refit.fill.fills import Prepared
-from fp8refit.ranks.held_names import HeldNames
-from fp8refit.ranks.kv.scales import report_of
+from fp8refit.ranks.agreement import Agreement
+from fp8refit.ranks.scaling import set_kv_scales
 from fp8refit.ranks.target import Target
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.source import Source
 from fp8refit.transport.error_capture import ErrorCapture
-from fp8refit.transport.vote import Ballot, Group, Phase, SoloGroup, vote
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from fp8refit.transport.vote import Group, SoloGroup
 
 
 class Rank:
@@ -45,7 +36,7 @@ class Rank:
         self.witness = ""
         """Digest of values that this rank received, if recorded: equal on all ranks if they were given the same
         policy."""
-        self._names = HeldNames()
+        self._agreement = Agreement(target, self.group)
 
     def prepare(
         self,
@@ -87,9 +78,10 @@ class Rank:
 
         if is_known and driver_error is None:
             return self._prepare_known(judge, kv, config)
-        self._learn_names(self._agree_on_ready(kv, config, driver_error), config)
-        error, judged = self._try(judge)
-        self._vote("prepared", error, config, **(judged.said if judged is not None else {}))
+        ready = self._agreement.on_ready(kv, config, driver_error)
+        self._agreement.learn_names(ready, config)
+        error, judged = self._agreement.attempt(judge)
+        self._agreement.vote("prepared", error, config, **(judged.said if judged is not None else {}))
         assert judged is not None, "every rank is ready"
         return judged.prepared
 
@@ -107,7 +99,7 @@ class Rank:
         """
         if driver_error is None and self.target.is_dirty:
             driver_error = EngineDirtyError("this engine holds no whole policy to calibrate for; refit it")
-        self._agree_on_ready(kv, config, driver_error)
+        self._agreement.on_ready(kv, config, driver_error)
 
     def calibrate(self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None) -> KvReport:
         """Set KV scales for the served policy.
@@ -121,7 +113,7 @@ class Rank:
             RefitError: See `check_calibration`, `LiveModel.measure_kv` and `Target.write_kv`.
         """
         self.check_calibration(kv, config, driver_error=driver_error)
-        reports = self._set_kv_scales(kv, config)
+        reports = set_kv_scales(self._agreement, kv, config)
         self.target.commit(self.target.version)
         return KvReport.merge(reports)
 
@@ -135,7 +127,7 @@ class Rank:
         Raises:
             RefitError: `driver_error`, or another rank's. Nothing was written.
         """
-        self._vote("go", driver_error, prepared.config)
+        self._agreement.vote("go", driver_error, prepared.config)
 
     def write(self, prepared: Prepared) -> list[RankReport]:
         """Write what was prepared, agree that it is whole on every rank, and commit it.
@@ -178,14 +170,14 @@ class Rank:
         """`prepare` with one vote on readiness and source."""
 
         def check_and_judge() -> _Judged:
-            self._check_ready(kv, config)
+            self._agreement.check_ready(kv, config)
             return judge()
 
-        error, judged = self._try(check_and_judge)
+        error, judged = self._agreement.attempt(check_and_judge)
         said = judged.said if judged is not None else {}
-        ballots = self._vote("prepared", error, config, held=self._names.digest, asked=self._asked(kv, config), **said)
+        ballots = self._agreement.vote("prepared", error, config, **self._agreement.wanted(kv, config), **said)
         assert judged is not None, "every rank is ready"
-        if not self._names.are_known(ballots):
+        if not self._agreement.names.are_known(ballots):
             self.target.abandon()
             raise TransportError("the ranks of this engine hold different tensors than at the last refit; refit again")
         return judged.prepared
@@ -200,19 +192,12 @@ class Rank:
         on_judged: Callable[[], None],
     ) -> "_Judged":
         prepared = self.target.prepare(
-            source, config, kv=kv, is_ready=True, foreign=self._names.foreign, compares=compares
+            source, config, kv=kv, is_ready=True, foreign=self._agreement.names.foreign, compares=compares
         )
         on_judged()
         files = source.files if isinstance(source, SafetensorsSource) else None
         claim = prepared.plan.source_digest if prepared.plan is not None else ""
         return _Judged(prepared=prepared, said={"claim": claim, "files": files})
-
-    def _learn_names(self, ready: list[Ballot], config: RefitConfig) -> None:
-        try:
-            self._names.learn(ready, partial(self._vote, "names", None, config))
-        except UnsupportedEngineError:
-            self.target.abandon()
-            raise
 
     def _agree_on_written(
         self,
@@ -238,88 +223,16 @@ class Rank:
 
     def _settle(self, write: Callable[[], RankReport], prepared: Prepared) -> tuple[list[RankReport], int]:
         """Do everything before the commit; returns each rank's report, in rank order, and the policy's version."""
-        (error, report), order, config = self._try(write), prepared.kv, prepared.config
+        (error, report), order, config = self._agreement.attempt(write), prepared.kv, prepared.config
         claim = report.source_digest + self.witness if report is not None else ""
-        ballots = self._vote("written", error, config, claim=claim, report=report)
-        kv = self._set_kv_scales(order, config) if order is not None else None
+        ballots = self._agreement.vote("written", error, config, claim=claim, report=report)
+        kv = set_kv_scales(self._agreement, order, config) if order is not None else None
         reports = [ballot.report for ballot in ballots if ballot.report is not None]
         version = max(ballot.version for ballot in ballots) + 1
         return [
             report.model_copy(update={"rank": rank, "kv": _both(report.kv, kv[rank]) if kv is not None else report.kv})
             for rank, report in enumerate(reports)
         ], version
-
-    def _agree_on_ready(
-        self, kv: KvOrder | None, config: RefitConfig, driver_error: BaseException | None
-    ) -> list[Ballot]:
-        """Agree that every rank is ready. Nothing is written."""
-        error = driver_error
-        if error is None:
-            error, _ = self._try(lambda: self._check_ready(kv, config))
-        return self._vote("ready", error, config, held=self._names.digest, asked=self._asked(kv, config))
-
-    def _check_ready(self, kv: KvOrder | None, config: RefitConfig) -> None:
-        inventory = self.target.check_ready()
-        if self.group.size > 1:
-            self._names.note(inventory)
-        if kv is not None:
-            self.target.live.require_kv().check(kv, config.kv)
-
-    def _set_kv_scales(self, order: KvOrder, config: RefitConfig) -> list[KvReport]:
-        """Measure on every rank, agree on the result, write, and agree that it is written.
-
-        Returns:
-            Each rank's report, in rank order.
-        """
-        start_s, num_passes = time.perf_counter(), 0
-        scales: Mapping[str, float] = order.scales
-        kept: tuple[str, ...] = ()
-        if order.token_ids:
-            error, measured = self._try(lambda: self.target.live.measure_kv(order, config))
-            if error is not None:  # immediately: other ranks may wait for this one in the middle of the pass
-                logger.error("a calibration pass failed on rank %d: %s", self.group.rank, error)
-            ballots = self._vote("measured", error, config, amax=measured.amax if measured is not None else {})
-            assert measured is not None, "every rank measured"
-            seen = [ballot.amax for ballot in ballots] if config.kv.reduction == "max" else [measured.amax]
-            amax = {name: max(one.get(name, 0.0) for one in seen) for name in dict.fromkeys(chain(*seen))}
-            known = self.target.live.require_kv()
-            scales, kept = known.scales_for(amax, config.kv), known.kept(amax, config.kv)
-            num_passes = measured.num_passes
-        error, written = self._try(lambda: self.target.write_kv(scales))
-        report = report_of(
-            order,
-            written if written is not None else {},
-            kept=kept,
-            num_passes=num_passes,
-            seconds=time.perf_counter() - start_s,
-        )
-        return [ballot.kv for ballot in self._vote("scaled", error, config, kv=report) if ballot.kv is not None]
-
-    def _asked(self, kv: KvOrder | None, config: RefitConfig) -> str:
-        """Digest of the driver's request; empty for a single rank."""
-        if self.group.size == 1:
-            return ""
-        asked = config.model_dump_json() + (kv.model_dump_json() if kv is not None else "")
-        return hashlib.sha256(asked.encode()).hexdigest()
-
-    def _try(self, step: Callable[[], T]) -> tuple[BaseException | None, T | None]:
-        """Run `step`, and catch its error for the vote; a single rank just raises."""
-        if self.group.size == 1:
-            return None, step()
-        try:
-            return None, step()
-        except BaseException as error:  # noqa: BLE001 - every error has to reach the vote; `vote` raises it again
-            return error, None
-
-    def _vote(self, phase: Phase, error: BaseException | None, config: RefitConfig, **said: Any) -> list[Ballot]:
-        ballot = Ballot(phase=phase, version=self.target.version, **said)
-        try:
-            return vote(self.group, ballot, error, timeout_s=config.timeout_s)
-        except BaseException as verdict:
-            self.target.abandon()
-            if isinstance(verdict, EngineLostError) and self.group.size > 1:
-                self.target.live.lost_because = str(verdict)
-            raise
 
 
 def _both(brought: KvReport | None, ordered: KvReport) -> KvReport:

@@ -101,15 +101,15 @@ FAULTS = [
     Fault(
         name="a vote skipped",
         path=RANK,
-        before='        ballots = self._vote("written", error, config, claim=claim, report=report)\n',
-        after='        ballots = self._vote("written", None, config, report=report)\n',
+        before='        ballots = self._agreement.vote("written", error, config, claim=claim, report=report)\n',
+        after='        ballots = self._agreement.vote("written", None, config, report=report)\n',
         found_by=f"{LOCAL}::test_a_step_that_fails_on_one_rank_fails_on_both",
     ),
     Fault(
         name="a vote on scales skipped",
-        path=RANK,
-        before='[ballot.kv for ballot in self._vote("scaled", error, config, kv=report) if',
-        after='[ballot.kv for ballot in self._vote("scaled", None, config, kv=report) if',
+        path="fp8refit/ranks/scaling.py",
+        before='[ballot.kv for ballot in agreement.vote("scaled", error, config, kv=report) if',
+        after='[ballot.kv for ballot in agreement.vote("scaled", None, config, kv=report) if',
         found_by=f"{LOCAL}::test_a_step_that_fails_on_one_rank_fails_on_both",
     ),
     Fault(

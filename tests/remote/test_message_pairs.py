@@ -189,7 +189,7 @@ def test_ranks_agree_once_before_they_write_what_they_know(steady, monkeypatch):
 def test_ranks_that_hold_other_tensors_than_before_are_told_everything_again(steady):
     def forget():
         for server in steady.remote.servers:
-            server._rank._names._known = ("other", "tensors")
+            server._rank._agreement.names._known = ("other", "tensors")
 
     forget()
     if steady.orders[-1] == "write":
