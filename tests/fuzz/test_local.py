@@ -478,8 +478,8 @@ class TwoRanks(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 1), line=st.integers(1, 2500), kind=st.sampled_from(ERRORS), measures=st.booleans())
     def refit_with_an_error_at_some_line_of_a_rank(self, rank, line, kind, measures):
         kind = self.possible(kind)
-        member, arguments = self.cluster.ranks[rank], self.arguments(measures)
-        attempt, left = member._try, [line]
+        agreement, arguments = self.cluster.ranks[rank]._agreement, self.arguments(measures)
+        attempt, left = agreement.attempt, [line]
 
         def with_an_error(step):
             def counted():
@@ -490,11 +490,11 @@ class TwoRanks(RuleBasedStateMachine):
 
             return attempt(counted)
 
-        member._try = with_an_error
+        agreement.attempt = with_an_error
         try:
             errors = self.call(**arguments)
         finally:
-            del member._try
+            del agreement.attempt
         self.settle(measures, has_failed=bool(errors))
 
     def possible(self, kind):
