@@ -4,10 +4,11 @@ A config is made small by the names that its fields have; what a class wants bey
 hidden sizes are multiples of 128, so that engines can hold their matrices in block FP8.
 """
 
+import hashlib
 import inspect
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -222,13 +223,35 @@ def names_in(folder: Path) -> set[str]:
     return names
 
 
-def save_block_fp8(source: Path, folder: Path, quantized: Iterable[str]) -> None:
+def hashes_in(folder: Path) -> dict[str, str]:
+    """A sha256 for each tensor of a checkpoint; of what is not quantized the name alone, as its dtype is the engine's."""
+    tensors = dict(item for file in folder.glob("*.safetensors") for item in load_file(file).items())
+    scaled = {name for name in tensors if name.removesuffix("_scale_inv") + "_scale_inv" in tensors}
+    return {name: hash_of(tensor) if name in scaled else "" for name, tensor in tensors.items()}
+
+
+def hash_of(tensor: Tensor) -> str:
+    """As engines' `live_bytes` gives it."""
+    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def quantized_in(layout: Any) -> set[str]:
+    """Names of a checkpoint's tensors that an engine of this layout holds in block FP8; of stacks, not of their matrices."""
+    names = {slot.name for slot in layout.slots if slot.scale_format}
+    parts = {
+        part for name in layout.written_as for stack in layout.stacked if stack.name == name for part in stack.parts
+    }
+    return names - parts | {stack.name for stack in layout.stacked if parts & stack.parts.keys()}
+
+
+def save_block_fp8(source: Path, folder: Path, quantized: Iterable[str], written_as: Mapping[str, str]) -> None:
     """The block-FP8 checkpoint of a BF16 one, by a quantizer that shares nothing with fp8refit's.
 
     Args:
         source: Folder of `save`.
         folder: To be written.
         quantized: Names of its matrices that are to be quantized; of stacks, one matrix after another.
+        written_as: Names to give some of them.
     """
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((source / "config.json").read_text())
@@ -236,11 +259,13 @@ def save_block_fp8(source: Path, folder: Path, quantized: Iterable[str]) -> None
     chosen, tensors = set(quantized), {}
     for file in source.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
-            tensors[name] = tensor
             if name in chosen:
-                tensors[name], tensors[f"{name}_scale_inv"] = quantize(tensor)
-    missing = sorted(chosen - set(tensors))
-    assert not missing, f"{missing=}"
+                written = written_as.get(name, name)
+                tensors[written], tensors[f"{written}_scale_inv"] = quantize(tensor)
+                chosen.remove(name)
+            else:
+                tensors[name] = tensor
+    assert not chosen, f"{chosen=}"
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

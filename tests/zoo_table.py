@@ -23,8 +23,8 @@ the same policy from a checkpoint that a second quantizer wrote. Of a vision-lan
 last refit, and the tower is kept (`keep=`).
 
 - *equal*: every byte, tokens and log-probabilities. Some models hold blocks that lie in no checkpoint as they are, and of some
-  the engine does not load block scales; those are held against a fresh engine of the BF16 checkpoint, whose weights a second
-  quantizer then quantized, byte by byte.
+  the engine does not load block scales under any name; `quantize --like` refuses these and says which. They are held against
+  a fresh engine of the BF16 checkpoint, whose weights a second quantizer then quantized, byte by byte.
 - *equal, without a forward*: every byte. The engine has no kernels for this model on a CPU.
 - *refused*: the engine loads it, and fp8refit says why it does not refit it, and writes nothing.
 - *not booted*: the engine itself, or transformers, does not load it here.
@@ -52,6 +52,8 @@ def outcome_of(found: dict[str, Any], *, speaks: bool) -> dict[str, Any]:
         return {"outcome": kind, "why": shortened(found["error"])}
     (refitted, *_), (fresh, *_) = found["refitted"], found["fresh"]
     unlike = [name for name in fresh if refitted.get(name) != fresh[name]]
+    if not found.get("is_quantized_alike", True):
+        return {"outcome": WRONG, "why": "the checkpoint that `quantize` writes"}
     if unlike or not found["refitted"] == found["from_files"] == found["fresh"]:
         return {"outcome": WRONG, "why": f"{len(unlike)} of {len(fresh)} tensors, {', '.join(unlike[:2])}"}
     if speaks and not found["generated"] == found.get("fresh_generated", found["generated"]) != found["before"]:
@@ -59,7 +61,10 @@ def outcome_of(found: dict[str, Any], *, speaks: bool) -> dict[str, Any]:
     num_quantized = sum(name.endswith("_scale_inv") for live in found["fresh"] for name in live)
     assert num_quantized
     line = {"outcome": EQUAL if speaks else SILENT, "num_quantized": num_quantized}
-    return line | ({"why": IN_BF16} if found.get("is_loaded_in_bf16") else {})
+    if not found.get("no_checkpoint"):
+        return line
+    first = found["no_checkpoint"][0].partition("; ")[0]
+    return line | {"why": f"{IN_BF16}; `quantize --like` refuses {first}"}
 
 
 def shortened(text: str) -> str:

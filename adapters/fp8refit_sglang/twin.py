@@ -13,7 +13,7 @@ from fp8refit_transformers.naming import namings_of, plain_config, twin_or_refus
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named
+from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named, weight_block_size
 
 _MAY_DOWNCAST = "SGLANG_QUANT_ALLOW_DOWNCASTING"
 """Without it, some loaders reject BF16 tensors for FP8 weights."""
@@ -32,15 +32,16 @@ def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
         overrides = config.model_override_args or {}
         options = {"revision": config.revision, "trust_remote_code": False}
         namings = namings_of(plain_config(config.model_path, config.hf_config, overrides, **options))
-        with _built(config, load_config) as model:
-            return trace_as_named(model, namings, num_ranks=num_ranks)
+        with _built(config, load_config) as (model, quantization):
+            blocks = weight_block_size(quantization)
+            return trace_as_named(model, namings, num_ranks=num_ranks, block_size=blocks)
 
     return twin_or_refusal(config.hf_config, trace)
 
 
 @contextmanager
-def _built(config: Any, load_config: Any) -> Iterator[nn.Module]:
-    """Build the model on the meta device, with a loader that only loads."""
+def _built(config: Any, load_config: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """Build the model on the meta device, with a loader that only loads. Its quantization comes with it."""
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.model_loader import loader
 
@@ -57,7 +58,7 @@ def _built(config: Any, load_config: Any) -> Iterator[nn.Module]:
         for module in model.modules():
             if hasattr(module, "post_load_weights"):  # absorbs latent projections, which needs values
                 module.post_load_weights = lambda *_, **__: None
-        yield model
+        yield model, quantization
     finally:
         os.environ.pop(_MAY_DOWNCAST, None)
         if may_downcast is not None:

@@ -12,7 +12,7 @@ from fp8refit_transformers.naming import namings_of, plain_config, twin_or_refus
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named
+from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named, weight_block_size
 
 
 def twin_of(config: Any) -> Twin | Refusal:
@@ -28,7 +28,8 @@ def twin_of(config: Any) -> Twin | Refusal:
     def trace() -> Twin | None:
         namings = namings_of(_plain_config(config.model_config))
         with _built(config) as model:
-            return trace_as_named(model, namings, num_ranks=config.parallel_config.world_size)
+            num_ranks, blocks = config.parallel_config.world_size, weight_block_size(config.quant_config)
+            return trace_as_named(model, namings, num_ranks=num_ranks, block_size=blocks)
 
     with set_current_vllm_config(config):  # models of the Transformers backend need it while they are built
         return twin_or_refusal(config.model_config.hf_config, trace)

@@ -30,7 +30,7 @@ from fp8refit.cli.whole_folder import CONFIG_NAME, becoming, free_place, naming
 from fp8refit.errors import CheckpointError, NonFiniteError
 from fp8refit.fill.kernels import quantize_blockwise
 from fp8refit.live.layout import EngineLayout
-from fp8refit.live.slots import SCALE_SUFFIX, ScaleFormat
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat
 from fp8refit.sources.checkpoints import SafetensorsSource
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
@@ -103,7 +103,7 @@ def quantize_checkpoint(
     config = _read_config(src)
     dst = free_place(dst)
     source = SafetensorsSource(src)
-    metadata = select(source, config, kept={slot.name for slot in like.slots} if like is not None else set())
+    metadata = select(source, config, takes_stacks=like is not None)
     if like is None:
         outputs = [output_by_name(name, meta, scale_format, block_size) for name, meta in metadata.items()]
     else:
@@ -191,13 +191,22 @@ def _convert(output: Output, tensor: Tensor, device: torch.device) -> dict[str, 
         tensor = tensor.to(device)
         if tensor.dtype is torch.float32:
             tensor = tensor.to(torch.bfloat16)
-        codes, scale = quantize_blockwise(tensor, block_size=output.block_size, scale_format=output.scale_format)
-        return {output.name: codes.cpu(), output.name + SCALE_SUFFIX: scale.cpu()}
+        codes, scale = _quantized(tensor, output)
+        return {output.written: codes.cpu(), output.written + SCALE_SUFFIX: scale.cpu()}
     values = tensor.to(output.dtype)
     is_narrow = values.is_floating_point() and values.itemsize == 1  # torch.isfinite does not support these
     if not bool(torch.isfinite(values.to(torch.float32) if is_narrow else values).all()):
         raise NonFiniteError([output.name], written=False)
-    return {output.name: values}
+    return {output.written: values}
+
+
+def _quantized(tensor: Tensor, output: Output) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a matrix, or of each matrix of a stack."""
+    if tensor.ndim == 3:
+        codes, scales = zip(*(_quantized(matrix, output) for matrix in tensor), strict=True)
+        return torch.stack([each.view(torch.uint8) for each in codes]).view(FP8_DTYPE), torch.stack(scales)
+    assert output.scale_format is not None, f"{output=}"
+    return quantize_blockwise(tensor, block_size=output.block_size, scale_format=output.scale_format)
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
@@ -216,9 +225,9 @@ def _write_index(shards: Mapping[str, list[Output]], file: Path) -> None:
     weight_map = {}
     for file_name, shard in shards.items():
         for output in shard:
-            weight_map[output.name] = file_name
+            weight_map[output.written] = file_name
             if output.scale_format is not None:
-                weight_map[output.name + SCALE_SUFFIX] = file_name
+                weight_map[output.written + SCALE_SUFFIX] = file_name
     total = sum(output.num_bytes for shard in shards.values() for output in shard)
     _write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, file)
 

@@ -1,7 +1,7 @@
 """What becomes of each tensor of a checkpoint that is quantized: by its name, or as an engine's layout says."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,12 +11,13 @@ import torch
 from fp8refit.errors import CheckpointError
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.names import is_not_a_weight
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, ScaleFormat, TensorMeta, dtype_name
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, ScaleFormat, Stacked, TensorMeta, dtype_name
 from fp8refit.sources.checkpoints import SafetensorsSource
 
 _LINEAR = re.compile(r"_proj(?:_with_mqa)?\.weight$|\.experts\..+\.weight$")
 _STACK = re.compile(r"\.experts\.[a-z]\w*$")
 _LM_HEAD = re.compile(r"(?:^|\.)lm_head\.weight$")
+_BOOT_BF16 = "boot the engine from the BF16 checkpoint instead"
 _FP32_SUFFIXES = ("e_score_correction_bias",)
 
 
@@ -31,6 +32,8 @@ class Output:
     scale_format: ScaleFormat | None
     """None if it is copied."""
     block_size: tuple[int, int]
+    written: str
+    """Name it is stored under."""
 
     @property
     def num_source_bytes(self) -> int:
@@ -42,16 +45,18 @@ class Output:
         """Bytes that are written, scales included."""
         num_bytes = prod(self.source.shape) * self.dtype.itemsize
         if self.scale_format is not None:
-            num_bytes += 4 * prod(-(-n // size) for n, size in zip(self.source.shape, self.block_size, strict=True))
+            *stack, rows, cols = self.source.shape
+            blocks = (-(-n // size) for n, size in zip((rows, cols), self.block_size, strict=True))
+            num_bytes += 4 * prod((*stack, *blocks))
         return num_bytes
 
 
-def select(source: SafetensorsSource, config: Mapping[str, Any], *, kept: Collection[str]) -> dict[str, TensorMeta]:
+def select(source: SafetensorsSource, config: Mapping[str, Any], *, takes_stacks: bool) -> dict[str, TensorMeta]:
     """Return the tensors to write, in the order of the source.
 
     Raises:
-        CheckpointError: Names all that cannot be written, such as all experts of a layer in one tensor, if no engine
-            keeps that tensor unquantized.
+        CheckpointError: Names all that cannot be written, such as all experts of a layer in one tensor, unless
+            `takes_stacks`.
     """
     problems = list(source.problems)
     problems += [
@@ -63,7 +68,7 @@ def select(source: SafetensorsSource, config: Mapping[str, Any], *, kept: Collec
         f"{name}: holds all experts of a layer in one tensor, as state dicts do, but engines boot block FP8 from one tensor "
         "per expert; write the model with save_pretrained()"
         for name, meta in source.metadata.items()
-        if len(meta.shape) == 3 and _STACK.search(name) and name not in kept
+        if not takes_stacks and len(meta.shape) == 3 and _STACK.search(name)
     ]
     if problems:
         raise CheckpointError("this checkpoint cannot be quantized:", problems)
@@ -74,10 +79,11 @@ def select(source: SafetensorsSource, config: Mapping[str, Any], *, kept: Collec
 def output_by_name(name: str, meta: TensorMeta, scale_format: ScaleFormat, block_size: tuple[int, int]) -> Output:
     """Decide by name and shape: linear layers and experts are quantized."""
     if len(meta.shape) == 2 and _LINEAR.search(name):
-        return Output(name=name, source=meta, dtype=FP8_DTYPE, scale_format=scale_format, block_size=block_size)
+        return Output(
+            name=name, source=meta, dtype=FP8_DTYPE, scale_format=scale_format, block_size=block_size, written=name
+        )
     is_rounded = meta.dtype is torch.float32 and not name.endswith(_FP32_SUFFIXES) and not is_not_a_weight(name)
-    dtype = torch.bfloat16 if is_rounded else meta.dtype
-    return Output(name=name, source=meta, dtype=dtype, scale_format=None, block_size=block_size)
+    return _copied(name, meta, torch.bfloat16 if is_rounded else meta.dtype)
 
 
 def outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> list[Output]:
@@ -94,28 +100,14 @@ def outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> li
         for slot in layout.slots
         if (slot.scale_format, slot.block_size) != (slots[slot.name].scale_format, slots[slot.name].block_size)
     ]
-    outputs = []
     stacks = {stack.name: stack for stack in layout.stacked}
+    outputs = []
     for name, meta in metadata.items():
-        slot = slots.get(layout.aliases.get(name, name))
-        stack = stacks.get(layout.aliases.get(name, name))
-        if stack is not None or (slot is not None and slot.is_rearranged):
-            how = (
-                "all experts of a layer in one tensor"
-                if stack is not None
-                else "it in an order that does not match its blocks"
-            )
-            problems.append(
-                f"{name}: this model's checkpoints hold {how}; boot the engine from the BF16 checkpoint instead"
-            )
-        elif slot is not None and meta.shape != slot.full_shape:
-            problems.append(f"{name}: has shape {list(meta.shape)}, but {list(slot.full_shape)} in this engine")
-        elif slot is not None:
-            outputs.append(_output_for_slot(name, meta, slot))
-        elif is_not_a_weight(name):
-            outputs.append(output_by_name(name, meta, ScaleFormat.FP32, (128, 128)))
+        verdict = _judge(layout, name, meta, slots, stacks)
+        if isinstance(verdict, str):
+            problems.append(f"{name}: {verdict}")
         else:
-            problems.append(f"{name}: this engine has no such weight")
+            outputs.append(verdict)
     sent = {layout.aliases.get(name, name) for name in metadata}
     sent = sent.union(*(stack.parts for name, stack in stacks.items() if name in sent))
     problems += [f"{name}: is in this engine but not in the checkpoint" for name in slots if name not in sent]
@@ -124,14 +116,42 @@ def outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> li
     return outputs
 
 
-def _output_for_slot(name: str, meta: TensorMeta, slot: SlotLayout) -> Output:
-    if slot.scale_format is not None and slot.block_size is not None:
+def _judge(
+    layout: EngineLayout, name: str, meta: TensorMeta, slots: Mapping[str, SlotLayout], stacks: Mapping[str, Stacked]
+) -> Output | str:
+    """What becomes of a tensor, or why nothing does."""
+    canonical = layout.aliases.get(name, name)
+    slot, stack = slots.get(canonical), stacks.get(canonical)
+    written = layout.written_as.get(canonical, name)
+    if stack is not None:
+        if canonical not in layout.written_as:
+            return f"this model's checkpoints hold all experts of a layer in one tensor; {_BOOT_BF16}"
+        slot = slots[next(iter(stack.parts))]
+    if slot is None:
+        is_skipped = is_not_a_weight(name) or name in layout.unneeded
+        return _copied(name, meta, meta.dtype) if is_skipped else "this engine has no such weight"
+    if slot.is_rearranged:
+        return f"this model's checkpoints hold it in an order that does not match its blocks; {_BOOT_BF16}"
+    if not written:
+        return f"this engine's own loader takes its block scales under no name; {_BOOT_BF16}"
+    shape = slot.full_shape if stack is None else stack.shape_in_checkpoint
+    if meta.shape != shape:
+        return f"has shape {list(meta.shape)}, but {list(shape)} in this engine"
+    return _output_for_slot(name, meta, slot, written)
+
+
+def _output_for_slot(name: str, meta: TensorMeta, slot: SlotLayout, written: str) -> Output:
+    scale_format, block_size = slot.scale_format, slot.block_size
+    if scale_format is not None and block_size is not None:
         return Output(
-            name=name, source=meta, dtype=FP8_DTYPE, scale_format=slot.scale_format, block_size=slot.block_size
+            name=name, source=meta, dtype=FP8_DTYPE, scale_format=scale_format, block_size=block_size, written=written
         )
     # As in a refit, fp32 is converted straight to the engine's dtype, without rounding to BF16 first.
-    dtype = getattr(torch, slot.dtype) if meta.dtype is torch.float32 else meta.dtype
-    return Output(name=name, source=meta, dtype=dtype, scale_format=None, block_size=(128, 128))
+    return _copied(name, meta, getattr(torch, slot.dtype) if meta.dtype is torch.float32 else meta.dtype)
+
+
+def _copied(name: str, meta: TensorMeta, dtype: torch.dtype) -> Output:
+    return Output(name=name, source=meta, dtype=dtype, scale_format=None, block_size=(128, 128), written=name)
 
 
 def check_quantizable(outputs: Iterable[Output]) -> None:
@@ -145,7 +165,7 @@ def check_quantizable(outputs: Iterable[Output]) -> None:
         "bfloat16, float16 or float32 can be quantized"
         for output in outputs
         if output.scale_format is not None
-        and (output.source.dtype not in SOURCE_DTYPES or len(output.source.shape) != 2)
+        and (output.source.dtype not in SOURCE_DTYPES or len(output.source.shape) not in (2, 3))
     ]
     if problems:
         raise CheckpointError("this checkpoint cannot be quantized:", problems)

@@ -23,6 +23,7 @@ def show_layout(layout: EngineLayout) -> None:
     console.print(_kinds_table(layout.slots))
     _show_slots(console, layout.slots)
     _show_aliases(console, layout.aliases)
+    _show_written(console, layout.written_as)
     if layout.kv is not None:
         counts = Counter(kind for kinds in layout.kv.scales.values() for kind in kinds)
         scales = ", ".join(f"{count} of {kind}" for kind, count in counts.items()) or "none"
@@ -81,6 +82,18 @@ def _show_aliases(console: Console, aliases: Mapping[str, str]) -> None:
     for names in alike.values():
         slots = in_one(aliases[alias] for alias in names)
         console.print(f"{in_one(names)} shares the slot of {slots}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_written(console: Console, written_as: Mapping[str, str]) -> None:
+    """Show what block-FP8 checkpoints hold under another name, or cannot hold."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, written in written_as.items():
+        if name != written:
+            alike.setdefault((without_numbers(name), without_numbers(written)), []).append(name)
+    for (_, written), names in alike.items():
+        stored = f"is stored as {in_one(written_as[name] for name in names)}" if written else "cannot be stored"
+        text = f"{in_one(names)} {stored} in a block-FP8 checkpoint for this engine"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _format_of(slot: SlotLayout) -> str:

@@ -80,8 +80,13 @@ class EngineLayout(BaseModel):
     slots: tuple[SlotLayout, ...]
     aliases: dict[str, str]
     """Checkpoint names that share another name's slot."""
+    unneeded: tuple[str, ...] = ()
+    """Checkpoint names that a source may send but no slot takes."""
     stacked: tuple[Stacked, ...] = ()
     """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
+    written_as: dict[str, str] = {}
+    """Names to write weights with block scales under, where the engine's loader takes no scales under their own; empty if it
+    takes none at all. All stacks that the loader splits are listed."""
     refusals: tuple[str, ...]
     kv: KvLayout | None = None
     """None if the engine has no KV cache that fp8refit knows."""
@@ -112,7 +117,9 @@ class EngineLayout(BaseModel):
                 if not slot.is_optional
             ),
             aliases={name: slot for name, slot in inventory.aliases.items() if not is_kv_scale(name)},
+            unneeded=tuple(name for name in inventory.unneeded if not is_kv_scale(name)),
             stacked=inventory.stacked,
+            written_as=dict(inventory.written_as),
             kv=None if inventory.kv is None else KvLayout.of(inventory.kv),
             refusals=tuple(str(refusal) for refusal in inventory.refusals),
             rounds_once=inventory.rounds_once,
@@ -131,10 +138,15 @@ class EngineLayout(BaseModel):
         for stack in (stack for rank in ranks for stack in rank.stacked):
             known = stacked.get(stack.name, stack)
             stacked[stack.name] = replace(stack, parts={**stack.parts, **known.parts})
+        written_as: dict[str, str] = {}
+        for name, spelled in (item for rank in ranks for item in rank.written_as.items()):
+            written_as[name] = spelled if written_as.get(name, spelled) == spelled else ""
         return ranks[0].model_copy(
             update={
+                "written_as": written_as,
                 "stacked": tuple(stacked.values()),
                 "slots": tuple(slot for held in slots.values() for slot in held),
+                "unneeded": tuple(dict.fromkeys(name for rank in ranks for name in rank.unneeded if name not in slots)),
                 "aliases": {name: slot for rank in ranks for name, slot in rank.aliases.items()},
                 "refusals": tuple(dict.fromkeys(refusal for rank in ranks for refusal in rank.refusals)),
             }

@@ -116,6 +116,12 @@ class Stacked:
     is_transposed: bool = False
     """Whether to read a shape that fits both ways as (experts, columns, rows). Models differ."""
 
+    @property
+    def shape_in_checkpoint(self) -> tuple[int, int, int]:
+        """The shape that fits both ways is read as."""
+        experts, rows, cols = self.shape
+        return (experts, cols, rows) if self.is_transposed else self.shape
+
     def is_transposed_in(self, shape: tuple[int, ...]) -> bool | None:
         """Whether a tensor of `shape` has rows and columns swapped; None if it does not fit."""
         experts, rows, cols = self.shape
@@ -235,6 +241,9 @@ class Inventory:
     """Checkpoint names that a source may send but no slot takes."""
     stacked: tuple[Stacked, ...] = ()
     """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
+    written_as: Mapping[str, str] = field(default_factory=dict)
+    """Names to write weights with block scales under, where the engine's loader takes no scales under their own; empty if it
+    takes none at all. All stacks that the loader splits are listed."""
     padding: tuple[Tensor, ...] = ()
     """Live views that no checkpoint tensor covers. Booting from a checkpoint leaves them zero, so a refit does too."""
     refreshes: tuple[Refresh, ...] = ()

@@ -17,7 +17,7 @@ from fp8refit.cli import checkpoint
 from fp8refit.cli.checkpoint import quantize_checkpoint
 from fp8refit.errors import CheckpointError
 from fp8refit.live.layout import EngineLayout, SlotLayout
-from fp8refit.live.slots import FP8_DTYPE, ScaleFormat
+from fp8refit.live.slots import FP8_DTYPE, ScaleFormat, Stacked
 from fp8refit.sources.source import as_source
 from tests.fakes import FakeModel, live_bytes, make_policy, make_target, refit_target
 
@@ -318,6 +318,61 @@ def test_blocks_of_two_sizes_are_refused(tmp_path, dst):
     refuse(tmp_path, CheckpointError, "has several block sizes", src, dst, like=like)
 
 
+STACK = f"{LAYER}.moe.input.weight"
+EXPERTS = f"{LAYER}.moe.experts.gate_up_proj"
+
+
+def layout_with_stack(*, is_transposed: bool = False, **others: object) -> EngineLayout:
+    """A layer of two experts, 192 x 256 each."""
+    layout = fake_layout()
+    like = next(slot for slot in layout.slots if slot.name == Q_PROJ)
+    parts = {f"{STACK}[{expert}]": (expert, 0) for expert in range(2)}
+    slots = [like.model_copy(update={"name": part, "full_shape": (192, 256), "shape": (192, 256)}) for part in parts]
+    stacked = Stacked(name=STACK, shape=(2, 192, 256), parts=parts, is_transposed=is_transposed)
+    update = {"slots": (*layout.slots, *slots), "stacked": (stacked,), "aliases": {**layout.aliases, EXPERTS: STACK}}
+    return EngineLayout.model_validate_json(layout.model_copy(update=update | others).model_dump_json())
+
+
+@pytest.mark.parametrize("name", [STACK, EXPERTS])
+@pytest.mark.parametrize("written", [STACK, EXPERTS])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_each_matrix_of_a_stack_is_quantized_under_the_name_that_the_engine_loads(
+    name, written, is_transposed, tmp_path, dst
+):
+    stack = torch.randn(2, *((256, 192) if is_transposed else (192, 256))).to(torch.bfloat16)
+    src = write_checkpoint(tmp_path / "src", make_weights(extra=False) | {name: stack})
+    report = quantize_checkpoint(
+        src, dst, like=layout_with_stack(is_transposed=is_transposed, written_as={STACK: written})
+    )
+    shards = read_shards(dst)
+    assert (name in shards) == (name == written)
+    for index, matrix in enumerate(stack):
+        found = {written: shards[written][index], f"{written}_scale_inv": shards[f"{written}_scale_inv"][index]}
+        assert_quantized(found, written, matrix)
+    index = read_json(dst / "model.safetensors.index.json")
+    assert set(index["weight_map"]) == set(shards)
+    assert report.bytes_written == sum(tensor.nbytes for tensor in shards.values())
+
+
+def test_weights_whose_scales_the_engine_does_not_load_are_refused_by_name(tmp_path, dst):
+    stack = torch.ones(2, 192, 256, dtype=torch.bfloat16)
+    src = write_checkpoint(tmp_path / "src", make_weights(extra=False) | {STACK: stack})
+    reason = "this engine's own loader takes its block scales under no name"
+    like = layout_with_stack(written_as={STACK: "", Q_PROJ: ""})
+    error = refuse(tmp_path, CheckpointError, reason, src, dst, like=like)
+    assert {problem.split(":")[0] for problem in error.problems} == {STACK, Q_PROJ}
+    assert all(reason in problem for problem in error.problems)
+    error = refuse(
+        tmp_path, CheckpointError, "all experts of a layer in one tensor", src, dst, like=layout_with_stack()
+    )
+    assert [problem.split(":")[0] for problem in error.problems] == [STACK]
+
+
+def test_a_name_for_scales_is_one_that_every_rank_takes():
+    ranks = [layout_with_stack(written_as={STACK: EXPERTS, Q_PROJ: other}) for other in (Q_PROJ, "")]
+    assert EngineLayout.merge(ranks).written_as == {STACK: EXPERTS, Q_PROJ: ""}
+
+
 # What is refused, and what is left behind: nothing.
 
 
@@ -351,7 +406,7 @@ def test_fp8_tensors_are_refused_even_without_a_config_that_says_so(tmp_path, ds
     assert sorted(problem.split(":")[0] for problem in error.problems) == [Q_PROJ, Q_PROJ + "_scale_inv"]
 
 
-def test_experts_in_one_tensor_are_refused_but_by_a_layout_that_keeps_them(tmp_path, dst):
+def test_experts_in_one_tensor_are_refused_without_a_layout_that_keeps_them(tmp_path, dst):
     stack = f"{LAYER}.mlp.experts.gate_up_proj"
     weights = make_weights(extra=False) | {stack: torch.ones(2, 4, 4)}
     src = write_checkpoint(tmp_path / "src", weights)

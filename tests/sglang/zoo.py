@@ -1,19 +1,18 @@
 """Any model that SGLang names and that transformers can make small: refitted from noise, against a fresh engine.
 
-The fresh one loads a block-FP8 checkpoint that a second quantizer wrote. Where a model's blocks do not lie as in any such
-checkpoint, or SGLang does not load their scales, it loads the BF16 checkpoint, and what it holds is quantized here.
+The fresh one loads the block-FP8 checkpoint that `fp8refit quantize --like` writes, whose tensors are those of a second
+quantizer. Where no such checkpoint boots, and `quantize` says so, it loads the BF16 checkpoint, and what it holds is quantized
+here.
 """
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-import torch
 from engines import NOISE, boot, generate, look
 from safetensors.torch import load_file
-from torch import Tensor
 
-from fp8refit import InvalidSourceError, Refitter
+from fp8refit import CheckpointError, InvalidSourceError, Refitter
+from fp8refit.cli.checkpoint import quantize_checkpoint
 from tests import zoo_models, zoo_vision
 
 OPTIONS = {"disable_overlap_schedule": True, "enable_multimodal": False}
@@ -50,19 +49,16 @@ def run_zoo(architecture: str, work: Path, *, speaks: bool) -> dict:
     refitter.refit(folder / "bf16")
     found["from_files"] = look(engine, "live_bytes")
     engine.shutdown()
-    names = {slot.name for slot in layout.slots if slot.scale_format}
-    if any(slot.is_rearranged for slot in layout.slots) or not names <= zoo_models.names_in(folder / "bf16"):
-        found["fresh"] = loaded_and_quantized(folder, found["refitted"][0])
-        return found | {"is_loaded_in_bf16": True}
-    zoo_models.save_block_fp8(folder / "bf16", folder / "fp8", names)
-    engine = boot(folder / "fp8", **OPTIONS)
+    try:
+        quantize_checkpoint(folder / "bf16", folder / "like", like=layout)
+    except CheckpointError as error:
+        return found | {"fresh": loaded_and_quantized(folder, found["refitted"][0]), "no_checkpoint": error.problems}
+    zoo_models.save_block_fp8(folder / "bf16", folder / "fp8", zoo_models.quantized_in(layout), layout.written_as)
+    found["is_quantized_alike"] = zoo_models.hashes_in(folder / "like") == zoo_models.hashes_in(folder / "fp8")
+    engine = boot(folder / "like", **OPTIONS)
     found["fresh_generated"] = generate(engine) if speaks else None  # a first forward gives some tensors a second name
     found["fresh"] = look(engine, "live_bytes")
     engine.shutdown()
-    if found["fresh"] != found["refitted"]:  # some loaders leave out block scales
-        found["fresh"] = loaded_and_quantized(folder, found["refitted"][0])
-        found["is_loaded_in_bf16"] = True
-        del found["fresh_generated"]
     return found
 
 
@@ -75,9 +71,4 @@ def loaded_and_quantized(folder: Path, live: dict[str, str]) -> list[dict[str, s
     quantized = {name: zoo_models.quantize(loaded[name]) for name in loaded if f"{name}_scale_inv" in live}
     expected = loaded | {name: codes for name, (codes, _) in quantized.items()}
     expected |= {f"{name}_scale_inv": scale for name, (_, scale) in quantized.items()}
-    return [{name: hash_of(expected[name]) if name in expected else "not there" for name in live}]
-
-
-def hash_of(tensor: Tensor) -> str:
-    """As `observer.live_bytes` gives it."""
-    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+    return [{name: zoo_models.hash_of(expected[name]) if name in expected else "not there" for name in live}]

@@ -30,14 +30,16 @@ CI = [
     "Gemma3ForConditionalGeneration",
     "GraniteMoeForCausalLM",
     "InternVLForConditionalGeneration",
+    "LlavaForConditionalGeneration",
     "Qwen3NextForCausalLM",
     "Qwen3VLForConditionalGeneration",
 ]
 SILENT_IN_CI = ["JambaForCausalLM", "Llama4ForConditionalGeneration"]
 """Those that vLLM has no kernels for on a CPU."""
-IN_ORDERS_OF_THEIR_OWN = ("BloomForCausalLM", "FalconH1ForCausalLM", "GPT2LMHeadModel", "GraniteMoeForCausalLM")
+IN_ORDERS_OF_THEIR_OWN = ("BloomForCausalLM", "FalconH1ForCausalLM", "GPT2LMHeadModel")
 IN_ORDERS_OF_THEIR_OWN += ("Llama4ForConditionalGeneration",)
 """Those of which no checkpoint holds the blocks that an engine does."""
+UNKNOWN = "vision_tower.vision_model.encoder.layers.7.layer_norm1.bias"
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,21 @@ def test_the_twin_leaves_nothing_behind(architecture, walked):
 @pytest.mark.parametrize("architecture", [*CI, *SILENT_IN_CI])
 def test_quantize_writes_what_the_second_quantizer_does(architecture, walked):
     assert walked(architecture).get("is_quantized_alike", architecture in IN_ORDERS_OF_THEIR_OWN)
+
+
+def test_the_end_of_a_tower_that_vllm_does_not_build_is_ignored_by_name(walked):
+    found = walked("LlavaForConditionalGeneration")
+    parts = {"layer_norm1", "layer_norm2", "mlp", "self_attn", "post_layernorm"}
+    assert all(".layers.1." in name or ".post_layernorm." in name for name in found["ignored"])
+    assert {part for name in found["ignored"] for part in name.split(".")} >= parts
+    assert len(found["ignored"]) == 16 + 2
+
+
+@pytest.mark.parametrize("architecture", ["LlavaForConditionalGeneration", "InternVLForConditionalGeneration"])
+def test_a_layer_of_a_tower_that_no_checkpoint_has_is_refused(architecture, walked):
+    unknown = walked(architecture)["unknown"]
+    assert unknown["error"] == "InvalidSourceError"
+    assert [named.split(":")[0] for named in unknown["named"]] == [UNKNOWN]
 
 
 @pytest.mark.skipif(not ASKED, reason="takes an hour; FP8REFIT_ZOO asks for it")

@@ -1,7 +1,8 @@
 """Any model that vLLM names and that transformers can make small: refitted from noise, against a fresh engine.
 
-The fresh one loads a block-FP8 checkpoint that a second quantizer wrote. Where a model's blocks do not lie as in any such
-checkpoint, it loads the BF16 checkpoint, quantizes nothing, and what its loader made of that is quantized here.
+The fresh one loads the block-FP8 checkpoint that `fp8refit quantize --like` writes, whose tensors are those of a second
+quantizer. Where no such checkpoint boots, and `quantize` says so, it loads the BF16 checkpoint, quantizes nothing, and what
+its loader made of that is quantized here.
 """
 
 import hashlib
@@ -10,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import booted, generate, live_bytes, model_of, scribble
-from safetensors.torch import load_file
+from engines import booted, generate, live_bytes, model_of, refused, scribble
 from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import base_loader
 
-from fp8refit import Refitter
+from fp8refit import CheckpointError, Refitter
 from fp8refit.cli.checkpoint import quantize_checkpoint
 from tests import zoo_models, zoo_vision
+
+UNKNOWN = "vision_tower.vision_model.encoder.layers.7.layer_norm1.bias"
+"""No checkpoint has a layer of this number."""
 
 
 def run_zoo(architecture: str, work: str) -> dict:
@@ -42,7 +45,8 @@ def run_zoo(architecture: str, work: str) -> dict:
         found |= {"refusals": layout.refusals, "left_nothing": before == traces_of(llm)}
         if layout.refusals:
             return found | {"error": f"cannot be refitted: {layout.refusals[0]}"}
-        refitter.refit(policies.first)
+        found["ignored"] = refitter.refit(policies.first).ignored
+        found["unknown"] = refused(refitter.refit, policies.first | {UNKNOWN: torch.ones(128)})
         found["before"] = said_by(llm)
         refitter.refit(policies.second)
         found["generated"] = said_by(llm)
@@ -51,20 +55,16 @@ def run_zoo(architecture: str, work: str) -> dict:
         refitter.refit(folder / "bf16")
         found["from_files"] = [live_bytes(llm)]
     found["is_silent"] = found["generated"] is None
-    names = {slot.name for slot in layout.slots if slot.scale_format}
-    if any(slot.is_rearranged for slot in layout.slots) or not names <= zoo_models.names_in(folder / "bf16"):
-        live = found["refitted"][0]
-        return found | {"fresh": [loaded_and_quantized(folder / "bf16", live)], "is_loaded_in_bf16": True}
-    zoo_models.save_block_fp8(folder / "bf16", folder / "fp8", names)
-    quantize_checkpoint(folder / "bf16", folder / "like", like=layout)
-    found["is_quantized_alike"] = hashes_in(folder / "like") == hashes_in(folder / "fp8")
     try:
-        with booted(folder / "fp8", "fp32") as llm:
-            found["fresh_generated"] = said_by(llm)
-            return found | {"fresh": [live_bytes(llm)]}
-    except ValueError:  # some loaders know no name of block scales
-        live = found["refitted"][0]
-        return found | {"fresh": [loaded_and_quantized(folder / "bf16", live)], "is_loaded_in_bf16": True}
+        quantize_checkpoint(folder / "bf16", folder / "like", like=layout)
+    except CheckpointError as error:
+        fresh = [loaded_and_quantized(folder / "bf16", found["refitted"][0])]
+        return found | {"fresh": fresh, "no_checkpoint": error.problems}
+    zoo_models.save_block_fp8(folder / "bf16", folder / "fp8", zoo_models.quantized_in(layout), layout.written_as)
+    found["is_quantized_alike"] = zoo_models.hashes_in(folder / "like") == zoo_models.hashes_in(folder / "fp8")
+    with booted(folder / "like", "fp32") as llm:
+        found["fresh_generated"] = said_by(llm)
+        return found | {"fresh": [live_bytes(llm)]}
 
 
 def said_by(llm) -> list | None:
@@ -84,12 +84,6 @@ def said_by(llm) -> list | None:
         unanswered = list(llm.llm_engine.output_processor.request_states)
         llm.llm_engine.abort_request(unanswered, internal=True)
         return None
-
-
-def hashes_in(folder: Path) -> dict[str, str]:
-    """A sha256 for each tensor of a checkpoint."""
-    tensors = (item for file in folder.glob("*.safetensors") for item in load_file(file).items())
-    return {name: hash_of(tensor) for name, tensor in tensors}
 
 
 def loaded_and_quantized(folder: Path, live: dict[str, str]) -> dict[str, str]:
@@ -114,7 +108,7 @@ def loaded_and_quantized(folder: Path, live: dict[str, str]) -> dict[str, str]:
     }
     expected = loaded | scales | {name: codes for name, (codes, _) in pairs.items()}
     expected |= {f"{name}_scale_inv": scale for name, (_, scale) in pairs.items()}
-    return {name: hash_of(expected[name]) if name in expected else "not there" for name in live}
+    return {name: zoo_models.hash_of(expected[name]) if name in expected else "not there" for name in live}
 
 
 def is_kv_scale(name: str) -> bool:
@@ -129,11 +123,6 @@ def quantized(weight: Tensor, *, is_w13: bool) -> tuple[Tensor, Tensor]:
     halves = [zoo_models.quantize(half.contiguous()) for half in weight.chunk(2, dim=1)]
     codes = torch.cat([half.view(torch.uint8) for half, _ in halves], dim=1)
     return codes.view(torch.float8_e4m3fn), torch.cat([scale for _, scale in halves], dim=1)
-
-
-def hash_of(tensor: Tensor) -> str:
-    """As `live_bytes` gives it."""
-    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def traces_of(llm) -> str:

@@ -40,6 +40,7 @@ from fp8refit.live.tracing.stored import (
     with_halves_swapped,
 )
 from fp8refit.live.tracing.twin import Twin, refresh_of_constant
+from fp8refit.live.tracing.unused import unused_names
 
 
 def read_inventory(model: nn.Module, rules: KernelRules, twin: Twin) -> Inventory:
@@ -110,12 +111,15 @@ class _Reading:
         if not self._refusals and not self._has_block_fp8:
             reason, remedy = "holds no block-FP8 weight", self._rules.remedies.no_block_fp8
             self._refusals.append(Refusal(module=type(self._model).__name__, reason=reason, remedy=remedy))
-        partly = partly_read(self._twin.traced, self._twin.naming.tensors)
+        naming, held = self._twin.naming, {slot.name for slot in self._slots}
+        partly = partly_read(self._twin.traced, naming.tensors)
+        left_out = {name: None for name, read in partly.items() if not (read.boxes or read.reason)}
+        unused = set(unused_names(naming.tensors, left_out))
+        partly = {name: read for name, read in partly.items() if name not in unused}
         if self._refusals:
             self._tell_of_names(partly)
         elif self._twin.is_alone:
             self._refusals += refusals_of([partly])
-        naming, held = self._twin.naming, {slot.name for slot in self._slots}
         stacked = tuple(found for stack in naming.stacked if (found := _held_of(stack, held)) is not None)
         stacked = (*stacked, *self._stacks.values())
         names = held.union(stack.name for stack in stacked)
@@ -125,7 +129,9 @@ class _Reading:
             slots=tuple(self._slots),
             live=live_tensors(self._model),
             aliases={name: first for name, first in aliases.items() if first in names},
+            unneeded=(*unused, *(name for name, first in naming.aliases.items() if first in unused)),
             stacked=stacked,
+            written_as=self._twin.written_as,
             padding=tuple(self._padding),
             refreshes=tuple(self._refreshes),
             refusals=tuple(self._refusals),

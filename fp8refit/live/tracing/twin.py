@@ -21,6 +21,7 @@ from fp8refit.live.slots import (
 )
 from fp8refit.live.tracing.alike import trace_alike
 from fp8refit.live.tracing.records import Copy, Objection, Traced
+from fp8refit.live.tracing.scale_names import ScaleNames
 from fp8refit.live.tracing.trace import Load, storage_of, trace_once
 
 
@@ -53,6 +54,8 @@ class Twin:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     """Values, once the model is built, of persistent buffers and of parameters that are one number throughout, if its loader
     writes none of their elements."""
+    written_as: Mapping[str, str] = field(default_factory=dict)
+    """See `Inventory.written_as`."""
     is_alone: bool = True
     """Whether this is the only rank, so that no other reads what it does not."""
 
@@ -83,7 +86,14 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_ranks: int = 1) -> Twin:
+def trace_twin(
+    model: Any,
+    naming: Naming,
+    load: Load | None = None,
+    *,
+    num_ranks: int = 1,
+    block_size: tuple[int, int] | None = None,
+) -> Twin:
     """Run the loader of a model on the meta device.
 
     Args:
@@ -91,6 +101,7 @@ def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_rank
         naming: What its checkpoint holds.
         load: Its loader, if it is not `model.load_weights`.
         num_ranks: How many ranks share a checkpoint.
+        block_size: Rows and columns of one block, if the model loads block scales.
     """
     named = dict(_named_tensors(model))
     known: dict[int, str] = {}
@@ -100,32 +111,48 @@ def trace_twin(model: Any, naming: Naming, load: Load | None = None, *, num_rank
     naming = replace(naming, tensors=_in_bf16(naming.tensors))
     traced = trace_alike(load, named, naming.tensors)
     traced = replace(traced, objections=(*traced.objections, *_packed(model, firsts)))
-    others = _taken_alike(load, named, naming, traced)
+    naming = replace(naming, aliases={**naming.aliases, **_taken_alike(load, named, naming, traced)})
+    written_as: dict[str, str] = {}
+    if block_size is not None:
+        asked = ScaleNames(
+            load=load, named=named, sources=naming.tensors, aliases=naming.aliases, block_size=block_size
+        )
+        written_as = asked.written_as(traced)
     return Twin(
-        naming=replace(naming, aliases={**naming.aliases, **others}),
+        naming=naming,
         traced=traced,
         tensors={name: TensorMeta.of(tensor) for name, tensor in named.items()},
         firsts=firsts,
         constants=dict(_constants(model, traced, firsts)),
+        written_as=written_as,
         is_alone=num_ranks == 1,
     )
 
 
-def trace_as_named(model: Any, namings: Iterable[Naming], *, num_ranks: int) -> Twin | None:
+def trace_as_named(
+    model: Any, namings: Iterable[Naming], *, num_ranks: int, block_size: tuple[int, int] | None = None
+) -> Twin | None:
     """Return `trace_twin` of the first naming of which the model's loader takes every name, or else of the first one.
 
     Args:
         model: The twin.
         namings: What its checkpoints may hold, under which names. If empty, there is no trace.
         num_ranks: How many ranks share a checkpoint.
+        block_size: Rows and columns of one block, if the model loads block scales.
     """
     first = None
     for naming in namings:
-        twin = trace_twin(model, naming, num_ranks=num_ranks)
+        twin = trace_twin(model, naming, num_ranks=num_ranks, block_size=block_size)
         if not any(objection.source and not objection.parameter for objection in twin.traced.objections):
             return twin
         first = first or twin
     return first
+
+
+def weight_block_size(quantization: Any) -> tuple[int, int] | None:
+    """Rows and columns of one block, by an engine's quantization config; None if no checkpoint holds its block scales."""
+    size = getattr(quantization, "weight_block_size", None)
+    return None if size is None else (int(size[0]), int(size[1]))
 
 
 def _packed(model: nn.Module, firsts: Mapping[str, str]) -> Iterator[Objection]:

@@ -1,0 +1,120 @@
+"""The names under which loaders take weights together with their block scales."""
+
+import pytest
+import torch
+from torch import nn
+
+from fp8refit.live.slots import TensorMeta
+from fp8refit.live.tracing.twin import Naming, trace_twin
+from tests.live.tracing.models import BlockLinear, model_of
+from tests.live.tracing.twins import copying, naming_of
+
+BLOCK = (128, 128)
+
+
+class Experts(nn.Module):
+    """Gate and up projections of four experts, one above the other."""
+
+    def __init__(self, rows: int = 256) -> None:
+        super().__init__()
+        blocks = 2 * -(-rows // 2 // 128)
+        codes = torch.zeros(4, rows, 256, dtype=torch.float8_e4m3fn)
+        self.w13_weight = nn.Parameter(codes, requires_grad=False)
+        self.w13_weight_scale_inv = nn.Parameter(torch.zeros(4, blocks, 2), requires_grad=False)
+
+
+def loading_stacks(model, *, scale_name="{}_scale_inv", swaps_scales=False, transposes=False):
+    """A loader of `layers.N.stack` and its scales, half by half and expert by expert, as engines have it."""
+    named = dict(model.named_parameters())
+
+    def load(tensors):
+        for name, tensor in tensors:
+            layer = name.split(".")[1]
+            is_scale = name.endswith("_scale_inv")
+            if is_scale and name != scale_name.format(name.removesuffix("_scale_inv")):
+                raise KeyError(name)
+            into = named[f"layers.{layer}.w13_weight{'_scale_inv' if is_scale else ''}"].data
+            stack = tensor.transpose(1, 2) if transposes else tensor
+            halves = stack.chunk(2, dim=1)
+            if is_scale and swaps_scales:
+                halves = halves[::-1]
+            for index, half in enumerate(halves):
+                for expert, matrix in enumerate(half.unbind()):
+                    size = into.shape[1] // 2
+                    into[expert].narrow(0, index * size, size).copy_(matrix)
+
+    return load
+
+
+def twin_of_stacks(load_with=loading_stacks, rows=256, aliases=(), **how):
+    model = nn.Module()
+    model.layers = nn.ModuleList([Experts(rows), Experts(rows)])
+    shape = (4, 256, rows) if how.get("transposes") else (4, rows, 256)
+    metas = {f"layers.{layer}.stack": TensorMeta(shape=shape, dtype=torch.bfloat16) for layer in range(2)}
+    spelled = {f"layers.{layer}.{alias}": f"layers.{layer}.stack" for alias in aliases for layer in range(2)}
+    naming = Naming(tensors=metas, aliases=spelled)
+    return trace_twin(model, naming, load_with(model, **how), block_size=BLOCK)
+
+
+def test_weights_whose_own_names_do_are_not_listed():
+    model = model_of(a=BlockLinear(), b=BlockLinear(rows=384))
+    assert trace_twin(model, naming_of(model), copying(model), block_size=BLOCK).written_as == {}
+
+
+@pytest.mark.parametrize("how", [{}, {"transposes": True}])
+def test_stacks_are_always_listed(how):
+    assert twin_of_stacks(**how).written_as == {f"layers.{n}.stack": f"layers.{n}.stack" for n in range(2)}
+
+
+def test_another_spelling_is_taken_where_the_loader_knows_its_scales_alone():
+    def loading(model):
+        load = loading_stacks(model)
+        return lambda tensors: load(
+            item for item in tensors if item[0].endswith(("stack", "other", "experts", "experts_scale_inv"))
+        )
+
+    found = twin_of_stacks(loading, aliases=("other", "experts")).written_as
+    assert found == {f"layers.{n}.stack": f"layers.{n}.experts" for n in range(2)}
+
+
+def test_scales_that_the_loader_rejects_have_no_name():
+    assert set(twin_of_stacks(scale_name="{}.scale", aliases=("experts",)).written_as.values()) == {""}
+
+
+def test_scales_that_go_to_other_blocks_have_no_name():
+    assert set(twin_of_stacks(swaps_scales=True).written_as.values()) == {""}
+
+
+def test_halves_that_end_inside_a_block_have_no_name():
+    # A stack of 384 rows has three rows of blocks, and its halves have two each.
+    assert set(twin_of_stacks(rows=384).written_as.values()) == {""}
+
+
+def test_halves_of_single_experts_have_blocks_of_their_own():
+    model = Experts(384)
+    metas = {
+        f"{expert}.{half}": TensorMeta(shape=(192, 256), dtype=torch.bfloat16) for expert in range(4) for half in (0, 1)
+    }
+
+    def load(tensors):
+        for name, tensor in tensors:
+            expert, half = map(int, name.removesuffix("_scale_inv").split("."))
+            into = model.w13_weight_scale_inv if name.endswith("_scale_inv") else model.w13_weight
+            size = into.shape[1] // 2
+            into.data[expert].narrow(0, half * size, size).copy_(tensor)
+
+    assert trace_twin(model, Naming(tensors=metas), load, block_size=BLOCK).written_as == {}
+
+
+def test_matrices_whose_scales_are_left_out_have_no_name():
+    model = model_of(a=BlockLinear(), b=BlockLinear(rows=384))
+
+    def load(tensors):
+        copying(model)(item for item in tensors if item[0] != "b.weight_scale_inv")
+
+    assert trace_twin(model, naming_of(model), load, block_size=BLOCK).written_as == {"b.weight": ""}
+
+
+def test_nothing_is_said_of_models_that_load_no_scales():
+    model = model_of(a=BlockLinear())
+    assert trace_twin(model, naming_of(model), copying(model)).written_as == {}
