@@ -160,6 +160,8 @@ class Refresh:
     run: Callable[[], None]
     written: tuple[Tensor, ...] = ()
     """Live weights it writes that no slot covers."""
+    is_constant: bool = False
+    """Whether it always writes the same values, so that they have to be written only where a boot or sleep lost them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -35,6 +35,7 @@ class LiveModel:
         fills: What was compiled for it.
         kv: The scales of its KV cache, if it has any.
         brought: Receives KV scales that are sent with the weights.
+        has_constants: Whether its constants hold their values; a dummy boot and sleep lose them.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LiveModel:
         self.fills: Fills | None = None
         self.kv: KvScales | None = None
         self.brought: BroughtScales | None = None
+        self.has_constants = False
 
     def read(self) -> Inventory:
         """The inventory, with slots for KV scales that a source may send.
@@ -89,6 +91,7 @@ class LiveModel:
     def forget(self) -> None:
         """Read the model again next time."""
         self.inventory = self.fills = None
+        self.has_constants = False
 
     def close(self) -> None:
         """Drop everything except the last whole set of partly overwritten KV scales."""

@@ -192,7 +192,7 @@ class Target:
             report = write.finish()
         self.abandon()
         if write.prepared.writes:
-            self._is_whole, self._has_lost_values = True, False
+            self._is_whole, self._has_lost_values, self.live.has_constants = True, False, True
         return report
 
     def abandon(self) -> None:
@@ -244,7 +244,7 @@ class Target:
 
     def forget_values(self) -> None:
         """Note that all weights are lost, as after level-2 sleep: the next refit must bring all of them."""
-        self._has_lost_values = True
+        self._has_lost_values, self.live.has_constants = True, False
 
     def close(self) -> None:
         """Release everything except the engine itself."""

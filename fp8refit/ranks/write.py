@@ -78,7 +78,8 @@ class Write:
             for padding in inventory.padding:
                 padding.zero_()
             for refresh in inventory.refreshes:
-                refresh.run()
+                if not (refresh.is_constant and self._live.has_constants):
+                    refresh.run()
         if self._live.kv is not None and self._live.kv.torn is not None:
             self._live.kv.heal()
 

@@ -22,7 +22,7 @@ from fp8refit.errors import (
     StagingMemoryError,
     UnsupportedEngineError,
 )
-from fp8refit.live.slots import FP8_DTYPE, Refusal, ScaleFormat, TensorMeta
+from fp8refit.live.slots import FP8_DTYPE, Refresh, Refusal, ScaleFormat, TensorMeta
 from fp8refit.ranks.target import Target
 from fp8refit.sources.row_runs import Piece
 from fp8refit.sources.sharded.gather import gathered
@@ -1169,6 +1169,25 @@ def test_what_a_sleep_has_thrown_away_is_not_kept(kind, target, model):
     refit_target(target, as_source(policy))
     refit_target(target, as_source(kind(without(policy, *frozen))), keep=FROZEN[:1])
     assert_holds(model, policy)
+
+
+def test_constants_are_written_once_and_again_where_they_were_lost(target, model):
+    policy, num_written = make_policy(model, seed=1), []
+    constant = Refresh(name="cache", run=lambda: num_written.append(1), is_constant=True)
+    read = target.live._read_inventory
+    target.live._read_inventory = lambda: dataclasses.replace(read(), refreshes=(constant,))
+
+    def total_after_refit():
+        refit_target(target, as_source(policy))
+        return len(num_written)
+
+    assert [total_after_refit(), total_after_refit()] == [1, 1]
+    target.forget_values()
+    with pytest.raises(NonFiniteError):
+        refit_target(target, as_source(policy | {NORM: torch.full_like(policy[NORM], torch.nan)}))
+    assert [total_after_refit(), total_after_refit()] == [3, 3]  # the refit that failed did not end what sleep began
+    target.live.forget()
+    assert [total_after_refit(), total_after_refit()] == [4, 4]
 
 
 def test_what_a_refit_that_failed_has_written_is_not_kept(target, model):

@@ -216,7 +216,9 @@ def _copies_by_source(traced: Traced) -> dict[str, set[Copy]]:
 
 def refresh_of_constant(name: str, tensor: Tensor, value: Tensor) -> Refresh:
     """Return the step that gives a live tensor the value that it was built with."""
-    return Refresh(name=f"{name}: constant", run=partial(_bring_back, tensor, value), written=(tensor,))
+    return Refresh(
+        name=f"{name}: constant", run=partial(_bring_back, tensor, value), written=(tensor,), is_constant=True
+    )
 
 
 @torch.inference_mode()
