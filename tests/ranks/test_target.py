@@ -1176,6 +1176,7 @@ def test_constants_are_written_once_and_again_where_they_were_lost(target, model
     constant = Refresh(name="cache", run=lambda: num_written.append(1), is_constant=True)
     read = target.live._read_inventory
     target.live._read_inventory = lambda: dataclasses.replace(read(), refreshes=(constant,))
+    target.live.forget()
 
     def total_after_refit():
         refit_target(target, as_source(policy))
