@@ -74,6 +74,13 @@ class Arrivals:
         """Whether everything so far was expected, and none of these names has arrived."""
         return self._builder is None and self._names.isdisjoint(names)
 
+    def note_new(self, name: str) -> bool:
+        """Note the arrival of a tensor that is as expected; False if that is not certain, or it has arrived before."""
+        if self._builder is not None or name in self._names:
+            return False
+        self._names.add(name)
+        return True
+
     def note(self, names: Iterable[str]) -> None:
         """Note the arrival of tensors that are as expected."""
         self._names.update(names)

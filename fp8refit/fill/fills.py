@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fp8refit.fill.from_buckets import ReceivedFill, ReceivedSource
 from fp8refit.fill.kernels import Action
 from fp8refit.fill.plan import PlanBuilder, RefitPlan, compile_plan
 from fp8refit.fill.resident import ResidentFill
-from fp8refit.fill.staging import Staging
+from fp8refit.fill.staging import Staging, least_bucket_bytes
 from fp8refit.fill.stream import StreamFill
 from fp8refit.fill.tasks import misfit_scales, required_format, scale_problem
 from fp8refit.live.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta
@@ -253,7 +254,7 @@ class Fills:
             with _room_for_buckets(config, self._device):
                 staging = Staging(slots, self._device, config, action)
                 if action is not Action.COMPARE and not isinstance(source, HandedSource):
-                    staging.reserve()
+                    staging.reserve(self._least_bucket_bytes)
             return staging
 
         def make(action: Action, **options: Any) -> StreamFill:
@@ -264,6 +265,10 @@ class Fills:
             return make(Action.CHECK, is_first=False)
 
         return make(action, direct=direct, is_first=is_first, learn=learn)
+
+    @cached_property
+    def _least_bucket_bytes(self) -> int:
+        return least_bucket_bytes(self._inventory.slots)
 
     def _direct_for(self, config: RefitConfig, action: Action) -> DirectFill:
         """The fill for stream tensors on this device, with the table of earlier streams."""

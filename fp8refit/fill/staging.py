@@ -54,10 +54,15 @@ class Staging:
         """Intended size of a bucket."""
         return self._config.bucket_bytes
 
-    def reserve(self) -> None:
-        """Allocate the buckets now, before the first tensor is staged."""
+    def reserve(self, least_bytes: int | None = None) -> None:
+        """Allocate the buckets now, before the first tensor is staged.
+
+        Args:
+            least_bytes: `least_bucket_bytes` of the slots, if known: it takes a microsecond for each.
+        """
         if not self._buckets:
-            num_bytes = max([self._config.bucket_bytes, *(_least_bytes(slot) for slot in self._slots)])
+            least_bytes = least_bucket_bytes(self._slots) if least_bytes is None else least_bytes
+            num_bytes = max(self._config.bucket_bytes, least_bytes)
             self._buckets = [_Bucket(num_bytes, self.device) for _ in range(2)]
 
     @property
@@ -175,6 +180,11 @@ def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
     """A contiguous tensor of `like`'s shape and dtype in `memory`."""
     num_bytes = like.numel() * like.element_size()
     return memory[start : start + num_bytes].view(like.dtype).view(like.shape)
+
+
+def least_bucket_bytes(slots: Iterable[Slot]) -> int:
+    """Bytes of the smallest bucket that can take a piece of every slot's source."""
+    return max(map(_least_bytes, slots), default=0)
 
 
 def _least_bytes(slot: Slot) -> int:

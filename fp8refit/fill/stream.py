@@ -204,12 +204,11 @@ class StreamFill(Fill):
     def _take_known(self, name: str, tensor: Any, *, is_lent: bool) -> bool:
         """Take a tensor that earlier streams brought too; returns False if it has to be looked at."""
         direct = self._direct
-        if direct is None or self._cut is not None or not self._arrivals.are_new((name,)):
+        if direct is None or self._cut is not None:
             return False
         place = direct.place_of(name, tensor)
-        if place is None:
+        if place is None or not self._arrivals.note_new(name):
             return False
-        self._arrivals.note((name,))
         if is_lent:
             direct.fill_one(place, tensor)
         else:

@@ -69,6 +69,8 @@ class TritonTable(WorkTable):
         self._graphs: dict[tuple[bool, Action], torch.cuda.CUDAGraph | None] = {}
         self._launchers: dict[tuple[int, bool, Action], Launcher] = {}
         """By index of the kind."""
+        self._single_launches: dict[tuple[int, bool, Action], list[tuple[Launcher, int, int]]] = {}
+        """The launches for one place, by that place."""
         self.num_device_bytes = sum(
             tensor.numel() * tensor.element_size() for tensor in (self._matrix, self._tile_rows, self._status)
         )
@@ -114,17 +116,23 @@ class TritonTable(WorkTable):
         action: Action = Action.WRITE,
     ) -> bool:
         shift = 0
-        if self._first_rows[first] == self._first_rows[first + len(sources)]:
-            return True
         if len(sources) == 1:
+            key = first, check, action
+            launches = self._single_launches.get(key)
+            if launches is None:
+                launches = self._single_launches[key] = self._launches(first, first + 1, check=check, action=action)
             shift = sources[0].data_ptr() - int(self._pointed_at[first])
-            if shift % ALIGNMENT_BYTES:
+            if launches and shift % ALIGNMENT_BYTES:
                 return False
-        elif not self._point(first, addresses if addresses is not None else addresses_of(sources)):
-            return False
+        else:
+            launches = self._launches(first, first + len(sources), check=check, action=action)
+            known = addresses if addresses is not None else addresses_of(sources)
+            if launches and not self._point(first, known):
+                return False
         with self._on_device():
-            self._launch_rows(first, first + len(sources), shift, check=check, action=action)
-        self._has_run = True
+            for launcher, first_tile, num_tiles in launches:
+                launcher.launch(self._arrays, shift, first_tile, num_tiles)
+        self._has_run |= bool(launches)
         return True
 
     def _on_device(self) -> AbstractContextManager[Any]:
@@ -179,12 +187,14 @@ class TritonTable(WorkTable):
         return graph
 
     def _launch_all(self, *, check: bool, action: Action) -> None:
-        self._launch_rows(0, self._rows.num_places, 0, check=check, action=action)
+        for launcher, first_tile, num_tiles in self._launches(0, self._rows.num_places, check=check, action=action):
+            launcher.launch(self._arrays, 0, first_tile, num_tiles)
         self._host_status.copy_(self._status, non_blocking=True)
 
-    def _launch_rows(self, first: int, last: int, shift: int, *, check: bool, action: Action) -> None:
-        """Launch the tiles of the places from `first` to before `last`, with `shift` bytes added to their sources."""
+    def _launches(self, first: int, last: int, *, check: bool, action: Action) -> list[tuple[Launcher, int, int]]:
+        """The launches for the places from `first` to before `last`: each one's first tile and number of tiles."""
         start, end = self._first_rows[first], self._first_rows[last]
+        launches = []
         for index, (kind, firsts) in enumerate(self._tiles):
             if count := firsts[end] - firsts[start]:
                 key = index, check, action
@@ -192,7 +202,8 @@ class TritonTable(WorkTable):
                 if launcher is None:
                     checks = check or kind.op is Op.COPY_SCALES
                     launcher = self._launchers[key] = launcher_of(kind, self._device, check=checks, action=action)
-                launcher.launch(self._arrays, shift, firsts[start], count)
+                launches.append((launcher, firsts[start], count))
+        return launches
 
     @override
     def bad_tasks(self) -> list[int]:
