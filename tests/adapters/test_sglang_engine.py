@@ -427,7 +427,7 @@ def test_a_refit_that_is_cancelled_while_ranks_answer_can_be_followed_by_another
     async def steps():
         refitter = Refitter(engine)
         await refitter.refit_async(engine.make_policy(1))
-        target = rank._fp8refit_endpoint._server._rank.target
+        target = rank._fp8refit_endpoint._server.orders.rank.target
         original, loop = getattr(target, step), asyncio.get_running_loop()
         refit = asyncio.create_task(refitter.refit_async(engine.make_policy(3)))
 

@@ -138,7 +138,7 @@ FAULTS = [
     ),
     Fault(
         name="ranks read what their driver did not judge",
-        path="fp8refit/remote/rank_server.py",
+        path="fp8refit/remote/rank_orders.py",
         before="SafetensorsSource(Path(source.path), judged=source.stamps)",
         after="SafetensorsSource(Path(source.path))",
         found_by=OPENED,

@@ -104,7 +104,7 @@ FAULTS = [
     ),
     Fault(
         name="what is told in other words is taken for what was told before",
-        path="fp8refit/remote/rank_server.py",
+        path="fp8refit/remote/stream_reader.py",
         before="contents = self._packed.get(text)",
         after="contents = next(iter(self._packed.values()), None)",
         found_by="tests/remote/test_handing.py -k laid_out_otherwise",

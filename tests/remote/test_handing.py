@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp8refit.remote.handing
-import fp8refit.remote.rank_server
+import fp8refit.remote.stream_reader
 from fp8refit.errors import EngineBusyError, EngineLostError, RankFailedError, StagingMemoryError
 from fp8refit.remote.messages import Packed
 from fp8refit.transport.memory.ring import Ring
@@ -49,8 +49,8 @@ async def nothing_begins(message, *, timeout_s):
 
 def patient(monkeypatch) -> None:
     """Ranks wait for the next bucket as long as it takes."""
-    monkeypatch.setattr(fp8refit.remote.rank_server, "_LINGERING_S", LONG_S)
-    monkeypatch.setattr(fp8refit.remote.rank_server, "_FOLLOWING_S", LONG_S)
+    monkeypatch.setattr(fp8refit.remote.stream_reader, "_LINGERING_S", LONG_S)
+    monkeypatch.setattr(fp8refit.remote.stream_reader, "_FOLLOWING_S", LONG_S)
     monkeypatch.setattr(fp8refit.remote.handing, "_PATIENCE_S", LONG_S)
 
 
@@ -160,7 +160,7 @@ def test_the_source_is_read_by_whoever_calls(remote):
 
 def test_ranks_do_not_wait_for_a_slow_source(remote, monkeypatch):
     """Between two orders an engine does what else it has to do."""
-    monkeypatch.setattr(fp8refit.remote.rank_server, "_LINGERING_S", 0.0)
+    monkeypatch.setattr(fp8refit.remote.stream_reader, "_LINGERING_S", 0.0)
     policy, idle = remote.cluster.make_policy(1), []
     under_way, handle = [], remote.channel._handle
 
@@ -186,7 +186,7 @@ def test_ranks_do_not_wait_for_a_slow_source(remote, monkeypatch):
 
 
 def test_no_order_takes_long_however_fast_the_source_is(sent, monkeypatch):
-    monkeypatch.setattr(fp8refit.remote.rank_server, "_FOLLOWING_S", 1e-6)
+    monkeypatch.setattr(fp8refit.remote.stream_reader, "_FOLLOWING_S", 1e-6)
     remote = Remote(Cluster())
     policy = remote.cluster.make_policy(1)
     remote.refitter.refit(iter(policy.items()))

@@ -149,7 +149,7 @@ def adapter(monkeypatch):
 def open_steady(monkeypatch):
     driver, opened = FakeDriver(), []
     monkeypatch.setattr("fp8refit.remote.host_route.Exporter", lambda: exporter_of(driver))
-    monkeypatch.setattr("fp8refit.remote.rank_server.Importer", lambda device: Importer(device, driver=driver))
+    monkeypatch.setattr("fp8refit.remote.rank_orders.Importer", lambda device: Importer(device, driver=driver))
 
     def open_steady(transport):
         opened.append(Steady(transport, driver))
@@ -189,7 +189,7 @@ def test_ranks_agree_once_before_they_write_what_they_know(steady, monkeypatch):
 def test_ranks_that_hold_other_tensors_than_before_are_told_everything_again(steady):
     def forget():
         for server in steady.remote.servers:
-            server._rank._agreement.names._known = ("other", "tensors")
+            server.orders.rank._agreement.names._known = ("other", "tensors")
 
     forget()
     if steady.orders[-1] == "write":
@@ -261,7 +261,7 @@ def test_caches_that_stay_do_not_make_a_dirty_engine_whole(steady):
 
 
 def wait_for_the_first_bucket(steady):
-    receivers, give_up_s = [server._receiver for server in steady.remote.servers], time.monotonic() + TIMEOUT_S
+    receivers, give_up_s = [server.orders.receiver for server in steady.remote.servers], time.monotonic() + TIMEOUT_S
     while not all(receiver._arriving and receiver._arriving[0].is_done() for receiver in receivers):
         assert time.monotonic() < give_up_s
         time.sleep(0.001)
@@ -306,7 +306,7 @@ def test_whatever_ranks_are_asked_for_before_they_take_it_ends_what_comes(open_s
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_to_which_nothing_can_come_is_joined_again(rank, open_steady):
     steady = open_steady("collective")
-    fail_once(steady.remote.servers[rank]._receiver, "receive_ahead", TransportError("a wire broke"))
+    fail_once(steady.remote.servers[rank].orders.receiver, "receive_ahead", TransportError("a wire broke"))
     steady.refit(2)
     assert steady.channel.exchanges[-1] == steady.orders
 
@@ -397,8 +397,8 @@ def test_ranks_that_another_trainer_refitted_are_joined_again(is_dirty, open_ste
 def test_ranks_that_cannot_be_joined_again_refuse_once_more(open_steady):
     steady = open_steady("collective")
     for server in steady.remote.servers:
-        server._receiver.leave()
-        server._receiver.source = partial(refuse_always, TransportError("nobody is here"))
+        server.orders.receiver.leave()
+        server.orders.receiver.source = partial(refuse_always, TransportError("nobody is here"))
     before = steady.cluster.live_bytes()
     with pytest.raises(TransportError, match="nobody is here"):
         steady.refitter.refit(steady.fill(2))
@@ -406,8 +406,8 @@ def test_ranks_that_cannot_be_joined_again_refuse_once_more(open_steady):
     assert (steady.ranks.is_dirty, steady.client.blocked) == (False, None)
     assert [exchange for exchange in steady.channel.exchanges if "prepare" in exchange] == [["prepare"]] * 2
     for server in steady.remote.servers:
-        del server._receiver.source
-        fail_once(server._receiver, "take", TransportError("gone in the middle"))
+        del server.orders.receiver.source
+        fail_once(server.orders.receiver, "take", TransportError("gone in the middle"))
     with pytest.raises(TransportError, match="gone in the middle"):  # which is nothing that was refused
         steady.refitter.refit(steady.fill(3))
     steady.refit(4)

@@ -53,7 +53,7 @@ def server(target) -> RankServer:
 def driver(monkeypatch) -> FakeDriver:
     """GPU memory for tensors that go by handle."""
     driver = FakeDriver()
-    monkeypatch.setattr("fp8refit.remote.rank_server.Importer", lambda device: Importer(device, driver=driver))
+    monkeypatch.setattr("fp8refit.remote.rank_orders.Importer", lambda device: Importer(device, driver=driver))
     return driver
 
 
@@ -558,7 +558,7 @@ def test_other_sources_leave_mapped_what_the_driver_says(then, keeps, server, mo
     else:
         stream("b", keeps)
     assert ("close_ipc 1" in driver.events) == ("tensors" not in keeps)
-    assert (bucket.segment.id in server._buckets.mapped) == (then == "pushed" or "buckets" in keeps)
+    assert (bucket.segment.id in server.orders.streams.mapped) == (then == "pushed" or "buckets" in keeps)
     assert_holds(model, policy)
     if "tensors" in keeps:
         do(server, prepare("c", messages.MappedTensors(digest=export.digest), keeps=("buckets",)))
@@ -567,7 +567,7 @@ def test_other_sources_leave_mapped_what_the_driver_says(then, keeps, server, mo
         assert driver.events.count("open_ipc") == 1
     do(server, messages.Do(step="close"))
     assert "close_ipc 1" in driver.events
-    assert not server._buckets.mapped
+    assert not server.orders.streams.mapped
 
 
 def test_memory_that_cannot_be_mapped_leaves_the_engine_as_it_was(server, model, driver):

@@ -86,7 +86,7 @@ def driver(monkeypatch) -> FakeDriver:
     """GPU memory for tensors that go by handle, as of another process."""
     driver = FakeDriver()
     monkeypatch.setattr("fp8refit.remote.host_route.Exporter", lambda: exporter_of(driver))
-    monkeypatch.setattr("fp8refit.remote.rank_server.Importer", lambda device: Importer(device, driver=driver))
+    monkeypatch.setattr("fp8refit.remote.rank_orders.Importer", lambda device: Importer(device, driver=driver))
     return driver
 
 
@@ -421,7 +421,7 @@ def test_a_rank_that_lost_the_tensors_it_had_is_told_and_gets_them_with_the_next
     policy = on_the_gpu(cluster.make_policy(1), driver)
     remote.refitter.refit(policy)
     remote.refitter.refit(policy)
-    remote.servers[1]._forget()
+    remote.servers[1].orders.forget()
     with pytest.raises(
         RankFailedError, match=r"^rank 1: this rank no longer has the tensors of the last refit; refit again"
     ):
@@ -580,7 +580,7 @@ def test_a_close_that_fails_gives_the_memory_back_all_the_same(cluster):
         remote.refitter.close()
     assert bucket_sizes(remote) == []
     for server in remote.servers:
-        server._unmap()
+        server.orders.unmap()
 
 
 class Vanished(BaseException):

@@ -181,7 +181,7 @@ def test_a_rank_of_two_receives_its_half_and_what_both_need(open_remote):
     assert offer.sections == (0, 1)
     assert of_rank[0] == pytest.approx(shared + cut / 2, rel=0.02) == of_rank[1]
     assert sender.num_bytes == sum(of_rank) - shared
-    held = [sum(buffer.nbytes for buffer in server._receiver._buffers) for server in remote.servers]
+    held = [sum(buffer.nbytes for buffer in server.orders.receiver._buffers) for server in remote.servers]
     assert max(held) < 0.7 * sum(buffer.nbytes for buffer in sender._buffers)
 
 
@@ -227,11 +227,11 @@ def test_a_rank_that_holds_more_than_it_is_sent_says_so_before_a_byte_is_written
     remote.refitter.refit(remote.cluster.make_policy(1))
     first, last = remote.servers
     # As if the engine had been started again, its ranks the other way round, and nobody had noticed.
-    first._rank.target.live.forget()
-    last._rank.target.live.forget()
-    first._rank.target.live._read_inventory, last._rank.target.live._read_inventory = (
-        last._rank.target.live._read_inventory,
-        first._rank.target.live._read_inventory,
+    first.orders.rank.target.live.forget()
+    last.orders.rank.target.live.forget()
+    first.orders.rank.target.live._read_inventory, last.orders.rank.target.live._read_inventory = (
+        last.orders.rank.target.live._read_inventory,
+        first.orders.rank.target.live._read_inventory,
     )
     remote.channel.requests.clear()
     policy = remote.cluster.make_policy(2)
@@ -440,7 +440,7 @@ def test_a_rank_that_fails_in_the_middle_goes_on_receiving(open_remote, small_bu
     with pytest.raises(RankFailedError, match="rank 1: RuntimeError: injected"):
         remote.refitter.refit(remote.cluster.make_policy(2))
     assert [is_dirty for is_dirty, _ in remote.cluster.states] == [True] * 2
-    assert remote.servers[0]._receiver._communicator.is_joined
+    assert remote.servers[0].orders.receiver._communicator.is_joined
     heals(remote)
 
 
@@ -451,7 +451,7 @@ def test_a_rank_that_vanishes_loses_the_engine_and_keeps_nobody_waiting(layout, 
     target = remote.cluster.targets[1]
 
     def vanish(*_, **__):
-        communicator = remote.servers[1]._receiver._communicator
+        communicator = remote.servers[1].orders.receiver._communicator
         communicator.broadcast = communicator.wait = communicator.agree = vanish  # and nobody is told
         raise SystemExit
 
@@ -536,7 +536,7 @@ def test_an_engine_that_was_started_again_is_joined_again(open_remote):
     remote = open_remote()
     remote.refitter.refit(remote.cluster.make_policy(1))
     for server in remote.servers:
-        server._receiver.forget()
+        server.orders.receiver.forget()
     heals(remote)
     assert "join" in remote.channel.steps
 

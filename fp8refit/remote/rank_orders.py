@@ -1,0 +1,159 @@
+"""Carries out a driver's orders on one rank."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8refit.errors import RankFailedError
+from fp8refit.fill.fills import Prepared
+from fp8refit.live.slots import TensorMeta
+from fp8refit.ranks.rank import Rank
+from fp8refit.remote import messages
+from fp8refit.remote.broadcast.receiver import Receiver
+from fp8refit.remote.mapped_memory import TensorMapper
+from fp8refit.remote.stream_reader import StreamReader
+from fp8refit.sources.checkpoints import SafetensorsSource
+from fp8refit.sources.source import PushedSource, Source
+from fp8refit.transport.memory.shared_tensors import Importer
+
+
+class RankOrders:
+    """The orders to one rank, and what they leave for later ones.
+
+    Args:
+        rank: The rank.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        live = rank.target.live
+        self.rank = rank
+        self.receiver = Receiver(rank)
+        self.tensors = TensorMapper(live, Importer(live.device))
+        self.streams = StreamReader(rank, Importer(live.device))
+        self._token = ""
+        self._refit = ""
+        self._prepared: Prepared | None = None
+
+    def obey(self, order: messages.Order) -> dict[str, Any]:
+        """Carry out an order. Returns what the reply tells of it.
+
+        Raises:
+            RefitError: What this rank could not do.
+        """
+        rank = self.rank
+        if not (isinstance(order, messages.Take) and order.refit == self._refit):
+            self.receiver.recall()
+        match order:
+            case messages.Do(step="describe"):
+                return {"layout": rank.target.live.layout()}
+            case messages.Do(step="fingerprint"):
+                return {"fingerprint": rank.target.live.fingerprint()}
+            case messages.Do(step="close"):
+                self.forget()
+                rank.target.close()
+            case messages.Do():
+                pass  # every reply says who answers
+            case messages.Prepare():
+                self._prepare(order)
+            case messages.Join():
+                self.receiver.join(order)
+            case messages.Calibrate(step="check_calibration"):
+                rank.check_calibration(order.kv, order.config)
+            case messages.Calibrate():
+                return {"kv": rank.calibrate(order.kv, order.config)}
+            case messages.RefitStep(step="abandon"):
+                self._abandon(order)
+            case _:
+                return self._write(order)
+        return {}
+
+    def _prepare(self, order: messages.Prepare) -> None:
+        self._refit, self._prepared = order.refit, None
+
+        def receive() -> None:
+            if order.is_under_way:
+                self.receiver.receive_ahead(self._token, order.config)
+
+        self._prepared = self.rank.prepare(
+            lambda: self._make_source(order),
+            order.config,
+            kv=order.kv,
+            is_known=order.is_known,
+            compares=order.compares,
+            on_judged=receive,
+        )
+
+    def _write(self, order: messages.Write | messages.RefitStep | messages.Stream | messages.Take) -> dict[str, Any]:
+        """A step of writing what was prepared.
+
+        Raises:
+            RankFailedError: Nothing is, or something else.
+            RefitError: What this rank could not do.
+        """
+        if order.refit != self._refit:
+            raise RankFailedError("this refit was abandoned: another one began, or the engine was closed; refit again")
+        prepared, self._prepared, rank = self._prepared, None, self.rank
+        if prepared is None:
+            raise RankFailedError("nothing is prepared on this rank; refit again")
+        match order:
+            case messages.Write():
+                reports = rank.write(prepared)
+                if not order.keeps_mapped:
+                    self.tensors.unmap()
+                return {"reports": tuple(reports)}
+            case messages.RefitStep(step="finish"):
+                return {"reports": tuple(rank.finish(prepared))}
+            case messages.Take():
+                return {"reports": tuple(self.receiver.take(order, self._token, prepared))}
+            case messages.RefitStep():
+                rank.target.begin(prepared)
+            case messages.Stream():
+                self.streams.follow(order, prepared)
+        self._prepared = prepared
+        return {}
+
+    def _abandon(self, order: messages.RefitStep) -> None:
+        if order.refit == self._refit:
+            self._prepared = None
+            self.rank.target.abandon()
+            self.unmap()
+
+    def _make_source(self, order: messages.Prepare) -> Source:
+        source = order.source
+        if "tensors" not in order.keeps and not isinstance(source, messages.MappedTensors):
+            self.tensors.unmap()
+        if "buckets" not in order.keeps:
+            self.streams.unmap()
+        if isinstance(source, messages.MappedTensors):
+            return self.tensors.open(source)
+        if isinstance(source, messages.Broadcast):
+            self._token = source.token
+            return self.receiver.source(source)
+        if isinstance(source, messages.Files):
+            return SafetensorsSource(Path(source.path), judged=source.stamps)
+        manifest = None if source.manifest is None else _metadata(source.manifest)
+        return PushedSource(manifest, problems=source.problems, odd_scales=source.odd_scales, unfit=source.unfit)
+
+    def forget(self) -> None:
+        """Abandon the current refit, and unmap everything."""
+        self._refit, self._prepared = "", None
+        self.rank.target.abandon()
+        self.unmap()
+        self.receiver.forget()
+
+    def unmap(self) -> None:
+        """Unmap all memory of the trainer."""
+        self.tensors.unmap()
+        self.streams.unmap()
+
+
+def _metadata(manifest: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, TensorMeta]:
+    metadata = {}
+    for name, (shape, dtype) in manifest.items():
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise RankFailedError(f"{name}: {dtype!r} is not a dtype of this rank's PyTorch {torch.__version__}")
+        metadata[name] = TensorMeta(shape=shape, dtype=kind)
+    return metadata
