@@ -26,8 +26,9 @@ from fp8refit.report import RankReport
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.source import MappingSource, Source
 from fp8refit.transport.error_capture import ErrorCapture
+from fp8refit.transport.memory.bucket import Bucket
+from fp8refit.transport.memory.exporter import Export, Exporter
 from fp8refit.transport.memory.ring import Ring
-from fp8refit.transport.memory.shared_tensors import Bucket, Export, Exporter
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from fp8refit.errors import RankFailedError
 from fp8refit.ranks.live_model import LiveModel
 from fp8refit.remote import messages
 from fp8refit.sources.source import MappingSource
-from fp8refit.transport.memory.shared_tensors import Importer
+from fp8refit.transport.memory.importer import Importer
 
 
 class TensorMapper:

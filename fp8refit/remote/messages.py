@@ -14,7 +14,7 @@ from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.stamps import FileStamp
 from fp8refit.transport.collective.buckets import MAX_SECTIONS, WireTensor
 from fp8refit.transport.collective.communicator import Meeting
-from fp8refit.transport.memory.shared_tensors import Segment, TensorRef
+from fp8refit.transport.memory.segment import Segment, TensorRef
 from fp8refit.transport.vote import ErrorRecord
 
 PROTOCOL = 11

@@ -15,9 +15,9 @@ from fp8refit.live.slots import dtype_name
 from fp8refit.remote import messages
 from fp8refit.sources.row_runs import MakesPieces, Piece, Recipe
 from fp8refit.sources.work_stream import WorkStream
+from fp8refit.transport.memory.bucket import Bucket
 from fp8refit.transport.memory.ring import NUM_SETS
-from fp8refit.transport.memory.segment import DTYPES, Segment
-from fp8refit.transport.memory.shared_tensors import Bucket, TensorRef
+from fp8refit.transport.memory.segment import DTYPES, Segment, TensorRef
 
 _SENDABLE = frozenset(DTYPES.values())
 _MOST_REFS = 8192

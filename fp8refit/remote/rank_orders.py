@@ -16,7 +16,7 @@ from fp8refit.remote.mapped_memory import TensorMapper
 from fp8refit.remote.stream_reader import StreamReader
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.source import PushedSource, Source
-from fp8refit.transport.memory.shared_tensors import Importer
+from fp8refit.transport.memory.importer import Importer
 
 
 class RankOrders:

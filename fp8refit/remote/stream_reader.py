@@ -13,8 +13,8 @@ from fp8refit.ranks.rank import Rank
 from fp8refit.remote import messages
 from fp8refit.remote.mapped_memory import keep_only
 from fp8refit.sources.row_runs import Piece
+from fp8refit.transport.memory.importer import Importer
 from fp8refit.transport.memory.ring import Ring
-from fp8refit.transport.memory.shared_tensors import Importer
 
 _POLL_S = 2e-5
 _SPINNING_S = 1e-3

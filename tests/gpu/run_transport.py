@@ -13,8 +13,11 @@ import triton
 import triton.language as tl
 
 from fp8refit import RefitError
+from fp8refit.transport.memory.bucket import Bucket
 from fp8refit.transport.memory.cuda_driver import CudaDriver, is_mapped
-from fp8refit.transport.memory.shared_tensors import Bucket, Exporter, Importer, Segment, TensorRef
+from fp8refit.transport.memory.exporter import Exporter
+from fp8refit.transport.memory.importer import Importer
+from fp8refit.transport.memory.segment import Segment, TensorRef
 from tests.transport.other_process import answer_orders, fingerprint, tensors
 
 BIG = "big"

@@ -11,8 +11,8 @@ import fp8refit.remote.handing
 import fp8refit.remote.stream_reader
 from fp8refit.errors import EngineBusyError, EngineLostError, RankFailedError, StagingMemoryError
 from fp8refit.remote.messages import Packed
+from fp8refit.transport.memory.bucket import Bucket
 from fp8refit.transport.memory.ring import Ring
-from fp8refit.transport.memory.shared_tensors import Bucket
 from tests.fake_ranks import ClientEntryPoint, Cluster, Remote
 
 LONG_S = 20.0

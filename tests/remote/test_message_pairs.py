@@ -23,7 +23,7 @@ from fp8refit.remote.message_pairs import PairAnswers, call_in_turn
 from fp8refit.remote.messages import Do, Request
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.sources.source import MappingSource, as_source
-from fp8refit.transport.memory.shared_tensors import Importer
+from fp8refit.transport.memory.importer import Importer
 from fp8refit.transport.vote import Ballot
 from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE
 from tests.fake_ranks import (

@@ -16,7 +16,7 @@ from fp8refit.sources.stamps import FileStamp
 from fp8refit.transport.collective.buckets import Cut, WireTensor
 from fp8refit.transport.collective.communicator import Meeting
 from fp8refit.transport.memory.process import Process
-from fp8refit.transport.memory.shared_tensors import Segment, TensorRef
+from fp8refit.transport.memory.segment import Segment, TensorRef
 from fp8refit.transport.vote import ErrorRecord
 from tests.fakes import make_target
 

@@ -28,9 +28,11 @@ from fp8refit.remote import messages
 from fp8refit.remote.messages import Reply, Request
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.sources.checkpoints import SafetensorsSource
+from fp8refit.transport.memory.bucket import Bucket
+from fp8refit.transport.memory.exporter import Exporter
+from fp8refit.transport.memory.importer import Importer
 from fp8refit.transport.memory.process import Process
 from fp8refit.transport.memory.ring import Ring
-from fp8refit.transport.memory.shared_tensors import Bucket, Exporter, Importer
 from tests.fake_kv import K_SCALE, V_SCALE, FakeKvCache
 from tests.fakes import assert_holds, live_bytes, make_policy, make_target
 from tests.transport.memory.test_shared_tensors import FakeDriver

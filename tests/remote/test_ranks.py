@@ -27,9 +27,10 @@ from fp8refit.fill.staging import Staging
 from fp8refit.live.slots import Refusal, ScaleFormat
 from fp8refit.remote.channel import GRACE_S, NUM_VOTES
 from fp8refit.remote.messages import Packed, RefitStep
+from fp8refit.transport.memory.bucket import Bucket
+from fp8refit.transport.memory.importer import Importer
 from fp8refit.transport.memory.memfd import map_memfd
 from fp8refit.transport.memory.ring import Ring
-from fp8refit.transport.memory.shared_tensors import Bucket, Importer
 from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE
 from tests.fake_ranks import (
     FAULTS,
@@ -175,7 +176,7 @@ def test_what_ranks_have_mapped_stays_mapped_whatever_is_refitted_in_between(dri
     remote.refitter.refit(iter(cluster.make_policy(seed=2).items()))
     opened, maps = driver.events.count("open_ipc"), []
     monkeypatch.setattr(
-        "fp8refit.transport.memory.shared_tensors.map_memfd", lambda segment: maps.append(segment) or map_memfd(segment)
+        "fp8refit.transport.memory.importer.map_memfd", lambda segment: maps.append(segment) or map_memfd(segment)
     )
     remote.channel.requests.clear()
     for version in (4, 7, 10):

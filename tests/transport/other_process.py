@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 
 from fp8refit import TransportError
-from fp8refit.transport.memory.shared_tensors import Bucket, Importer, Segment, TensorRef
+from fp8refit.transport.memory.bucket import Bucket
+from fp8refit.transport.memory.importer import Importer
+from fp8refit.transport.memory.segment import Segment, TensorRef
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 

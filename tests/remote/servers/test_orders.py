@@ -17,7 +17,7 @@ from fp8refit.remote.messages import first_problem
 from fp8refit.remote.servers import orders
 from fp8refit.remote.servers.orders import Caller, OrderRequest
 from fp8refit.transport.collective.buckets import Cut, WireTensor
-from fp8refit.transport.memory.shared_tensors import TensorRef
+from fp8refit.transport.memory.segment import TensorRef
 
 DRIVER = Caller.new()
 NUM_TENSORS = 18_867

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from fp8refit import StagingMemoryError, TransportError
+from fp8refit.transport.memory.bucket import Bucket
 from fp8refit.transport.memory.cuda_driver import CudaDriver, CudaDriverError, is_mapped
+from fp8refit.transport.memory.exporter import Exporter
+from fp8refit.transport.memory.importer import Importer
 from fp8refit.transport.memory.process import Process
-from fp8refit.transport.memory.shared_tensors import Bucket, Exporter, Importer
 from tests.transport.other_process import OtherProcess, fingerprint, tensors
 
 CPU = torch.device("cpu")
@@ -552,9 +554,10 @@ def test_memory_of_another_gpu_is_mapped_on_the_rank_s_own_unless_told_otherwise
 
 def test_the_driver_of_an_exporter_and_an_importer_is_the_gpu_s(monkeypatch):
     made = []
-    monkeypatch.setattr(
-        "fp8refit.transport.memory.shared_tensors.CudaDriver", lambda: made.append(FakeDriver()) or made[-1]
-    )
+    for module in ("exporter", "importer"):
+        monkeypatch.setattr(
+            f"fp8refit.transport.memory.{module}.CudaDriver", lambda: made.append(FakeDriver()) or made[-1]
+        )
     exporter, importer = Exporter(), Importer(CPU)
     memory = made[0].segment(64)
     made[1].buffers = made[0].buffers
