@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -244,14 +244,16 @@ def quantized_in(layout: Any) -> set[str]:
     return names - parts | {stack.name for stack in layout.stacked if parts & stack.parts.keys()}
 
 
-def save_block_fp8(source: Path, folder: Path, quantized: Iterable[str], written_as: Mapping[str, str]) -> None:
+def save_block_fp8(
+    source: Path, folder: Path, quantized: Iterable[str], written_as: Mapping[str, Sequence[str]]
+) -> None:
     """The block-FP8 checkpoint of a BF16 one, by a quantizer that shares nothing with fp8refit's.
 
     Args:
         source: Folder of `save`.
         folder: To be written.
         quantized: Names of its matrices that are to be quantized; of stacks, one matrix after another.
-        written_as: Names to give some of them.
+        written_as: Names to give some of them, or the parts of their experts' matrices.
     """
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((source / "config.json").read_text())
@@ -260,13 +262,22 @@ def save_block_fp8(source: Path, folder: Path, quantized: Iterable[str], written
     for file in source.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
             if name in chosen:
-                written = written_as.get(name, name)
-                tensors[written], tensors[f"{written}_scale_inv"] = quantize(tensor)
+                for written, part in parts_of(tensor, written_as.get(name, [name])):
+                    tensors[written], tensors[f"{written}_scale_inv"] = quantize(part)
                 chosen.remove(name)
             else:
                 tensors[name] = tensor
     assert not chosen, f"{chosen=}"
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def parts_of(tensor: Tensor, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """A tensor under its one name, or equal parts of each of its matrices, with the number of its expert for `{}`."""
+    if "{}" not in names[0]:
+        yield names[0], tensor
+        return
+    for expert, matrix in enumerate(tensor):
+        yield from zip((name.format(expert) for name in names), matrix.chunk(len(names)), strict=True)
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from fp8refit.cli.whole_folder import CONFIG_NAME, becoming, free_place, naming
 from fp8refit.errors import CheckpointError, NonFiniteError
 from fp8refit.fill.kernels import quantize_blockwise
 from fp8refit.live.layout import EngineLayout
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, stored_as
 from fp8refit.sources.checkpoints import SafetensorsSource
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
@@ -191,13 +191,17 @@ def _convert(output: Output, tensor: Tensor, device: torch.device) -> dict[str, 
         tensor = tensor.to(device)
         if tensor.dtype is torch.float32:
             tensor = tensor.to(torch.bfloat16)
-        codes, scale = _quantized(tensor, output)
-        return {output.written: codes.cpu(), output.written + SCALE_SUFFIX: scale.cpu()}
+        written: dict[str, Tensor] = {}
+        for name, start, shape in stored_as(output.written, tuple(tensor.shape)):
+            part = tensor[start[0], start[1] : start[1] + shape[0]] if len(shape) < tensor.ndim else tensor
+            codes, scale = _quantized(part, output)
+            written |= {name: codes.cpu(), name + SCALE_SUFFIX: scale.cpu()}
+        return written
     values = tensor.to(output.dtype)
     is_narrow = values.is_floating_point() and values.itemsize == 1  # torch.isfinite does not support these
     if not bool(torch.isfinite(values.to(torch.float32) if is_narrow else values).all()):
         raise NonFiniteError([output.name], written=False)
-    return {output.written: values}
+    return {output.name: values}
 
 
 def _quantized(tensor: Tensor, output: Output) -> tuple[Tensor, Tensor]:
@@ -222,12 +226,10 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def _write_index(shards: Mapping[str, list[Output]], file: Path) -> None:
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for file_name, shard in shards.items():
         for output in shard:
-            weight_map[output.written] = file_name
-            if output.scale_format is not None:
-                weight_map[output.written + SCALE_SUFFIX] = file_name
+            weight_map |= dict.fromkeys(output.names, file_name)
     total = sum(output.num_bytes for shard in shards.values() for output in shard)
     _write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, file)
 

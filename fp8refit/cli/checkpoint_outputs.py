@@ -1,7 +1,7 @@
 """What becomes of each tensor of a checkpoint that is quantized: by its name, or as an engine's layout says."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,7 +11,16 @@ import torch
 from fp8refit.errors import CheckpointError
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.names import is_not_a_weight
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, ScaleFormat, Stacked, TensorMeta, dtype_name
+from fp8refit.live.slots import (
+    FP8_DTYPE,
+    SCALE_SUFFIX,
+    SOURCE_DTYPES,
+    ScaleFormat,
+    Stacked,
+    TensorMeta,
+    dtype_name,
+    stored_as,
+)
 from fp8refit.sources.checkpoints import SafetensorsSource
 
 _LINEAR = re.compile(r"_proj(?:_with_mqa)?\.weight$|\.experts\..+\.weight$")
@@ -32,8 +41,8 @@ class Output:
     scale_format: ScaleFormat | None
     """None if it is copied."""
     block_size: tuple[int, int]
-    written: str
-    """Name it is stored under."""
+    written: tuple[str, ...]
+    """Names it is stored under; see `Inventory.written_as`."""
 
     @property
     def num_source_bytes(self) -> int:
@@ -45,10 +54,18 @@ class Output:
         """Bytes that are written, scales included."""
         num_bytes = prod(self.source.shape) * self.dtype.itemsize
         if self.scale_format is not None:
-            *stack, rows, cols = self.source.shape
-            blocks = (-(-n // size) for n, size in zip((rows, cols), self.block_size, strict=True))
-            num_bytes += 4 * prod((*stack, *blocks))
+            block_n, block_k = self.block_size
+            for _, _, (*stack, rows, cols) in stored_as(self.written, self.source.shape):
+                num_bytes += 4 * prod((*stack, -(-rows // block_n), -(-cols // block_k)))
         return num_bytes
+
+    @property
+    def names(self) -> Iterator[str]:
+        """Names of the tensors that are written, scales included."""
+        for name, *_ in stored_as(self.written, self.source.shape):
+            yield name
+            if self.scale_format is not None:
+                yield name + SCALE_SUFFIX
 
 
 def select(source: SafetensorsSource, config: Mapping[str, Any], *, takes_stacks: bool) -> dict[str, TensorMeta]:
@@ -80,7 +97,7 @@ def output_by_name(name: str, meta: TensorMeta, scale_format: ScaleFormat, block
     """Decide by name and shape: linear layers and experts are quantized."""
     if len(meta.shape) == 2 and _LINEAR.search(name):
         return Output(
-            name=name, source=meta, dtype=FP8_DTYPE, scale_format=scale_format, block_size=block_size, written=name
+            name=name, source=meta, dtype=FP8_DTYPE, scale_format=scale_format, block_size=block_size, written=(name,)
         )
     is_rounded = meta.dtype is torch.float32 and not name.endswith(_FP32_SUFFIXES) and not is_not_a_weight(name)
     return _copied(name, meta, torch.bfloat16 if is_rounded else meta.dtype)
@@ -122,7 +139,7 @@ def _judge(
     """What becomes of a tensor, or why nothing does."""
     canonical = layout.aliases.get(name, name)
     slot, stack = slots.get(canonical), stacks.get(canonical)
-    written = layout.written_as.get(canonical, name)
+    written = layout.written_as.get(canonical, (name,))
     if stack is not None:
         if canonical not in layout.written_as:
             return f"this model's checkpoints hold all experts of a layer in one tensor; {_BOOT_BF16}"
@@ -140,7 +157,7 @@ def _judge(
     return _output_for_slot(name, meta, slot, written)
 
 
-def _output_for_slot(name: str, meta: TensorMeta, slot: SlotLayout, written: str) -> Output:
+def _output_for_slot(name: str, meta: TensorMeta, slot: SlotLayout, written: tuple[str, ...]) -> Output:
     scale_format, block_size = slot.scale_format, slot.block_size
     if scale_format is not None and block_size is not None:
         return Output(
@@ -151,7 +168,7 @@ def _output_for_slot(name: str, meta: TensorMeta, slot: SlotLayout, written: str
 
 
 def _copied(name: str, meta: TensorMeta, dtype: torch.dtype) -> Output:
-    return Output(name=name, source=meta, dtype=dtype, scale_format=None, block_size=(128, 128), written=name)
+    return Output(name=name, source=meta, dtype=dtype, scale_format=None, block_size=(128, 128), written=(name,))
 
 
 def check_quantizable(outputs: Iterable[Output]) -> None:

@@ -84,14 +84,15 @@ def _show_aliases(console: Console, aliases: Mapping[str, str]) -> None:
         console.print(f"{in_one(names)} shares the slot of {slots}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _show_written(console: Console, written_as: Mapping[str, str]) -> None:
+def _show_written(console: Console, written_as: Mapping[str, tuple[str, ...]]) -> None:
     """Show what block-FP8 checkpoints hold under another name, or cannot hold."""
-    alike: dict[tuple[str, str], list[str]] = {}
+    alike: dict[tuple[str, ...], list[str]] = {}
     for name, written in written_as.items():
-        if name != written:
-            alike.setdefault((without_numbers(name), without_numbers(written)), []).append(name)
-    for (_, written), names in alike.items():
-        stored = f"is stored as {in_one(written_as[name] for name in names)}" if written else "cannot be stored"
+        if written != (name,):
+            alike.setdefault(tuple(map(without_numbers, (name, *written))), []).append(name)
+    for names in alike.values():
+        written = tuple(map(in_one, zip(*(written_as[name] for name in names), strict=True)))
+        stored = f"is stored as {', '.join(written)}" if written else "cannot be stored"
         text = f"{in_one(names)} {stored} in a block-FP8 checkpoint for this engine"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 

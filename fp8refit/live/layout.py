@@ -84,9 +84,8 @@ class EngineLayout(BaseModel):
     """Checkpoint names that a source may send but no slot takes."""
     stacked: tuple[Stacked, ...] = ()
     """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
-    written_as: dict[str, str] = {}
-    """Names to write weights with block scales under, where the engine's loader takes no scales under their own; empty if it
-    takes none at all. All stacks that the loader splits are listed."""
+    written_as: dict[str, tuple[str, ...]] = {}
+    """See `Inventory`."""
     refusals: tuple[str, ...]
     kv: KvLayout | None = None
     """None if the engine has no KV cache that fp8refit knows."""
@@ -138,9 +137,9 @@ class EngineLayout(BaseModel):
         for stack in (stack for rank in ranks for stack in rank.stacked):
             known = stacked.get(stack.name, stack)
             stacked[stack.name] = replace(stack, parts={**stack.parts, **known.parts})
-        written_as: dict[str, str] = {}
-        for name, spelled in (item for rank in ranks for item in rank.written_as.items()):
-            written_as[name] = spelled if written_as.get(name, spelled) == spelled else ""
+        written_as: dict[str, tuple[str, ...]] = {}
+        for name, written in (item for rank in ranks for item in rank.written_as.items()):
+            written_as[name] = written if written_as.get(name, written) == written else ()
         return ranks[0].model_copy(
             update={
                 "written_as": written_as,

@@ -1,6 +1,6 @@
 """Records of what a live engine holds, slot by slot. No torch operation runs here."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -129,6 +129,23 @@ class Stacked:
         return next((way for way in (self.is_transposed, not self.is_transposed) if found[way] == shape), None)
 
 
+def stored_as(written: Sequence[str], shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Yield the tensors that hold a checkpoint tensor of `shape`: name, where it begins in it, and shape.
+
+    Args:
+        written: See `Inventory.written_as`.
+        shape: Of a matrix, or of a stack of experts' matrices.
+    """
+    if len(shape) != 3 or "{}" not in written[0]:
+        yield written[0], (0,) * len(shape), shape
+        return
+    num_experts, rows, columns = shape
+    count = rows // len(written)
+    for expert in range(num_experts):
+        for part, name in enumerate(written):
+            yield name.format(expert), (expert, part * count, 0), (count, columns)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartlyRead:
     """A checkpoint tensor of which one rank reads only a part."""
@@ -243,9 +260,10 @@ class Inventory:
     """Checkpoint names that a source may send but no slot takes."""
     stacked: tuple[Stacked, ...] = ()
     """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
-    written_as: Mapping[str, str] = field(default_factory=dict)
-    """Names to write weights with block scales under, where the engine's loader takes no scales under their own; empty if it
-    takes none at all. All stacks that the loader splits are listed."""
+    written_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names to write weights with block scales under, where the engine's loader takes no scales under their own: one, or one
+    for each part of an expert's rows, with `{}` for its number; empty if it takes none at all. All stacks are listed that the
+    loader splits."""
     padding: tuple[Tensor, ...] = ()
     """Live views that no checkpoint tensor covers. Booting from a checkpoint leaves them zero, so a refit does too."""
     refreshes: tuple[Refresh, ...] = ()

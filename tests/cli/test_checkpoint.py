@@ -342,7 +342,7 @@ def test_each_matrix_of_a_stack_is_quantized_under_the_name_that_the_engine_load
     stack = torch.randn(2, *((256, 192) if is_transposed else (192, 256))).to(torch.bfloat16)
     src = write_checkpoint(tmp_path / "src", make_weights(extra=False) | {name: stack})
     report = quantize_checkpoint(
-        src, dst, like=layout_with_stack(is_transposed=is_transposed, written_as={STACK: written})
+        src, dst, like=layout_with_stack(is_transposed=is_transposed, written_as={STACK: (written,)})
     )
     shards = read_shards(dst)
     assert (name in shards) == (name == written)
@@ -354,11 +354,25 @@ def test_each_matrix_of_a_stack_is_quantized_under_the_name_that_the_engine_load
     assert report.bytes_written == sum(tensor.nbytes for tensor in shards.values())
 
 
+def test_a_stack_may_be_written_expert_by_expert_and_part_by_part(tmp_path, dst):
+    stack = torch.randn(2, 192, 256).to(torch.bfloat16)
+    src = write_checkpoint(tmp_path / "src", make_weights(extra=False) | {STACK: stack})
+    written = tuple(f"{LAYER}.moe.experts.{{}}.{part}_proj.weight" for part in ("gate", "up"))
+    report = quantize_checkpoint(src, dst, like=layout_with_stack(written_as={STACK: written}))
+    shards = read_shards(dst)
+    for expert, matrix in enumerate(stack):
+        for name, part in zip(written, matrix.chunk(2), strict=True):
+            assert_quantized(shards, name.format(expert), part)
+    assert STACK not in shards
+    assert set(read_json(dst / "model.safetensors.index.json")["weight_map"]) == set(shards)
+    assert report.bytes_written == sum(tensor.nbytes for tensor in shards.values())
+
+
 def test_weights_whose_scales_the_engine_does_not_load_are_refused_by_name(tmp_path, dst):
     stack = torch.ones(2, 192, 256, dtype=torch.bfloat16)
     src = write_checkpoint(tmp_path / "src", make_weights(extra=False) | {STACK: stack})
     reason = "this engine's own loader takes its block scales under no name"
-    like = layout_with_stack(written_as={STACK: "", Q_PROJ: ""})
+    like = layout_with_stack(written_as={STACK: (), Q_PROJ: ()})
     error = refuse(tmp_path, CheckpointError, reason, src, dst, like=like)
     assert {problem.split(":")[0] for problem in error.problems} == {STACK, Q_PROJ}
     assert all(reason in problem for problem in error.problems)
@@ -369,8 +383,8 @@ def test_weights_whose_scales_the_engine_does_not_load_are_refused_by_name(tmp_p
 
 
 def test_a_name_for_scales_is_one_that_every_rank_takes():
-    ranks = [layout_with_stack(written_as={STACK: EXPERTS, Q_PROJ: other}) for other in (Q_PROJ, "")]
-    assert EngineLayout.merge(ranks).written_as == {STACK: EXPERTS, Q_PROJ: ""}
+    ranks = [layout_with_stack(written_as={STACK: (EXPERTS,), Q_PROJ: other}) for other in ((Q_PROJ,), ())]
+    assert EngineLayout.merge(ranks).written_as == {STACK: (EXPERTS,), Q_PROJ: ()}
 
 
 # What is refused, and what is left behind: nothing.

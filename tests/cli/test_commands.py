@@ -158,10 +158,8 @@ def test_inspect_shows_a_row_for_each_tensor_of_all_layers_and_experts(monkeypat
     ]
     slots += [slot(f"{layer}.mlp.gate.weight", 128 if index else 64) for index, layer in enumerate(layers)]
     aliases = {f"{layer}.moe.gate.weight": f"{layer}.mlp.gate.weight" for layer in layers}
-    written = {f"{layer}.moe.down.weight": f"{layer}.moe.down" for layer in layers} | {
-        "a.0.stack": "",
-        "stack": "stack",
-    }
+    written = {f"{layer}.moe.down.weight": (f"{layer}.moe.down",) for layer in layers}
+    written |= {"a.0.stack": (), "stack": ("stack",), "b.0.stack": ("b.0.{}.gate", "b.0.{}.up")}
     layout = EngineLayout(
         engine="fake", versions={}, device="cpu", slots=slots, aliases=aliases, written_as=written, refusals=()
     )
@@ -171,7 +169,8 @@ def test_inspect_shows_a_row_for_each_tensor_of_all_layers_and_experts(monkeypat
     assert shown.count(".mlp.") == 3 + 2 + 1
     assert "model.layers.{0..47}.moe.down.weight is stored as model.layers.{0..47}.moe.down in a block-FP8" in shown
     assert "a.0.stack cannot be stored in a block-FP8 checkpoint" in shown
-    assert shown.count("stored") == 2
+    assert "b.0.stack is stored as b.0.{}.gate, b.0.{}.up in a block-FP8" in shown
+    assert shown.count("stored") == 3
     assert "model.layers.{0..47}.mlp.experts.{0..127}.b.weight" in shown
     assert "model.layers.{1..47}.mlp.gate.weight" in shown
     assert "model.layers.{0..47}.moe.gate.weight shares the slot of model.layers.{0..47}.mlp.gate.weight" in shown

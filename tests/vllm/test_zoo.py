@@ -29,6 +29,7 @@ CI = [
     "GPTNeoXForCausalLM",
     "Gemma3ForConditionalGeneration",
     "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Qwen3NextForCausalLM",

@@ -1,9 +1,11 @@
 """Finds the names under which a loader takes weights together with their block scales.
 
-A checkpoint that an engine can boot needs them: some loaders know scales only under a state dict's name, or under none.
+A checkpoint that an engine can boot needs them: some loaders know scales only under a state dict's name, expert by expert, or
+under no name.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -11,14 +13,45 @@ import torch
 from torch import Tensor
 
 from fp8refit.live.names import without_numbers
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, TensorMeta
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, TensorMeta, stored_as
 from fp8refit.live.tracing.boxes import Range, pieces_of
 from fp8refit.live.tracing.records import Copy, Traced
+from fp8refit.live.tracing.stored import matrices
 from fp8refit.live.tracing.trace import Load, trace_loader
 
 Ranges: TypeAlias = tuple[Range, ...]
-Place: TypeAlias = tuple[str, Ranges, Ranges]
-"""A parameter, the box of it that is written, and the box of a checkpoint tensor that is read."""
+Spelling: TypeAlias = tuple[str, ...]
+"""See `Inventory.written_as`."""
+_STACK = re.compile(r"^(.+\.experts)\.([a-z]+(?:_[a-z]+)*)_proj$")
+"""Experts and their fused projections, such as `gate_up_proj`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A box of a matrix that is written, and the box of a checkpoint tensor that is read."""
+
+    parameter: str
+    into: Ranges
+    read: Ranges
+    is_transposed: bool
+
+    def in_blocks(self, named: Mapping[str, Tensor], block_size: tuple[int, int]) -> "_Place | None":
+        """Return where the box's scales go and come from; None if it begins inside a block."""
+        *stack, (first, count), columns = self.into
+        rows, num_blocks = named[self.parameter].shape[-2], named[self.parameter + SCALE_SUFFIX].shape[-2]
+        if num_blocks != -(-rows // block_size[0]) and first == rows // 2:
+            first = num_blocks // 2 * block_size[0]  # halves of experts' matrices have blocks of their own
+        into = _in_blocks((*stack, (first, count), columns), block_size)
+        read = _in_blocks(self.read, block_size)
+        if into is None or read is None:
+            return None
+        return _Place(self.parameter + SCALE_SUFFIX, into, read, self.is_transposed and _is_wide(read))
+
+    def moved(self, start: Sequence[int]) -> "_Place":
+        """Return it for a tensor that holds what is read from `start` on."""
+        read = [(0, 1)] * (len(start) - len(self.read)) + list(self.read)
+        moved = ((first + begin, count) for (first, count), begin in zip(read, start, strict=True))
+        return replace(self, read=tuple(moved))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,29 +70,25 @@ class ScaleNames:
     """Other names, and the checkpoint's names for the same tensors."""
     block_size: tuple[int, int]
 
-    def written_as(self, traced: Traced) -> dict[str, str]:
-        """Return the names to write weights under if their own do not do; empty if none does.
-
-        Stacks of matrices are always listed.
+    def written_as(self, traced: Traced) -> dict[str, Spelling]:
+        """Return the names to write weights under if their own do not do; empty if none do. All stacks are listed.
 
         Args:
             traced: What the loader did with `sources`.
         """
         copies = self._scaled(traced)
+        spellings = self._spellings(copies)
         kinds: dict[object, list[str]] = {}
         for name in copies:
             kinds.setdefault((without_numbers(name), self.sources[name].shape), []).append(name)
-        spellings: dict[str, list[str]] = {name: [name] for name in copies}
-        for alias, name in self.aliases.items():
-            spellings.get(name, []).append(alias)
-        taken = self._choose({names[0]: copies[names[0]] for names in kinds.values()}, spellings)
-        found: dict[str, str] = {}
+        chosen = self._choose({names[0]: copies[names[0]] for names in kinds.values()}, spellings)
+        found: dict[str, Spelling] = {}
         for names in kinds.values():
-            like = taken.get(names[0])
+            like = _without_numbers(chosen.get(names[0], ()))
             for name in names:
-                spelled = next((other for other in spellings[name] if without_numbers(other) == like), "")
-                if spelled != name or len(self.sources[name].shape) > 2:
-                    found[name] = spelled
+                spelling = next((each for each in spellings[name] if _without_numbers(each) == like), ())
+                if spelling != (name,) or len(self.sources[name].shape) > 2:
+                    found[name] = spelling
         return found
 
     def _scaled(self, traced: Traced) -> dict[str, list[Copy]]:
@@ -70,68 +99,84 @@ class ScaleNames:
         scaled = {name.removesuffix(SCALE_SUFFIX) for name in self.named if name.endswith(SCALE_SUFFIX)}
         return {name: each for name, each in copies.items() if name and {copy.parameter for copy in each} <= scaled}
 
-    def _choose(self, samples: Mapping[str, list[Copy]], spellings: Mapping[str, Sequence[str]]) -> dict[str, str]:
-        """Return for each sample the first spelling under which the loader takes weight and scales, without numbers.
+    def _spellings(self, names: Collection[str]) -> dict[str, list[Spelling]]:
+        """Return what may be tried: its own name, its aliases, and the names of single experts."""
+        found: dict[str, list[Spelling]] = {name: [(name,)] for name in names}
+        for alias, name in self.aliases.items():
+            if name in found:
+                found[name].append((alias,))
+        for spellings in found.values():
+            stacks = [match for (spelled,) in spellings if (match := _STACK.match(spelled))]
+            spellings += (tuple(f"{m[1]}.{{}}.{word}_proj.weight" for word in m[2].split("_")) for m in stacks)
+        return found
+
+    def _choose(
+        self, samples: Mapping[str, list[Copy]], spellings: Mapping[str, Sequence[Spelling]]
+    ) -> dict[str, Spelling]:
+        """Return for each sample the first spelling under which the loader takes weight and scales.
 
         All samples go through one run of the loader, as some loaders wait for several tensors.
         """
-        chosen: dict[str, str] = {}
+        chosen: dict[str, Spelling] = {}
         for turn in range(max((len(spellings[name]) for name in samples), default=0)):
-            left = {name: spellings[name][turn] for name in samples if turn < len(spellings[name])}
-            left = {name: spelled for name, spelled in left.items() if name not in chosen}
-            given = {spelled: replace(self.sources[name], dtype=FP8_DTYPE) for name, spelled in left.items()}
-            given |= {spelled + SCALE_SUFFIX: self._scale_of(self.sources[name]) for name, spelled in left.items()}
+            left = {n: spellings[n][turn] for n in samples if n not in chosen and turn < len(spellings[n])}
+            given: dict[str, TensorMeta] = {}
+            for name, spelling in left.items():
+                for written, _, shape in stored_as(spelling, self.sources[name].shape):
+                    given[written] = TensorMeta(shape=shape, dtype=FP8_DTYPE)
+                    given[written + SCALE_SUFFIX] = TensorMeta(shape=self._scales_of(shape), dtype=torch.float32)
             copies: dict[str, list[Copy]] = {}
             for copy in trace_loader(self.load, self.named, given).copies if given else ():
                 copies.setdefault(copy.source, []).append(copy)
-            for name, spelled in left.items():
-                weight, scale = copies.get(spelled, ()), copies.get(spelled + SCALE_SUFFIX, ())
-                if {replace(copy, source=name) for copy in weight} == {*samples[name]} and self._fits(
-                    name, weight, scale
-                ):
-                    chosen[name] = without_numbers(spelled)
+            chosen |= {name: each for name, each in left.items() if self._fits(name, each, samples[name], copies)}
         return chosen
 
-    def _scale_of(self, weight: TensorMeta) -> TensorMeta:
-        *stack, rows, columns = weight.shape
-        blocks = (-(-size // block) for size, block in zip((rows, columns), self.block_size, strict=True))
-        return TensorMeta(shape=(*stack, *blocks), dtype=torch.float32)
+    def _fits(
+        self, name: str, spelling: Spelling, expected: Iterable[Copy], copies: Mapping[str, Iterable[Copy]]
+    ) -> bool:
+        """Whether the loader puts every block where it belongs, and its scale with it."""
+        full_shape = self.sources[name].shape
+        found: set[_Place | None] = set()
+        for written, start, shape in stored_as(spelling, full_shape):
+            weight = set(self._places(copies.get(written, ()), shape))
+            scale = set(self._places(copies.get(written + SCALE_SUFFIX, ()), self._scales_of(shape)))
+            in_blocks = {place and place.in_blocks(self.named, self.block_size) for place in weight}
+            if None in in_blocks or in_blocks != scale:
+                return False
+            found |= {place and place.moved(start) for place in weight}
+        return found == set(self._places(expected, full_shape))
 
-    def _fits(self, name: str, weight: Iterable[Copy], scale: Iterable[Copy]) -> bool:
-        """Whether the loader puts the scale of every block where it puts the block."""
-        meta = self.sources[name]
-        blocks = self._places(weight, meta.shape)
-        scales = self._places(scale, self._scale_of(meta).shape)
-        if blocks is None or scales is None:
-            return False
-        return {(each[0] + SCALE_SUFFIX, *self._in_blocks(*each)) for each in blocks} == scales
-
-    def _places(self, copies: Iterable[Copy], full_shape: Sequence[int]) -> set[Place] | None:
-        """Return where boxes go and come from; None if some are in another order than the checkpoint's."""
-        places: set[Place] = set()
+    def _places(self, copies: Iterable[Copy], full_shape: Sequence[int]) -> Iterator[_Place | None]:
+        """Yield where each matrix, or a part of it, goes and comes from; None for what is in another order."""
         for copy in copies:
             pieces = pieces_of(copy, self.named[copy.parameter].shape, full_shape)
             if pieces is None or (self.block_size[0] != self.block_size[1] and any(p.is_transposed for p in pieces)):
-                return None
-            places |= {(copy.parameter, piece.into, piece.read) for piece in pieces}
-        return places
+                yield None
+                continue
+            for piece in pieces:
+                for matrix in matrices(piece):
+                    yield _Place(
+                        copy.parameter, matrix.into, matrix.read, piece.is_transposed and _is_wide(matrix.read)
+                    )
 
-    def _in_blocks(self, parameter: str, into: Ranges, read: Ranges) -> tuple[Ranges, Ranges] | tuple[None, None]:
-        """Return the boxes of scales that belong to boxes of a weight; None if these cut blocks."""
-        rows, num_blocks = self.named[parameter].shape[-2], self.named[parameter + SCALE_SUFFIX].shape[-2]
-        *stack, (first, count), columns = into
-        if num_blocks != -(-rows // self.block_size[0]) and first == rows // 2:
-            first = num_blocks // 2 * self.block_size[0]  # halves of experts' matrices have blocks of their own
-        found = [_blocks_of(ranges, self.block_size) for ranges in ((*stack, (first, count), columns), read)]
-        return (found[0], found[1]) if found[0] and found[1] else (None, None)
+    def _scales_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        *stack, rows, columns = shape
+        return (*stack, -(-rows // self.block_size[0]), -(-columns // self.block_size[1]))
 
 
-def _blocks_of(ranges: Ranges, block_size: tuple[int, int]) -> Ranges | None:
+def _without_numbers(spelling: Spelling) -> Spelling:
+    return tuple(map(without_numbers, spelling))
+
+
+def _is_wide(ranges: Ranges) -> bool:
+    """Whether a box has several rows and columns, so that it shows whether they change places."""
+    return all(count > 1 for _, count in ranges[-2:])
+
+
+def _in_blocks(ranges: Ranges, block_size: tuple[int, int]) -> Ranges | None:
     """Return the ranges of blocks in the last two dimensions; None if one begins inside a block."""
     *stack, rows, columns = ranges
-    blocks = [
-        (start / size, -(-count // size)) for (start, count), size in zip((rows, columns), block_size, strict=True)
-    ]
-    if any(not start.is_integer() for start, _ in blocks):
+    parts = tuple(zip((rows, columns), block_size, strict=True))
+    if any(start % size for (start, _), size in parts):
         return None
-    return (*stack, *((int(start), count) for start, count in blocks))
+    return (*stack, *((start // size, -(-count // size)) for (start, count), size in parts))

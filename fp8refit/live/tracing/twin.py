@@ -54,7 +54,7 @@ class Twin:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     """Values, once the model is built, of persistent buffers and of parameters that are one number throughout, if its loader
     writes none of their elements."""
-    written_as: Mapping[str, str] = field(default_factory=dict)
+    written_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """See `Inventory.written_as`."""
     is_alone: bool = True
     """Whether this is the only rank, so that no other reads what it does not."""
@@ -112,7 +112,7 @@ def trace_twin(
     traced = trace_alike(load, named, naming.tensors)
     traced = replace(traced, objections=(*traced.objections, *_packed(model, firsts)))
     naming = replace(naming, aliases={**naming.aliases, **_taken_alike(load, named, naming, traced)})
-    written_as: dict[str, str] = {}
+    written_as: dict[str, tuple[str, ...]] = {}
     if block_size is not None:
         asked = ScaleNames(
             load=load, named=named, sources=naming.tensors, aliases=naming.aliases, block_size=block_size

@@ -63,7 +63,7 @@ def test_weights_whose_own_names_do_are_not_listed():
 
 @pytest.mark.parametrize("how", [{}, {"transposes": True}])
 def test_stacks_are_always_listed(how):
-    assert twin_of_stacks(**how).written_as == {f"layers.{n}.stack": f"layers.{n}.stack" for n in range(2)}
+    assert twin_of_stacks(**how).written_as == {f"layers.{n}.stack": (f"layers.{n}.stack",) for n in range(2)}
 
 
 def test_another_spelling_is_taken_where_the_loader_knows_its_scales_alone():
@@ -74,20 +74,65 @@ def test_another_spelling_is_taken_where_the_loader_knows_its_scales_alone():
         )
 
     found = twin_of_stacks(loading, aliases=("other", "experts")).written_as
-    assert found == {f"layers.{n}.stack": f"layers.{n}.experts" for n in range(2)}
+    assert found == {f"layers.{n}.stack": (f"layers.{n}.experts",) for n in range(2)}
 
 
 def test_scales_that_the_loader_rejects_have_no_name():
-    assert set(twin_of_stacks(scale_name="{}.scale", aliases=("experts",)).written_as.values()) == {""}
+    assert set(twin_of_stacks(scale_name="{}.scale", aliases=("experts",)).written_as.values()) == {()}
+
+
+def loading_experts(model, *, swaps=False):
+    """A loader of whole stacks without scales, and of single experts with theirs."""
+    stacks = loading_stacks(model)
+
+    def load(tensors):
+        for name, tensor in tensors:
+            if ".gate_proj." not in name and ".up_proj." not in name:
+                stacks(iter([(name, tensor)]))
+                continue
+            _, layer, _, expert, part, kind = name.split(".")
+            into = getattr(model.layers[int(layer)], f"w13_{kind}").data[int(expert)]
+            size = into.shape[0] // 2
+            into.narrow(0, size * ((part == "up_proj") != swaps), size).copy_(tensor)
+
+    return lambda tensors: load(
+        item for item in tensors if not item[0].endswith(("stack_scale_inv", "gate_up_proj_scale_inv"))
+    )
+
+
+def test_experts_are_written_one_by_one_if_the_loader_takes_their_scales_so_alone():
+    parts = [tuple(f"layers.{n}.experts.{{}}.{part}_proj.weight" for part in ("gate", "up")) for n in range(2)]
+    found = twin_of_stacks(loading_experts, aliases=("experts.gate_up_proj",)).written_as
+    assert found == {f"layers.{n}.stack": parts[n] for n in range(2)}
+
+
+def test_single_experts_that_the_loader_puts_elsewhere_than_those_of_a_stack_have_no_name():
+    found = twin_of_stacks(loading_experts, aliases=("experts.gate_up_proj",), swaps=True).written_as
+    assert set(found.values()) == {()}
+
+
+def test_scales_that_are_not_transposed_with_their_blocks_have_no_name():
+    def loading(model):
+        def load(tensors):
+            for name, tensor in tensors:
+                layer = model.layers[int(name.split(".")[1])]
+                if name.endswith("_scale_inv"):
+                    layer.w13_weight_scale_inv.data.copy_(tensor)
+                else:
+                    layer.w13_weight.data.copy_(tensor.transpose(1, 2))
+
+        return load
+
+    assert set(twin_of_stacks(loading).written_as.values()) == {()}
 
 
 def test_scales_that_go_to_other_blocks_have_no_name():
-    assert set(twin_of_stacks(swaps_scales=True).written_as.values()) == {""}
+    assert set(twin_of_stacks(swaps_scales=True).written_as.values()) == {()}
 
 
 def test_halves_that_end_inside_a_block_have_no_name():
     # A stack of 384 rows has three rows of blocks, and its halves have two each.
-    assert set(twin_of_stacks(rows=384).written_as.values()) == {""}
+    assert set(twin_of_stacks(rows=384).written_as.values()) == {()}
 
 
 def test_halves_of_single_experts_have_blocks_of_their_own():
@@ -112,7 +157,7 @@ def test_matrices_whose_scales_are_left_out_have_no_name():
     def load(tensors):
         copying(model)(item for item in tensors if item[0] != "b.weight_scale_inv")
 
-    assert trace_twin(model, naming_of(model), load, block_size=BLOCK).written_as == {"b.weight": ""}
+    assert trace_twin(model, naming_of(model), load, block_size=BLOCK).written_as == {"b.weight": ()}
 
 
 def test_nothing_is_said_of_models_that_load_no_scales():
