@@ -7,23 +7,23 @@ FUZZER = "tests/fuzz/test_trace.py"
 FAULTS = [
     Fault(
         name="strides of a checkpoint tensor are not looked at where runs are joined",
-        path="fp8refit/live/tracing/trace.py",
+        path="fp8refit/live/tracing/patterns.py",
         before="(last.into, last.stride) == (into * size, stride * size)",
         after="last.into == into * size",
         found_by=FUZZER,
     ),
     Fault(
         name="places in a storage of another order begin at its start",
-        path="fp8refit/live/tracing/trace.py",
+        path="fp8refit/live/tracing/patterns.py",
         before="    start = origin.start_of(int(tensor.storage_offset()) if offset is None else offset)\n",
         after="    start = origin.start\n",
         found_by=FUZZER,
     ),
     Fault(
         name="a dense tensor in another order is taken for a copy in the same one",
-        path="fp8refit/live/tracing/trace.py",
-        before="modes = _modes(_Mode(run.size, run.into, run.stride) for run in places.runs)",
-        after="modes = _modes(_Mode(run.size, run.into, run.into) for run in places.runs)",
+        path="fp8refit/live/tracing/patterns.py",
+        before="modes = (Mode(run.size, run.into, run.stride) for run in places.runs)",
+        after="modes = (Mode(run.size, run.into, run.into) for run in places.runs)",
         found_by=FUZZER,
     ),
     Fault(

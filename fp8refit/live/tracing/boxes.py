@@ -7,8 +7,8 @@ from math import prod
 
 import torch
 
+from fp8refit.live.tracing.patterns import row_major
 from fp8refit.live.tracing.records import Copy
-from fp8refit.live.tracing.trace import row_major
 
 _MAX_PIECES = 1024
 Range = tuple[int, int]

@@ -5,10 +5,9 @@ where its values come from. Reordering copies (`transpose().reshape()`) are foll
 values are recorded as such.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from math import prod
 from typing import Any, TypeAlias
 
@@ -18,7 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8refit.live.slots import TensorMeta
-from fp8refit.live.tracing.records import CLONES, Base, Computed, Copy, Objection, Recipe, Run, Traced, View
+from fp8refit.live.tracing.patterns import (
+    Mode,
+    NoPatternError,
+    Origin,
+    copy_of,
+    nothing_into,
+    origin_of,
+    row_major,
+)
+from fp8refit.live.tracing.records import CLONES, Base, Computed, Copy, Objection, Recipe, Traced, View
 
 aten = torch.ops.aten
 
@@ -29,35 +37,6 @@ _UNLIKELY = 73856093.1416
 _SHAPED_LIKE = frozenset(
     {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 )
-
-
-class _NoPatternError(Exception):
-    """The places do not form a regular pattern."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Mode:
-    """One dimension of a dense storage that is filled from a checkpoint tensor."""
-
-    size: int
-    here: int
-    """Stride in the storage."""
-    there: int
-    """Stride in the checkpoint tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Where the elements of a storage come from."""
-
-    source: str
-    start: int
-    modes: tuple[_Mode, ...]
-    """Sorted by stride in the storage, smallest first."""
-
-    def start_of(self, offset: int) -> int:
-        """Where the storage's element `offset` comes from in the checkpoint tensor."""
-        return self.start + sum(offset // mode.here % mode.size * mode.there for mode in self.modes)
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -72,8 +51,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parameters: dict[int, str] = {}
         for name, tensor in (parameters or {}).items():
             self._parameters.setdefault(storage_of(tensor), name)
-        self._origins: dict[int, _Origin] = {}
-        self._joined: dict[int, list[tuple[range, _Origin]]] = {}
+        self._origins: dict[int, Origin] = {}
+        self._joined: dict[int, list[tuple[range, Origin]]] = {}
         """Storages made of ranges from several checkpoint tensors, one after another."""
         self._recipes: dict[int, Recipe | None] = {}
         self._numbers: dict[float, Tensor] = {}
@@ -98,7 +77,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.append(tensor)
         dims = zip(tensor.shape, tensor.stride(), tensor.stride(), strict=True)
         self._recipes[storage_of(tensor)] = None
-        self._origins[storage_of(tensor)] = _Origin(name, 0, _modes(_Mode(*dim) for dim in dims if dim[0] != 1))
+        self._origins[storage_of(tensor)] = Origin.of(name, 0, (Mode(*dim) for dim in dims if dim[0] != 1))
 
     def places_of(self, tensor: Tensor) -> Copy | None:
         """Describe where the elements of `tensor` come from, as a copy into a row-major tensor; None if not from one
@@ -106,8 +85,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         origin = self._origins.get(storage_of(tensor))
         try:
-            return None if origin is None else _copy_of("", 0, row_major(tensor.shape), origin, tensor)
-        except _NoPatternError:
+            return None if origin is None else copy_of("", 0, row_major(tensor.shape), origin, tensor)
+        except NoPatternError:
             return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -139,7 +118,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func is aten.fill_.Scalar and args[1] in self._numbers:
             self._copy(name, into, self._numbers.pop(args[1]))
         elif func is aten.zero_.default or (func is aten.fill_.Scalar and args[1] == 0):
-            self.copies.append(_nothing_into(name, into))
+            self.copies.append(nothing_into(name, into))
         elif (recipe := self._recipe_of(func, args, kwargs, into)) is not None:
             self._compute(name, into, View(base=recipe, size=recipe.size, stride=recipe.stride, offset=0))
         else:
@@ -165,14 +144,14 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origin, recipe = self._origins.get(storage), self._recipes.get(storage)
         if origin is not None:
             try:
-                places = _copy_of(name, int(into.storage_offset()), into.stride(), origin, tensor.expand(into.shape))
-            except _NoPatternError:
+                places = copy_of(name, int(into.storage_offset()), into.stride(), origin, tensor.expand(into.shape))
+            except NoPatternError:
                 pass
             else:
                 self.copies.append(places)
                 return
         if storage in self._joined:
-            with suppress(_NoPatternError):
+            with suppress(NoPatternError):
                 self.copies += self._copies_of_joined(name, into, tensor, self._joined[storage])
                 return
         if recipe is None and (origin is not None or storage in self._parameters):
@@ -186,19 +165,19 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._compute(name, into, _view_of(recipe, tensor.expand(into.shape)))
 
     def _compute(self, name: str, into: Tensor, value: View) -> None:
-        self.computed.append(Computed(parameter=name, into=_nothing_into(name, into), value=value))
+        self.computed.append(Computed(parameter=name, into=nothing_into(name, into), value=value))
 
     @staticmethod
     def _copies_of_joined(
-        name: str, into: Tensor, tensor: Tensor, joined: Sequence[tuple[range, _Origin]]
+        name: str, into: Tensor, tensor: Tensor, joined: Sequence[tuple[range, Origin]]
     ) -> list[Copy]:
         """Return, for each range of a storage, the copies of the tensor's rows in it.
 
         Raises:
-            _NoPatternError: A row spans several ranges.
+            NoPatternError: A row spans several ranges.
         """
         if tensor.shape != into.shape or not tensor.ndim or not tensor.numel() or not tensor.stride(0):
-            raise _NoPatternError
+            raise NoPatternError
         step, first = tensor.stride(0), int(tensor.storage_offset())
         row = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
         copies, num_rows = [], 0
@@ -208,10 +187,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if start < end:
                 part, box = tensor[start:end], into[start:end]
                 offset = int(part.storage_offset()) - places.start
-                copies.append(_copy_of(name, int(box.storage_offset()), box.stride(), origin, part, offset))
+                copies.append(copy_of(name, int(box.storage_offset()), box.stride(), origin, part, offset))
                 num_rows += end - start
         if num_rows != tensor.shape[0]:
-            raise _NoPatternError
+            raise NoPatternError
         return copies
 
     def _object(self, parameter: str, reason: str) -> None:
@@ -229,11 +208,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._joined.pop(storage, None)
         self._recipes[storage] = recipe
         if func in CLONES and origin is not None and _is_dense(made):
-            with suppress(_NoPatternError):
-                places = _copy_of("", 0, made.stride(), origin, read)
-                self._origins[storage] = _origin_of(places)
+            with suppress(NoPatternError):
+                places = copy_of("", 0, made.stride(), origin, read)
+                self._origins[storage] = origin_of(places)
         if func is aten.cat.default and made.is_contiguous() and (len(args) < 2 or args[1] == 0):
-            with suppress(KeyError, _NoPatternError):
+            with suppress(KeyError, NoPatternError):
                 self._joined[storage] = self._join(args[0])
 
     def _recipe_of(self, func: Any, args: tuple[Any, ...], kwargs: Any, made: Tensor) -> Recipe | None:
@@ -249,18 +228,18 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Recipe(func=func, args=args, kwargs=kwargs, size=tuple(made.shape), stride=stride)
         return None
 
-    def _join(self, tensors: Sequence[Tensor]) -> list[tuple[range, _Origin]]:
+    def _join(self, tensors: Sequence[Tensor]) -> list[tuple[range, Origin]]:
         """Return where the ranges of a storage come from in which `tensors` lie one after another.
 
         Raises:
             KeyError: A tensor does not come from a single checkpoint tensor.
-            _NoPatternError: A tensor's order is not a regular pattern.
+            NoPatternError: A tensor's order is not a regular pattern.
         """
         found, end = [], 0
         for tensor in tensors:
             origin = self._origins[storage_of(tensor)]
-            places = _copy_of("", 0, row_major(tensor.shape), origin, tensor)
-            found.append((range(end, end + tensor.numel()), _origin_of(places)))
+            places = copy_of("", 0, row_major(tensor.shape), origin, tensor)
+            found.append((range(end, end + tensor.numel()), origin_of(places)))
             end += tensor.numel()
         return found
 
@@ -324,15 +303,6 @@ def trace_once(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[st
     )
 
 
-def row_major(shape: Iterable[int]) -> tuple[int, ...]:
-    """Strides of a row-major tensor of `shape`."""
-    strides, stride = [], 1
-    for size in reversed(tuple(shape)):
-        strides.append(stride)
-        stride *= size
-    return tuple(reversed(strides))
-
-
 @cache
 def _apart(func: Any) -> Any | None:
     """The out-of-place form of `func`, if it is arithmetic."""
@@ -350,97 +320,9 @@ def _only_views(func: Any) -> bool:
     return bool(views) and all(views) and not func._schema.is_mutable
 
 
-def _copy_of(
-    name: str, into: int, strides: Iterable[int], origin: _Origin, tensor: Tensor, offset: int | None = None
-) -> Copy:
-    """Describe `tensor`, a view of the storage that `origin` describes, as a copy to elements `strides` apart.
-
-    Its first element is the storage's element `offset`, by default its own offset.
-
-    Raises:
-        _NoPatternError: Its places do not form a regular pattern.
-    """
-    runs = _runs_between(tuple(strides), tensor.shape, tensor.stride(), origin.modes)
-    start = origin.start_of(int(tensor.storage_offset()) if offset is None else offset)
-    return Copy(parameter=name, into=into, source=origin.source, start=start, runs=runs)
-
-
-@lru_cache(maxsize=4096)
-def _runs_between(
-    strides: tuple[int, ...], shape: tuple[int, ...], read: tuple[int, ...], modes: tuple[_Mode, ...]
-) -> tuple[Run, ...]:
-    """Return the runs of a copy of `shape` to elements `strides` apart, from a storage's elements `read` apart.
-
-    Raises:
-        _NoPatternError: Its places do not form a regular pattern.
-    """
-    found: list[tuple[int, int, int]] = []
-    for size, stride, here in zip(shape, strides, read, strict=True):
-        steps = [] if size == 1 else [(size, 0)] if here == 0 else _steps(modes, size, here)
-        inner = []
-        for taken, there in steps:
-            inner.append((taken, stride, there))
-            stride *= taken
-        found += reversed(inner)
-    return _runs(found)
-
-
-def _steps(modes: Iterable[_Mode], size: int, stride: int) -> list[tuple[int, int]]:
-    """Return sizes and strides in the checkpoint tensor of `size` elements `stride` apart in the storage, innermost
-    first.
-
-    Raises:
-        _NoPatternError: They do not form a regular pattern.
-    """
-    steps: list[tuple[int, int]] = []
-    for mode in modes:
-        extent = mode.size * mode.here
-        if size == 1:
-            break
-        if stride % extent == 0:
-            continue
-        step, rest = divmod(stride, mode.here)
-        taken = min(size, mode.size // step) if step else 0
-        if rest or not taken or (taken < size and (mode.size % step or size % taken)):
-            raise _NoPatternError
-        steps.append((taken, step * mode.there))
-        size, stride = size // taken, extent
-    if size != 1:
-        raise _NoPatternError
-    return steps
-
-
-def _nothing_into(name: str, into: Tensor) -> Copy:
-    """Describe which elements are written, reading nothing."""
-    runs = _runs(zip(into.shape, into.stride(), (0,) * into.ndim, strict=True))
-    return Copy(parameter=name, into=int(into.storage_offset()), source="", start=0, runs=runs)
-
-
 def _view_of(base: Recipe | Base, tensor: Tensor) -> View:
     """The place of `tensor` in the storage it is a view of."""
     return View(base=base, size=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()))
-
-
-def _runs(dims: Iterable[tuple[int, int, int]]) -> tuple[Run, ...]:
-    """Merge dimensions, outermost first, into as few runs as possible."""
-    merged: list[Run] = []
-    for size, into, stride in dims:
-        last = merged[-1] if merged else None
-        if last is not None and (last.into, last.stride) == (into * size, stride * size):
-            merged[-1] = Run(size=last.size * size, into=into, stride=stride)
-        elif size != 1:
-            merged.append(Run(size=size, into=into, stride=stride))
-    return tuple(merged)
-
-
-def _origin_of(places: Copy) -> _Origin:
-    """Where the elements of a dense tensor filled by `places` come from."""
-    modes = _modes(_Mode(run.size, run.into, run.stride) for run in places.runs)
-    return _Origin(places.source, places.start, modes)
-
-
-def _modes(modes: Iterable[_Mode]) -> tuple[_Mode, ...]:
-    return tuple(sorted(modes, key=lambda mode: mode.here))
 
 
 def _is_dense(tensor: Tensor) -> bool:
