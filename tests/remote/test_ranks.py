@@ -27,6 +27,7 @@ from fp8refit.fill.staging import Staging
 from fp8refit.live.slots import Refusal, ScaleFormat
 from fp8refit.remote.channel import GRACE_S, NUM_VOTES
 from fp8refit.remote.messages import Packed, RefitStep
+from fp8refit.sources.source import as_source
 from fp8refit.transport.memory.bucket import Bucket
 from fp8refit.transport.memory.importer import Importer
 from fp8refit.transport.memory.memfd import map_memfd
@@ -572,6 +573,16 @@ def test_a_channel_that_dies_keeps_the_source_for_whoever_still_reads_it(remote,
     gc.collect()
     assert [ref() for ref in kept] == [None] * len(kept)
     assert remote.channel.steps[-1] == "finish"
+
+
+def test_an_abandoned_refit_unmaps_tensors_and_the_next_one_maps_them_again(driver, cluster):
+    remote, policy = Remote(cluster), on_the_gpu(cluster.make_policy(1), driver)
+    remote.refitter.refit(policy)
+    remote.refitter.refit(policy)
+    asyncio.run(remote.ranks.prepare(lambda: as_source(policy), remote.refitter.config))
+    asyncio.run(remote.ranks.abandon())
+    remote.refitter.refit(policy)
+    cluster.assert_holds(policy, version=3)
 
 
 def test_a_close_that_fails_gives_the_memory_back_all_the_same(cluster):
