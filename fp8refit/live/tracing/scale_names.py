@@ -6,6 +6,7 @@ under no name.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -17,7 +18,7 @@ from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, TensorMeta, stored_as
 from fp8refit.live.tracing.boxes import Range, pieces_of
 from fp8refit.live.tracing.records import Copy, Traced
 from fp8refit.live.tracing.stored import matrices
-from fp8refit.live.tracing.trace import Load, trace_loader
+from fp8refit.live.tracing.trace import Load, trace_loader, trace_once
 
 Ranges: TypeAlias = tuple[Range, ...]
 Spelling: TypeAlias = tuple[str, ...]
@@ -120,16 +121,32 @@ class ScaleNames:
         chosen: dict[str, Spelling] = {}
         for turn in range(max((len(spellings[name]) for name in samples), default=0)):
             left = {n: spellings[n][turn] for n in samples if n not in chosen and turn < len(spellings[n])}
-            given: dict[str, TensorMeta] = {}
-            for name, spelling in left.items():
-                for written, _, shape in stored_as(spelling, self.sources[name].shape):
-                    given[written] = TensorMeta(shape=shape, dtype=FP8_DTYPE)
-                    given[written + SCALE_SUFFIX] = TensorMeta(shape=self._scales_of(shape), dtype=torch.float32)
             copies: dict[str, list[Copy]] = {}
-            for copy in trace_loader(self.load, self.named, given).copies if given else ():
+            for copy in self._traced(left, spellings, turn).copies if left else ():
                 copies.setdefault(copy.source, []).append(copy)
             chosen |= {name: each for name, each in left.items() if self._fits(name, each, samples[name], copies)}
         return chosen
+
+    def _traced(
+        self, samples: Mapping[str, Spelling], spellings: Mapping[str, Sequence[Spelling]], turn: int
+    ) -> Traced:
+        """Trace samples together; if the loader fails, with a whole checkpoint, as some loaders want; or else one by one."""
+        with suppress(Exception):
+            return trace_once(self.load, self.named, self._stored(samples))
+        with suppress(Exception):
+            scaled = {name: each[min(turn, len(each) - 1)] for name, each in spellings.items()}
+            others = {name: meta for name, meta in self.sources.items() if name not in scaled}
+            return trace_once(self.load, self.named, others | self._stored(scaled))
+        return trace_loader(self.load, self.named, self._stored(samples))
+
+    def _stored(self, spelled: Mapping[str, Spelling]) -> dict[str, TensorMeta]:
+        """Return codes and scales of the weights of a block-FP8 checkpoint."""
+        stored: dict[str, TensorMeta] = {}
+        for name, spelling in spelled.items():
+            for written, _, shape in stored_as(spelling, self.sources[name].shape):
+                stored[written] = TensorMeta(shape=shape, dtype=FP8_DTYPE)
+                stored[written + SCALE_SUFFIX] = TensorMeta(shape=self._scales_of(shape), dtype=torch.float32)
+        return stored
 
     def _fits(
         self, name: str, spelling: Spelling, expected: Iterable[Copy], copies: Mapping[str, Iterable[Copy]]

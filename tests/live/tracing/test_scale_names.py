@@ -160,6 +160,18 @@ def test_matrices_whose_scales_are_left_out_have_no_name():
     assert trace_twin(model, naming_of(model), load, block_size=BLOCK).written_as == {"b.weight": ()}
 
 
+def test_a_loader_that_wants_a_whole_checkpoint_gets_one():
+    model = model_of(**{f"layer_{n}": BlockLinear() for n in range(3)}, norm=nn.LayerNorm(8))
+    wanted = {name for name, _ in model.named_parameters() if "scale_inv" not in name}
+
+    def load(tensors):
+        held = dict(tensors)
+        assert held.keys() >= wanted
+        copying(model)(iter(held.items()))
+
+    assert trace_twin(model, naming_of(model), load, block_size=BLOCK).written_as == {}
+
+
 def test_nothing_is_said_of_models_that_load_no_scales():
     model = model_of(a=BlockLinear())
     assert trace_twin(model, naming_of(model), copying(model)).written_as == {}
