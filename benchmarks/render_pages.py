@@ -501,19 +501,23 @@ def _k3(kinds: dict[str, dict[str, float]], name: str) -> str:
     return f"{kinds[name]['k3']:.4f}" if name in kinds else ""
 
 
-PLACES = {"inside": "engine in this process", "outside": "engine in another process"}
+PLACES = {"inside": "engine in this process", "outside": "engine in another process, buckets of {} MiB"}
 
 
 def render_streams(results: list[dict[str, Any]]) -> str:
     """Ways of sending a policy, by shape and by where the engine is."""
-    columns = [(found["shape"], place, found["places"][place]) for found in results for place in found["places"]]
-    columns.sort(key=lambda column: (column[0] != "qwen3-8b", column[1]))
+    columns = [
+        (found["shape"], PLACES[place].format(_bucket_mib(found["command"], 256)), found["places"][place])
+        for found in results
+        for place in found["places"]
+    ]
+    columns.sort(key=lambda column: (column[0] != "qwen3-8b", "another" in column[1], len(column[1]), column[1]))
     names = {re.sub(r" of \d+ MiB$", "", name): None for _, _, found in columns for name in found["ms"]}
     rows = []
     for name in names:
         cells = [_median_of(found["ms"], name) for _, _, found in columns]
         rows.append(f"| {name} | {' | '.join(cells)} |\n")
-    heads = [f"{shape}, {PLACES[place]}" for shape, place, _ in columns]
+    heads = [f"{shape}, {place}" for shape, place, _ in columns]
     sizes = {
         shape: f"{shape} is {found['checks']['tensors']} tensors of {found['checks']['bytes'] / 1e9:.1f} GB"
         for shape, _, found in columns
@@ -523,11 +527,16 @@ def render_streams(results: list[dict[str, Any]]) -> str:
     return (
         f"One {machine['gpu']}, vLLM {machine['vllm']}, torch {machine['torch']}; BF16 tensors on the engine's GPU; "
         f"{'; '.join(sizes.values())}. Medians of whole calls in ms. "
-        f"Buckets hold 512 MiB, or 2 GiB of the larger shape.{notes}\n\n"
+        f"An update's buckets hold 512 MiB, or 2 GiB of the larger shape.{notes}\n\n"
         f"| | {' | '.join(heads)} |\n| --- |{' ---: |' * len(heads)}\n{''.join(rows)}\n"
         "After each but the merged LoRA and vLLM's own reload, every byte and the greedy tokens equal those of a refit. "
         "To measure again: `python tests/gpu/run_streams.py --out FILE`.\n"
     )
+
+
+def _bucket_mib(command: str, default: int) -> int:
+    found = re.search(r"--bucket-mib (\d+)", command)
+    return int(found[1]) if found else default
 
 
 def _median_of(milliseconds: dict[str, list[float]], name: str) -> str:
@@ -539,13 +548,15 @@ def _median_of(milliseconds: dict[str, list[float]], name: str) -> str:
 
 def render_drop_ins(results: list[dict[str, Any]]) -> str:
     """The drop-in and vLLM's own reload of the same stream."""
-    ways = {"trl": "TRL's: one tensor a call, engine in this process", "verl": "verl's: 512 MiB buckets by CUDA IPC"}
+    ways = {"trl": "TRL's: one tensor a call, engine in this process", "verl": "verl's: {} MiB buckets by CUDA IPC"}
+    results = sorted(results, key=lambda found: found.get("bucket_mib", 512))
     rows, machine = [], results[0]["ways"]["trl"]
     for found in results:
         for way, result in found["ways"].items():
             ours, own = result["median_ms"]["drop-in"], result["median_ms"]["vLLM's own reload"]
             alone = result["median_ms"].get("the transfer alone")
-            transfer = ways[way] + (f" ({alone:.1f} ms by itself)" if alone is not None else "")
+            bucket = ways[way].format(found.get("bucket_mib", 512))
+            transfer = bucket + (f" ({alone:.1f} ms by itself)" if alone is not None else "")
             extra = result["checks"]["vLLM's own reload: peak extra MiB"]
             rows.append(f"| {transfer} | {ours:.1f} ms | {own:.1f} ms, {extra} MiB extra | {own / ours:.1f} x |\n")
     return (

@@ -35,7 +35,6 @@ WAYS = {"trl": "0", "verl": "1"}
 OURS, OWN, NOTHING = "drop-in", "vLLM's own reload", "the transfer alone"
 FIRST_ROUNDS = 3
 """They compile and are not counted."""
-BUCKET_BYTES = 512 << 20
 ALIGNMENT_BYTES = 16
 
 
@@ -45,6 +44,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--way", choices=WAYS)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--bucket-mib", type=int, default=512, help="of verl's update_weights_bucket_megabytes")
     parser.add_argument("--here", action="store_true", help="in this process, which then is the trainer's")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -52,6 +52,7 @@ def main() -> None:
         measure(arguments)
         return
     found: dict[str, Any] = {"command": f"python {' '.join(sys.argv)}", "shape": arguments.shape, "ways": {}}
+    found["bucket_mib"] = arguments.bucket_mib
     os.environ.setdefault("FP8REFIT_TURN", str(arguments.out.with_suffix(".turn")))
     parts = {
         way: arguments.out.with_name(f"{arguments.out.stem}.{way}.part.json")
@@ -61,7 +62,8 @@ def main() -> None:
     for way, part in parts.items():
         part.unlink(missing_ok=True)
         command = [sys.executable, __file__, "--here", "--way", way, "--out", str(part), "--shape", arguments.shape]
-        started[way] = subprocess.Popen([*command, "--rounds", str(arguments.rounds)], env=environment(way))
+        command += ["--rounds", str(arguments.rounds), "--bucket-mib", str(arguments.bucket_mib)]
+        started[way] = subprocess.Popen(command, env=environment(way))
     codes = []
     for way, part in parts.items():
         codes.append(abs(started[way].wait()))
@@ -159,8 +161,8 @@ class Receiver:
 class Sender:
     """Gives tensors through one buffer."""
 
-    def __init__(self) -> None:
-        self.buffer = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device="cuda")
+    def __init__(self, bucket_bytes: int) -> None:
+        self.buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device="cuda")
 
     def send(self, address: str, items: list) -> None:
         import zmq
@@ -173,10 +175,10 @@ class Sender:
         start = 0
         for name, tensor in items:
             described = (name, tensor.dtype, tuple(tensor.shape))
-            if tensor.nbytes > BUCKET_BYTES:
+            if tensor.nbytes > self.buffer.nbytes:
                 ask(socket, pickle.dumps(([(*described, 0, tensor.nbytes)], reduce_tensor(tensor))))
                 continue
-            if start + tensor.nbytes > BUCKET_BYTES:
+            if start + tensor.nbytes > self.buffer.nbytes:
                 torch.cuda.synchronize()
                 ask(socket, pickle.dumps((names, None)))
                 names, start = [], 0
@@ -227,7 +229,7 @@ def measure(arguments: argparse.Namespace) -> None:
     def tokens() -> list[int]:
         return list(llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0].token_ids)
 
-    transfer = {"trl": one_by_one, "verl": by_ipc}[arguments.way](llm, items)
+    transfer = by_ipc(llm, items, arguments.bucket_mib << 20) if arguments.way == "verl" else one_by_one(llm, items)
     refitter.refit(policy)
     expected, told = refitter.fingerprints(), tokens()
     ms: dict[str, list[float]] = {OURS: [], OWN: [], NOTHING: []}
@@ -270,13 +272,13 @@ def one_by_one(llm: Any, items: list) -> Callable[[str], dict]:
     return transfer
 
 
-def by_ipc(llm: Any, items: list) -> Callable[[str], dict]:
+def by_ipc(llm: Any, items: list, bucket_bytes: int) -> Callable[[str], dict]:
     """verl's transfer."""
     sender: list[Sender] = []
 
     def transfer(way: str) -> dict:
         if not sender:
-            sender.append(Sender())
+            sender.append(Sender(bucket_bytes))
         address = f"ipc:///tmp/fp8refit-run-drop-in-{os.getpid()}.sock"
         thread = threading.Thread(target=sender[0].send, args=(address, items), daemon=True)
         thread.start()

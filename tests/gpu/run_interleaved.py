@@ -58,10 +58,12 @@ def measure(options: argparse.Namespace) -> None:
                 print("allocate", file=child.stdin, flush=True)
                 answer_of(child, name, options)
             seconds: dict[str, list[float]] = {name: [] for name in children}
+            names = list(children)
             for round_ in range(NUM_WARM_UP + options.rounds):
-                for name, child in children.items():
-                    print("refit", file=child.stdin, flush=True)
-                    seconds[name].append(answer_of(child, name, options)["wall_s"])
+                first = round_ % len(names)
+                for name in names[first:] + names[:first]:  # none always follows the same one
+                    print("refit", file=children[name].stdin, flush=True)
+                    seconds[name].append(answer_of(children[name], name, options)["wall_s"])
                 if round_ >= NUM_WARM_UP:
                     milliseconds = save(options.out, about, seconds)
         finally:
