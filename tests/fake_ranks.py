@@ -194,6 +194,10 @@ def stack_experts(policy: dict[str, Tensor], *, is_transposed: bool = False) -> 
     return stacked
 
 
+LONGEST_WAIT_S = 20.0
+"""A rank that waits for one that died outlives its test: an interpreter ends when all of its threads have."""
+
+
 class Meeting:
     """Where the ranks of one engine meet."""
 
@@ -214,6 +218,7 @@ class ThreadGroup:
     def exchange(self, message: bytes, *, timeout_s: float) -> list[bytes]:
         self.num_exchanges += 1
         self._meeting.messages[self.rank] = message
+        timeout_s = min(timeout_s, LONGEST_WAIT_S)
         try:
             self._meeting.barrier.wait(timeout_s)
             messages = list(self._meeting.messages)
