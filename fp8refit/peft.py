@@ -4,19 +4,21 @@ The model is not changed. This module reads the layers of the `peft` library wit
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.fill.kernels.merge import Product, add_products
+from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.names import strip_wrappers
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.storage import why_unreadable
-from fp8refit.sources.row_runs import Piece, Recipe, cut
+from fp8refit.sources.row_runs import NamedRun, Piece, Recipe, cut, whole
 
 _ALIGNMENT_BYTES = 256
 """Of a merged weight in memory that several share: kernels use wide loads on aligned rows."""
@@ -39,11 +41,36 @@ def merged(model: nn.Module) -> "Merged":
     Examples:
         >>> refitter.refit(merged(model))                           # doctest: +SKIP
     """
-    layers = dict(_layers(model))
-    problems = [f"{name}: {why}; call merge_adapter() and send the state dict" for name, why in _problems(layers)]
+    weights: dict[str, _Weight] = {}
+    problems: list[str] = []
+    for name, layer in _layers(model):
+        if "base_layer" in layer._modules:
+            problems += [f"{name}: {why}; call merge_adapter() and send the state dict" for why in _problems(layer)]
+        for weight in _weights(name, layer):
+            weights.setdefault(weight.name, weight)
     if problems:
         raise InvalidSourceError(problems)
-    return Merged(layers)
+    return Merged(weights.values(), _layouts.setdefault(model, _Layout()))
+
+
+class _Layout:
+    """What the weights of a model were when they were last scanned. Holds none of them."""
+
+    def __init__(self) -> None:
+        self._guard: LayoutGuard | None = None
+        self._metadata: dict[str, TensorMeta] = {}
+
+    def recall(self, names: Sequence[str], values: Sequence[Tensor]) -> dict[str, TensorMeta] | None:
+        """Names, shapes and dtypes; None if something is not as it was."""
+        return self._metadata if self._guard is not None and self._guard.holds(names, values) else None
+
+    def keep(self, names: Sequence[str], values: Sequence[Tensor], metadata: dict[str, TensorMeta]) -> None:
+        """Remember readable weights."""
+        self._guard, self._metadata = LayoutGuard(names, values), metadata
+
+
+_layouts: WeakKeyDictionary[nn.Module, _Layout] = WeakKeyDictionary()
+"""Of each model that is alive."""
 
 
 class Merged:
@@ -51,22 +78,23 @@ class Merged:
 
     is_repeatable = True
 
-    def __init__(self, layers: dict[str, nn.Module]) -> None:
-        weights: dict[str, _Weight] = {}
-        for weight in _weights(layers):
-            weights.setdefault(weight.name, weight)
-        self._weights = tuple(weights.values())
+    def __init__(self, weights: Iterable["_Weight"], layout: _Layout) -> None:
+        self._weights, self._layout = tuple(weights), layout
 
     def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]]:
         """Read names, shapes and dtypes, without merging anything."""
-        metadata, problems = {}, []
-        for weight in self._weights:
-            value = weight.value
-            if problem := why_unreadable(value):
-                problems.append(f"{weight.name}: {problem}")
-            else:
-                metadata[weight.name] = TensorMeta.of(value)
-        return metadata, tuple(problems)
+        names = [weight.name for weight in self._weights]
+        values = [weight.value for weight in self._weights]
+        known = self._layout.recall(names, values)
+        if known is not None:
+            return known, ()
+        problems = {name: why for name, value in zip(names, values, strict=True) if (why := why_unreadable(value))}
+        metadata = {
+            name: TensorMeta.of(value) for name, value in zip(names, values, strict=True) if name not in problems
+        }
+        if not problems:
+            self._layout.keep(names, values, metadata)
+        return metadata, tuple(f"{name}: {why}" for name, why in problems.items())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight, merged."""
@@ -80,57 +108,103 @@ class Merged:
             del out
 
     def pieces(self, max_bytes: int) -> Iterator[Piece]:
-        """Yield the weights in pieces. On a GPU, as many are merged at once as there is room for in `max_bytes`; later
-        ones overwrite them on the current stream.
+        """Yield the weights in pieces, each of which stays valid until the next one is requested."""
+        for group in self.groups(max_bytes):
+            for each in group:
+                yield each if isinstance(each, Piece) else whole(*each)
+
+    def groups(self, max_bytes: int) -> Iterator[list[NamedRun]]:
+        """See `fp8refit.sources.row_runs.InGroups`. On a GPU, as many weights are merged at once as there is room for in
+        `max_bytes`; the next ones overwrite them on the current stream.
         """
-        buffer, used = torch.empty(0, dtype=torch.uint8), 0
-        batch: list[tuple[Piece, Recipe | None]] = []
+        room = _Room()
+        group: list[NamedRun] = []
+        recipes: list[Recipe] = []
+        outs: list[Tensor] = []
         for each in self.recipes(max_bytes):
             if isinstance(each, Piece):
-                batch.append((each, None))
+                group.append((each.name, each.tensor) if each.is_whole else each)
                 continue
-            rows = each.tensor
-            if used + rows.nbytes > buffer.nbytes or buffer.device != rows.device:
-                yield from self._made(batch)
-                batch, used = [], 0
-            if rows.nbytes > buffer.nbytes or buffer.device != rows.device:
-                num_bytes = min(max_bytes, self._num_merged_bytes()) if _shares_launches(rows.device) else 0
-                buffer = torch.empty(max(num_bytes, rows.nbytes), dtype=torch.uint8, device=rows.device)
-            out = buffer[used : used + rows.nbytes].view(rows.dtype).view(rows.shape)
-            used += -(-rows.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            batch.append((each.piece(out), each))
-        yield from self._made(batch)
+            out = room.take(each.tensor)
+            if out is None:
+                self.make(recipes, outs)
+                yield group
+                group, recipes, outs = [], [], []
+                out = room.take_first(each.tensor, lambda device: self._room_bytes(device, max_bytes))
+            recipes.append(each)
+            outs.append(out)
+            group.append((each.name, out) if each.is_whole else each.piece(out))
+        self.make(recipes, outs)
+        yield group
 
     def recipes(self, max_bytes: int) -> Iterator[Piece | Recipe]:
         """See `fp8refit.sources.row_runs.MakesPieces`."""
         for weight in self._weights:
             value, adapters = weight.value, weight.adapters
-            if value.nbytes <= max_bytes:
-                whole = Piece(name=weight.name, first_row=0, tensor=value, full_shape=tuple(value.shape))
-                yield _Rows.of(whole, weight, adapters) if adapters else whole
-                continue
-            for piece in cut(weight.name, value, max_bytes):
-                yield _Rows.of(piece, weight, adapters) if adapters else piece
+            if value.nbytes > max_bytes:
+                for piece in cut(weight.name, value.detach(), max_bytes):
+                    yield _Rows.of(piece, weight, adapters) if adapters else piece
+            elif adapters:
+                yield _Rows.of(whole(weight.name, value), weight, adapters)
+            else:
+                yield whole(weight.name, value.detach())
 
-    @torch.no_grad()
     def make(self, recipes: Sequence[Recipe], outs: Sequence[Tensor]) -> None:
         """Merge rows, in one launch for each adapter that a weight has at most."""
         rows = [(each, out) for each, out in zip(recipes, outs, strict=True) if isinstance(each, _Rows)]
-        for number in range(max((len(each.adapters) for each, _ in rows), default=0)):
-            products = [each.add(number, out) for each, out in rows if number < len(each.adapters)]
+        number = 0
+        while rows:
+            products = [each.add(number, out) for each, out in rows]
             add_products([product for product in products if product is not None])
+            number += 1
+            rows = [(each, out) for each, out in rows if number < len(each.adapters)]
 
-    def _made(self, batch: Sequence[tuple[Piece, Recipe | None]]) -> Iterator[Piece]:
-        """Yield pieces, those with recipes once they are made."""
-        made = [(recipe, piece.tensor) for piece, recipe in batch if recipe is not None]
-        self.make([recipe for recipe, _ in made], [out for _, out in made])
-        return (piece for piece, _ in batch)
+    def _room_bytes(self, device: torch.device, max_bytes: int) -> int:
+        """Memory for weights that are merged at once: for all if possible."""
+        num_bytes = 0
+        for weight in self._weights if _shares_launches(device) else ():
+            num_bytes += weight.value.nbytes + _ALIGNMENT_BYTES if weight.layer is not None else 0
+            if num_bytes >= max_bytes:
+                return max_bytes
+        return num_bytes
 
-    def _num_merged_bytes(self) -> int:
-        return sum(weight.value.nbytes + _ALIGNMENT_BYTES for weight in self._weights if weight.is_adapted)
+
+class _Room:
+    """Memory for merged weights, used again and again."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._device, self._num_bytes, self._used = self._memory.device, 0, 0
+        self._views: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
+        """Layers are alike: what was made of the memory for one fits into the next."""
+
+    def take(self, like: Tensor) -> Tensor | None:
+        """The next contiguous tensor of some shape and dtype; None if there is no room for it."""
+        start, end = self._used, self._used + like.nbytes
+        if end > self._num_bytes or like.device != self._device:
+            return None
+        key = start, like.shape, like.dtype
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = self._memory[start:end].view(like.dtype).view(like.shape)
+        self._used = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return found
+
+    def take_first(self, like: Tensor, num_bytes: Callable[[torch.device], int]) -> Tensor:
+        """Like `take`, with all other tensors gone. If it does not fit, there will be so many bytes, or as many as it takes."""
+        self._used = 0
+        found = self.take(like)
+        if found is None:
+            wanted = max(num_bytes(like.device), like.nbytes)
+            self._memory = torch.empty(wanted, dtype=torch.uint8, device=like.device)
+            self._device, self._num_bytes = like.device, wanted
+            self._views.clear()
+            found = self.take(like)
+        assert found is not None, f"{wanted=}"
+        return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Weight:
     """One weight of a layer."""
 
@@ -140,7 +214,7 @@ class _Weight:
     key: str
     """Its name there."""
     layer: Any
-    """The layer around that module, or the same module."""
+    """The layer around that module, if there are adapters for it, active or not."""
 
     @property
     def value(self) -> Tensor:
@@ -148,28 +222,23 @@ class _Weight:
         module, key = self.module, self.key
         value = module._parameters[key] if key in module._parameters else module._buffers[key]
         assert value is not None, f"{self.name=}"
-        return value.detach()
+        return value
 
     @property
-    def is_adapted(self) -> bool:
-        """Whether there are adapters for it, active or not."""
-        return self.layer is not self.module and self.key == "weight"
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
+    def adapters(self) -> Sequence[str]:
         """The adapters to add to it."""
-        return tuple(_active(self.layer)) if self.is_adapted else ()
+        return _active(self.layer) if self.layer is not None else ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class _Rows(Recipe):
     """Rows of a weight, and the adapters to add to them."""
 
     weight: _Weight
-    adapters: tuple[str, ...]
+    adapters: Sequence[str]
 
     @classmethod
-    def of(cls, piece: Piece, weight: _Weight, adapters: tuple[str, ...]) -> "_Rows":
+    def of(cls, piece: Piece, weight: _Weight, adapters: Sequence[str]) -> "_Rows":
         """To be made of the unmerged rows."""
         return cls(
             name=piece.name,
@@ -185,15 +254,16 @@ class _Rows(Recipe):
         None if that was done.
         """
         rows, adapter, layer = self.tensor if number == 0 else out, self.adapters[number], self.weight.layer
-        end_row = self.first_row + rows.shape[0]
-        product = _product(layer, adapter)
-        if product is None:
-            delta = layer.get_delta_weight(adapter).to(rows.dtype)
-            torch.add(rows, delta[self.first_row : end_row], out=out)
+        matrices = _matrices(layer, self.weight.module, adapter)
+        if matrices is None:
+            with torch.no_grad():
+                delta = layer.get_delta_weight(adapter).to(rows.dtype)
+                torch.add(rows, delta[self.first_row : self.first_row + rows.shape[0]], out=out)
             return None
-        up, down = product
-        up = up.detach() if self.is_whole else up.detach()[self.first_row : end_row]
-        return Product(weight=rows, up=up, down=down.detach(), scale=layer.scaling[adapter], out=out)
+        up, down = matrices
+        if not self.is_whole:
+            up = up[self.first_row : self.first_row + rows.shape[0]]
+        return Product(weight=rows, up=up, down=down, scale=layer.scaling[adapter], out=out)
 
 
 def _shares_launches(device: torch.device) -> bool:
@@ -201,70 +271,88 @@ def _shares_launches(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _product(layer: Any, adapter: str) -> tuple[Tensor, Tensor] | None:
+def _matrices(layer: nn.Module, base: nn.Module, adapter: str) -> tuple[Tensor, Tensor] | None:
     """The two matrices whose product the adapter adds; None if only the layer can compute it."""
-    if isinstance(layer.base_layer, nn.Linear):
-        return layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
-    if isinstance(layer.base_layer, nn.Embedding):
-        return layer.lora_embedding_A[adapter].mT, layer.lora_embedding_B[adapter].mT
+    held: dict[str, Any] = layer._modules
+    if isinstance(base, nn.Linear):
+        return _weight_of(held["lora_B"]._modules[adapter]), _weight_of(held["lora_A"]._modules[adapter])
+    if isinstance(base, nn.Embedding):
+        return held["lora_embedding_A"][adapter].mT, held["lora_embedding_B"][adapter].mT
     return None
 
 
-def _weights(layers: Mapping[str, nn.Module]) -> Iterator[_Weight]:
-    """Yield every weight, unmerged."""
-    for name, module in layers.items():
-        base = getattr(module, "base_layer", None) if _is_adapted(module) else module
-        assert isinstance(base, nn.Module), f"{name=}"
-        keys = [key for key, value in base._parameters.items() if value is not None]
-        unsaved = base._non_persistent_buffers_set
-        keys += [key for key, value in base._buffers.items() if value is not None and key not in unsaved]
-        for key in keys:
-            yield _Weight(name=strip_wrappers(f"{name}.{key}" if name else key), module=base, key=key, layer=module)
+def _weight_of(linear: Any) -> Tensor:
+    """`linear.weight`, a microsecond sooner if it is a plain parameter."""
+    weight: Tensor | None = linear._parameters.get("weight")
+    return weight if weight is not None else linear.weight
+
+
+def _weights(name: str, layer: Any) -> Iterator[_Weight]:
+    """Yield every weight of a layer, unmerged."""
+    held = layer._modules
+    is_adapted = "base_layer" in held and "lora_A" in held
+    base = held["base_layer"] if is_adapted else layer
+    for kind, unsaved in ((base._parameters, ()), (base._buffers, base._non_persistent_buffers_set)):
+        for key, value in kind.items():
+            if value is not None and key not in unsaved:
+                full_name = strip_wrappers(f"{name}.{key}" if name else key)
+                yield _Weight(full_name, base, key, layer if is_adapted and key == "weight" else None)
 
 
 def _layers(module: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module that holds weights, under its name without adapters."""
-    if _has(module, "modules_to_save") and _has(module, "original_module"):
-        active = module.active_adapters[0] if module.active_adapters else None
-        saved = module.modules_to_save
-        is_trained = active is not None and active in saved and not getattr(module, "disable_adapters", False)
-        yield from _layers(saved[active] if is_trained else module.original_module, name)
-        return
-    yield name, module
-    if _is_adapted(module):
-        return
-    for key, child in module.named_children():
-        yield from _layers(child, f"{name}.{key}" if name else key)
+    """Yield every module that holds weights or adapters, under its name without adapters."""
+    todo = [(name, module)]
+    while todo:
+        name, module = todo.pop()
+        held = module._modules
+        if "modules_to_save" in held and "original_module" in held:
+            todo.append((name, _saved(module)))
+            continue
+        if module._parameters or module._buffers or "base_layer" in held:
+            yield name, module
+        if held and not _is_adapted(module):
+            todo += reversed([(f"{name}.{key}" if name else key, child) for key, child in module.named_children()])
+
+
+def _saved(module: Any) -> nn.Module:
+    """The module that one around a module that is trained whole stands for."""
+    active = module.active_adapters[0] if module.active_adapters else None
+    saved = module.modules_to_save
+    is_trained = active is not None and active in saved and not getattr(module, "disable_adapters", False)
+    found: nn.Module = saved[active] if is_trained else module.original_module
+    return found
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    return _has(module, "base_layer") and _has(module, "lora_A")
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    """Whether a module has a submodule of that name. `hasattr` takes 2 us for one that it has not."""
-    return name in module._modules
+    return "base_layer" in module._modules and "lora_A" in module._modules
 
 
 def _active(layer: Any) -> list[str]:
     """Adapters that the layer applies and that are not merged into its weight."""
     if layer.disable_adapters:
         return []
-    adapters = [*layer.lora_A, *getattr(layer, "lora_embedding_A", ())]
-    return [each for each in layer.active_adapters if each in adapters and each not in layer.merged_adapters]
+    held, merged = layer._modules, layer.merged_adapters
+    linear, embedding = held["lora_A"], held.get("lora_embedding_A", ())
+    return [each for each in layer.active_adapters if (each in linear or each in embedding) and each not in merged]
 
 
-def _problems(layers: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    for name, layer in layers.items():
-        if not _is_adapted(layer):
-            if _has(layer, "base_layer"):
-                yield name, f"is adapted by {type(layer).__name__}, which is not a LoRA that fp8refit can merge"
-            continue
-        if any(True for _ in layer.base_layer.children()):  # type: ignore[union-attr]
-            yield name, f"is adapted by {type(layer).__name__}, around a layer with sublayers"
-        for adapter in _active(layer):
-            variants = getattr(layer, "lora_variant", {})
-            if adapter in variants or getattr(layer, "use_dora", {}).get(adapter):
-                yield name, "has an adapter that is more than a product of two matrices"
-            elif getattr(layer, "lora_bias", {}).get(adapter):
-                yield name, "has an adapter with a bias"
+def _problems(layer: Any) -> Iterator[str]:
+    """Why a layer around another one cannot be merged."""
+    if not _is_adapted(layer):
+        yield f"is adapted by {type(layer).__name__}, which is not a LoRA that fp8refit can merge"
+        return
+    if any(child is not None for child in layer._modules["base_layer"]._modules.values()):
+        yield f"is adapted by {type(layer).__name__}, around a layer with sublayers"
+    for adapter in _active(layer):
+        if adapter in _option(layer, "lora_variant") or _option(layer, "use_dora").get(adapter):
+            yield "has an adapter that is more than a product of two matrices"
+        elif _option(layer, "lora_bias").get(adapter):
+            yield "has an adapter with a bias"
+
+
+def _option(layer: Any, name: str) -> Mapping[str, Any]:
+    """What a layer says of each adapter; nothing if its library is older. `getattr` takes 2 us for what a module has not."""
+    held = vars(layer)
+    if name in held:
+        return held[name]  # type: ignore[no-any-return]
+    return getattr(layer, name) if hasattr(type(layer), name) or name in layer._modules else {}

@@ -1,6 +1,7 @@
 """Merged LoRA: every weight against the library's own merge, on models that it made."""
 
 import copy
+import gc
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8refit import RefitReport
 from fp8refit.errors import InvalidSourceError
+from fp8refit.live.slots import TensorMeta
 from fp8refit.peft import merged
 from fp8refit.sources.row_runs import Piece
 from tests.fake_ranks import ClientEntryPoint, Cluster, Drivers, Remote
@@ -162,6 +164,53 @@ def test_a_gpu_merges_as_many_at_once_as_there_is_room_for(monkeypatch):
     made.clear()
     assert {piece.name for piece in source.pieces(40_000)} == set(names)
     assert [number for number in made if number] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("shares_launches", [False, True])
+@pytest.mark.parametrize("max_bytes", [3000, 40_000, 1 << 20])
+def test_a_group_stays_valid_until_the_next_one(max_bytes, shares_launches, monkeypatch):
+    monkeypatch.setattr("fp8refit.peft._shares_launches", lambda device: shares_launches)
+    model = adapted()
+    source, given = merged(model), []
+    expected = dict(source)
+    own = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    for group in source.groups(max_bytes):
+        made = 0
+        for each in group:
+            name, tensor = (each.name, each.tensor) if isinstance(each, Piece) else each
+            first = each.first_row if isinstance(each, Piece) else 0
+            assert isinstance(each, Piece) == (tensor.shape != expected[name].shape)
+            assert_close({name: tensor}, {name: expected[name][first : first + len(tensor)]})
+            made += tensor.nbytes if name.endswith(("proj.weight", "tokens.weight")) else 0
+            given.append(name)
+        assert made <= max(max_bytes, 128 * 96 * 4)
+    assert list(dict.fromkeys(given)) == list(expected)
+    assert own == {tensor.data_ptr() for tensor in model.state_dict().values()}
+
+
+def test_what_was_scanned_is_scanned_again_only_if_it_is_another():
+    model = adapted()
+    first = merged(model).scan()[0]
+    nn.init.normal_(model.base_model.model.lm_head.weight)
+    assert merged(model).scan()[0] is first, "the weights are laid out as they were"
+    model.base_model.model.lm_head.weight.data = torch.zeros(21, 48)
+    assert merged(model).scan()[0] == first | {"lm_head.weight": TensorMeta(shape=(21, 48), dtype=torch.float32)}
+    model.base_model.model.lm_head.to(torch.bfloat16)
+    assert merged(model).scan()[0]["lm_head.weight"].dtype is torch.bfloat16
+    model.base_model.model.lm_head.weight.untyped_storage().resize_(0)
+    metadata, problems = merged(model).scan()
+    assert "lm_head.weight" not in metadata and len(problems) == 1
+    model.base_model.model.register_buffer("table", None)
+    assert "table" not in merged(model).scan()[0]
+
+
+def test_a_model_that_was_scanned_is_let_go():
+    model = adapted()
+    merged(model).scan()
+    alive = [weakref.ref(model), weakref.ref(model.base_model.model.lm_head.weight)]
+    del model
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
 
 
 def test_recipes_are_made_in_the_readers_memory():

@@ -20,7 +20,7 @@ from fp8refit.live.slots import TensorMeta
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.files import StoredTensor
 from fp8refit.sources.pairs import check_readable
-from fp8refit.sources.row_runs import InPieces, Piece
+from fp8refit.sources.row_runs import InGroups, InPieces, NamedRun, Piece
 from fp8refit.sources.source import MappingSource, PushedSource, Source
 from fp8refit.sources.work_stream import WorkStream
 
@@ -138,9 +138,11 @@ class StreamFill(Fill):
     def differing(self) -> set[str]:
         return self._staging.differing | (self._direct.differing if self._direct is not None else set())
 
-    def _tensors(self) -> Iterable[Arriving]:
-        """Read the source, whole tensors or runs of rows; a list if all tensors stay valid."""
+    def _tensors(self) -> Iterable[Arriving | list[NamedRun]]:
+        """Read the source, whole tensors, runs of rows, or groups of both; a list if all tensors stay valid."""
         source = self._source
+        if isinstance(source, InGroups):
+            return source.groups(self._staging.bucket_bytes)
         if isinstance(source, InPieces):
             return source.pieces(self._staging.bucket_bytes)
         if isinstance(source, MappingSource):
@@ -152,7 +154,7 @@ class StreamFill(Fill):
             return iter(source.stored.items())
         return () if isinstance(source, PushedSource) else iter(source)
 
-    def _take_all(self, tensors: Iterable[Arriving], *, drain: bool) -> None:
+    def _take_all(self, tensors: Iterable[Arriving | list[NamedRun]], *, drain: bool) -> None:
         try:
             self._take(tensors)
         except Exception:
@@ -161,19 +163,25 @@ class StreamFill(Fill):
                     pass
             raise
 
-    def _take(self, tensors: Iterable[Arriving]) -> None:
+    def _take(self, tensors: Iterable[Arriving | list[NamedRun]]) -> None:
         if isinstance(tensors, list):
             with self._work.joined():
-                if not self._take_group(tensors):
-                    for tensor in tensors:
-                        self._take_one(tensor, is_lent=len(tensors) == 1)
-                    self._fill_waiting(are_together=True)
+                self._take_together(tensors)
             return
-        for tensor in tensors:
+        for each in tensors:
             with self._work.joined():
-                self._take_one(tensor, is_lent=True)
+                if isinstance(each, list):
+                    self._take_together(each)
+                else:
+                    self._take_one(each, is_lent=True)
         with self._work.joined():
             self._fill_waiting()
+
+    def _take_together(self, tensors: Sequence[Any]) -> None:
+        if not self._take_group(tensors):
+            for tensor in tensors:
+                self._take_one(tensor, is_lent=len(tensors) == 1)
+            self._fill_waiting(are_together=True)
 
     def _take_one(self, tensor: Arriving, *, is_lent: bool) -> None:
         if isinstance(tensor, Piece) and not tensor.is_whole:

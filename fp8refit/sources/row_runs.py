@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -15,9 +15,9 @@ BLOCK_ROWS = 128
 """Rows per block of a weight."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Run:
-    """Some or all rows of a tensor."""
+    """Some or all rows of a tensor. Not frozen: a stream makes one per tensor, which would take three times as long."""
 
     name: str
     """Checkpoint name of the whole tensor."""
@@ -33,7 +33,7 @@ class _Run:
         return tuple(self.tensor.shape) == self.full_shape
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Piece(_Run):
     """Some or all rows of a tensor."""
 
@@ -43,7 +43,7 @@ class Piece(_Run):
         return self.first_row + (self.tensor.shape[0] if self.tensor.ndim else 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Recipe(_Run):
     """Some or all rows of a tensor that its source still has to compute; see `MakesPieces`."""
 
@@ -77,6 +77,19 @@ class InPieces(Protocol):
         ...
 
 
+NamedRun: TypeAlias = tuple[str, Tensor] | Piece
+"""A whole tensor with its name, or a piece."""
+
+
+@runtime_checkable
+class InGroups(Protocol):
+    """A source that computes many pieces at once."""
+
+    def groups(self, max_bytes: int) -> Iterator[list[NamedRun]]:
+        """Yield what `InPieces.pieces` yields, whole tensors as such. A group stays valid until the next one is requested."""
+        ...
+
+
 def in_recipes(source: Source, max_bytes: int) -> Generator[Piece | Recipe, None, None]:
     """`in_pieces` for readers with memory of their own: recipes of what has to be computed, if the source gives any.
 
@@ -101,7 +114,7 @@ def in_pieces(source: Source, max_bytes: int) -> Generator[Piece, None, None]:
     for name, tensor in source:
         check_readable(name, tensor)
         if tensor.nbytes <= max_bytes:
-            yield Piece(name=name, first_row=0, tensor=tensor, full_shape=tuple(tensor.shape))
+            yield whole(name, tensor)
         else:
             yield from cut(name, tensor, max_bytes)
 
@@ -111,6 +124,11 @@ def _checked(runs: Iterator[AnyRun]) -> Generator[AnyRun, None, None]:
         check_readable(run.name, run.tensor)
         yield run
         del run  # nothing of it is held while the next one is made
+
+
+def whole(name: str, tensor: Tensor) -> Piece:
+    """A tensor in one piece."""
+    return Piece(name=name, first_row=0, tensor=tensor, full_shape=tuple(tensor.shape))
 
 
 def cut(

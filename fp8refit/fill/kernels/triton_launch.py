@@ -1,6 +1,7 @@
 """The kernels that walk a table, and how they are launched."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from functools import cache
 from typing import Any
@@ -37,22 +38,45 @@ class Check(IntEnum):
     POWERS_OF_TWO = 3
 
 
-class Launcher:
-    """Launches one kind of work. Once Triton has compiled the kernel, it is launched without asking Triton which it is,
-    which takes the host a tenth of the time.
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one, on which Triton launches."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+class Launch:
+    """A kernel with its constants. Once Triton has compiled it, it is launched without asking Triton which it is, which takes
+    the host a tenth of the time.
+
+    Args:
+        kernel: The kernel, whose last parameters are constants.
+        constants: Their values.
+        options: What Triton compiles with. Whatever is launched is compiled for the first arguments: numbers are not
+            specialized, and pointers are aligned alike.
     """
 
+    def __init__(self, kernel: Any, constants: Mapping[str, Any], **options: int) -> None:
+        self._kernel, self._options = kernel, options
+        self._constants = tuple(constants[name] for name in kernel.arg_names[-len(constants) :])
+
+    def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Launch on the current stream of the current device, which is the arguments'."""
+        compiled = self._kernel[grid](*arguments, *self._constants, **self._options)
+        if compiled is not None:
+            self._kernel, self._options = compiled, {}
+
+
+class Launcher:
+    """Launches one kind of work."""
+
     def __init__(self, kind: Kind, *, check: bool, action: Action) -> None:
-        self._tiles_per_program, self._kernel, self._constants, self._options = _describe(
-            kind, check=check, action=action
-        )
+        self._tiles_per_program, self._launch = _describe(kind, check=check, action=action)
 
     def launch(self, arrays: tuple[Tensor, ...], shift: int, first_tile: int, num_tiles: int) -> None:
         """Launch some tiles on the current stream of the current device, which is the arrays'."""
         grid = -(-num_tiles // self._tiles_per_program), 1, 1
-        compiled = self._kernel[grid](*arrays, shift, first_tile, num_tiles, *self._constants, **self._options)
-        if compiled is not None:
-            self._kernel, self._options = compiled, {}
+        self._launch.launch(grid, *arrays, shift, first_tile, num_tiles)
 
 
 @cache
@@ -61,8 +85,8 @@ def launcher_of(kind: Kind, device: torch.device, *, check: bool, action: Action
     return Launcher(kind, check=check, action=action)
 
 
-def _describe(kind: Kind, *, check: bool, action: Action) -> tuple[int, Any, tuple[Any, ...], dict[str, int]]:
-    """Tiles of one program, the kernel, its constants in the order of its parameters, and how to launch it."""
+def _describe(kind: Kind, *, check: bool, action: Action) -> tuple[int, Launch]:
+    """Tiles of one program, and its kernel."""
     common = {
         "SOURCE": _TRITON_DTYPES[kind.source_dtype],
         "TARGET": _TRITON_DTYPES[kind.target_dtype],
@@ -86,17 +110,12 @@ def _describe(kind: Kind, *, check: bool, action: Action) -> tuple[int, Any, tup
             "ROUND_TO_BF16": kind.round_to_bf16,
             "SATURATES": isinstance(_quantize_tiles, triton.JITFunction),
         }
-        return num_blocks, _quantize_tiles, _in_signature(_quantize_tiles, constants), {"num_warps": _QUANTIZE_WARPS}
+        return num_blocks, Launch(_quantize_tiles, constants, num_warps=_QUANTIZE_WARPS)
     rule = {Op.COPY: Check.FINITE, Op.COPY_CODES: Check.CODES}.get(kind.op)
     if rule is None:
         rule = Check.POWERS_OF_TWO if kind.scale_format is ScaleFormat.UE8M0 else Check.SCALES
     constants = common | {"TILE": COPY_TILE, "RULE": int(rule)}
-    return 1, _copy_tiles, _in_signature(_copy_tiles, constants), {"num_warps": _COPY_WARPS}
-
-
-def _in_signature(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Constants in the order of a kernel's parameters, the first seven of which are no constants."""
-    return tuple(constants[name] for name in kernel.arg_names[7:])
+    return 1, Launch(_copy_tiles, constants, num_warps=_COPY_WARPS)
 
 
 @triton.jit

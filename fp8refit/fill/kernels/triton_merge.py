@@ -5,6 +5,8 @@
 
 import struct
 from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import TypeAlias
 
 import torch
 import triton
@@ -12,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8refit.fill.kernels.merge import Product
+from fp8refit.fill.kernels.triton_launch import Launch, on_device
 
 _TILE_N = 128
 _TILE_K = 128
@@ -23,6 +26,12 @@ _ALIGNED = 16
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _MOST_PRODUCTS = 1 << 15
 """In one launch; a grid has at most 65535 programs in its second dimension."""
+_MOST_KEPT_BYTES = 64 << 10
+"""Of a table that is kept for the next refit."""
+_ROW = struct.Struct("=11qf4x")
+"""What `_add_products` reads of a product: addresses and strides of `out`, `weight`, `up` and `down`; shape and rank; scale."""
+_Kind: TypeAlias = tuple[torch.device, torch.dtype, torch.dtype, int, bool]
+"""Products that share a launch: device, dtype, dtype of the two matrices, step along the rank, whether that is aligned."""
 
 
 def add_product_triton(weight: Tensor, up: Tensor, down: Tensor, scale: float, *, out: Tensor) -> Tensor:
@@ -46,59 +55,78 @@ def add_products_triton(products: Sequence[Product]) -> list[Product]:
     """Add all products that are laid out as usual, in one launch per device, combination of dtypes, and rank. Returns the
     others.
     """
-    shared: dict[tuple[torch.device, torch.dtype, torch.dtype, int, bool], list[Product]] = {}
+    shared: dict[_Kind, list[tuple[bytes, int]]] = {}
     others: list[Product] = []
     for each in products:
-        if _is_usual(each):
-            rank = each.up.shape[1]
-            is_rank_aligned = not (rank | each.up.stride(0) | each.up.data_ptr()) % _ALIGNED
-            step = _step(rank, each.weight.dtype)
-            key = each.weight.device, each.weight.dtype, each.up.dtype, step, is_rank_aligned
-            shared.setdefault(key, []).append(each)
-        else:
+        described = _describe(each)
+        if described is None:
             others.append(each)
-    for (device, dtype, low_dtype, step, is_rank_aligned), members in shared.items():
-        for first in range(0, len(members), _MOST_PRODUCTS):
-            part = members[first : first + _MOST_PRODUCTS]
-            table = torch.tensor([_row(each) for each in part], dtype=torch.int64).to(device, non_blocking=True)
-            most_tiles = max(
-                -(-rows // _TILE_N) * -(-cols // _TILE_K) for rows, cols in (each.weight.shape for each in part)
-            )
-            with torch.cuda.device(device if device.type == "cuda" else -1):
-                _add_products[most_tiles, len(part)](
-                    table, DTYPE=_DTYPES[dtype], LOW_DTYPE=_DTYPES[low_dtype], IS_RANK_ALIGNED=is_rank_aligned,
-                    NUM_FIELDS=table.shape[1], TILE_N=_TILE_N, TILE_K=_TILE_K, STEP=step, num_warps=_NUM_WARPS, num_stages=1,
-                )  # fmt: skip
+        else:
+            kind, row, num_tiles = described
+            shared.setdefault(kind, []).append((row, num_tiles))
+    for kind, members in shared.items():
+        device = kind[0]
+        with on_device(device):
+            stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+            for first in range(0, len(members), _MOST_PRODUCTS):
+                part = members[first : first + _MOST_PRODUCTS]
+                rows = b"".join([row for row, _ in part])
+                upload = _upload if len(rows) <= _MOST_KEPT_BYTES else _upload.__wrapped__
+                table = upload(rows, device, stream)
+                _launch_of(kind).launch((max([tiles for _, tiles in part]), len(part), 1), table)
     return others
 
 
+@lru_cache(maxsize=512)
+def _upload(rows: bytes, device: torch.device, stream: int) -> Tensor:
+    """A table on a device, for one stream only. The same policy in the same place has the same table in every refit."""
+    return torch.frombuffer(bytearray(rows), dtype=torch.int64).to(device, non_blocking=True)
+
+
+@cache
+def _launch_of(kind: "_Kind") -> Launch:
+    """One for each device, since a compiled kernel is loaded there."""
+    _, dtype, low_dtype, step, is_rank_aligned = kind
+    constants = {
+        "DTYPE": _DTYPES[dtype],
+        "LOW_DTYPE": _DTYPES[low_dtype],
+        "IS_RANK_ALIGNED": is_rank_aligned,
+        "NUM_FIELDS": _ROW.size // 8,
+        "TILE_N": _TILE_N,
+        "TILE_K": _TILE_K,
+        "STEP": step,
+    }
+    return Launch(_add_products, constants, num_warps=_NUM_WARPS, num_stages=1)
+
+
+@cache
 def _step(rank: int, dtype: torch.dtype) -> int:
     return int(min(max(triton.next_power_of_2(rank), _LEAST_RANK), _MOST_RANK_BYTES // dtype.itemsize))
 
 
-def _is_usual(product: Product) -> bool:
-    """Whether everything has dense rows, and what is large is aligned."""
+def _describe(product: Product) -> tuple["_Kind", bytes, int] | None:
+    """How a product is launched, its row of the table, and how many tiles it has. None if something has no dense rows, or
+    what is large is not aligned.
+    """
     weight, up, down, out = product.weight, product.up, product.down, product.out
-    large = weight, down, out
-    return (
-        weight.numel() > 0
-        and weight.dtype in _DTYPES
-        and up.dtype in _DTYPES
-        and down.dtype is up.dtype
-        and weight.device == up.device == down.device
-        and weight.shape[1] % _ALIGNED == 0
-        and up.stride(1) == 1
-        and all(each.stride(1) == 1 and not (each.stride(0) | each.data_ptr()) % _ALIGNED for each in large)
-    )
-
-
-def _row(product: Product) -> list[int]:
-    """What `_add_products` reads of a product."""
-    weight, up, down, out = product.weight, product.up, product.down, product.out
-    addresses = [each.data_ptr() for each in (out, weight, up, down)]
-    strides = [each.stride(0) for each in (out, weight, up, down)]
-    (scale,) = struct.unpack("i", struct.pack("f", product.scale))
-    return [*addresses, *strides, *weight.shape, up.shape[1], scale]
+    device, dtype, low_dtype = weight.device, weight.dtype, up.dtype
+    if dtype not in _DTYPES or low_dtype not in _DTYPES or down.dtype is not low_dtype:
+        return None
+    if up.device != device or down.device != device:
+        return None
+    (rows, cols), rank = weight.shape, up.shape[1]
+    at = out.data_ptr(), weight.data_ptr(), up.data_ptr(), down.data_ptr()
+    (out_row, out_col), (weight_row, weight_col), (up_row, up_col), (down_row, down_col) = (
+        out.stride(), weight.stride(), up.stride(), down.stride(),
+    )  # fmt: skip
+    if not rows * cols or not out_col == weight_col == up_col == down_col == 1:
+        return None
+    if (cols | out_row | weight_row | down_row | at[0] | at[1] | at[3]) % _ALIGNED:
+        return None
+    is_rank_aligned = not (rank | up_row | at[2]) % _ALIGNED
+    row = _ROW.pack(*at, out_row, weight_row, up_row, down_row, rows, cols, rank, product.scale)
+    num_tiles = -(-rows // _TILE_N) * -(-cols // _TILE_K)
+    return (device, dtype, low_dtype, _step(rank, dtype), is_rank_aligned), row, num_tiles
 
 
 @triton.jit

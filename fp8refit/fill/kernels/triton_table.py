@@ -2,9 +2,8 @@
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from fp8refit.fill.kernels.rows import (
     rows_of_all,
     source_addresses,
 )
-from fp8refit.fill.kernels.triton_launch import Launcher, launcher_of
+from fp8refit.fill.kernels.triton_launch import Launcher, launcher_of, on_device
 from fp8refit.fill.kernels.work import ALIGNMENT_BYTES, Action, Task, WorkTable
 from fp8refit.live.layout_guard import Addresses, addresses_of
 from fp8refit.live.slots import Op
@@ -98,7 +97,7 @@ class TritonTable(WorkTable):
 
     @override
     def launch(self, *, check: bool, action: Action = Action.WRITE, begun: torch.cuda.Event | None = None) -> None:
-        with self._on_device():
+        with on_device(self._device):
             if self._done is None:
                 self._launch_all(check=check, action=action)
                 return
@@ -129,21 +128,16 @@ class TritonTable(WorkTable):
             known = addresses if addresses is not None else addresses_of(sources)
             if launches and not self._point(first, known):
                 return False
-        with self._on_device():
+        with on_device(self._device):
             for launcher, first_tile, num_tiles in launches:
                 launcher.launch(self._arrays, shift, first_tile, num_tiles)
         self._has_run |= bool(launches)
         return True
 
-    def _on_device(self) -> AbstractContextManager[Any]:
-        """Triton launches on the current device."""
-        device = self._device
-        if device.type != "cuda" or torch.cuda.current_device() == device.index:
-            return nullcontext()
-        return torch.cuda.device(device)
-
     def _point(self, first: int, addresses: Addresses) -> bool:
         """Point the rows of the places from `first` on at other addresses, unless these are aligned otherwise."""
+        if addresses.tobytes() == self._pointed_at[first : first + len(addresses)].tobytes():
+            return True
         rows = self._rows
         start, end = self._first_rows[first], self._first_rows[first + len(addresses)]
         by_row = addresses[rows.places[start:end] - first]

@@ -35,7 +35,7 @@ def assert_merged(found, weight, up, down, scale):
     slack = (
         torch.finfo(torch.float32).eps
         * up.shape[1]
-        * (weight.double().abs() + scale * up.double().abs() @ down.double().abs())
+        * (weight.double().abs() + abs(scale) * up.double().abs() @ down.double().abs())
     )
     assert ((found.double() - exact).abs() <= exact.abs() * eps / 2 + slack).all()
 
@@ -99,6 +99,23 @@ def test_many_in_one_launch_are_each_as_alone(dtype, low_dtype, device):
     for each, expected in zip(products, alone, strict=True):
         assert torch.equal(each.out, expected)
         assert_merged(each.out, each.weight, each.up.to(dtype), each.down.to(dtype), each.scale)
+
+
+def test_the_table_of_the_same_products_is_kept_and_values_are_read_again(device):
+    from fp8refit.fill.kernels.triton_merge import _upload, add_products_triton
+
+    shapes = {"weight": (64, 32), "up": (64, 16), "down": (16, 32), "out": (64, 32)}
+    tensors = {name: random_values(*shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
+    _upload.cache_clear()
+    for scale, change, hits, misses in ((0.5, 0, 0, 1), (0.5, 1, 1, 1), (-0.25, 0, 1, 2), (0.5, 1, 2, 2)):
+        tensors["up"] += change
+        product = Product(**tensors, scale=scale)
+        assert add_products_triton([product]) == []
+        assert_merged(product.out, product.weight, product.up, product.down, scale)
+        assert _upload.cache_info()[:2] == (hits, misses)
+    tensors["out"] = torch.empty_like(tensors["out"])
+    add_products_triton([Product(**tensors, scale=0.5)])
+    assert_merged(tensors["out"], tensors["weight"], tensors["up"], tensors["down"], 0.5)
 
 
 def test_unusual_layouts_are_left_to_the_kernel_for_one(device):
