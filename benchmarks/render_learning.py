@@ -58,7 +58,8 @@ worth measuring, so keep them on. Answers here have 17 tokens, and a mismatch ad
 
 **One precision lowers the mismatch, and learning does not show it.** A trainer that [computes with the engine's
 bytes](precision.md) has a k3 of {unified.k3:.1e}, and its rollouts end at {unified.reward:.2f}. What is left comes from kernels
-that round differently, not from the weights.
+that round differently, not from the weights. Since these runs, norms and rotary embeddings round as the engine's do, which
+[lowers k3 by more](precision.md#measured).
 
 **Look for the cost of refits elsewhere**: these runs shared the GPU. For Qwen3-8B on an H200, a refit takes 7.6 ms and a
 rollout 2.4 s (16 sequences) to 9.3 s (256 sequences, 512 + 512 tokens), so a refit is 0.3 to 0.1 % of it. Calibrating an FP8

@@ -178,7 +178,7 @@ class Refresh:
     written: tuple[Tensor, ...] = ()
     """Live weights it writes that no slot covers."""
     is_constant: bool = False
-    """Whether it always writes the same values, so that they have to be written only where a boot or sleep lost them."""
+    """Whether only a dummy boot or sleep can make it necessary again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

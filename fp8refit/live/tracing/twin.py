@@ -186,7 +186,8 @@ def refreshes_of_constants(model: nn.Module, twin: Twin) -> tuple[Refresh, ...]:
         twin: Its twin.
     """
     live = {name: tensor for name, tensor in model.named_buffers() if name in twin.constants}
-    return tuple(refresh_of_constant(name, tensor, twin.constants[name]) for name, tensor in live.items())
+    refreshes = (refresh_of_constant(name, tensor, twin.constants[name]) for name, tensor in live.items())
+    return tuple(replace(refresh, is_constant=True) for refresh in refreshes)
 
 
 def _in_bf16(tensors: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
@@ -216,9 +217,7 @@ def _copies_by_source(traced: Traced) -> dict[str, set[Copy]]:
 
 def refresh_of_constant(name: str, tensor: Tensor, value: Tensor) -> Refresh:
     """Return the step that gives a live tensor the value that it was built with."""
-    return Refresh(
-        name=f"{name}: constant", run=partial(_bring_back, tensor, value), written=(tensor,), is_constant=True
-    )
+    return Refresh(name=f"{name}: constant", run=partial(_bring_back, tensor, value), written=(tensor,))
 
 
 @torch.inference_mode()
