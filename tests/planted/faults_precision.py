@@ -5,6 +5,7 @@ from tests.planted.fault import Fault
 PRODUCTS = "fp8refit/precision/products.py"
 WEIGHTS = "fp8refit/precision/weights.py"
 SHARDS = "fp8refit/precision/shards.py"
+ROUNDING = "fp8refit/precision/rounding.py"
 FUZZ = "tests/fuzz/test_precision.py"
 
 FAULTS = [
@@ -56,5 +57,26 @@ FAULTS = [
         before="scale[:, : -(-codes.shape[-1] // TE_BLOCK)]",
         after="scale",
         found_by="tests/precision/test_native.py",
+    ),
+    Fault(
+        name="norms round before they multiply",
+        path=ROUNDING,
+        before="kind.forward(module, x.float())",
+        after="kind.forward(module, x)",
+        found_by="tests/precision/test_rounding.py",
+    ),
+    Fault(
+        name="rotary embeddings of every model of a process round once",
+        path=ROUNDING,
+        before="""names = {name: value for name, value in old.__globals__.items() if name != "__name__"}""",
+        after="names = old.__globals__",
+        found_by="tests/precision/test_rounding.py",
+    ),
+    Fault(
+        name="a compiled trainer finds the rotary embedding of its module",
+        path=ROUNDING,
+        before=""" if name != "__name__"}""",
+        after="}",
+        found_by="tests/precision/test_unify.py -k compiled",
     ),
 ]

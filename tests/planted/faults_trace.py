@@ -126,6 +126,13 @@ FAULTS = [
         session="sglang",
     ),
     Fault(
+        name="constants that sleep took are not restored",
+        path="fp8refit/ranks/target.py",
+        before="        self._has_lost_values, self.live.has_constants = True, False",
+        after="        self._has_lost_values = True",
+        found_by="tests/ranks/test_target.py -k constants",
+    ),
+    Fault(
         name="a weight that is filled under another name is set back to what it was built with",
         path="fp8refit/live/tracing/reading.py",
         before=" and tensor.data_ptr() not in self._filled",
