@@ -3,7 +3,7 @@
 from tests.planted.fault import Fault
 
 STREAM, TARGET, COMPARE, PLAN = (
-    "fp8refit/fill/stream.py",
+    "fp8refit/fill/taking.py",
     "fp8refit/ranks/target.py",
     "fp8refit/fill/kernels/reference_table.py",
     "fp8refit/fill/plan.py",

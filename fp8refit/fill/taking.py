@@ -1,0 +1,197 @@
+"""Takes the tensors of one stream, one by one or together: where they lie, or through staging."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fp8refit.fill.arrivals import Arrivals, CutTensor
+from fp8refit.fill.direct import DirectFill, Lying
+from fp8refit.fill.fill import Arriving
+from fp8refit.fill.staging import Staging
+from fp8refit.live.slots import TensorMeta
+from fp8refit.sources.files import StoredTensor
+from fp8refit.sources.pairs import check_readable
+from fp8refit.sources.row_runs import NamedRun, Piece
+from fp8refit.sources.work_stream import WorkStream
+
+_SMALL_BYTES = 16 << 20
+"""Copying this much takes a device about as long as a launch."""
+_MOST_COPIED_BYTES = 64 << 20
+
+
+class Taker:
+    """Judges each tensor of a stream, and carries out its steps.
+
+    Args:
+        arrivals: Judges what arrives.
+        staging: Buckets for tensors that are elsewhere.
+        direct: Fills from tensors on the engine's device; None to stage them too.
+        is_stable: Whether tensors keep their bytes until the refit is over.
+    """
+
+    def __init__(self, arrivals: Arrivals, staging: Staging, direct: DirectFill | None, *, is_stable: bool) -> None:
+        self._arrivals, self._staging, self._direct = arrivals, staging, direct
+        self._is_stable = is_stable
+        self._work = WorkStream(staging.device)
+        self._cut: CutTensor | None = None
+        self._waiting: list[Lying] = []
+        """Tensors on the engine's device that the next launch reads."""
+        self._waiting_bytes = 0
+
+    def flush(self) -> None:
+        """Write what is staged."""
+        with self._work.joined():
+            self._staging.flush()
+
+    def release(self) -> None:
+        """Let go of tensors."""
+        self._waiting.clear()
+
+    def take(self, tensors: Iterable[Arriving | list[NamedRun]]) -> None:
+        """Take tensors. Those of a list stay valid together; any other may be overwritten when the next is asked for.
+
+        Raises:
+            InvalidSourceError: One does not fit, or cannot be read.
+        """
+        if isinstance(tensors, list):
+            with self._work.joined():
+                self._take_together(tensors)
+            return
+        for each in tensors:
+            with self._work.joined():
+                if isinstance(each, list):
+                    self._take_together(each)
+                else:
+                    self._take_one(each, is_lent=True)
+        with self._work.joined():
+            self._fill_waiting()
+
+    def _take_together(self, tensors: Sequence[Any]) -> None:
+        if not self._take_group(tensors):
+            for tensor in tensors:
+                self._take_one(tensor, is_lent=len(tensors) == 1)
+            self._fill_waiting(are_together=True)
+
+    def _take_one(self, tensor: Arriving, *, is_lent: bool) -> None:
+        if isinstance(tensor, Piece) and not tensor.is_whole:
+            self._take_rows(tensor, is_lent=is_lent)
+            return
+        name, value = (tensor.name, tensor.tensor) if isinstance(tensor, Piece) else tensor
+        if self._take_known(name, value, is_lent=is_lent):
+            return
+        direct = self._direct
+        if direct is None or not isinstance(value, Tensor) or value.device != direct.device:
+            self._take_whole(name, value)
+        else:
+            self._take_where_it_lies(name, value, is_lent=is_lent)
+
+    def _take_group(self, tensors: Sequence[Any]) -> bool:
+        """Fill from tensors that have arrived together before; otherwise return False."""
+        direct = self._direct
+        if direct is None or len(tensors) < 2 or not all(type(each) is tuple for each in tensors):
+            return False
+        names = [each[0] for each in tensors]
+        if self._cut is not None or not self._arrivals.are_new(names):
+            return False
+        if not direct.fill_group(names, [each[1] for each in tensors]):
+            return False
+        self._arrivals.note(names)
+        return True
+
+    def _take_known(self, name: str, tensor: Any, *, is_lent: bool) -> bool:
+        """Take a tensor that earlier streams brought too; returns False if it has to be looked at."""
+        direct = self._direct
+        if direct is None or self._cut is not None:
+            return False
+        place = direct.place_of(name, tensor)
+        if place is None or not self._arrivals.note_new(name):
+            return False
+        if is_lent:
+            direct.fill_one(place, tensor)
+        else:
+            self._waiting.append(Lying(name=name, tensor=tensor, place=place))
+        return True
+
+    def _take_where_it_lies(self, name: str, tensor: Tensor, *, is_lent: bool) -> None:
+        """Fill from a tensor on the engine's device without staging it, with the next launch.
+
+        A lent tensor may be overwritten when this returns, so it gets its own launch, or is copied if it is small: a table
+        for many costs the host less than many tables.
+        """
+        self.check_is_complete()
+        check_readable(name, tensor)
+        steps = self._arrivals.steps_of(name, TensorMeta.of(tensor))
+        is_kept = self._arrivals.is_settled(name)
+        self._let_wait(Lying(name=name, tensor=tensor.detach(), steps=steps, is_kept=is_kept), is_lent)
+
+    def _let_wait(self, lying: Lying, is_lent: bool) -> None:
+        """Queue a tensor for the next launch; see `_take_where_it_lies`."""
+        num_bytes = lying.tensor.nbytes
+        is_small = is_lent and num_bytes <= _SMALL_BYTES
+        if is_small:
+            lying.tensor = lying.tensor.detach().clone()
+            self._waiting_bytes += num_bytes
+        self._waiting.append(lying)
+        if is_lent and (not is_small or self._waiting_bytes > _MOST_COPIED_BYTES):
+            self._fill_waiting()
+
+    def _fill_waiting(self, *, are_together: bool = False) -> None:
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if waiting:
+            assert self._direct is not None, "they are on the engine's device"
+            self._direct.fill(waiting, are_together=are_together)
+
+    def _take_whole(self, name: str, tensor: Tensor | StoredTensor) -> None:
+        self.check_is_complete()
+        if isinstance(tensor, StoredTensor):
+            for step in self._arrivals.steps_of(name, TensorMeta.of(tensor.meta)):
+                self._staging.add(step, tensor.meta, is_stable=False, read_box=tensor.read_box)
+            return
+        check_readable(name, tensor)
+        for step in self._arrivals.steps_of(name, TensorMeta.of(tensor)):
+            self._staging.add(step, tensor, is_stable=self._is_stable)
+
+    def _take_rows(self, piece: Piece, *, is_lent: bool) -> None:
+        """Fill from rows as they arrive: in place, if they are on the engine's device."""
+        check_readable(piece.name, piece.tensor)
+        cut = self._cut
+        if cut is None or piece.name != cut.name:
+            self.check_is_complete()
+            meta = TensorMeta(shape=piece.full_shape, dtype=piece.tensor.dtype)
+            steps = self._arrivals.steps_of(piece.name, meta)
+            cut = self._cut = CutTensor(name=piece.name, full_shape=piece.full_shape, steps=steps)
+        cut.check_follows(piece)
+        is_there = self._direct is not None and piece.tensor.device == self._direct.device
+        for step in cut.steps:
+            if is_there:
+                for first_row, run in self._staging.runs_of(step, piece.tensor.detach(), piece.first_row):
+                    lying = Lying(name=piece.name, tensor=run, steps=(step,), first_row=first_row)
+                    self._let_wait(self._recognized(lying), is_lent)
+            else:
+                self._staging.add_rows(step, piece.tensor, piece.first_row)
+        cut.next_row = piece.end_row
+        if cut.is_complete:
+            self._cut = None
+
+    def _recognized(self, lying: Lying) -> Lying:
+        """A run of rows, with its place in the table of earlier streams, if it has one."""
+        lying.is_kept = self._arrivals.is_settled(lying.name)
+        if self._direct is not None and self._arrivals.are_known:
+            lying.place = self._direct.place_of(lying.key, lying.tensor)
+        return lying
+
+    def check_is_complete(self) -> None:
+        """Check that the last tensor that arrived in runs of rows is complete.
+
+        Raises:
+            InvalidSourceError: It is not.
+        """
+        if self._cut is not None:
+            self._cut.check_is_complete()
+
+    def begin_anew(self) -> None:
+        """The stream is not like the last one: nothing is recognized from here on."""
+        if self._direct is not None:
+            self._fill_waiting()
+            self._direct.forget()
