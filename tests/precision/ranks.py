@@ -64,6 +64,21 @@ def differing(served, masters, scale_format):
     return wrong
 
 
+def round_once_sharded(rank):
+    """Whether a sharded trainer that rounds as kernels of GPUs do says what a whole one says."""
+    from fp8refit_transformers import to_block_fp8
+
+    engine = to_block_fp8(short(make_trainer("qwen3", torch.bfloat16, 1)))
+    layout = Refitter(engine).layout().model_copy(update={"rounds_once": True})
+    models = [short(make_trainer("qwen3", torch.bfloat16)) for _ in range(2)]
+    shard(models[1], mesh_of(2))
+    for model in models:
+        precision.unify(model, like=layout)
+    with torch.no_grad():
+        one, other = (model(input_ids=IDS).logits for model in models)
+    return torch.equal(one, other)
+
+
 def train_sharded(rank, dtype, scale_format):
     """What is wrong after each of two steps of two micro-batches: bytes, and logits of trainer and engine."""
     from fp8refit_transformers import to_block_fp8

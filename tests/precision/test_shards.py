@@ -46,6 +46,10 @@ def test_experts_are_shared_out(two):
     assert two.run(ranks.train_experts, "fp32") == [[]] * 2
 
 
+def test_norms_and_rotary_embeddings_round_once(two):
+    assert two.run(ranks.round_once_sharded) == [True, True]
+
+
 def test_sharding_comes_first(two):
     problem = "fully_shard was called after unify; call it before, on the plain model"
     assert two.run(ranks.shard_after) == [(problem,)] * 2
