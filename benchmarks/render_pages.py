@@ -549,13 +549,13 @@ def _median_of(milliseconds: dict[str, list[float]], name: str) -> str:
 def render_drop_ins(results: list[dict[str, Any]]) -> str:
     """The drop-in and vLLM's own reload of the same stream."""
     ways = {"trl": "TRL's: one tensor a call, engine in this process", "verl": "verl's: {} MiB buckets by CUDA IPC"}
-    results = sorted(results, key=lambda found: found.get("bucket_mib", 512))
+    results = sorted(results, key=lambda found: _bucket_mib(found["command"], 512))
     rows, machine = [], results[0]["ways"]["trl"]
     for found in results:
         for way, result in found["ways"].items():
             ours, own = result["median_ms"]["drop-in"], result["median_ms"]["vLLM's own reload"]
             alone = result["median_ms"].get("the transfer alone")
-            bucket = ways[way].format(found.get("bucket_mib", 512))
+            bucket = ways[way].format(_bucket_mib(found["command"], 512))
             transfer = bucket + (f" ({alone:.1f} ms by itself)" if alone is not None else "")
             extra = result["checks"]["vLLM's own reload: peak extra MiB"]
             rows.append(f"| {transfer} | {ours:.1f} ms | {own:.1f} ms, {extra} MiB extra | {own / ours:.1f} x |\n")

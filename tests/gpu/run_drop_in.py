@@ -52,7 +52,6 @@ def main() -> None:
         measure(arguments)
         return
     found: dict[str, Any] = {"command": f"python {' '.join(sys.argv)}", "shape": arguments.shape, "ways": {}}
-    found["bucket_mib"] = arguments.bucket_mib
     os.environ.setdefault("FP8REFIT_TURN", str(arguments.out.with_suffix(".turn")))
     parts = {
         way: arguments.out.with_name(f"{arguments.out.stem}.{way}.part.json")

@@ -122,8 +122,7 @@ def mismatch_of(llm, refitter: Refitter | None, model: torch.nn.Module, weights:
     asked = [{"prompt_token_ids": prompt} for prompt in prompts.tolist()]
     answers = [output.outputs[0] for output in llm.generate(asked, sampling, use_tqdm=False)]
     tokens = torch.tensor([answer.token_ids for answer in answers])
-    steps = [zip(answer.token_ids, answer.logprobs, strict=True) for answer in answers]
-    said = torch.tensor([[entry[token].logprob for token, entry in pairs] for pairs in steps]).to(policies.DEVICE)
+    said = said_of(tokens, [answer.logprobs for answer in answers])
     rows, mask = torch.cat([prompts, tokens], 1).to(policies.DEVICE), torch.ones_like(said, dtype=torch.bool)
     found = {"plain": vars_of(correction.mismatch(logprobs_of(model, rows), said, mask))}
     if refitter is None:
@@ -165,11 +164,13 @@ def read_by(llm, rows: torch.Tensor) -> torch.Tensor:
 
     sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": row} for row in rows.tolist()], sampling, use_tqdm=False)
-    steps = [
-        list(zip(row, output.prompt_logprobs, strict=True))[PROMPT:]
-        for row, output in zip(rows.tolist(), outputs, strict=True)
-    ]
-    return torch.tensor([[entry[token].logprob for token, entry in pairs] for pairs in steps]).to(rows.device)
+    return said_of(rows[:, PROMPT:], [output.prompt_logprobs[PROMPT:] for output in outputs])
+
+
+def said_of(tokens: torch.Tensor, entries: list) -> torch.Tensor:
+    """The log-probabilities of tokens (B, N) in vLLM's dictionaries of each."""
+    pairs = [zip(row, steps, strict=True) for row, steps in zip(tokens.tolist(), entries, strict=True)]
+    return torch.tensor([[entry[token].logprob for token, entry in row] for row in pairs]).to(policies.DEVICE)
 
 
 def vars_of(metrics: object) -> dict:
