@@ -4,6 +4,7 @@ Compiled code checks this too, by comparing two objects by identity, so it need 
 changes.
 """
 
+import inspect
 from typing import Any, Self
 
 import torch
@@ -54,6 +55,14 @@ def watch_caches(model: nn.Module) -> Served:
     return served
 
 
+def cache_argument(module: nn.Module) -> str | None:
+    """What `module.forward` calls the cache that it is given: `cache` since transformers 5.24, `past_key_values` before. None
+    if it takes none.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
+
+
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
     """The cache among the arguments of a layer."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
@@ -78,15 +87,15 @@ def _check_cache(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         _judge(cache, served)
 
 
-@torch.compiler.disable(reason="past_key_values was begun under another policy")
+@torch.compiler.disable(reason="the cache was begun under another policy")
 def _judge(cache: Any, served: Served) -> None:
     """Refuse a cache that holds tokens of another policy. Not compiled, because the result must not be baked in."""
     policy: Policy | None = getattr(cache, _BEGUN_UNDER, None)
     if policy is not served.policy and _holds_tokens(cache):
         whose = f"of policy version {policy.version}" if policy is not None else "of an unknown policy"
         raise StaleCacheError(
-            f"past_key_values holds tokens {whose}, but the model serves version {served.policy.version}; start with "
-            "an empty cache"
+            f"the KV cache holds tokens {whose}, but the model serves version {served.policy.version}; start with an empty "
+            "cache"
         )
     setattr(cache, _BEGUN_UNDER, served.policy)
 

@@ -30,8 +30,7 @@ def to_block_fp8(
     """Replace every `nn.Linear` of `model` with a `BlockFp8Linear` of the same weights, in place.
 
     The LM head, MoE routers, experts in one stacked parameter, and modules that `model.config`'s quantization config
-    ignores keep their dtype. After a refit, caches (`past_key_values`) from before it are refused. Peak extra memory:
-    one layer.
+    ignores keep their dtype. After a refit, KV caches from before it are refused. Peak extra memory: one layer.
 
     Args:
         model: A Hugging Face causal LM.

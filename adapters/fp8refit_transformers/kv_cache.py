@@ -5,7 +5,6 @@ module replaces the cache's layer with one of ours before the first token is sto
 the current tokens after quantization. A forward without a cache quantizes nothing, and queries are never quantized.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -15,7 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.slots import FP8_DTYPE
-from fp8refit_transformers.caches import find_cache
+from fp8refit_transformers.caches import cache_argument, find_cache
 
 KINDS = ("k", "v")
 DTYPE = "fp8_e4m3"
@@ -156,7 +155,7 @@ def _is_causal_attention(module: nn.Module) -> bool:
         isinstance(getattr(module, "layer_idx", None), int)
         and getattr(module, "is_causal", False) is True
         and (hasattr(module, "qkv_proj") or (hasattr(module, "k_proj") and hasattr(module, "v_proj")))
-        and "past_key_values" in inspect.signature(module.forward).parameters
+        and cache_argument(module) is not None
     )
 
 
@@ -189,8 +188,8 @@ def _put_fp8_layer(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         cache.layers[index] = _begin_layer(layer, kv)
     elif not isinstance(layer, _Codes):
         raise ValueError(
-            "this model stores its KV cache as FP8, but past_key_values holds tokens of another dtype; start with an "
-            "empty cache"
+            "this model stores its KV cache as FP8, but the given cache holds tokens of another dtype; start with an empty "
+            "cache"
         )
 
 

@@ -55,7 +55,7 @@ def _kv_cache(model: nn.Module) -> KvCache:
     if layers:
         return KvCache(dtype=DTYPE, backend=backend, layers=layers, prefill=DecoderPrefill(model))
     refusal = Refusal(
-        module="past_key_values",
+        module="KV cache",
         reason="the KV cache has the model's own dtype, which needs no scales",
         remedy='For one in FP8: to_block_fp8(model, kv_cache_dtype="fp8")',
     )

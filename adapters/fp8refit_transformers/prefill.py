@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fp8refit.live.slots import Observe
 from fp8refit_transformers.admission import exempt
+from fp8refit_transformers.caches import cache_argument
 from fp8refit_transformers.kv_cache import UnquantizedCache, find_decoder
 
 MAX_TOKENS = 8192
@@ -31,6 +32,7 @@ class DecoderPrefill:
 
     def __init__(self, model: nn.Module) -> None:
         self._decoder = find_decoder(model)
+        self._cache_argument = cache_argument(self._decoder) or "past_key_values"
         embeddings: nn.Embedding = self._decoder.get_input_embeddings()  # type: ignore[operator]
         self.vocab_size = embeddings.num_embeddings
         self.max_length: int = self._decoder.config.max_position_embeddings  # type: ignore[union-attr, assignment]
@@ -40,7 +42,8 @@ class DecoderPrefill:
         # Not compiled: compiled code is specialized for a model that serves.
         with _evaluating(self._decoder), exempt(self._decoder), torch.compiler.set_stance("force_eager"):
             for _, batch in groupby(sorted(sequences, key=len), key=len):
-                self._decoder(input_ids=torch.stack(list(batch)), past_key_values=_Observed(observe), use_cache=True)
+                cache = {self._cache_argument: _Observed(observe)}
+                self._decoder(input_ids=torch.stack(list(batch)), use_cache=True, **cache)
 
 
 class _Observed(UnquantizedCache):

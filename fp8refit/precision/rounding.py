@@ -5,8 +5,9 @@ one than in the engine, and every layer amplifies that.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ def round_once(model: nn.Module) -> None:
         kind: Any = type(module)
         if kind.__name__.endswith("RMSNorm"):
             module.__class__ = _norm(kind)
-        elif _ROTARY in getattr(getattr(kind.forward, "__code__", None), "co_names", ()):
+        elif _ROTARY in getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_names", ()):
             module.__class__ = _attention(kind)
 
 
@@ -37,13 +38,24 @@ def _norm(kind: Any) -> Any:
 @functools.cache
 def _attention(kind: Any) -> Any:
     """The same layer, whose code finds another function under the name of the rotary embedding."""
-    old: Any = kind.forward
-    # Without `__name__`, by which torch.compile would look the names up in the module itself.
-    names = {name: value for name, value in old.__globals__.items() if name != "__name__"}
-    names[_ROTARY] = _in_float32(names[_ROTARY])
-    forward = FunctionType(old.__code__, names, old.__name__, old.__defaults__, old.__closure__)
+    return type(kind.__name__, (kind,), {"__module__": __name__, "forward": _rotating_once(kind.forward)})
+
+
+def _rotating_once(old: Any) -> FunctionType:
+    """A copy of a forward, inside copies of its decorators: those since transformers 5.24 rename arguments."""
+    inner = getattr(old, "__wrapped__", None)
+    if inner is None:
+        # Without `__name__`, by which torch.compile would look the names up in the module itself.
+        names = {name: value for name, value in old.__globals__.items() if name != "__name__"}
+        names[_ROTARY] = _in_float32(names[_ROTARY])
+        cells = old.__closure__
+    else:
+        names = old.__globals__
+        copy = _rotating_once(inner)
+        cells = tuple(CellType(copy) if cell.cell_contents is inner else cell for cell in old.__closure__)
+    forward = FunctionType(old.__code__, names, old.__name__, old.__defaults__, cells)
     forward.__kwdefaults__ = old.__kwdefaults__
-    return type(kind.__name__, (kind,), {"__module__": __name__, "forward": forward})
+    return forward
 
 
 @functools.cache
