@@ -14,10 +14,9 @@ from torch import Tensor
 from fp8refit.live.slots import Refusal, Stacked, TensorMeta
 from fp8refit.live.tracing.records import Copy
 from fp8refit.live.tracing.trace import Trace
-from fp8refit.live.tracing.twin import Naming, Twin, collector_paused
+from fp8refit.live.tracing.twin import Naming, Twin
 
 
-@collector_paused()
 def twin_or_refusal(config: Any, trace: Callable[[], Twin | None]) -> Twin | Refusal:
     """Trace the loader of an engine's model; a refusal if that is impossible.
 
@@ -112,6 +111,7 @@ def _naming_of(model: Any) -> Naming:
         saved: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
     aliases: dict[str, str] = {}
     stacks: dict[str, Stacked] = {}
+    stacked: dict[str, dict[str, tuple[int, int]]] = {}
     for name, tensor in saved.items():
         places = trace.places_of(tensor)
         if places is None or places.source == name:
@@ -120,8 +120,8 @@ def _naming_of(model: Any) -> Naming:
         if tuple(tensor.shape) == shape:
             aliases[places.source] = name
         elif len(shape) == 3 and tensor.ndim == 2:
-            known = stacks.get(places.source)
-            stacks[places.source] = _with_part(places, tensor, shape, name, known)
+            parts = stacked.setdefault(places.source, {})
+            stacks[places.source] = _with_part(places, tensor, shape, name, parts)
     prefix = f"{model.base_model_prefix}."
     others = {name.removeprefix(prefix): name for name in saved if name.startswith(prefix)}
     return Naming(
@@ -133,15 +133,17 @@ def _naming_of(model: Any) -> Naming:
     )
 
 
-def _with_part(places: Copy, part: Tensor, shape: tuple[int, ...], name: str, known: Stacked | None) -> Stacked:
-    """Add one part to a stack of matrices; it is stored in it as it is, or transposed."""
+def _with_part(
+    places: Copy, part: Tensor, shape: tuple[int, ...], name: str, parts: dict[str, tuple[int, int]]
+) -> Stacked:
+    """Add one part to those of a stack of matrices; it is stored in it as it is, or transposed."""
     num_experts, rows, cols = shape
     is_transposed = part.shape[1] > 1 and places.runs[-1].stride != 1
     expert, place = divmod(places.start, rows * cols)
     if is_transposed:
         rows, cols = cols, rows
     first_row = place if is_transposed else place // cols
-    parts = {**(known.parts if known is not None else {}), name: (expert, first_row)}
+    parts[name] = expert, first_row
     return Stacked(name=places.source, shape=(num_experts, rows, cols), parts=parts, is_transposed=is_transposed)
 
 

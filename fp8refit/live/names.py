@@ -11,6 +11,7 @@ _NOT_WEIGHTS = re.compile(r"(?:^|\.)rotary_emb\.(?:inv_freq|original_inv_freq|co
 
 _KV_SCALE = re.compile(r"\.(?:q|k|v|kv|prob)_scale$|\.[kv]_proj\.output_scale$")
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _EXPERTS = re.compile(r"(.+\.experts)\.(?:\d+\..+|[a-z]\w*)$")
 
 
@@ -77,7 +78,7 @@ def without_numbers(name: str) -> str:
     >>> without_numbers("model.layers.3.mlp.experts.12.up_proj.weight")
     'model.layers.*.mlp.experts.*.up_proj.weight'
     """
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+    return _NUMBER.sub("*", name)
 
 
 def in_one(names: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Protocol, TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ SCALE_SUFFIX = "_scale_inv"
 """A block-FP8 checkpoint stores the scales of `X`, the multipliers that dequantize it, as `X_scale_inv`."""
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The name as engines and checkpoints spell it, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -24,20 +24,15 @@ CI = [
     "Cohere2MoeForCausalLM",
     "DeepseekV2ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
-    "GemmaForCausalLM",
-    "Gemma2ForCausalLM",
     "GPT2LMHeadModel",
-    "GPTBigCodeForCausalLM",
     "Glm4MoeForCausalLM",
     "GraniteMoeForCausalLM",
     "LlamaForCausalLM",
-    "OPTForCausalLM",
     "OlmoeForCausalLM",
-    "PersimmonForCausalLM",
 ]
 SILENT_IN_CI = ["GraniteSWAForCausalLM"]
 """Those that SGLang has no kernels for on a CPU."""
-NO_CHECKPOINT = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "LlamaForCausalLM")
+NO_CHECKPOINT = ("GPT2LMHeadModel", "LlamaForCausalLM")
 """Those of which no block-FP8 checkpoint boots: blocks in orders of their own, or a loader that takes no block scales."""
 BY_TRANSFORMERS = "GPTNeoXForCausalLM"
 """One that SGLang's Transformers backend runs, for all of those."""

@@ -197,7 +197,7 @@ def _copied(
     if renamed.keys() != parameters or len(set(renamed.values())) != len(renamed):
         return None
     return [
-        Copy(parameter=renamed[copy.parameter], into=copy.into, source=name, start=copy.start, runs=copy.runs)
+        Copy(renamed[copy.parameter], copy.into, name, copy.start, copy.runs)
         for model, _, name in copies
         for copy in model or ()
     ]

@@ -1,7 +1,7 @@
 """Computes which box of a checkpoint tensor a copy puts into which box of a parameter."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 
@@ -38,7 +38,7 @@ class Boxes:
         return Boxes(into=self.into, read=(*stack, columns, rows), dims=(*stacked, column, row))
 
 
-def boxes_of(copy: Copy, shape: Sequence[int], full_shape: Sequence[int]) -> Boxes | None:
+def boxes_of(copy: Copy, shape: tuple[int, ...], full_shape: tuple[int, ...]) -> Boxes | None:
     """Return the boxes of a copy; None if one side is not a box, or one dimension maps to several.
 
     Args:
@@ -68,7 +68,7 @@ def boxes_of(copy: Copy, shape: Sequence[int], full_shape: Sequence[int]) -> Box
     return boxes if all(start + length <= size for (start, length), size in pairs) else None
 
 
-def pieces_of(copy: Copy, shape: Sequence[int], full_shape: Sequence[int]) -> list[Boxes] | None:
+def pieces_of(copy: Copy, shape: tuple[int, ...], full_shape: tuple[int, ...]) -> list[Boxes] | None:
     """Split a copy into boxes whose dimensions have the same order on both sides; None if that takes too many.
 
     A stack of matrices may be transposed: then the last two dimensions of its box change places.
@@ -84,8 +84,8 @@ def pieces_of(copy: Copy, shape: Sequence[int], full_shape: Sequence[int]) -> li
         return None
     found: list[Boxes] = []
     for index in range(outer.size):
-        piece = replace(
-            copy, into=copy.into + index * outer.into, start=copy.start + index * outer.stride, runs=copy.runs[1:]
+        piece = copy._replace(
+            into=copy.into + index * outer.into, start=copy.start + index * outer.stride, runs=copy.runs[1:]
         )
         boxes_of_piece = pieces_of(piece, shape, full_shape)
         if boxes_of_piece is None or len(found) + len(boxes_of_piece) > _MAX_PIECES:
@@ -94,14 +94,14 @@ def pieces_of(copy: Copy, shape: Sequence[int], full_shape: Sequence[int]) -> li
     return found
 
 
-def written_by(copy: Copy, shape: Sequence[int]) -> list[tuple[Range, ...]] | None:
+def written_by(copy: Copy, shape: tuple[int, ...]) -> list[tuple[Range, ...]] | None:
     """Return the boxes of a parameter that a copy writes; None if there are too many."""
-    runs = tuple(replace(run, stride=run.into) for run in copy.runs)
-    pieces = pieces_of(replace(copy, start=copy.into, runs=runs), shape, shape)
+    runs = tuple(run._replace(stride=run.into) for run in copy.runs)
+    pieces = pieces_of(copy._replace(start=copy.into, runs=runs), shape, shape)
     return None if pieces is None else [piece.into for piece in pieces]
 
 
-def fault_of_cover(boxes: Sequence[tuple[Range, ...]], shape: Sequence[int]) -> str | None:
+def fault_of_cover(boxes: Sequence[tuple[Range, ...]], shape: tuple[int, ...]) -> str | None:
     """Say why `boxes` do not cover every element of `shape` exactly once; None if they do."""
     num_bare, num_twice = count_cover(boxes, shape)
     if num_twice:
@@ -109,7 +109,7 @@ def fault_of_cover(boxes: Sequence[tuple[Range, ...]], shape: Sequence[int]) -> 
     return f"{num_bare} of its {prod(shape)} elements are not loaded from any checkpoint tensor" if num_bare else None
 
 
-def count_cover(boxes: Sequence[tuple[Range, ...]], shape: Sequence[int]) -> tuple[int, int]:
+def count_cover(boxes: Sequence[tuple[Range, ...]], shape: tuple[int, ...]) -> tuple[int, int]:
     """Count the elements of `shape` in none of `boxes`, and those in several."""
     if len(boxes) == 1:
         return prod(shape) - prod(size for _, size in boxes[0]), 0
@@ -129,11 +129,11 @@ def count_cover(boxes: Sequence[tuple[Range, ...]], shape: Sequence[int]) -> tup
     return int(sizes[cells == 0].sum()), int(sizes[cells > 1].sum())
 
 
-def _corner(place: int, shape: Sequence[int]) -> list[int]:
+def _corner(place: int, shape: tuple[int, ...]) -> list[int]:
     return [place // stride % size if size else 0 for stride, size in zip(row_major(shape), shape, strict=True)]
 
 
-def _dim_of(stride: int, size: int, shape: Sequence[int]) -> int | None:
+def _dim_of(stride: int, size: int, shape: tuple[int, ...]) -> int | None:
     """The dimension whose neighbouring elements are `stride` apart."""
     for dim, found in enumerate(row_major(shape)):
         if found == stride and shape[dim] > 1:

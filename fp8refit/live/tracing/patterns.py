@@ -1,8 +1,8 @@
 """The regular patterns in which a storage's elements come from a checkpoint tensor, and copies between them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,8 +13,7 @@ class NoPatternError(Exception):
     """The places do not form a regular pattern."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
+class Mode(NamedTuple):
     """One dimension of a dense storage that is filled from a checkpoint tensor."""
 
     size: int
@@ -24,8 +23,7 @@ class Mode:
     """Stride in the checkpoint tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """Where the elements of a storage come from."""
 
     source: str
@@ -43,10 +41,11 @@ class Origin:
         return self.start + sum(offset // mode.here % mode.size * mode.there for mode in self.modes)
 
 
-def row_major(shape: Iterable[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a row-major tensor of `shape`."""
     strides, stride = [], 1
-    for size in reversed(tuple(shape)):
+    for size in reversed(shape):
         strides.append(stride)
         stride *= size
     return tuple(reversed(strides))

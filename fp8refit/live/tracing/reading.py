@@ -34,8 +34,8 @@ from fp8refit.live.tracing.stored import (
     are_matrices,
     block_rows,
     blocks_of,
+    box_of,
     matrices,
-    narrow,
     why_not_stored,
     with_halves_swapped,
 )
@@ -295,7 +295,7 @@ class _Reading:
         for copy in self._copies[self._twin.firsts[full_name]]:
             if not copy.source:
                 zeros = written_by(copy, self._twin.tensors[full_name].shape)
-                self._padding += (narrow(tensor, box) for box in zeros or ())
+                self._padding += (box_of(tensor, box, range(tensor.ndim)) for box in zeros or ())
 
     def _add_staged(
         self, prefix: str, module: nn.Module, name: str, weight: Tensor, scale: Tensor | None, common: dict[str, Any]
@@ -326,10 +326,6 @@ class _Reading:
         if is_transposed:
             boxes, full_shape = boxes.transposed(), (full_shape[0], full_shape[2], full_shape[1])
         read, dims = boxes.read, boxes.dims
-        weight = narrow(tensor, boxes.into)
-        for dim in reversed(range(weight.ndim)):
-            if dim not in dims:
-                weight = weight.squeeze(dim)
         if "scale" in others and len(full_shape) == 3:
             index, full_stack = read[0][0], full_shape
             name = f"{source}[{index}]"
@@ -338,9 +334,7 @@ class _Reading:
             shape = full_stack[0], full_stack[1], full_stack[2]
             self._stacks[source] = Stacked(name=source, shape=shape, parts=parts, is_transposed=is_transposed)
             source, full_shape, read, dims = name, full_shape[1:], read[1:], dims[1:]
-        for place, along in enumerate(dims):
-            if along is None:
-                weight = weight.unsqueeze(place)
+        weight = box_of(tensor, boxes.into, dims)
         starts = tuple(start for start, _ in read)
         offset = starts if any(starts) else ()
         return Slot(name=source, full_shape=full_shape, weight=weight, offset=offset, module=module, **others)

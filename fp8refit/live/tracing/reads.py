@@ -4,7 +4,7 @@ An engine that skips part of a tensor does not hold the trainer's model, so the 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from functools import cache
 from itertools import accumulate, groupby
 from math import prod
 
@@ -39,7 +39,7 @@ def partly_read(traced: Traced, sources: Mapping[str, TensorMeta]) -> dict[str, 
     found: dict[str, PartlyRead] = {}
     for name, meta in sources.items():
         mine = reads.get(name, [])
-        if any(_is_whole(read, meta.shape) for read in mine):
+        if any(not read.start and _are_whole(read.runs, meta.shape) for read in mine):
             continue
         key = meta.shape, tuple((read.start, read.runs) for read in mine)
         if key not in known:
@@ -112,12 +112,11 @@ def _moved_by(computed: Computed, sources: Mapping[str, TensorMeta]) -> list[Cop
     return found
 
 
-def _is_whole(read: Copy, shape: tuple[int, ...]) -> bool:
-    """Whether every element is read, in any order."""
-    if read.start:
-        return False
+@cache
+def _are_whole(runs: tuple[Run, ...], shape: tuple[int, ...]) -> bool:
+    """Whether every element is read from the first one on, in any order."""
     end = 1
-    for run in sorted(read.runs, key=lambda run: run.stride):
+    for run in sorted(runs, key=lambda run: run.stride):
         if run.stride == end:
             end *= run.size
         elif run.stride:
@@ -129,8 +128,8 @@ def _boxes_of(reads: Iterable[Copy], shape: tuple[int, ...]) -> tuple[tuple[tupl
     """Return the boxes of a tensor that are read; None if they cover it, or cannot be determined."""
     found: dict[tuple[tuple[int, int], ...], None] = {}
     for read in reads:
-        runs = tuple(replace(run, into=run.stride) for run in read.runs if run.stride)
-        boxes = written_by(replace(read, into=read.start, runs=runs), shape)
+        runs = tuple(run._replace(into=run.stride) for run in read.runs if run.stride)
+        boxes = written_by(read._replace(into=read.start, runs=runs), shape)
         if boxes is None:
             return None
         found |= dict.fromkeys(boxes)

@@ -79,16 +79,18 @@ class ScaleNames:
         """
         copies = self._scaled(traced)
         spellings = self._spellings(copies)
-        kinds: dict[object, list[str]] = {}
+        kinds: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         for name in copies:
             kinds.setdefault((without_numbers(name), self.sources[name].shape), []).append(name)
         chosen = self._choose({names[0]: copies[names[0]] for names in kinds.values()}, spellings)
         found: dict[str, Spelling] = {}
-        for names in kinds.values():
+        for (_, shape), names in kinds.items():
+            if chosen.get(names[0]) == (names[0],) and len(shape) <= 2:
+                continue
             like = _without_numbers(chosen.get(names[0], ()))
             for name in names:
                 spelling = next((each for each in spellings[name] if _without_numbers(each) == like), ())
-                if spelling != (name,) or len(self.sources[name].shape) > 2:
+                if spelling != (name,) or len(shape) > 2:
                     found[name] = spelling
         return found
 
@@ -163,7 +165,7 @@ class ScaleNames:
             found |= {place and place.moved(start) for place in weight}
         return found == set(self._places(expected, full_shape))
 
-    def _places(self, copies: Iterable[Copy], full_shape: Sequence[int]) -> Iterator[_Place | None]:
+    def _places(self, copies: Iterable[Copy], full_shape: tuple[int, ...]) -> Iterator[_Place | None]:
         """Yield where each matrix, or a part of it, goes and comes from; None for what is in another order."""
         for copy in copies:
             pieces = pieces_of(copy, self.named[copy.parameter].shape, full_shape)
@@ -176,7 +178,7 @@ class ScaleNames:
                         copy.parameter, matrix.into, matrix.read, piece.is_transposed and _is_wide(matrix.read)
                     )
 
-    def _scales_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def _scales_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         *stack, rows, columns = shape
         return (*stack, -(-rows // self.block_size[0]), -(-columns // self.block_size[1]))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -137,12 +138,26 @@ def blocks_of(scale: Tensor, matrix: Boxes, starts: Mapping[int, int], block_siz
     """Return the scales (block rows, block columns) of one matrix or a part of it."""
     *experts, (row, rows), (column, columns) = matrix.into
     blocks = (starts[row], -(-rows // block_size[0])), (column // block_size[1], -(-columns // block_size[1]))
-    scale = narrow(scale, (*experts, *blocks))
-    return scale[0] if experts else scale
+    return box_of(scale, (*experts, *blocks), (-2, -1))
 
 
-def narrow(tensor: Tensor, box: Sequence[Range]) -> Tensor:
-    """Return the box of a tensor."""
-    for dim, (start, length) in enumerate(box):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
+def box_of(tensor: Tensor, box: Sequence[Range], dims: Sequence[int | None]) -> Tensor:
+    """Return a box of a tensor as one view, instead of one for every dimension.
+
+    Args:
+        tensor: Any tensor.
+        box: One range per dimension, within its size.
+        dims: The dimensions of the result; None for another one, of a single element.
+    """
+    sizes, strides, offset = _view_of(tuple(box), tensor.stride(), tuple(dims))
+    return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
+
+
+@lru_cache(maxsize=4096)
+def _view_of(
+    box: tuple[Range, ...], strides: tuple[int, ...], dims: tuple[int | None, ...]
+) -> tuple[list[int], list[int], int]:
+    """Sizes, strides and offset of a box; layers are alike."""
+    offset = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+    sizes = [1 if dim is None else box[dim][1] for dim in dims]
+    return sizes, [1 if dim is None else strides[dim] for dim in dims], offset

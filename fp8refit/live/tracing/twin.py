@@ -3,9 +3,7 @@
 The loader gets meta tensors with a checkpoint's names and shapes, and shows which box of each goes where.
 """
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -72,18 +70,6 @@ class EmptyOnMeta(TorchFunctionMode):
         if func in (torch.empty, torch.empty_strided):
             kwargs = {**kwargs, "device": "meta", "pin_memory": False}
         return func(*args, **kwargs)
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keep Python from collecting garbage: a trace makes many objects and no garbage, and an engine has many more."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def trace_twin(
@@ -211,7 +197,7 @@ def _taken_alike(load: Load, named: Mapping[str, Tensor], naming: Naming, traced
 def _copies_by_source(traced: Traced) -> dict[str, set[Copy]]:
     found: dict[str, set[Copy]] = {}
     for copy in traced.copies:
-        found.setdefault(copy.source, set()).add(replace(copy, source=""))
+        found.setdefault(copy.source, set()).add(copy._replace(source=""))
     return found
 
 
