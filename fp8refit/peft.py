@@ -4,31 +4,32 @@ The model is not changed. This module reads the layers of the `peft` library wit
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.fill.kernels.merge import Product, add_products
+from fp8refit.fill.kernels.products import LowRank
 from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.names import strip_wrappers
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.storage import why_unreadable
-from fp8refit.sources.row_runs import NamedRun, Piece, Recipe, cut, whole
-
-_ALIGNMENT_BYTES = 256
-"""Of a merged weight in memory that several share: kernels use wide loads on aligned rows."""
+from fp8refit.sources.making import Room, in_batches
+from fp8refit.sources.row_runs import Piece, Recipe, cut, whole
 
 
 def merged(model: nn.Module) -> "Merged":
     """Yield every weight of a model under its checkpoint name, with its active LoRA adapters merged: `W + s B A`.
 
     Weights are merged each time they are read, in the dtype of `W`: products are added up in fp32 and rounded once. A
-    refit reads them in pieces and needs memory for one merged weight or one bucket. Iterating gives each as a new tensor.
+    refit merges while it quantizes; where it cannot, it needs memory for one merged weight or one bucket. Iterating gives each
+    as a new tensor.
     Modules trained whole (`modules_to_save`) are given as trained. Adapters that are already merged or disabled are not
     applied.
 
@@ -109,43 +110,24 @@ class Merged:
 
     def pieces(self, max_bytes: int) -> Iterator[Piece]:
         """Yield the weights in pieces, each of which stays valid until the next one is requested."""
-        for group in self.groups(max_bytes):
-            for each in group:
-                yield each if isinstance(each, Piece) else whole(*each)
-
-    def groups(self, max_bytes: int) -> Iterator[list[NamedRun]]:
-        """See `fp8refit.sources.row_runs.InGroups`. On a GPU, as many weights are merged at once as there is room for in
-        `max_bytes`; the next ones overwrite them on the current stream.
-        """
-        room = _Room()
-        group: list[NamedRun] = []
-        recipes: list[Recipe] = []
-        outs: list[Tensor] = []
-        for each in self.recipes(max_bytes):
-            if isinstance(each, Piece):
-                group.append((each.name, each.tensor) if each.is_whole else each)
-                continue
-            out = room.take(each.tensor)
-            if out is None:
-                self.make(recipes, outs)
-                yield group
-                group, recipes, outs = [], [], []
-                out = room.take_first(each.tensor, lambda device: self._room_bytes(device, max_bytes))
-            recipes.append(each)
-            outs.append(out)
-            group.append((each.name, out) if each.is_whole else each.piece(out))
-        self.make(recipes, outs)
-        yield group
+        for batch in in_batches(self, self.recipes(max_bytes), Room(max_bytes)):
+            yield from batch
 
     def recipes(self, max_bytes: int) -> Iterator[Piece | Recipe]:
         """See `fp8refit.sources.row_runs.MakesPieces`."""
         for weight in self._weights:
             value, adapters = weight.value, weight.adapters
-            if value.nbytes > max_bytes:
-                for piece in cut(weight.name, value.detach(), max_bytes):
-                    yield _Rows.of(piece, weight, adapters) if adapters else piece
-            elif adapters:
-                yield _Rows.of(whole(weight.name, value), weight, adapters)
+            if adapters:
+                shape = tuple(value.shape)
+                recipe = _Rows(
+                    name=weight.name, first_row=0, tensor=value, full_shape=shape, weight=weight, adapters=adapters
+                )
+                if value.nbytes > max_bytes:
+                    yield from recipe.cut(max_bytes)
+                else:
+                    yield recipe
+            elif value.nbytes > max_bytes:
+                yield from cut(weight.name, value.detach(), max_bytes)
             else:
                 yield whole(weight.name, value.detach())
 
@@ -158,50 +140,6 @@ class Merged:
             add_products([product for product in products if product is not None])
             number += 1
             rows = [(each, out) for each, out in rows if number < len(each.adapters)]
-
-    def _room_bytes(self, device: torch.device, max_bytes: int) -> int:
-        """Memory for weights that are merged at once: for all if possible."""
-        num_bytes = 0
-        for weight in self._weights if _shares_launches(device) else ():
-            num_bytes += weight.value.nbytes + _ALIGNMENT_BYTES if weight.layer is not None else 0
-            if num_bytes >= max_bytes:
-                return max_bytes
-        return num_bytes
-
-
-class _Room:
-    """Memory for merged weights, used again and again."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._device, self._num_bytes, self._used = self._memory.device, 0, 0
-        self._views: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
-        """Layers are alike: what was made of the memory for one fits into the next."""
-
-    def take(self, like: Tensor) -> Tensor | None:
-        """The next contiguous tensor of some shape and dtype; None if there is no room for it."""
-        start, end = self._used, self._used + like.nbytes
-        if end > self._num_bytes or like.device != self._device:
-            return None
-        key = start, like.shape, like.dtype
-        found = self._views.get(key)
-        if found is None:
-            found = self._views[key] = self._memory[start:end].view(like.dtype).view(like.shape)
-        self._used = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        return found
-
-    def take_first(self, like: Tensor, num_bytes: Callable[[torch.device], int]) -> Tensor:
-        """Like `take`, with all other tensors gone. If it does not fit, there will be so many bytes, or as many as it takes."""
-        self._used = 0
-        found = self.take(like)
-        if found is None:
-            wanted = max(num_bytes(like.device), like.nbytes)
-            self._memory = torch.empty(wanted, dtype=torch.uint8, device=like.device)
-            self._device, self._num_bytes = like.device, wanted
-            self._views.clear()
-            found = self.take(like)
-        assert found is not None, f"{wanted=}"
-        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -237,17 +175,14 @@ class _Rows(Recipe):
     weight: _Weight
     adapters: Sequence[str]
 
-    @classmethod
-    def of(cls, piece: Piece, weight: _Weight, adapters: Sequence[str]) -> "_Rows":
-        """To be made of the unmerged rows."""
-        return cls(
-            name=piece.name,
-            first_row=piece.first_row,
-            tensor=piece.tensor,
-            full_shape=piece.full_shape,
-            weight=weight,
-            adapters=adapters,
-        )
+    @property
+    @override
+    def product(self) -> LowRank | None:
+        if len(self.adapters) > 1 or not self.is_whole:
+            return None
+        adapter, layer = self.adapters[0], self.weight.layer
+        matrices = _matrices(layer, self.weight.module, adapter)
+        return LowRank(*matrices, layer.scaling[adapter]) if matrices is not None else None
 
     def add(self, number: int, out: Tensor) -> Product | None:
         """The product that writes the rows with an adapter added to `out`, which holds those with the ones before it;
@@ -264,11 +199,6 @@ class _Rows(Recipe):
         if not self.is_whole:
             up = up[self.first_row : self.first_row + rows.shape[0]]
         return Product(weight=rows, up=up, down=down, scale=layer.scaling[adapter], out=out)
-
-
-def _shares_launches(device: torch.device) -> bool:
-    """Whether many weights are merged in one launch there."""
-    return device.type == "cuda"
 
 
 def _matrices(layer: nn.Module, base: nn.Module, adapter: str) -> tuple[Tensor, Tensor] | None:
@@ -292,11 +222,13 @@ def _weights(name: str, layer: Any) -> Iterator[_Weight]:
     held = layer._modules
     is_adapted = "base_layer" in held and "lora_A" in held
     base = held["base_layer"] if is_adapted else layer
-    for kind, unsaved in ((base._parameters, ()), (base._buffers, base._non_persistent_buffers_set)):
-        for key, value in kind.items():
-            if value is not None and key not in unsaved:
-                full_name = strip_wrappers(f"{name}.{key}" if name else key)
-                yield _Weight(full_name, base, key, layer if is_adapted and key == "weight" else None)
+    keys = [key for key, value in base._parameters.items() if value is not None]
+    if base._buffers:
+        unsaved = base._non_persistent_buffers_set
+        keys += [key for key, value in base._buffers.items() if value is not None and key not in unsaved]
+    for key in keys:
+        full_name = strip_wrappers(f"{name}.{key}" if name else key)
+        yield _Weight(full_name, base, key, layer if is_adapted and key == "weight" else None)
 
 
 def _layers(module: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -311,7 +243,8 @@ def _layers(module: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
         if module._parameters or module._buffers or "base_layer" in held:
             yield name, module
         if held and not _is_adapted(module):
-            todo += reversed([(f"{name}.{key}" if name else key, child) for key, child in module.named_children()])
+            prefix = f"{name}." if name else ""
+            todo += [(prefix + key, child) for key, child in reversed(held.items()) if child is not None]
 
 
 def _saved(module: Any) -> nn.Module:
@@ -343,10 +276,13 @@ def _problems(layer: Any) -> Iterator[str]:
         return
     if any(child is not None for child in layer._modules["base_layer"]._modules.values()):
         yield f"is adapted by {type(layer).__name__}, around a layer with sublayers"
+    variants, doras, biases = (_option(layer, name) for name in ("lora_variant", "use_dora", "lora_bias"))
+    if not (variants or True in doras.values() or True in biases.values()):
+        return  # as nearly always; asking which are active takes longer
     for adapter in _active(layer):
-        if adapter in _option(layer, "lora_variant") or _option(layer, "use_dora").get(adapter):
+        if adapter in variants or doras.get(adapter):
             yield "has an adapter that is more than a product of two matrices"
-        elif _option(layer, "lora_bias").get(adapter):
+        elif biases.get(adapter):
             yield "has an adapter with a bias"
 
 

@@ -105,6 +105,10 @@ class Arrivals:
         self._names.add(name)
         return expected.steps.get(name, ())
 
+    def announced_steps(self, name: str) -> Sequence[Step]:
+        """The steps of a tensor that was announced, whether it has arrived or not."""
+        return self.expected.steps.get(name, ()) if self.expected is not None else ()
+
     def is_settled(self, name: str) -> bool:
         """Whether a tensor's steps are certain. Only once all have arrived is it known which of two names for one tensor
         counts.

@@ -5,7 +5,7 @@ a tensor is recognized by its name and layout, whatever it arrives with: one lau
 neighbors in the first stream. Nothing here waits for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from fp8refit.config import RefitConfig
 from fp8refit.fill.kernels import Action, Task, WorkTable, compile_table, join_tables
+from fp8refit.fill.kernels.products import LowRank, ProductKind, kind_of
+from fp8refit.fill.kernels.rows import can_merge
 from fp8refit.fill.kernels.work import ALIGNMENT_BYTES, source_layout
 from fp8refit.fill.plan import RefitPlan, Step
 from fp8refit.fill.row_tasks import cut_to_run
@@ -39,25 +41,30 @@ class Lying:
     """Its place in the table, if it was recognized."""
     is_kept: bool = True
     """Whether a tensor like it will have the same steps in the next stream."""
+    product: LowRank | None = None
+    """What is added to it, the whole tensor."""
 
     @property
     def key(self) -> str:
         """What it is recognized by."""
-        return self.name if self.first_row is None else f"{self.name} from row {self.first_row} to {self.steps[0].slot}"
+        if self.first_row is None:
+            return _key(self.name, self.product)
+        return f"{self.name} from row {self.first_row} to {self.steps[0].slot}"
 
 
 class _Known:
     """The layout of one tensor of the table."""
 
-    __slots__ = ("alignment", "device", "dtype", "place", "shape", "stride")
+    __slots__ = ("alignment", "device", "dtype", "place", "product", "shape", "stride")
 
-    def __init__(self, place: int, tensor: Tensor) -> None:
+    def __init__(self, place: int, tensor: Tensor, product: LowRank | None) -> None:
         self.place = place
+        self.product = _kind_of(tensor, product) if product is not None else None
         self.shape, self.stride, self.dtype, self.device = source_layout(tensor)
         self.alignment = tensor.data_ptr() % ALIGNMENT_BYTES
 
-    def fits(self, tensor: Any) -> bool:
-        """Whether a value is a readable tensor of this layout."""
+    def fits(self, tensor: Any, product: LowRank | None = None) -> bool:
+        """Whether a value is a readable tensor of this layout, and what is added to it is of the same kind."""
         return (
             why_unreadable(tensor) is None
             and tensor.dtype is self.dtype
@@ -65,16 +72,25 @@ class _Known:
             and tensor.get_device() == self.device
             and (tensor.is_contiguous() if self.stride is None else tensor.stride() == self.stride)
             and tensor.data_ptr() % ALIGNMENT_BYTES == self.alignment
+            and (product is None or _kind_of(tensor, product) == self.product)
         )
 
 
-@dataclass(kw_only=True, slots=True)
 class _Group:
     """Tensors that arrived together and were recognized, for the next time."""
 
-    guard: LayoutGuard
-    runs: list[tuple[int, int, int]]
-    """Where each run begins in the group and in the table, and its length."""
+    def __init__(self, known: Sequence[Lying], runs: list[tuple[int, int, int]]) -> None:
+        self.runs = runs
+        """Where each run begins in the group and in the table, and its length."""
+        tensors, products = [each.tensor for each in known], [each.product for each in known]
+        self.guard = LayoutGuard([each.key for each in known], [*tensors, *_matrices(products)])
+        self._alignment = self.guard.addresses % ALIGNMENT_BYTES
+
+    def holds(self, keys: Sequence[str], tensors: Sequence[Tensor], products: Sequence[LowRank | None]) -> bool:
+        """Whether these are tensors and products of its layout, aligned alike."""
+        if not self.guard.holds(keys, [*tensors, *_matrices(products)]):
+            return False
+        return bool((self.guard.addresses % ALIGNMENT_BYTES == self._alignment).all())
 
 
 class DirectFill:
@@ -106,6 +122,8 @@ class DirectFill:
         self._groups: dict[str, _Group] = {}
         """By the key of their first tensor."""
         self._num_grouped = 0
+        self._unmerged: set[str] = set()
+        """Names of tensors to which nothing can be added while they are quantized."""
         self._new: list[tuple[WorkTable, list[str], list[tuple[str, _Known]]]] = []
         """Tables that this stream compiled: the source of each task, and what lies at each place."""
         self._unread: list[tuple[WorkTable, list[str]]] = []
@@ -150,6 +168,7 @@ class DirectFill:
         """Drop everything compiled."""
         self._table, self._sources = None, []
         self._known.clear()
+        self._unmerged.clear()
         self._new.clear()
         self._forget_groups()
 
@@ -157,19 +176,36 @@ class DirectFill:
         self._groups.clear()
         self._num_grouped = 0
 
-    def place_of(self, key: str, tensor: Any) -> int | None:
-        """The place of a tensor in the table; None if it is not recognized."""
+    def place_of(self, key: str, tensor: Any, product: LowRank | None = None) -> int | None:
+        """The place of a tensor, with what is added to it, in the table; None if it is not recognized."""
         known = self._known.get(key)
-        return known.place if known is not None and known.fits(tensor) else None
+        return known.place if known is not None and known.fits(tensor, product) else None
 
-    def fill_group(self, keys: Sequence[str], tensors: Sequence[Tensor]) -> bool:
+    def may_merge(self, name: str) -> bool:
+        """Whether it is not known that nothing can be added to a tensor while it is quantized."""
+        return name not in self._unmerged
+
+    def can_merge(self, lying: Lying) -> bool:
+        """Whether the product of a new tensor can be added while it is quantized. If not, `may_merge` says so from now on."""
+        tensor, product = lying.tensor, lying.product
+        is_there = why_unreadable(tensor) is None and tensor.device == self.device
+        is_usual = is_there and product is not None and _kind_of(tensor, product) is not None
+        if not (is_usual and all(map(can_merge, self._tasks(lying)))):
+            self._unmerged.add(lying.name)
+        return self.may_merge(lying.name)
+
+    def fill_group(
+        self, names: Sequence[str], tensors: Sequence[Tensor], products: Sequence[LowRank | None] = ()
+    ) -> bool:
         """Fill from tensors that arrived together before, in one call to torch; otherwise return False."""
+        keys = [_key(*each) for each in zip(names, products, strict=True)] if any(products) else names
         group = self._groups.get(keys[0]) if keys else None
-        if group is None or not group.guard.holds(keys, tensors):
+        if group is None or not group.holds(keys, tensors, products):
             return False
         addresses = group.guard.addresses
         for start, place, length in group.runs:
-            if not self._run(place, tensors[start : start + length], addresses[start : start + length]):
+            end = start + length
+            if not self._run(place, tensors[start:end], addresses[start:end], products=products[start:end]):
                 return False
         return True
 
@@ -188,20 +224,28 @@ class DirectFill:
         known = [each for each in lying if each.place is not None]
         runs = _runs([each.place for each in known if each.place is not None])
         for start, place, length in runs:
-            is_done = self._run(place, [each.tensor for each in known[start : start + length]])
+            run = known[start : start + length]
+            is_done = self._run(place, [each.tensor for each in run], products=[each.product for each in run])
             assert is_done, "the alignment was checked"
         if len(known) < len(lying):
             self._compile([each for each in lying if each.place is None])
         elif are_together and len(known) > 1:
             if self._num_grouped > _MOST_GROUPED * len(self._known):
                 self._forget_groups()
-            keys, tensors = [each.key for each in known], [each.tensor for each in known]
-            self._groups[keys[0]] = _Group(guard=LayoutGuard(keys, tensors), runs=runs)
+            self._groups[known[0].key] = _Group(known, runs)
             self._num_grouped += len(known)
 
-    def _run(self, place: int, tensors: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
+    def _run(
+        self,
+        place: int,
+        tensors: Sequence[Tensor],
+        addresses: Addresses | None = None,
+        *,
+        products: Sequence[LowRank | None] = (),
+    ) -> bool:
         assert self._table is not None, "something was recognized"
-        if not self._table.run(place, tensors, addresses, check=self._check, action=self._action):
+        check, action = self._check, self._action
+        if not self._table.run(place, tensors, addresses, products=products, check=check, action=action):
             return False
         if not self._unread or self._unread[0][0] is not self._table:
             self._unread.insert(0, (self._table, self._sources))
@@ -222,12 +266,16 @@ class DirectFill:
             table.release()
             if is_kept:
                 self._new.append(
-                    (table, sources, [(each.key, _Known(at, each.tensor)) for at, each in enumerate(part)])
+                    (
+                        table,
+                        sources,
+                        [(each.key, _Known(at, each.tensor, each.product)) for at, each in enumerate(part)],
+                    )
                 )
 
     def _tasks(self, lying: Lying) -> list[Task]:
         tasks: list[Task | None] = [
-            bind(step, self._slots[step.slot], lying.tensor, self.config) for step in lying.steps
+            bind(step, self._slots[step.slot], lying.tensor, self.config, lying.product) for step in lying.steps
         ]
         if lying.first_row is not None:
             tasks = [cut_to_run(task, lying.first_row, lying.tensor.shape[0]) for task in tasks if task is not None]
@@ -243,6 +291,24 @@ class DirectFill:
     def num_device_bytes(self) -> int:
         """Device memory held between streams."""
         return self._table.num_device_bytes if self._table is not None else 0
+
+
+def _key(name: str, product: LowRank | None) -> str:
+    return name if product is None else f"{name} and a product"
+
+
+def _matrices(products: Iterable[LowRank | None]) -> Iterator[Tensor]:
+    for each in products:
+        if each is not None:
+            yield each.up
+            yield each.down
+
+
+def _kind_of(tensor: Tensor, product: LowRank) -> ProductKind | None:
+    """The kind of a product that can be read; None if there is none."""
+    if why_unreadable(product.up) is not None or why_unreadable(product.down) is not None:
+        return None
+    return kind_of(tensor, product.up, product.down)
 
 
 def _runs(places: Sequence[int]) -> list[tuple[int, int, int]]:

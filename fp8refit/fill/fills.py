@@ -20,6 +20,7 @@ from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging, least_bucket_bytes
 from fp8refit.fill.stream import StreamFill
 from fp8refit.fill.tasks import misfit_scales, required_format, scale_problem
+from fp8refit.live.collector import collector_paused
 from fp8refit.live.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta
 from fp8refit.sources.handover import HandedSource
 from fp8refit.sources.source import MappingSource, PushedSource, RandomAccess, Source, check_can_be_read_twice
@@ -159,6 +160,7 @@ class Fills:
         if self._resident is not None:
             self._resident.release()
 
+    @collector_paused()
     def _prepare_mapping(
         self, source: MappingSource, config: RefitConfig, foreign: frozenset[str], action: Action
     ) -> tuple[Fill, ...]:

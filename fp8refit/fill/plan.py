@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.fill.fitting import Fit, fit_scale, fit_weight
@@ -18,8 +19,7 @@ from fp8refit.live.names import is_adapter_weight, is_kv_scale, is_not_a_weight,
 from fp8refit.live.slots import SCALE_SUFFIX, Op, Slot, Stacked, TensorMeta, dtype_name
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One box of one source tensor, bound for one slot."""
 
     op: Op
@@ -231,7 +231,8 @@ class PlanBuilder:
         digest = hashlib.sha256()
         for step in steps:
             slot = self._slots[step.slot]
-            digest.update(f"{step}|{slot.name}|{slot.scale_format}|{slot.block_size}|{slot.weight.dtype}\n".encode())
+            said = *step, slot.name, slot.scale_format.value, slot.block_size, slot.weight.dtype
+            digest.update(repr(said).encode())
         return RefitPlan(
             steps=steps,
             ignored=tuple(self._ignored),
@@ -312,7 +313,4 @@ def _step(name: str, meta: TensorMeta, index: int, fit: Fit, expert: int | None 
 def _bytes_written(step: Step, slot: Slot) -> int:
     target = slot.scale if step.op is Op.COPY_SCALES else slot.weight
     assert target is not None, f"{step=}"
-    written = target.numel() * target.element_size()
-    if step.op is Op.QUANTIZE and slot.scale is not None:
-        written += slot.scale.numel() * slot.scale.element_size()
-    return written
+    return target.nbytes + (slot.scale.nbytes if step.op is Op.QUANTIZE and slot.scale is not None else 0)

@@ -4,7 +4,9 @@ Tensors on the engine's device are read in place, others are staged. After an un
 to be the same, and is planned again if it differs.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import torch
 from typing_extensions import override
@@ -16,8 +18,12 @@ from fp8refit.fill.plan import RefitPlan
 from fp8refit.fill.staging import Staging
 from fp8refit.fill.taking import Taker
 from fp8refit.sources.checkpoints import SafetensorsSource
-from fp8refit.sources.row_runs import InGroups, InPieces, NamedRun
+from fp8refit.sources.making import Room, in_batches
+from fp8refit.sources.row_runs import InPieces, MakesPieces
 from fp8refit.sources.source import MappingSource, PushedSource, Source
+
+_MOST_TOGETHER = 32
+"""Tensors that lie at rest. The device works on some while the host looks at the next ones."""
 
 
 class StreamFill(Fill):
@@ -124,11 +130,11 @@ class StreamFill(Fill):
     def differing(self) -> set[str]:
         return self._staging.differing | (self._direct.differing if self._direct is not None else set())
 
-    def _tensors(self) -> Iterable[Arriving | list[NamedRun]]:
+    def _tensors(self) -> Iterable[Arriving | list[Arriving]]:
         """Read the source, whole tensors, runs of rows, or groups of both; a list if all tensors stay valid."""
         source = self._source
-        if isinstance(source, InGroups):
-            return source.groups(self._staging.bucket_bytes)
+        if isinstance(source, MakesPieces):
+            return self._made(source)
         if isinstance(source, InPieces):
             return source.pieces(self._staging.bucket_bytes)
         if isinstance(source, MappingSource):
@@ -140,7 +146,17 @@ class StreamFill(Fill):
             return iter(source.stored.items())
         return () if isinstance(source, PushedSource) else iter(source)
 
-    def _take_all(self, tensors: Iterable[Arriving | list[NamedRun]], *, drain: bool) -> None:
+    def _made(self, source: MakesPieces) -> Iterator[list[Arriving]]:
+        """Take what needs no memory, and yield the rest, made in memory for a bucket."""
+        room = Room(self._staging.bucket_bytes)
+        runs = source.recipes(sys.maxsize)
+        while part := list(islice(runs, _MOST_TOGETHER)):
+            recipes = self._taker.take_at_rest(part)
+            pieces = (piece for recipe in recipes for piece in recipe.cut(self._staging.bucket_bytes))
+            for batch in in_batches(source, pieces, room):
+                yield [(each.name, each.tensor) if each.is_whole else each for each in batch]
+
+    def _take_all(self, tensors: Iterable[Arriving | list[Arriving]], *, drain: bool) -> None:
         try:
             self._taker.take(tensors)
         except Exception:

@@ -8,11 +8,12 @@ from torch import Tensor
 from fp8refit.fill.arrivals import Arrivals, CutTensor
 from fp8refit.fill.direct import DirectFill, Lying
 from fp8refit.fill.fill import Arriving
+from fp8refit.fill.kernels.products import LowRank
 from fp8refit.fill.staging import Staging
 from fp8refit.live.slots import TensorMeta
 from fp8refit.sources.files import StoredTensor
 from fp8refit.sources.pairs import check_readable
-from fp8refit.sources.row_runs import NamedRun, Piece
+from fp8refit.sources.row_runs import Piece, Recipe
 from fp8refit.sources.work_stream import WorkStream
 
 _SMALL_BYTES = 16 << 20
@@ -48,7 +49,7 @@ class Taker:
         """Let go of tensors."""
         self._waiting.clear()
 
-    def take(self, tensors: Iterable[Arriving | list[NamedRun]]) -> None:
+    def take(self, tensors: Iterable[Arriving | list[Arriving]]) -> None:
         """Take tensors. Those of a list stay valid together; any other may be overwritten when the next is asked for.
 
         Raises:
@@ -67,8 +68,27 @@ class Taker:
         with self._work.joined():
             self._fill_waiting()
 
+    def take_at_rest(self, runs: Iterable[Piece | Recipe]) -> list[Recipe]:
+        """Take tensors that stay valid, whatever has to be added to them. Returns the recipes that have to be made first."""
+        known = [(each, self._product_of(each) if isinstance(each, Recipe) else None) for each in runs]
+        rest = [each for each, product in known if product is None and isinstance(each, Recipe)]
+        there = [(each, product) for each, product in known if product is not None or isinstance(each, Piece)]
+        with self._work.joined():
+            names, tensors = [each.name for each, _ in there], [each.tensor for each, _ in there]
+            are_whole = all(product is not None or each.is_whole for each, product in there)
+            if are_whole and self._take_group(names, tensors, [product for _, product in there]):
+                return rest
+            for each, product in there:
+                if isinstance(each, Piece):
+                    self._take_one(each, is_lent=False)
+                elif product is not None and not self._take_sum(each.name, each.tensor, product):
+                    rest.append(each)
+            self._fill_waiting(are_together=True)
+        return rest
+
     def _take_together(self, tensors: Sequence[Any]) -> None:
-        if not self._take_group(tensors):
+        are_whole = all(type(each) is tuple for each in tensors)
+        if not (are_whole and self._take_group([each[0] for each in tensors], [each[1] for each in tensors])):
             for tensor in tensors:
                 self._take_one(tensor, is_lent=len(tensors) == 1)
             self._fill_waiting(are_together=True)
@@ -86,17 +106,38 @@ class Taker:
         else:
             self._take_where_it_lies(name, value, is_lent=is_lent)
 
-    def _take_group(self, tensors: Sequence[Any]) -> bool:
-        """Fill from tensors that have arrived together before; otherwise return False."""
+    def _take_group(
+        self, names: Sequence[str], tensors: Sequence[Tensor], products: Sequence[LowRank | None] = ()
+    ) -> bool:
+        """Fill from whole tensors that have arrived together before; otherwise return False."""
         direct = self._direct
-        if direct is None or len(tensors) < 2 or not all(type(each) is tuple for each in tensors):
+        if direct is None or len(tensors) < 2 or self._cut is not None or not self._arrivals.are_new(names):
             return False
-        names = [each[0] for each in tensors]
-        if self._cut is not None or not self._arrivals.are_new(names):
-            return False
-        if not direct.fill_group(names, [each[1] for each in tensors]):
+        if not direct.fill_group(names, tensors, products):
             return False
         self._arrivals.note(names)
+        return True
+
+    def _product_of(self, recipe: Recipe) -> LowRank | None:
+        """What may be added to a tensor while it is quantized; None if it has to be made first."""
+        direct = self._direct
+        if direct is None or self._arrivals.plan is None or not direct.may_merge(recipe.name):
+            return None
+        return recipe.product
+
+    def _take_sum(self, name: str, tensor: Tensor, product: LowRank) -> bool:
+        """Take a tensor with what is added to it, with the next launch; returns False if it has to be made first."""
+        assert self._direct is not None, "it may be merged"
+        lying = Lying(name=name, tensor=tensor, product=product)
+        lying.place = self._direct.place_of(lying.key, tensor, product)
+        if lying.place is None:
+            lying.tensor, lying.steps = tensor.detach(), self._arrivals.announced_steps(name)
+            if not self._direct.can_merge(lying):
+                return False
+        self.check_is_complete()
+        if lying.place is None or not self._arrivals.note_new(name):
+            self._arrivals.steps_of(name, TensorMeta.of(tensor))
+        self._waiting.append(lying)
         return True
 
     def _take_known(self, name: str, tensor: Any, *, is_lent: bool) -> bool:

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from fp8refit.config import RefitConfig
 from fp8refit.fill.kernels import Task
+from fp8refit.fill.kernels.products import LowRank
 from fp8refit.fill.kernels.reference_table import fits_scale_format
 from fp8refit.fill.plan import Step
 from fp8refit.fill.row_tasks import rows_of
 from fp8refit.live.slots import Op, ScaleFormat, Slot
 
 
-def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig) -> Task:
-    """The task that carries out `step` on `source`, for all of `slot`."""
+def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig, product: LowRank | None = None) -> Task:
+    """The task that carries out `step` on `source`, with what is added to it, for all of `slot`."""
     target = slot.scale if step.op is Op.COPY_SCALES else slot.weight
     assert target is not None, f"{step=}"
     if not step.shape:
@@ -31,6 +32,7 @@ def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig) -> Task:
         round_to_bf16=config.fp32_sources == "round_to_bf16" and not slot.is_optional,
         select=step.select,
         is_transposed=step.is_transposed,
+        product=product,
     )
 
 

@@ -11,6 +11,7 @@ from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import EngineAsleepError, EngineLostError, LiveTensorMovedError, UnsupportedEngineError
 from fp8refit.fill.fills import Fills
 from fp8refit.fill.kernels import quantize_blockwise
+from fp8refit.live.collector import collector_paused
 from fp8refit.live.fingerprint import fingerprint
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.overlaps import shared_bytes
@@ -57,6 +58,7 @@ class LiveModel:
         self.brought: BroughtScales | None = None
         self.has_constants = False
 
+    @collector_paused()
     def read(self) -> Inventory:
         """The inventory, with slots for KV scales that a source may send.
 

@@ -1,12 +1,13 @@
 """Splits tensors that are larger than a bucket into runs of rows, without cutting through blocks."""
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from fp8refit.fill.kernels.products import LowRank
 from fp8refit.live.slots import TensorMeta
 from fp8refit.sources.pairs import check_readable
 from fp8refit.sources.source import Source
@@ -51,6 +52,18 @@ class Recipe(_Run):
         """The rows, once they are made in `out`."""
         return Piece(name=self.name, first_row=self.first_row, tensor=out, full_shape=self.full_shape)
 
+    @property
+    def product(self) -> LowRank | None:
+        """What has to be added to `tensor`, if that is all, for readers that add it on their own."""
+        return None
+
+    def cut(self, max_bytes: int) -> "Iterator[Recipe]":
+        """Yield recipes of its rows, split as by `cut`."""
+        for each in cut(
+            self.name, self.tensor.detach(), max_bytes, first_row=self.first_row, full_shape=self.full_shape
+        ):
+            yield replace(self, first_row=each.first_row, tensor=each.tensor)
+
 
 AnyRun = TypeVar("AnyRun", Piece, Piece | Recipe)
 
@@ -60,7 +73,9 @@ class MakesPieces(Protocol):
     """A source that can compute pieces in its reader's memory, many at once."""
 
     def recipes(self, max_bytes: int) -> Iterator[Piece | Recipe]:
-        """Yield what `InPieces.pieces` yields, but recipes for what has to be computed."""
+        """Yield everything once, split as by `cut`: recipes for what has to be computed, and pieces, which stay valid until the
+        source has been read.
+        """
         ...
 
     def make(self, recipes: Sequence[Recipe], outs: Sequence[Tensor]) -> None:
@@ -74,19 +89,6 @@ class InPieces(Protocol):
 
     def pieces(self, max_bytes: int) -> Iterator[Piece]:
         """Yield everything once, split as by `cut`: the pieces of a tensor follow each other in row order."""
-        ...
-
-
-NamedRun: TypeAlias = tuple[str, Tensor] | Piece
-"""A whole tensor with its name, or a piece."""
-
-
-@runtime_checkable
-class InGroups(Protocol):
-    """A source that computes many pieces at once."""
-
-    def groups(self, max_bytes: int) -> Iterator[list[NamedRun]]:
-        """Yield what `InPieces.pieces` yields, whole tensors as such. A group stays valid until the next one is requested."""
         ...
 
 

@@ -12,6 +12,34 @@ STREAMS = "tests/fuzz/test_streams.py"
 
 FAULTS = [
     Fault(
+        name="a stream is over as soon as its readers may leave",
+        path="fp8refit/remote/stream_reader.py",
+        before="            elif call is Call.OVER:\n",
+        after="            elif call is not Call.STAY:\n",
+        found_by="tests/remote/test_handing.py -k no_order_takes_long",
+    ),
+    Fault(
+        name="a stream that is announced otherwise is written before it is judged",
+        path="fp8refit/remote/host_route.py",
+        before="is_known = offer == self._streamed if is_stream",
+        after="is_known = self._streamed is not None if is_stream",
+        found_by="tests/remote/test_message_pairs.py -k announced_otherwise",
+    ),
+    Fault(
+        name="a call that a dead core of vLLM left unanswered is waited for",
+        path="adapters/fp8refit_vllm/core_compat.py",
+        before="if not is_done() and (was_dead or time",
+        after="if not is_done() and (time",
+        found_by="tests/adapters/test_vllm_core.py -k dies_under_a_call",
+    ),
+    Fault(
+        name="a scheduler that kept its caches is made to write",
+        path="adapters/fp8refit_sglang/driver.py",
+        before="if KEPT in await tell(FLUSH",
+        after="if KEPT == await tell(FLUSH",
+        found_by="tests/adapters/test_sglang_engine.py -k kept",
+    ),
+    Fault(
         name="a tensor that was lent is read after it was overwritten",
         path=STREAM,
         before="            lying.tensor = lying.tensor.detach().clone()\n",
@@ -28,14 +56,14 @@ FAULTS = [
     Fault(
         name="a bucket is recognised by its shapes alone",
         path="fp8refit/fill/direct.py",
-        before="if group is None or not group.guard.holds(keys, tensors):",
-        after="if group is None or not group.guard.holds(group.guard._names, tensors):",
+        before="if not self.guard.holds(keys, [*tensors, *_matrices(products)]):",
+        after="if not self.guard.holds(self.guard._names, [*tensors, *_matrices(products)]):",
         found_by=STREAMS,
     ),
     Fault(
         name="a tensor is recognized by its name alone",
         path="fp8refit/fill/direct.py",
-        before="return known.place if known is not None and known.fits(tensor) else None",
+        before="return known.place if known is not None and known.fits(tensor, product) else None",
         after="return known.place if known is not None else None",
         found_by="tests/driver/test_update.py -k begins_like",
     ),
@@ -52,6 +80,27 @@ FAULTS = [
         before="TARGET))\n    num_cols = tl.load(row + 4)\n",
         after="TARGET))\n    source = tl.load(row).to(tl.pointer_type(SOURCE))\n    num_cols = tl.load(row + 4)\n",
         found_by="tests/fill/kernels/test_table.py -k one_by_one",
+    ),
+    Fault(
+        name="the product of a box begins at the weight's first row",
+        path="fp8refit/fill/kernels/products.py",
+        before="    shifted[:, UP] += starts[:, 0] * fields[:, UP_ROW]\n",
+        after="",
+        found_by="tests/fill/kernels/test_products.py -k any_rank",
+    ),
+    Fault(
+        name="what was added once is added in every refit",
+        path="fp8refit/fill/kernels/triton_table.py",
+        before="if products.tobytes() == self._adds[first:last].tobytes():",
+        after="if self._adds[first:last].any():",
+        found_by="tests/fill/kernels/test_products.py -k pointed_at",
+    ),
+    Fault(
+        name="a weight with an adapter is taken for one without",
+        path="fp8refit/fill/direct.py",
+        before='return name if product is None else f"{name} and a product"',
+        after="return name",
+        found_by="tests/fill/kernels/test_merging.py -k training_run",
     ),
     Fault(
         name="what a refit that failed has written is kept",

@@ -24,7 +24,7 @@ from fp8refit.errors import (
 )
 from fp8refit.live.slots import FP8_DTYPE, Refresh, Refusal, ScaleFormat, TensorMeta
 from fp8refit.ranks.target import Target
-from fp8refit.sources.row_runs import Piece
+from fp8refit.sources.row_runs import Piece, Recipe
 from fp8refit.sources.sharded.gather import gathered
 from fp8refit.sources.source import PushedSource, as_source
 from tests.fakes import (
@@ -1068,14 +1068,13 @@ def test_tensors_may_come_in_runs_of_rows(bucket_bytes, dtype, validate, target,
     assert_holds(model, policy)
 
 
-class InGroups:
-    """Tensors in groups, each of which lies in the memory of the one before it; the last of a group in two pieces."""
+class Made:
+    """Tensors that are made in the reader's memory."""
 
     is_repeatable = True
 
-    def __init__(self, policy, at_once):
-        self.policy, self.at_once = policy, at_once
-        self.memory = torch.empty(sum(-(-tensor.nbytes // 256) * 256 for tensor in policy.values()), dtype=torch.uint8)
+    def __init__(self, policy):
+        self.policy = policy
 
     def scan(self):
         return {name: TensorMeta.of(tensor) for name, tensor in self.policy.items()}, ()
@@ -1083,40 +1082,33 @@ class InGroups:
     def __iter__(self):
         return iter(self.policy.items())
 
-    def groups(self, max_bytes):
-        names = list(self.policy)
-        for first in range(0, len(names), self.at_once):
-            used, group = 0, []
-            for name in names[first : first + self.at_once]:
-                like = self.policy[name]
-                held = self.memory[used : used + like.nbytes].view(like.dtype).view(like.shape).copy_(like)
-                used += -(-like.nbytes // 256) * 256
-                group.append((name, held))
-            if held.ndim == 2 and len(held) > 128:
-                shape = tuple(held.shape)
-                group[-1:] = [
-                    Piece(name=name, first_row=row, tensor=rows, full_shape=shape)
-                    for row, rows in ((0, held[:128]), (128, held[128:]))
-                ]
-            yield group
-            self.memory.fill_(255)
+    def recipes(self, max_bytes):
+        for name, tensor in self.policy.items():
+            like = torch.full_like(tensor, torch.nan)
+            yield Recipe(name=name, first_row=0, tensor=like, full_shape=tuple(tensor.shape))
+
+    def make(self, recipes, outs):
+        for recipe, out in zip(recipes, outs, strict=True):
+            out.copy_(self.policy[recipe.name][recipe.first_row : recipe.first_row + len(out)])
 
 
 @pytest.mark.parametrize("validate", ["fused", "strict"])
 @pytest.mark.parametrize("at_once", [1, 2, 5, 1000])
-def test_tensors_may_come_in_groups(at_once, validate, target, model, monkeypatch):
+def test_tensors_may_be_made_together(at_once, validate, target, model, monkeypatch):
     """Those of whole tensors are recognized once they came twice."""
     recognized, fill_group = [], fp8refit.fill.stream.DirectFill.fill_group
 
-    def note(self, keys, tensors):
-        recognized.append(fill_group(self, keys, tensors))
+    def note(*group):
+        recognized.append(fill_group(*group))
         return recognized[-1]
 
     monkeypatch.setattr(fp8refit.fill.stream.DirectFill, "fill_group", note)
+    monkeypatch.setattr("fp8refit.sources.making._shares_launches", lambda device: True)
+    monkeypatch.setattr("fp8refit.fill.stream._MOST_TOGETHER", at_once)
     for seed in range(1, 5):
         recognized.clear()
         policy = make_policy(model, seed=seed)
-        refit_target(target, InGroups(policy, at_once), validate=validate)
+        refit_target(target, Made(policy), validate=validate)
         assert_holds(model, policy)
         assert all(recognized) if seed >= 3 else not any(recognized)
     assert bool(recognized) == (at_once > 1)

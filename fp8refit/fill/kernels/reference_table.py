@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from fp8refit.fill.kernels.merge import add_product
+from fp8refit.fill.kernels.products import LowRank
 from fp8refit.fill.kernels.reference import quantize_reference
 from fp8refit.fill.kernels.work import Action, Task, WorkTable, is_empty
 from fp8refit.live.layout_guard import Addresses
@@ -25,9 +27,11 @@ class ReferenceTable(WorkTable):
         self._places = list(range(len(tasks)) if places is None else places)
         self._num_places = max(self._places, default=-1) + 1 if num_places is None else num_places
         self._sources: list[Tensor | None] = [None] * self._num_places
+        self._products: list[LowRank | None] = [None] * self._num_places
         for task, place in zip(tasks, self._places, strict=True):
             self._sources[place] = task.source
-        self._tasks = [replace(task, source=torch.empty(0, device="cpu")) for task in tasks]
+            self._products[place] = task.product
+        self._tasks = [replace(task, source=torch.empty(0, device="cpu"), product=None) for task in tasks]
         self._bad: set[int] = set()
         self._differing: set[int] = set()
 
@@ -40,7 +44,7 @@ class ReferenceTable(WorkTable):
             whole._places += [whole._num_places + place for place in table._places]
             whole._num_places += table._num_places
             whole._tasks += table._tasks
-        whole._sources = [None] * whole._num_places
+        whole.release()
         return whole
 
     @override
@@ -55,7 +59,7 @@ class ReferenceTable(WorkTable):
         for index, place in enumerate(self._places):
             source = self._sources[place]
             assert source is not None, "refreshed"
-            self._run_one(index, source, check=check, action=action)
+            self._run_one(index, _merge(source, self._products[place]), check=check, action=action)
 
     @torch.inference_mode()
     @override
@@ -65,12 +69,14 @@ class ReferenceTable(WorkTable):
         sources: Sequence[Tensor],
         addresses: Addresses | None = None,
         *,
+        products: Sequence[LowRank | None] = (),
         check: bool,
         action: Action = Action.WRITE,
     ) -> bool:
-        for place, source in enumerate(sources, start=first):
-            for index in self._tasks_at.get(place, ()):
-                self._run_one(index, source, check=check, action=action)
+        for number, source in enumerate(sources):
+            product = products[number] if products else None
+            for index in self._tasks_at.get(first + number, ()):
+                self._run_one(index, _merge(source, product), check=check, action=action)
         return True
 
     @cached_property
@@ -105,6 +111,14 @@ class ReferenceTable(WorkTable):
     @override
     def release(self) -> None:
         self._sources = [None] * self._num_places
+        self._products = [None] * self._num_places
+
+
+def _merge(source: Tensor, product: LowRank | None) -> Tensor:
+    """A source with what is added to it."""
+    if product is None:
+        return source
+    return add_product(source.detach(), product.up, product.down, product.scale, out=torch.empty_like(source))
 
 
 def _with_own_targets(task: Task) -> Task:

@@ -1,6 +1,6 @@
 """The rows of a table that kernels walk, computed on the host.
 
-A row is one task (`FIELDS`), and rows lie in the order of their sources. A tile is what one program does, and a second array
+A row is one task (`Row`), and rows lie in the order of their sources. A tile is what one program does, and a second array
 says which row each tile belongs to. Tiles of one kind of work lie together, in the order of their rows, so that each kind is
 one launch, for all sources or for some that follow each other. A pointer that is read from memory has no known alignment,
 and loads through it would be scalar: tasks whose addresses and rows are multiples of 16 bytes form kinds of their own, for
@@ -9,27 +9,47 @@ which the kernel is told so.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fp8refit.fill.kernels.products import ALIGNED, ProductKind, fields_of, kind_of
 from fp8refit.fill.kernels.work import ALIGNMENT_BYTES, Task, assert_is_writable, is_empty
 from fp8refit.live.slots import Op, ScaleFormat
 
-FIELDS = ("source", "target", "scale", "rows", "cols", "source_row", "source_col", "target_row", "scale_row",
-           "first_tile", "tiles_per_row", "task")  # fmt: skip
+COPY_TILE = 2048
+"""Elements that one program copies."""
+_MERGE_BLOCK = 128, 128
+"""Of tasks with products. A program computes the product for one block."""
+
+
+class Row(NamedTuple):
+    """The fields of one row: addresses, sizes, and strides of rows and columns."""
+
+    source: int
+    target: int
+    scale: int
+    rows: int
+    cols: int
+    source_row: int
+    source_col: int
+    target_row: int
+    scale_row: int
+    first_tile: int
+    tiles_per_row: int
+    task: int
+
+
+FIELDS = Row._fields
 NUM_FIELDS = len(FIELDS)
 SOURCE, ROWS, FIRST_TILE, TILES_PER_ROW, TASK = map(
     FIELDS.index, ("source", "rows", "first_tile", "tiles_per_row", "task")
 )
 
-COPY_TILE = 2048
-"""Elements that one program copies."""
 
-
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """What all rows of one launch have in common: the constants its kernel is compiled for."""
 
     op: Op
@@ -39,6 +59,8 @@ class Kind:
     block_size: tuple[int, int]
     round_to_bf16: bool
     is_aligned: bool
+    product: ProductKind | None = None
+    """Of what is added to the source first."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,8 +76,24 @@ class Rows:
     """The place of each row's source, ascending."""
     alignment: np.ndarray
     """The address of each row's source, modulo the alignment of loads."""
+    products: np.ndarray
+    """What is added to the whole source of each row: `fields_of`."""
+    starts: np.ndarray
+    """Where the box of each row starts in it; see `of_boxes`."""
     num_tasks: int
     num_places: int
+
+
+@torch.no_grad()
+def can_merge(task: Task) -> bool:
+    """Whether tables take a task with its product: it quantizes in blocks of 128 x 128, and everything is aligned."""
+    product, source, target = task.product, task.source, task.target
+    if product is None or task.op is not Op.QUANTIZE or task.select or task.is_transposed:
+        return False
+    if task.block_size != _MERGE_BLOCK or kind_of(source, product.up, product.down) is None or task.offset[1] % ALIGNED:
+        return False
+    boxes = () if is_empty(task) else (task.box(source), target)
+    return all(_is_aligned(box.data_ptr(), *box.shape, *box.stride()) for box in boxes)
 
 
 def rows_of_all(tasks: Sequence[Task], places: Sequence[int], num_places: int | None) -> Rows:
@@ -68,16 +106,20 @@ def rows_of_all(tasks: Sequence[Task], places: Sequence[int], num_places: int | 
         ),
         key=lambda each: each[0],
     )
-    fields = np.zeros((len(found), NUM_FIELDS), dtype=np.int64)
-    for number, (_, (_, values, _)) in enumerate(found):
-        fields[number] = [values.get(name, 0) for name in FIELDS]
+    fields = np.array([row for _, (_, row, _) in found], dtype=np.int64).reshape(-1, NUM_FIELDS)
     byte_offsets = np.array([offset for _, (_, _, offset) in found], dtype=np.int64)
+    products = [tasks[row.task].product for _, (_, row, _) in found]
+    starts = np.zeros((len(found), 2), dtype=np.int64)
+    for number, (_, (_, row, _)) in enumerate(found) if any(products) else ():
+        starts[number] = _start_of(tasks[row.task])
     return Rows(
         kinds=[kind for _, (kind, _, _) in found],
         fields=fields,
         byte_offsets=byte_offsets,
         places=np.array([place for place, _ in found], dtype=np.int64),
         alignment=(fields[:, SOURCE] - byte_offsets) % ALIGNMENT_BYTES,
+        products=fields_of(products),
+        starts=starts,
         num_tasks=len(tasks),
         num_places=max(places, default=-1) + 1 if num_places is None else num_places,
     )
@@ -97,6 +139,8 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
         byte_offsets=np.concatenate([part.byte_offsets for part in parts]),
         places=np.concatenate(places),
         alignment=np.concatenate([part.alignment for part in parts]),
+        products=np.concatenate([part.products for part in parts]),
+        starts=np.concatenate([part.starts for part in parts]),
         num_tasks=int(first_tasks[-1]),
         num_places=int(first_places[-1]),
     )
@@ -107,6 +151,13 @@ def source_addresses(rows: Rows) -> np.ndarray:
     addresses = np.zeros(rows.num_places, dtype=np.int64)
     addresses[rows.places] = rows.fields[:, SOURCE] - rows.byte_offsets
     return addresses
+
+
+def products_of_places(rows: Rows) -> np.ndarray:
+    """What is added to the source of each place, (places, fields) int64."""
+    products = np.zeros((rows.num_places, rows.products.shape[1]), dtype=np.int64)
+    products[rows.places] = rows.products
+    return products
 
 
 def in_order(kinds: Iterable[Kind]) -> list[Kind]:
@@ -139,20 +190,22 @@ def first_tiles(rows: Rows, kind: Kind) -> list[int]:
     return firsts
 
 
-def _rows_of(index: int, task: Task) -> list[tuple[Kind, dict[str, int], int]]:
-    """The table rows of one task: kind, fields, and the byte offset of the row's box in the source tensor."""
+def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
+    """The table rows of one task: kind, row, and the byte offset of the row's box in the source tensor."""
     assert_is_writable(task)
     if is_empty(task):
         return []
-    box = task.box(task.source.detach())
+    box = task.box(task.source)
     if task.op is Op.QUANTIZE:
         assert task.scale is not None and box.ndim == 2, f"{task=}"
         pieces = [(box, task.target)]
     else:
         pieces = _as_matrices(box, task.target)
-    rows = []
+    rows, is_quantize = [], task.op is Op.QUANTIZE
+    scale_at, scale_row = (0, 0) if task.scale is None else (task.scale.data_ptr(), task.scale.stride(0))
     for source, target in pieces:
-        is_quantize = task.op is Op.QUANTIZE
+        (num_rows, num_cols), strides, target_strides = source.shape, source.stride(), target.stride()
+        source_at, target_at = source.data_ptr(), target.data_ptr()
         kind = Kind(
             op=task.op,
             source_dtype=source.dtype,
@@ -160,23 +213,42 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, dict[str, int], int]]:
             scale_format=task.scale_format if task.op in (Op.QUANTIZE, Op.COPY_SCALES) else ScaleFormat.FP32,
             block_size=task.block_size if is_quantize else (1, COPY_TILE),
             round_to_bf16=is_quantize and source.dtype is torch.float32 and task.round_to_bf16,
-            is_aligned=_is_aligned(source) and _is_aligned(target),
+            is_aligned=_is_aligned(source_at, num_rows, num_cols, *strides)
+            and _is_aligned(target_at, num_rows, num_cols, *target_strides),
+            product=_product_kind(task),
         )
-        fields = {
-            "source": source.data_ptr(),
-            "target": target.data_ptr(),
-            "scale": task.scale.data_ptr() if task.scale is not None else 0,
-            "rows": source.shape[0],
-            "cols": source.shape[1],
-            "source_row": source.stride(0),
-            "source_col": source.stride(1),
-            "target_row": target.stride(0),
-            "scale_row": task.scale.stride(0) if task.scale is not None else 0,
-            "tiles_per_row": -(-source.shape[1] // kind.block_size[1]),
-            "task": index,
-        }
-        rows.append((kind, fields, source.data_ptr() - task.source.data_ptr()))
+        row = Row(
+            source=source_at,
+            target=target_at,
+            scale=scale_at,
+            rows=num_rows,
+            cols=num_cols,
+            source_row=strides[0],
+            source_col=strides[1],
+            target_row=target_strides[0],
+            scale_row=scale_row,
+            first_tile=0,
+            tiles_per_row=-(-num_cols // kind.block_size[1]),
+            task=index,
+        )
+        rows.append((kind, row, source_at - task.source.data_ptr()))
     return rows
+
+
+def _product_kind(task: Task) -> ProductKind | None:
+    if task.product is None:
+        return None
+    kind = kind_of(task.source, task.product.up, task.product.down)
+    assert kind is not None, "it was asked whether it can be merged"
+    return kind
+
+
+def _start_of(task: Task) -> tuple[int, int]:
+    """First row and column of a task's box, in bytes of the elements of its product."""
+    if task.product is None:
+        return 0, 0
+    row, col = task.offset
+    return row * task.product.up.itemsize, col * task.product.down.itemsize
 
 
 def _as_matrices(source: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -190,12 +262,11 @@ def _as_matrices(source: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [pair for part, place in zip(source, target, strict=True) for pair in _as_matrices(part, place)]
 
 
-def _is_aligned(matrix: Tensor) -> bool:
+def _is_aligned(address: int, rows: int, cols: int, row_stride: int, col_stride: int) -> bool:
     """Whether rows are dense and every row starts and ends on a multiple of 16 bytes and of 16 elements."""
-    rows, cols = matrix.shape
     return (
-        (matrix.stride(1) == 1 or cols == 1)
-        and matrix.data_ptr() % ALIGNMENT_BYTES == 0
+        (col_stride == 1 or cols == 1)
+        and address % ALIGNMENT_BYTES == 0
         and cols % 16 == 0
-        and (rows == 1 or matrix.stride(0) % 16 == 0)
+        and (rows == 1 or row_stride % 16 == 0)
     )

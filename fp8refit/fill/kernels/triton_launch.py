@@ -13,17 +13,18 @@ from torch import Tensor
 
 from fp8refit.fill.kernels.reference import AMAX_FLOOR
 from fp8refit.fill.kernels.rows import COPY_TILE, NUM_FIELDS, Kind
+from fp8refit.fill.kernels.triton_products import TRITON_DTYPES, constants_of, product_of_block
 from fp8refit.fill.kernels.work import Action
 from fp8refit.live.slots import Op, ScaleFormat
 
 _QUANTIZE_WARPS = 4
 _BLOCKS_PER_PROGRAM = {2: 2}
 """By bytes of a source element; one of wider ones. The second block is on its way while the first is computed."""
+_MERGE_WARPS = 8
+_BLOCKS_PER_MERGE = 2
+"""Of a program that adds a product first."""
 _COPY_WARPS = 4
-_TRITON_DTYPES = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
+_TRITON_DTYPES = TRITON_DTYPES | {
     torch.float64: tl.float64,
     torch.float8_e4m3fn: tl.uint8,
 }
@@ -74,7 +75,9 @@ class Launcher:
         self._tiles_per_program, self._launch = _describe(kind, check=check, action=action)
 
     def launch(self, arrays: tuple[Tensor, ...], shift: int, first_tile: int, num_tiles: int) -> None:
-        """Launch some tiles on the current stream of the current device, which is the arrays'."""
+        """Launch some tiles on the current stream of the current device, which is the arrays': matrix, row of each tile, both
+        flags, products.
+        """
         grid = -(-num_tiles // self._tiles_per_program), 1, 1
         self._launch.launch(grid, *arrays, shift, first_tile, num_tiles)
 
@@ -98,18 +101,25 @@ def _describe(kind: Kind, *, check: bool, action: Action) -> tuple[int, Launch]:
     }
     if kind.op is Op.QUANTIZE:
         block_n, block_k = kind.block_size
-        num_blocks = _BLOCKS_PER_PROGRAM.get(kind.source_dtype.itemsize, 1)
-        constants = common | {
-            "NUM_BLOCKS": num_blocks,
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-            "TILE_N": triton.next_power_of_2(block_n),
-            "TILE_K": triton.next_power_of_2(block_k),
-            "IS_UE8M0": kind.scale_format is ScaleFormat.UE8M0,
-            "AMAX_FLOOR": AMAX_FLOOR[kind.scale_format],
-            "ROUND_TO_BF16": kind.round_to_bf16,
-            "SATURATES": isinstance(_quantize_tiles, triton.JITFunction),
-        }
+        merges = kind.product is not None
+        num_blocks = _BLOCKS_PER_MERGE if merges else _BLOCKS_PER_PROGRAM.get(kind.source_dtype.itemsize, 1)
+        constants = (
+            common
+            | constants_of(kind.product)
+            | {
+                "NUM_BLOCKS": num_blocks,
+                "BLOCK_N": block_n,
+                "BLOCK_K": block_k,
+                "TILE_N": triton.next_power_of_2(block_n),
+                "TILE_K": triton.next_power_of_2(block_k),
+                "IS_UE8M0": kind.scale_format is ScaleFormat.UE8M0,
+                "AMAX_FLOOR": AMAX_FLOOR[kind.scale_format],
+                "ROUND_TO_BF16": kind.round_to_bf16,
+                "SATURATES": isinstance(_quantize_tiles, triton.JITFunction),
+            }
+        )
+        if merges:
+            return num_blocks, Launch(_quantize_tiles, constants, num_warps=_MERGE_WARPS, num_stages=1)
         return num_blocks, Launch(_quantize_tiles, constants, num_warps=_QUANTIZE_WARPS)
     rule = {Op.COPY: Check.FINITE, Op.COPY_CODES: Check.CODES}.get(kind.op)
     if rule is None:
@@ -133,40 +143,40 @@ def _amax_bits(x):
     return tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0)
 
 
-@triton.jit
-def _load_row(matrix, tile_rows, tile, NUM_FIELDS: tl.constexpr):
-    """Where the row of this tile starts in the matrix."""
-    return matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
-
-
 @triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
 def _quantize_tiles(
-    matrix, tile_rows, status, differs, shift: tl.int64, first_tile, num_tiles, NUM_BLOCKS: tl.constexpr,
+    matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles, NUM_BLOCKS: tl.constexpr,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     IS_UE8M0: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr,
     IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
+    LOW_DTYPE: tl.constexpr, STEP: tl.constexpr, IS_ONE_STEP: tl.constexpr, IS_RANK_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One program quantizes `NUM_BLOCKS` blocks."""
     first = tl.program_id(0) * NUM_BLOCKS
     for index in tl.static_range(NUM_BLOCKS):
         if first + index < num_tiles:
             _quantize_tile(
-                matrix, tile_rows, status, differs, shift, first_tile + first + index, SOURCE, TARGET, NUM_FIELDS, BLOCK_N,
-                BLOCK_K, TILE_N, TILE_K, IS_UE8M0, AMAX_FLOOR, ROUND_TO_BF16, SATURATES, IS_ALIGNED, CHECK, WRITE, COMPARE,
+                matrix, tile_rows, status, differs, products, shift, first_tile + first + index, SOURCE, TARGET, NUM_FIELDS,
+                BLOCK_N, BLOCK_K, TILE_N, TILE_K, IS_UE8M0, AMAX_FLOOR, ROUND_TO_BF16, SATURATES, IS_ALIGNED, CHECK, WRITE,
+                COMPARE, LOW_DTYPE, STEP, IS_ONE_STEP, IS_RANK_ALIGNED,
             )  # fmt: skip
 
 
 @triton.jit
 def _quantize_tile(
-    matrix, tile_rows, status, differs, shift, tile,
+    matrix, tile_rows, status, differs, products, shift, tile,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     IS_UE8M0: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr,
     IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
+    LOW_DTYPE: tl.constexpr, STEP: tl.constexpr, IS_ONE_STEP: tl.constexpr, IS_RANK_ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one block; the arithmetic is `reference.quantize_reference`, bit for bit."""
-    row = _load_row(matrix, tile_rows, tile, NUM_FIELDS)
+    """Quantize one block; the arithmetic is `reference.quantize_reference`, bit for bit. If there is a `STEP` along the rank, a
+    product is added first, and the sum rounded as `triton_merge` rounds it.
+    """
+    number = tl.load(tile_rows + tile).to(tl.int64)
+    row = matrix + number * NUM_FIELDS
     source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
     target = tl.load(row + 1).to(tl.pointer_type(tl.float8e4nv))
     scale = tl.load(row + 2).to(tl.pointer_type(tl.float32))
@@ -196,7 +206,15 @@ def _quantize_tile(
     if TILE_K != BLOCK_K:
         mask = mask & (k < BLOCK_K)[None, :]
     source_at = source + first_n.to(tl.int64) * source_row + first_k.to(tl.int64) * source_col
+    if STEP:  # before the block is loaded: it would hold registers meanwhile
+        is_row, is_col = first_n + n < num_rows, first_k + k < num_cols
+        total, factor = product_of_block(
+            products, number, first_n + n, first_k + k, is_row, is_col, SOURCE, TILE_N, TILE_K, LOW_DTYPE, STEP, IS_ONE_STEP,
+            IS_RANK_ALIGNED,
+        )  # fmt: skip
     x = tl.load(source_at + n[:, None] * source_row + k[None, :] * source_col, mask=mask, other=0.0)
+    if STEP:
+        x = (x.to(tl.float32) + factor * total).to(SOURCE)
     if ROUND_TO_BF16:
         x = x.to(tl.bfloat16)
     amax_bits = _amax_bits(x)
@@ -246,14 +264,14 @@ def _bits(x):
 
 @triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
 def _copy_tiles(
-    matrix, tile_rows, status, differs, shift: tl.int64, first_tile, num_tiles,
+    matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     TILE: tl.constexpr, RULE: tl.constexpr,
     IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
 ):  # fmt: skip
     """One program copies one segment of one row. `RULE` is a `Check`: what to flag."""
     tile = first_tile + tl.program_id(0)
-    row = _load_row(matrix, tile_rows, tile, NUM_FIELDS)
+    row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
     source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
     target = tl.load(row + 1).to(tl.pointer_type(TARGET))
     num_cols = tl.load(row + 4)

@@ -14,27 +14,23 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8refit.fill.kernels.merge import Product
+from fp8refit.fill.kernels.products import ALIGNED, ProductKind, kind_of, step_of
 from fp8refit.fill.kernels.triton_launch import Launch, on_device
+from fp8refit.fill.kernels.triton_products import TRITON_DTYPES, constants_of, product_of_tile
 
 _TILE_N = 128
 _TILE_K = 128
 _ONE_STEP_TILE = 64, 256
 """Of ranks that take one step: without a loop along the rank, wide tiles are a seventh faster."""
-_LEAST_RANK, _MOST_RANK_BYTES = 16, 128
-"""Of one step along the rank: what a product of tiles takes at least, and at most without spilling registers."""
 _NUM_WARPS = 8
-_ALIGNED = 16
-"""Bytes of an address, and elements of a row, for the widest loads and stores."""
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _MOST_PRODUCTS = 1 << 15
 """In one launch; a grid has at most 65535 programs in its second dimension."""
 _MOST_KEPT_BYTES = 64 << 10
 """Of a table that is kept for the next refit."""
 _ROW = struct.Struct("=11qf4x")
 """What `_add_products` reads of a product: addresses and strides of `out`, `weight`, `up` and `down`; shape and rank; scale."""
-_Kind: TypeAlias = tuple[torch.device, torch.dtype, torch.dtype, int, bool, bool]
-"""Products that share a launch: device, dtype, dtype of the two matrices, step along the rank, whether the rank is aligned, and
-whether one step is all."""
+_Kind: TypeAlias = tuple[torch.device, torch.dtype, ProductKind]
+"""What the products of one launch have in common: the device and the dtype of their weights, and their kind."""
 
 
 def add_product_triton(weight: Tensor, up: Tensor, down: Tensor, scale: float, *, out: Tensor) -> Tensor:
@@ -43,13 +39,12 @@ def add_product_triton(weight: Tensor, up: Tensor, down: Tensor, scale: float, *
     num_tiles = -(-rows // _TILE_N) * -(-cols // _TILE_K)
     if not num_tiles:
         return out
-    step = _step(rank, weight.dtype)
     # Triton launches on the current device.
     with torch.cuda.device(weight.device if weight.is_cuda else -1):
         _add_product[num_tiles,](
             out, weight, up, down, scale, rows, cols, rank,
             out.stride(0), *weight.stride(), *up.stride(), *down.stride(),
-            TILE_N=_TILE_N, TILE_K=_TILE_K, STEP=step, num_warps=_NUM_WARPS,
+            TILE_N=_TILE_N, TILE_K=_TILE_K, STEP=step_of(rank, weight.dtype), num_warps=_NUM_WARPS,
         )  # fmt: skip
     return out
 
@@ -89,17 +84,13 @@ def _upload(rows: bytes, device: torch.device, stream: int) -> Tensor:
 @cache
 def _launch_of(kind: "_Kind") -> Launch:
     """One for each device, since a compiled kernel is loaded there."""
-    _, dtype, low_dtype, step, is_rank_aligned, is_one_step = kind
-    tile_n, tile_k = _tile(is_one_step)
-    constants = {
-        "DTYPE": _DTYPES[dtype],
-        "LOW_DTYPE": _DTYPES[low_dtype],
-        "IS_RANK_ALIGNED": is_rank_aligned,
+    _, dtype, product = kind
+    tile_n, tile_k = _tile(product.is_one_step)
+    constants = constants_of(product) | {
+        "DTYPE": TRITON_DTYPES[dtype],
         "NUM_FIELDS": _ROW.size // 8,
         "TILE_N": tile_n,
         "TILE_K": tile_k,
-        "STEP": step,
-        "IS_ONE_STEP": is_one_step,
     }
     return Launch(_add_products, constants, num_warps=_NUM_WARPS, num_stages=1)
 
@@ -108,46 +99,21 @@ def _tile(is_one_step: bool) -> tuple[int, int]:
     return _ONE_STEP_TILE if is_one_step else (_TILE_N, _TILE_K)
 
 
-@cache
-def _step(rank: int, dtype: torch.dtype) -> int:
-    return int(min(max(triton.next_power_of_2(rank), _LEAST_RANK), _MOST_RANK_BYTES // dtype.itemsize))
-
-
 def _describe(product: Product) -> tuple["_Kind", bytes, int] | None:
     """How a product is launched, its row of the table, and how many tiles it has. None if something has no dense rows, or
     what is large is not aligned.
     """
     weight, up, down, out = product.weight, product.up, product.down, product.out
-    device, dtype, low_dtype = weight.device, weight.dtype, up.dtype
-    if dtype not in _DTYPES or low_dtype not in _DTYPES or down.dtype is not low_dtype:
+    kind = kind_of(weight, up, down)
+    (rows, cols), (out_row, out_col), out_at = weight.shape, out.stride(), out.data_ptr()
+    if kind is None or not rows * cols or out_col != 1 or (out_row | out_at) % ALIGNED:
         return None
-    if up.device != device or down.device != device:
-        return None
-    (rows, cols), rank = weight.shape, up.shape[1]
-    at = out.data_ptr(), weight.data_ptr(), up.data_ptr(), down.data_ptr()
-    (out_row, out_col), (weight_row, weight_col), (up_row, up_col), (down_row, down_col) = (
-        out.stride(), weight.stride(), up.stride(), down.stride(),
+    row = _ROW.pack(
+        out_at, weight.data_ptr(), up.data_ptr(), down.data_ptr(), out_row, weight.stride(0), up.stride(0), down.stride(0),
+        rows, cols, up.shape[1], product.scale,
     )  # fmt: skip
-    if not rows * cols or not out_col == weight_col == up_col == down_col == 1:
-        return None
-    if (cols | out_row | weight_row | down_row | at[0] | at[1] | at[3]) % _ALIGNED:
-        return None
-    is_rank_aligned = not (rank | up_row | at[2]) % _ALIGNED
-    row = _ROW.pack(*at, out_row, weight_row, up_row, down_row, rows, cols, rank, product.scale)
-    step = _step(rank, dtype)
-    is_one_step = rank <= step
-    tile_n, tile_k = _tile(is_one_step)
-    num_tiles = -(-rows // tile_n) * -(-cols // tile_k)
-    return (device, dtype, low_dtype, step, is_rank_aligned, is_one_step), row, num_tiles
-
-
-@triton.jit
-def _add_step(total, up, down, n, k, r, up_row, down_row, is_row, is_col, rank, DTYPE: tl.constexpr):
-    """Add the product of the columns `r` of `up` and the rows `r` of `down`."""
-    is_rank = r < rank
-    a = tl.load(up + n[:, None] * up_row + r[None, :], mask=is_row[:, None] & is_rank[None, :], other=0.0)
-    b = tl.load(down + r[:, None] * down_row + k[None, :], mask=is_rank[:, None] & is_col[None, :], other=0.0)
-    return tl.dot(a.to(DTYPE), b.to(DTYPE), acc=total, input_precision="ieee")
+    tile_n, tile_k = _tile(kind.is_one_step)
+    return (weight.device, weight.dtype, kind), row, -(-rows // tile_n) * -(-cols // tile_k)
 
 
 @triton.jit
@@ -175,14 +141,10 @@ def _add_products(
             up, up_row, rank = tl.multiple_of(up, 16), tl.multiple_of(up_row, 16), tl.multiple_of(rank, 16)
         n = tl.program_id(0) // tiles_per_row * TILE_N + tl.arange(0, TILE_N)
         k = tl.program_id(0) % tiles_per_row * TILE_K + tl.arange(0, TILE_K)
-        r = tl.arange(0, STEP)
         is_row, is_col = n < num_rows, k < num_cols
-        total = tl.zeros((TILE_N, TILE_K), dtype=tl.float32)
-        if IS_ONE_STEP:
-            total = _add_step(total, up, down, n, k, r, up_row, down_row, is_row, is_col, rank, DTYPE)
-        else:
-            for first in range(0, rank, STEP):
-                total = _add_step(total, up, down, n, k, first + r, up_row, down_row, is_row, is_col, rank, DTYPE)
+        total = product_of_tile(
+            up, down, n, k, up_row, down_row, is_row, is_col, rank, DTYPE, TILE_N, TILE_K, STEP, IS_ONE_STEP
+        )
         mask = is_row[:, None] & is_col[None, :]
         held = tl.load(weight + n[:, None] * weight_row + k[None, :], mask=mask, other=0.0)
         merged = held.to(tl.float32) + scale * total

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from fp8refit.fill.kernels.products import LowRank, fields_of, of_boxes
 from fp8refit.fill.kernels.rows import (
     SOURCE,
     Rows,
@@ -17,6 +18,7 @@ from fp8refit.fill.kernels.rows import (
     in_order,
     join_rows,
     number_tiles,
+    products_of_places,
     rows_of_all,
     source_addresses,
 )
@@ -60,6 +62,8 @@ class TritonTable(WorkTable):
         self._first_rows: list[int] = np.searchsorted(rows.places, np.arange(rows.num_places + 1)).tolist()
         self._pointed_at = source_addresses(rows)
         """The source address that the rows of each place have."""
+        self._adds = products_of_places(rows)
+        """The products that they have."""
         with torch.inference_mode(False):  # tensors that can be written in any mode
             self._allocate(rows, tile_rows)
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -71,23 +75,21 @@ class TritonTable(WorkTable):
         self._single_launches: dict[tuple[int, bool, Action], list[tuple[Launcher, int, int]]] = {}
         """The launches for one place, by that place."""
         self.num_device_bytes = sum(
-            tensor.numel() * tensor.element_size() for tensor in (self._matrix, self._tile_rows, self._status)
+            each.nbytes for each in (self._matrix.there, self._products.there, self._tile_rows, self._status)
         )
 
     def _allocate(self, rows: Rows, tile_rows: np.ndarray) -> None:
         device, pinned = self._device, self._device.type == "cuda"
-        self._host_matrix = torch.empty(rows.fields.shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        self._host_view = self._host_matrix.numpy()
-        self._host_view[:] = rows.fields
-        self._matrix = torch.empty(rows.fields.shape, dtype=torch.int64, device=device)
+        self._matrix = _Numbers(rows.fields, device)
+        adds_any = any(kind.product is not None for kind in rows.kinds)
+        self._products = _Numbers(of_boxes(rows.products, rows.starts)[: None if adds_any else 0], device)
         self._tile_rows = torch.from_numpy(tile_rows).to(device)
         num_flags = -(-max(rows.num_tasks, 1) // _FLAGS_ALIGNMENT) * _FLAGS_ALIGNMENT
         self._status = torch.zeros((2, num_flags), dtype=torch.int32, device=device)
         """For each task whether its values are bad, and whether they differ from its target."""
         self._host_status = torch.zeros(self._status.shape, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._status_view = self._host_status.numpy()
-        self._matrix.copy_(self._host_matrix, non_blocking=True)
-        self._arrays = self._matrix, self._tile_rows, self._status[0], self._status[1]
+        self._arrays = self._matrix.there, self._tile_rows, self._status[0], self._status[1], self._products.there
 
     @override
     def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
@@ -111,6 +113,7 @@ class TritonTable(WorkTable):
         sources: Sequence[Tensor],
         addresses: Addresses | None = None,
         *,
+        products: Sequence[LowRank | None] = (),
         check: bool,
         action: Action = Action.WRITE,
     ) -> bool:
@@ -128,6 +131,8 @@ class TritonTable(WorkTable):
             known = addresses if addresses is not None else addresses_of(sources)
             if launches and not self._point(first, known):
                 return False
+        if any(products):
+            self._point_products(first, fields_of(products))
         with on_device(self._device):
             for launcher, first_tile, num_tiles in launches:
                 launcher.launch(self._arrays, shift, first_tile, num_tiles)
@@ -143,10 +148,21 @@ class TritonTable(WorkTable):
         by_row = addresses[rows.places[start:end] - first]
         if not np.array_equal(by_row % ALIGNMENT_BYTES, rows.alignment[start:end]):
             return False
-        self._host_view[start:end, SOURCE] = by_row + rows.byte_offsets[start:end]
-        self._matrix[start:end].copy_(self._host_matrix[start:end], non_blocking=True)
+        self._matrix.here[start:end, SOURCE] = by_row + rows.byte_offsets[start:end]
+        self._matrix.upload(start, end)
         self._pointed_at[first : first + len(addresses)] = addresses
         return True
+
+    def _point_products(self, first: int, products: np.ndarray) -> None:
+        """Have the rows of the places from `first` on add other products."""
+        last = first + len(products)
+        if products.tobytes() == self._adds[first:last].tobytes():
+            return
+        rows, start, end = self._rows, self._first_rows[first], self._first_rows[last]
+        by_row = products[rows.places[start:end] - first]
+        self._products.here[start:end] = of_boxes(by_row, rows.starts[start:end])
+        self._products.upload(start, end)
+        self._adds[first:last] = products
 
     def _launch_or_replay(self, *, check: bool, action: Action, begun: torch.cuda.Event | None) -> None:
         """Launch the kernels the first time, which compiles them; later replay the launches as one CUDA graph.
@@ -233,6 +249,26 @@ class TritonTable(WorkTable):
     @override
     def release(self) -> None:
         """A table holds addresses only."""
+
+
+class _Numbers:
+    """A matrix of int64 on a device, and its values on the host, from which rows are uploaded again.
+
+    Attributes:
+        here: On the host.
+        there: On the device.
+    """
+
+    def __init__(self, values: np.ndarray, device: torch.device) -> None:
+        self._host = torch.empty(values.shape, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self.here: np.ndarray = self._host.numpy()
+        self.here[:] = values
+        self.there = torch.empty(values.shape, dtype=torch.int64, device=device)
+        self.upload(0, len(values))
+
+    def upload(self, start: int, end: int) -> None:
+        """Upload some rows, on the current stream. They may be changed again once that is done."""
+        self.there[start:end].copy_(self._host[start:end], non_blocking=True)
 
 
 @lru_cache(maxsize=16)

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import prod
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fp8refit.fill.kernels.products import LowRank
 from fp8refit.live.layout_guard import Addresses
 from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat
 
@@ -47,6 +47,8 @@ class Task:
     """Indexes into the leading dimensions of `source`: one expert of a stack."""
     is_transposed: bool = False
     """Whether to transpose `source`."""
+    product: LowRank | None = None
+    """What is added to all of `source`, which is rounded to its dtype again, before the box is taken. See `rows.can_merge`."""
 
     def box(self, source: Tensor) -> Tensor:
         """The box of this task in `source`, which has the layout of the task's own source."""
@@ -54,6 +56,8 @@ class Task:
             source = source[index]
         if self.is_transposed:
             source = source.mT
+        if source.shape == self.target.shape:
+            return source
         for dim, (start, length) in enumerate(zip(self.offset, self.target.shape, strict=True)):
             if (start, length) != (0, source.shape[dim]):
                 source = source.narrow(dim, start, length)
@@ -67,7 +71,7 @@ class WorkTable(Protocol):
     """Device memory of the table itself."""
 
     def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
-        """Point the tasks at new `sources` with the same `source_layout`.
+        """Point the tasks at new `sources` with the same `source_layout`. Products stay what they are.
 
         Waits for a launch whose `bad_tasks` was never called, and drops its flags.
 
@@ -94,6 +98,7 @@ class WorkTable(Protocol):
         sources: Sequence[Tensor],
         addresses: Addresses | None = None,
         *,
+        products: Sequence[LowRank | None] = (),
         check: bool,
         action: Action = Action.WRITE,
     ) -> bool:
@@ -105,6 +110,7 @@ class WorkTable(Protocol):
             first: The place of the first source.
             sources: The sources from that place on.
             addresses: Their addresses, if known.
+            products: For each source what is added to it, of the same kind as in its tasks; may be left out if all have none.
             check: See `launch`.
             action: What to do.
 
@@ -155,13 +161,13 @@ def have_layouts(sources: Mapping[str, Tensor], layouts: Mapping[str, SourceLayo
 
 def is_empty(task: Task) -> bool:
     """Whether the task moves nothing."""
-    return prod(task.target.shape) == 0
+    return not task.target.numel()
 
 
 def assert_is_writable(task: Task) -> None:
     """Check what the kernels rely on: dense rows in every target."""
     for tensor in (task.target, task.scale):
-        if tensor is not None and tensor.ndim and tensor.shape[-1] > 1:
-            assert tensor.stride(-1) == 1, f"{task.op=} {tensor.shape=} {tensor.stride()=}"
+        if tensor is not None and tensor.ndim and tensor.stride(-1) != 1:
+            assert tensor.shape[-1] <= 1, f"{task.op=} {tensor.shape=} {tensor.stride()=}"
     if task.op in (Op.QUANTIZE, Op.COPY_CODES):
         assert task.target.dtype is FP8_DTYPE, f"{task.target.dtype=}"

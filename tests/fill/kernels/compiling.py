@@ -4,7 +4,10 @@ python compiling.py 90        # the compute capability
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 
 import torch
@@ -14,6 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fp8refit.fill.kernels.merge import Product
+from fp8refit.fill.kernels.products import LowRank
 from fp8refit.fill.kernels.triton_amax import raise_maxima_triton
 from fp8refit.fill.kernels.triton_groups import quantize_groups
 from fp8refit.fill.kernels.triton_merge import add_product_triton, add_products_triton
@@ -47,6 +51,7 @@ def main() -> None:
         found = {
             "kernel": kernel.__name__,
             "shared_bytes": compiled.metadata.shared,
+            "stack_bytes": stack_bytes(compiled.asm["cubin"]),
             "has_code": "cubin" in compiled.asm,
         }
         print(json.dumps(found), flush=True)
@@ -63,8 +68,21 @@ def main() -> None:
         quantize_groups(weight, ScaleFormat.UE8M0, is_transposed=True)
         raise_maxima_triton(torch.zeros(3, dtype=torch.int32), 0, [weight, None, weight])
         launch_all([task(Op.QUANTIZE, weight), task(Op.COPY, weight)])
+        launch_all([replace(task(Op.QUANTIZE, weight), product=LowRank(up, down, 0.5))])
+    in_steps = LowRank(torch.zeros(256, 100).bfloat16(), torch.zeros(100, 384).bfloat16(), 0.5)
+    launch_all([replace(task(Op.QUANTIZE, torch.zeros(256, 384).bfloat16()), product=in_steps)])
     codes, scale = torch.zeros(256, 384).to(torch.float8_e4m3fn), torch.ones(2, 3)
     launch_all([task(Op.COPY_CODES, codes), task(Op.COPY_SCALES, scale)])
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """What a program keeps in memory for want of registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", told)[1])
 
 
 def launch_all(tasks: list[Task]) -> None:

@@ -11,6 +11,9 @@ def variant(request):
     return request.param
 
 
+ONLY_KERNELS = pytest.mark.parametrize("variant", ["kernel"])
+
+
 @pytest.fixture
 def device(variant, device):
     """The CPU for torch, which merges these dtypes only there: on CUDA its product of BF16 is rounded more than once."""
@@ -80,6 +83,7 @@ def test_inf_and_nan_stay_what_they_are(device, add_product):
     assert weight[0, 0].isnan() and weight[1, 1].isinf() and weight.isfinite().sum() == 128 * 128 - 2
 
 
+@ONLY_KERNELS
 @pytest.mark.parametrize("low_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_many_in_one_launch_are_each_as_alone(dtype, low_dtype, device):
@@ -101,6 +105,7 @@ def test_many_in_one_launch_are_each_as_alone(dtype, low_dtype, device):
         assert_merged(each.out, each.weight, each.up.to(dtype), each.down.to(dtype), each.scale)
 
 
+@ONLY_KERNELS
 def test_the_table_of_the_same_products_is_kept_and_values_are_read_again(device):
     from fp8refit.fill.kernels.triton_merge import _upload, add_products_triton
 
@@ -118,6 +123,7 @@ def test_the_table_of_the_same_products_is_kept_and_values_are_read_again(device
     assert_merged(tensors["out"], tensors["weight"], tensors["up"], tensors["down"], 0.5)
 
 
+@ONLY_KERNELS
 def test_unusual_layouts_are_left_to_the_kernel_for_one(device):
     from fp8refit.fill.kernels.triton_merge import add_products_triton
 

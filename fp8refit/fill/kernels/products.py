@@ -1,0 +1,97 @@
+"""Products of two low-rank matrices that are added to weights, and how the kernels take them.
+
+Kernels read addresses from memory, which say nothing of their alignment, and loads through them would be scalar: `kind_of` says
+what a kernel is compiled for, and which products only the kernel for one takes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
+ALIGNED = 16
+"""Bytes of an address, and elements of a row, for the widest loads and stores."""
+_LEAST_RANK, _MOST_RANK_BYTES = 16, 128
+"""Of one step along the rank: what a product of tiles takes at least, and at most without spilling registers."""
+
+PRODUCT_FIELDS = ("up", "down", "up_row", "down_row", "rank", "scale")
+NUM_PRODUCT_FIELDS = len(PRODUCT_FIELDS)
+UP, DOWN, UP_ROW, SCALE = map(PRODUCT_FIELDS.index, ("up", "down", "up_row", "scale"))
+
+
+@dataclass(slots=True, eq=False)
+class LowRank:
+    """`scale * up @ down`, to be added to a weight (N, K). Not frozen, which takes the host three times as long."""
+
+    up: Tensor
+    """(N, R), any floating dtype."""
+    down: Tensor
+    """(R, K), likewise."""
+    scale: float
+
+
+class ProductKind(NamedTuple):
+    """What the products of one launch have in common: constants that its kernel is compiled for."""
+
+    low_dtype: torch.dtype
+    """Of the two matrices."""
+    step: int
+    """Along the rank."""
+    is_one_step: bool
+    is_rank_aligned: bool
+    """Whether rows of `up` can be read with the widest loads."""
+
+
+def kind_of(weight: Tensor, up: Tensor, down: Tensor) -> ProductKind | None:
+    """The kind of a product that is added to `weight`. None if something has no dense rows, lies on another device, or is large
+    and not aligned.
+    """
+    dtype, low_dtype, device = weight.dtype, up.dtype, weight.device
+    if dtype not in _DTYPES or low_dtype not in _DTYPES or down.dtype is not low_dtype:
+        return None
+    if up.device != device or down.device != device or weight.ndim != 2:
+        return None
+    (weight_row, weight_col), (up_row, up_col), (down_row, down_col) = weight.stride(), up.stride(), down.stride()
+    if not weight_col == up_col == down_col == 1:
+        return None
+    if (weight.shape[1] | weight_row | down_row | weight.data_ptr() | down.data_ptr()) % ALIGNED:
+        return None
+    rank = up.shape[1]
+    step = step_of(rank, dtype)
+    return ProductKind(low_dtype, step, rank <= step, not (rank | up_row | up.data_ptr()) % ALIGNED)
+
+
+def step_of(rank: int, dtype: torch.dtype) -> int:
+    """How much of a rank kernels take at once: a power of two."""
+    return min(max(1 << (rank - 1).bit_length(), _LEAST_RANK), _MOST_RANK_BYTES // dtype.itemsize)
+
+
+def fields_of(products: Sequence[LowRank | None]) -> np.ndarray:
+    """Their rows of a table, (products, fields) int64, zeros for None."""
+    fields = np.zeros((len(products), NUM_PRODUCT_FIELDS), dtype=np.int64)
+    there = [number for number, each in enumerate(products) if each is not None]
+    held = [each for each in products if each is not None]
+    if held:
+        fields[there, :SCALE] = [
+            (each.up.data_ptr(), each.down.data_ptr(), each.up.stride(0), each.down.stride(0), each.up.shape[1])
+            for each in held
+        ]
+        fields[there, SCALE] = np.array([each.scale for each in held], dtype=np.float32).view(np.int32)
+    return fields
+
+
+def of_boxes(fields: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The rows of products that are added to boxes.
+
+    Args:
+        fields: Those of the whole weights, (boxes, fields).
+        starts: First row and first column of each box in its weight, each times the bytes of an element of `up` and `down`.
+    """
+    shifted = fields.copy()
+    shifted[:, UP] += starts[:, 0] * fields[:, UP_ROW]
+    shifted[:, DOWN] += starts[:, 1]
+    return shifted
