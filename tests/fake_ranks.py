@@ -100,6 +100,7 @@ def experts(expert: int, rank: int, num_ranks: int) -> list[tuple[str, int, int]
     return [(name, rank, -num_ranks if "down" in name else num_ranks) for name in parts]
 
 
+_REPLICATED = [whole(Q_PROJ), whole(O_PROJ), whole(UP_PROJ), whole(K_PROJ), whole(NORM), whole(BIAS)]
 LAYOUTS = {
     "tensor": [_tensor_parallel(0), _tensor_parallel(1)],
     "pipeline": [
@@ -110,11 +111,13 @@ LAYOUTS = {
         [rows(Q_PROJ, 0), whole(NORM), whole(EXPERT_0)],
         [rows(Q_PROJ, 1), whole(NORM), whole(EXPERT_1)],
     ],
-    "replicated": [[whole(Q_PROJ), whole(O_PROJ), whole(UP_PROJ), whole(K_PROJ), whole(NORM), whole(BIAS)]] * 2,
+    "replicated": [_REPLICATED] * 2,
     "experts in parts": [[whole(NORM), *experts(0, rank, 2), *experts(1, rank, 2)] for rank in range(2)],
     "experts apart": [[whole(NORM), *experts(rank, 0, 1)] for rank in range(2)],
 }
 """What each rank holds: the name of a checkpoint tensor, and which one of how many equal parts; of columns if negative."""
+ONE_RANK = {"alone": [_REPLICATED]}
+"""The layout of an engine of one rank; those above have two."""
 
 
 class Shard(nn.Module):
@@ -245,12 +248,12 @@ class Cluster:
     """The ranks themselves, without a driver.
 
     Args:
-        layout: One of `LAYOUTS`.
+        layout: One of `LAYOUTS` or `ONE_RANK`.
         kv: Attention layers with an FP8 KV cache, of each rank; without any there is no such cache.
     """
 
     def __init__(self, layout: str = "tensor", *, kv: Sequence[Sequence[str]] = ()) -> None:
-        self.shards = [Shard(parts) for parts in LAYOUTS[layout]]
+        self.shards = [Shard(parts) for parts in (LAYOUTS | ONE_RANK)[layout]]
         for shard, layers in zip(self.shards, kv, strict=False):
             shard.kv = FakeKvCache(*layers)
         meeting = Meeting(len(self.shards))

@@ -22,6 +22,13 @@ RAW = {
 """Ways to ask a server with a token for what it does not do: status, and what it says."""
 
 
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
 def option(name: str, value: Any) -> list[str]:
     """One setting of a server as its command line takes it."""
     flag = "--" + name.replace("_", "-")

@@ -1,7 +1,9 @@
 """Drives an SGLang engine from the process that takes its requests, which is the user's or a server's."""
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -11,8 +13,9 @@ from fp8refit.driver import engine
 from fp8refit.driver.admission import cache_kept, unfinished
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.remote.channel import Channel
-from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
-from fp8refit.transport.loopback import Switchboard
+from fp8refit.remote.message_pairs import PairAnswers, Pairs
+from fp8refit.remote.messages import have_done
+from fp8refit.transport.loopback import Switchboard, Tell
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.worker import FLUSH, KEPT
 
@@ -88,28 +91,74 @@ class Driver(engine.Driver, Channel, Pairs):
     @override
     async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
         """Send a message. The engine's event loop does not run until the answers are awaited."""
-        return self._drive_to_end(await self._drive(self._tell(message, timeout_s)))
-
-    async def _drive_to_end(self, answers: asyncio.Future[Sequence[str]]) -> Sequence[str]:
-        async def wait() -> Sequence[str]:
-            return await answers
-
-        return await self._drive(wait())
-
-    async def _tell(self, message: str, timeout_s: float) -> asyncio.Future[Sequence[str]]:
-        """Send a message to every rank, and return the pending answers."""
-        told = asyncio.Event()
-        asking = self._switchboard.ask(message, self._ring, timeout_s=timeout_s, on_told=told.set)
-        answers, waiting = asyncio.ensure_future(asking), asyncio.ensure_future(told.wait())
-        try:
-            await asyncio.wait((answers, waiting), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-        return answers
+        return await self._begun(partial(self._switchboard.ask, message, self._ring, timeout_s=timeout_s))
 
     @override
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
+        return await self._drive(self._talk_of_pair(first, second, timeouts_s))
+
+    @property
+    @override
+    def can_begin(self) -> bool:
+        return True
+
+    @override
+    async def begin_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> Awaitable[PairAnswers]:
+        """Send both messages. This returns when the ranks have the second, or cannot get it."""
+        return await self._begun(partial(self._talk_of_pair, first, second, timeouts_s))
+
+    async def _talk_of_pair(
+        self,
+        first: str,
+        second: str,
+        timeouts_s: tuple[float, float],
+        *,
+        on_told: Callable[[], object] | None = None,
+    ) -> PairAnswers:
+        """Send both messages, and between them the order to drop caches, in one conversation.
+
+        A scheduler that cannot drop them yet has to go on before it is asked again.
+        """
+
+        async def talk(tell: Tell) -> PairAnswers | None:
+            answers = await tell(first, is_last=False, timeout_s=timeouts_s[0])
+            if not have_done(answers, first):
+                return PairAnswers(answers=answers, is_refused=True, flush_s=0.0)
+            start_s = time.perf_counter()
+            if KEPT in await tell(FLUSH, is_last=False, timeout_s=self._timeout_s):
+                return None
+            flush_s = time.perf_counter() - start_s
+            answers = await tell(second, timeout_s=timeouts_s[1], on_told=on_told)
+            return PairAnswers(answers=answers, is_refused=False, flush_s=flush_s)
+
+        pair = await self._switchboard.talk(talk, self._ring, timeout_s=sum(timeouts_s) + self._timeout_s)
+        if pair is not None:
+            return pair
+        start_s = time.perf_counter()
+        await self.flush_caches()
+        flush_s = time.perf_counter() - start_s
+        answers = await self._switchboard.ask(second, self._ring, timeout_s=timeouts_s[1], on_told=on_told)
+        return PairAnswers(answers=answers, is_refused=False, flush_s=flush_s)
+
+    async def _begun(self, ask: Callable[..., Awaitable[T]]) -> Awaitable[T]:
+        """Start to ask, with a keyword `on_told`, and return when the ranks have the message."""
+
+        async def tell() -> asyncio.Future[T]:
+            told = asyncio.Event()
+            answers, waiting = asyncio.ensure_future(ask(on_told=told.set)), asyncio.ensure_future(told.wait())
+            try:
+                await asyncio.wait((answers, waiting), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                waiting.cancel()
+            return answers
+
+        return self._drive_to_end(await self._drive(tell()))
+
+    async def _drive_to_end(self, answers: asyncio.Future[T]) -> T:
+        async def wait() -> T:
+            return await answers
+
+        return await self._drive(wait())
 
     async def _ring(self, address: str) -> None:
         success, said = await self._controls.ring(address)

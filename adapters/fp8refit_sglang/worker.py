@@ -75,14 +75,15 @@ class RankEndpoint:
         self._server = RankServer(lambda: rank_of(scheduler))
 
     def answer(self, address: str) -> None:
-        """Receive one message from the driver at `address`, and answer it.
+        """Answer what the driver at `address` says.
 
         Raises:
             RankFailedError: The driver is gone.
         """
         connection = RankConnection(address, self._scheduler.rank, timeout_s=RefitConfig().timeout_s)
         try:
-            connection.answer(self._obey(connection.hear()))
+            for message in connection.messages():
+                connection.answer(self._obey(message))
         finally:
             connection.close()
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -14,8 +14,9 @@ from fp8refit.driver.engine import Driver
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
 from fp8refit.remote.channel import Channel
 from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
-from fp8refit_vllm.compat import pause_generation, token_ids
+from fp8refit_vllm.compat import token_ids
 from fp8refit_vllm.core import Outcome
+from fp8refit_vllm.core_compat import pause_generation, until_answered
 from fp8refit_vllm.driver import channel_lost, error_of, kept, pair_answers, pair_caller, tokenized
 from fp8refit_vllm.gate import LlmGate
 
@@ -69,14 +70,14 @@ class AsyncDriver(Driver, Channel, Pairs):
         num_unfinished = self._num_unfinished
         self._close_gate()
         try:
-            await asyncio.wait_for(pause_generation(self._llm, config.in_flight), config.timeout_s)
+            await self._answer(pause_generation(self._llm, config.in_flight), config.timeout_s)
         except BaseException as error:
             # Also on cancellation: no request may be left waiting at a gate that nobody will open.
             if refused_because is not None:
                 self._close_gate().refuse(refused_because)
             else:
                 await self.resume()
-            if isinstance(error, TimeoutError):
+            if isinstance(error, TimeoutError) and not self._llm.errored:
                 raise still_running(num_unfinished, config.timeout_s) from None
             if isinstance(error, Exception):
                 raise error_of(error) from error
@@ -137,10 +138,7 @@ class AsyncDriver(Driver, Channel, Pairs):
 
     @override
     async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
-        answers = asyncio.ensure_future(self.call(message, timeout_s=timeout_s))
-        for _ in range(_STEPS_TO_SEND):
-            await asyncio.sleep(0)
-        return answers
+        return await _begun(self.call(message, timeout_s=timeout_s))
 
     @override
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
@@ -158,6 +156,15 @@ class AsyncDriver(Driver, Channel, Pairs):
         return pair_answers(outcome)
 
     @property
+    @override
+    def can_begin(self) -> bool:
+        return pair_caller(self._llm, self._method, keeps_requests=True) is not None
+
+    @override
+    async def begin_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> Awaitable[PairAnswers]:
+        return await _begun(self.call_pair(first, second, timeouts_s=timeouts_s))
+
+    @property
     def _num_unfinished(self) -> int:
         return int(self._llm.output_processor.get_num_unfinished_requests())
 
@@ -169,11 +176,21 @@ class AsyncDriver(Driver, Channel, Pairs):
             RankFailedError: It raised something.
         """
         try:
-            return await asyncio.wait_for(call, self._timeout_s if timeout_s is None else timeout_s)
+            return await self._answer(call, self._timeout_s if timeout_s is None else timeout_s)
         except Exception as error:  # see `error_of`
             if self._llm.errored:
                 raise EngineLostError(f"the engine core died ({error}); restart the engine") from error
             raise error_of(error) from error
+
+    async def _answer(self, call: Awaitable[T], timeout_s: float) -> T:
+        """See `fp8refit_vllm.core_compat.until_answered`."""
+        answer = asyncio.ensure_future(call)
+        try:
+            for wait_s in until_answered(answer.done, timeout_s, lambda: bool(self._llm.errored)):
+                await asyncio.wait((answer,), timeout=wait_s)
+            return answer.result()
+        finally:
+            answer.cancel()
 
     def _close_gate(self) -> LlmGate:
         if self._gate is None:
@@ -183,3 +200,15 @@ class AsyncDriver(Driver, Channel, Pairs):
 
     def _do_not_stay_paused(self) -> None:
         self._was_paused = False
+
+
+async def _begun(call: Coroutine[Any, Any, T]) -> Awaitable[T]:
+    """Start a call to the engine core, and return once it has been sent."""
+    begun = asyncio.ensure_future(call)
+    try:
+        for _ in range(_STEPS_TO_SEND):
+            await asyncio.sleep(0)
+    except BaseException:
+        begun.cancel()
+        raise
+    return begun

@@ -14,7 +14,8 @@ from fp8refit.bench.engine import Strategy
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Inventory
-from fp8refit_vllm.compat import VERSIONS, in_process_executor
+from fp8refit_vllm.compat import VERSIONS
+from fp8refit_vllm.core_compat import in_process_executor
 from fp8refit_vllm.layout import read_inventory
 from fp8refit_vllm.twin import twin_of
 

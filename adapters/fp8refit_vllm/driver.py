@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -19,15 +20,17 @@ from fp8refit.errors import (
 )
 from fp8refit.remote.channel import Channel
 from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
-from fp8refit_vllm.compat import (
+from fp8refit_vllm.compat import token_ids
+from fp8refit_vllm.core import CORE_METHOD, Outcome
+from fp8refit_vllm.core_compat import (
     begin_in_workers,
     call_in_time,
+    core_beginner,
     core_caller,
     in_process_executor,
+    is_core_dead,
     says_dead,
-    token_ids,
 )
-from fp8refit_vllm.core import CORE_METHOD, Outcome
 from fp8refit_vllm.worker import PLUGIN_METHOD
 
 T = TypeVar("T")
@@ -66,17 +69,24 @@ def tokenized(found: list[list[int]] | None) -> list[list[int]]:
     return found
 
 
-def pair_caller(engine: Any, method: str, *, keeps_requests: bool) -> Callable[..., Any] | None:
+def pair_caller(
+    engine: Any,
+    method: str,
+    *,
+    keeps_requests: bool,
+    reach: Callable[[Any], Callable[..., Any] | None] = core_caller,
+) -> Callable[..., Any] | None:
     """A function that sends two messages to the engine core in one exchange and returns an `Outcome`.
 
     None if the core lacks our method, or if the model is multimodal: then not all caches are in the core.
 
     Args:
-        engine: See `fp8refit_vllm.compat.core_caller`.
+        engine: See `fp8refit_vllm.core_compat.core_caller`.
         method: Name of the worker method that takes our messages.
         keeps_requests: Whether running requests were kept, so that their KV must be recomputed.
+        reach: How to call the core: `core_caller`, or `core_beginner` for a function that waits for the outcome.
     """
-    call_core, config = core_caller(engine), engine.vllm_config
+    call_core, config = reach(engine), engine.vllm_config
     if call_core is None or method != PLUGIN_METHOD or config.model_config.is_multimodal_model:
         return None
     has_connector = config.kv_transfer_config is not None
@@ -198,6 +208,29 @@ class SyncDriver(Driver, Channel, Pairs):
         self._published = outcome.version or None
         return pair_answers(outcome)
 
+    @property
+    @override
+    def can_begin(self) -> bool:
+        return self._pair_beginner() is not None
+
+    @override
+    async def begin_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> Awaitable[PairAnswers]:
+        begin = self._pair_beginner()
+        assert begin is not None, "can_begin says so"
+        self._published = None
+        with _errors_of_channel():
+            wait = begin(first, second, timeouts_s)
+        return self._wait_for_pair(wait, sum(timeouts_s) + self._timeout_s)
+
+    def _pair_beginner(self) -> Callable[..., Any] | None:
+        return pair_caller(self._engine, self._method, keeps_requests=False, reach=core_beginner)
+
+    async def _wait_for_pair(self, wait: Callable[[float], Sequence[Any]], timeout_s: float) -> PairAnswers:
+        with _errors_of_channel():
+            outcome = Outcome(*wait(timeout_s))
+        self._published = outcome.version or None
+        return pair_answers(outcome)
+
     def _ask(self, call: Callable[[], T], *, timeout_s: float | None = None) -> T:
         """Call vLLM, with a time limit if its engine core is in another process.
 
@@ -208,7 +241,8 @@ class SyncDriver(Driver, Channel, Pairs):
         try:
             if self._executor is not None:
                 return call()
-            return call_in_time(call, self._timeout_s if timeout_s is None else timeout_s)
+            timeout_s = self._timeout_s if timeout_s is None else timeout_s
+            return call_in_time(call, timeout_s, partial(is_core_dead, self._engine))
         except Exception as error:  # see `error_of`
             raise error_of(error) from error
 

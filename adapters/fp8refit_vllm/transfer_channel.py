@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError, TransportError, UnsupportedEngineError
 from fp8refit.remote.channel import Channel
-from fp8refit_vllm.compat import call_in_time, takes_version
+from fp8refit_vllm.compat import takes_version
+from fp8refit_vllm.core_compat import call_in_time
 from fp8refit_vllm.letters import Invitation, Letter, Presence
 from fp8refit_vllm.mailbox import Mailbox
 from fp8refit_vllm.transfer_rank import FINDING_S, PRESENCE

@@ -12,7 +12,7 @@ from typing import Any
 from fp8refit.errors import TransportError
 from fp8refit.transport.memory.segment import Segment
 from fp8refit.transport.shared_flag import SharedFlag
-from fp8refit_vllm.compat import StepOutputs, drop_core_caches, publish_in_core, refuse_in_core
+from fp8refit_vllm.core_compat import StepOutputs, drop_core_caches, publish_in_core, refuse_in_core
 
 logger = logging.getLogger(__name__)
 

@@ -24,16 +24,14 @@ from fp8refit.transport.shared_flag import SharedFlag
 from fp8refit.transport.vote import Group
 from fp8refit_vllm.compat import (
     VERSIONS,
-    add_to_core,
     draft_method,
     engine_process_group,
     has_dummy_weights,
-    on_core_start,
     on_deep_sleep,
-    raise_refusals,
     register_transfer,
 )
 from fp8refit_vllm.core import CORE_METHOD, carry_out
+from fp8refit_vllm.core_compat import add_to_core, on_core_start, raise_refusals
 from fp8refit_vllm.drop_in import install, quantize_at_boot
 from fp8refit_vllm.experts import is_experts, sync_experts
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales

@@ -117,7 +117,7 @@ class _Asked(Connection):
             ) from error
 
 
-class _HostControls(DelegatingEngine):
+class _HostControls(DelegatingEngine, Pairs):
     """See `fp8refit.remote.servers.order_handler.Controls`."""
 
     def __init__(self, engine: Engine) -> None:

@@ -94,8 +94,8 @@ class Refitter(Closing):
     ) -> RefitReport:
         """Make the engine serve the policy in `state_dict`, all or nothing.
 
-        An error before the first byte is written leaves the engine serving as before. A later error leaves it dirty: it
-        refuses requests until a `refit` succeeds.
+        An error before the first byte is written leaves the engine serving as before; an iterator may then have been read in
+        part. A later error leaves the engine dirty: it refuses requests until a `refit` succeeds.
 
         If the engine has one driver per rank (vLLM's `external_launcher`), each driver calls this with the same policy,
         and all return or raise the same. The same holds for the ranks of a trainer whose state dict has DTensors, which

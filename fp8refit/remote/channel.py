@@ -11,7 +11,7 @@ from fp8refit import __version__
 from fp8refit.config import LONGEST_WAIT_S, RefitConfig
 from fp8refit.errors import EngineLostError, RankFailedError
 from fp8refit.remote import messages
-from fp8refit.remote.message_pairs import Pairs
+from fp8refit.remote.message_pairs import PairAnswers, Pairs
 from fp8refit.remote.messages import PROTOCOL, Reply, Request
 from fp8refit.report import RankReport
 from fp8refit.transport.vote import merge_errors
@@ -121,27 +121,42 @@ class AskedRanks:
         """
         self._check_is_there()
         held, self._held = self._held, None  # any other order drops it
-        self._flush_s = 0.0
+        if isinstance(order, messages.Prepare):
+            self._flush_s = 0.0
         request, timeout_s = Request(id=uuid.uuid4().hex, order=order), self._timeout_s(order, num_votes)
         if held is not None and isinstance(order, messages.Write | messages.Take):
-            return self._judge(await self._reach(self._exchange_pair(held, request, timeout_s)))
+            assert self.pairs is not None, "something was held"
+            timeouts_s = self._timeout_s(held.order), timeout_s
+            answers = self.pairs.call_pair(held.encode(), request.encode(), timeouts_s=timeouts_s)
+            return await self._hear_pair(answers, held, request)
         return await self._hear(self.channel.call(request.encode(), timeout_s=timeout_s), request)
 
-    async def begin(self, order: messages.Order) -> Awaitable[Sequence[Reply]] | None:
-        """Send an order, and return an awaitable for the replies; None, with nothing sent, if the engine only supports
-        `call`.
+    async def begin(self, order: messages.Order, *, num_votes: int = 1) -> Awaitable[Sequence[Reply]] | None:
+        """Send an order, with the one that is held back, and return an awaitable for the replies; None, with nothing sent, if
+        the engine only supports `call`.
         """
         self._check_is_there()
-        request = Request(id=uuid.uuid4().hex, order=order)
-        answers = await self._reach(self.channel.begin(request.encode(), timeout_s=self._timeout_s(order)))
+        held, self._held = self._held, None
+        request, timeout_s = Request(id=uuid.uuid4().hex, order=order), self._timeout_s(order, num_votes)
+        if held is not None:
+            assert self.pairs is not None, "something was held"
+            timeouts_s = self._timeout_s(held.order), timeout_s
+            pair = await self._reach(self.pairs.begin_pair(held.encode(), request.encode(), timeouts_s=timeouts_s))
+            return self._hear_pair(pair, held, request)
+        answers = await self._reach(self.channel.begin(request.encode(), timeout_s=timeout_s))
         return self._hear(answers, request) if answers is not None else None
 
-    def hold(self, order: messages.Prepare) -> bool:
-        """Hold an order back to send it with the next one; False if the engine does not take both at once."""
-        if self.pairs is None or self.config.in_flight == "abort":
+    def hold(self, order: messages.Prepare, *, begins: bool = False) -> bool:
+        """Hold an order back to send it with the next one; False if the engine does not take both at once.
+
+        Args:
+            order: The order.
+            begins: Whether the next one is sent by `begin`.
+        """
+        if self.pairs is None or self.config.in_flight == "abort" or (begins and not self.pairs.can_begin):
             return False
         self._check_is_there()
-        self._held = Request(id=uuid.uuid4().hex, order=order)
+        self._held, self._flush_s = Request(id=uuid.uuid4().hex, order=order), 0.0
         return True
 
     def start_over(self) -> None:
@@ -172,6 +187,16 @@ class AskedRanks:
 
         return self._judge(await self._reach(replies()))
 
+    async def _hear_pair(self, pair: Awaitable[PairAnswers], held: Request, request: Request) -> list[Reply]:
+        """Wait for every rank's reply to the last of two requests that was sent; see `ask`."""
+
+        async def replies() -> list[Reply]:
+            told = await pair
+            self._flush_s, self.has_refused = told.flush_s, told.is_refused
+            return _replies(told.answers, held if told.is_refused else request)
+
+        return self._judge(await self._reach(replies()))
+
     async def _reach(self, step: Awaitable[T]) -> T:
         """Await a step, and remember if it shows that the engine is lost."""
         try:
@@ -192,16 +217,6 @@ class AskedRanks:
                 self.lost_because = str(error)
             raise error
         return replies
-
-    async def _exchange_pair(self, held: Request, request: Request, timeout_s: float) -> list[Reply]:
-        """Send the held request and, if all ranks succeed, another one. Returns the replies to the last request
-        sent.
-        """
-        assert self.pairs is not None, "something was held"
-        timeouts_s = self._timeout_s(held.order), timeout_s
-        pair = await self.pairs.call_pair(held.encode(), request.encode(), timeouts_s=timeouts_s)
-        self._flush_s, self.has_refused = pair.flush_s, pair.is_refused
-        return _replies(pair.answers, held if pair.is_refused else request)
 
     def _timeout_s(self, order: messages.Order, num_votes: int | None = None) -> float:
         """Seconds to wait for the ranks."""

@@ -16,11 +16,11 @@ from fp8refit.remote.packing import Packed, Packer
 from fp8refit.sources.row_runs import MakesPieces, Piece, Recipe, in_recipes
 from fp8refit.sources.source import Source
 from fp8refit.transport.error_capture import ErrorCapture
-from fp8refit.transport.memory.ring import NUM_SETS, Ring
+from fp8refit.transport.memory.ring import NUM_SETS, Call, Ring
 
 _POLL_S, _SLOWEST_POLL_S = 2e-5, 1e-3
-_SPINNING_S = 1e-3
-"""Seconds to poll ranks without pause: the shortest sleep takes as long as half a bucket."""
+_SPINNING_S = 5e-3
+"""Seconds to poll ranks without pause: the shortest sleep takes as long as half a bucket, and a bucket of 1 GiB takes 2 ms."""
 _PATIENCE_S = 0.25
 """Seconds to poll ranks that take nothing before waiting for their answer: they may have died."""
 
@@ -38,11 +38,11 @@ class Asks(Protocol):
         """Number of ranks."""
         ...
 
-    async def ask(self, order: messages.Order) -> Sequence[Reply]:
+    async def ask(self, order: messages.Order, *, num_votes: int = 1) -> Sequence[Reply]:
         """Send an order, and return the replies."""
         ...
 
-    async def begin(self, order: messages.Order) -> Awaitable[Sequence[Reply]] | None:
+    async def begin(self, order: messages.Order, *, num_votes: int = 1) -> Awaitable[Sequence[Reply]] | None:
         """Send an order, and return an awaitable for the replies; None, with nothing sent, if only `ask` is
         possible.
         """
@@ -50,17 +50,19 @@ class Asks(Protocol):
 
 
 class Handing:
-    """Hands one stream to the ranks, which have already prepared for it.
+    """Hands one stream to the ranks. They have prepared for it, or do so with its first order.
 
     Args:
         asks: Sends orders to the ranks.
         packer: Packs the stream.
         ring: Tells the ranks what was packed.
         refit: Id of the refit.
+        num_votes: How many votes the ranks hold at the end.
     """
 
-    def __init__(self, asks: Asks, packer: Packer, ring: Ring, refit: str) -> None:
+    def __init__(self, asks: Asks, packer: Packer, ring: Ring, refit: str, *, num_votes: int = 1) -> None:
         self._asks, self._packer, self._ring = asks, packer, ring
+        self._refit, self._num_votes = refit, num_votes
         self._order = messages.Stream(refit=refit, ring=ring.segment)
         self._packed: Packed | None = None
         """The set whose text is sent once the device has packed it."""
@@ -92,10 +94,13 @@ class Handing:
             pieces.close()
         self._packer.end()
 
-    async def hand_over(self) -> None:
-        """Read the source that was opened to its end, and return when every rank has taken all of it.
+    async def hand_over(self) -> Sequence[Reply]:
+        """Read the source that was opened to its end, and return when every rank has taken all of it and finished.
 
         However it ends, no rank is at work any more; unless the engine is lost.
+
+        Returns:
+            What the ranks replied to the order to finish.
 
         Raises:
             InvalidSourceError: A tensor that no rank could take.
@@ -115,20 +120,22 @@ class Handing:
                     await self._tell()
             if not self._packer.is_empty:
                 await self._seal()
-            await self._catch_up()
-        if failed.error is not None:
-            self.close()
-            self._ring.call_back()
-            with ErrorCapture():
-                await self._hear()
-            raise failed.take()
+            return await self._finish()
+        self.close()
+        self._ring.call_back()
+        with ErrorCapture():
+            await self._hear()
+        raise failed.take()
 
     async def _begin(self) -> None:
         """Make the ranks get ready and read the ring, without waiting for them if possible."""
-        self._ring.expect_readers()
-        self._answers = await self._asks.begin(self._order.model_copy(update={"begins": True}))
+        await self._order_reading(self._order.model_copy(update={"begins": True}))
         if self._answers is None:
-            await self._asks.ask(messages.RefitStep(step="begin", refit=self._order.refit))
+            await self._asks.ask(messages.RefitStep(step="begin", refit=self._refit))
+
+    async def _order_reading(self, order: messages.Stream) -> None:
+        self._ring.expect_readers()
+        self._answers = await self._asks.begin(order, num_votes=self._num_votes)
 
     async def _open_set(self, piece: Piece | Recipe) -> None:
         """Open another set of buckets with room for a piece.
@@ -176,26 +183,36 @@ class Handing:
         self._ring.send(packed.text)
         if not self._is_read:
             await self._hear()
-            self._ring.expect_readers()
-            self._answers = await self._asks.begin(self._order)
+            await self._order_reading(self._order)
 
     @property
     def _is_read(self) -> bool:
         """Whether every rank reads the ring."""
         return self._answers is not None and not self._ring.is_left(self._asks.num_ranks)
 
-    async def _catch_up(self) -> None:
-        """Wait until the ranks have taken everything packed."""
+    async def _catch_up(self, call: Call = Call.BACK) -> Sequence[Reply]:
+        """Wait until the ranks have taken everything packed. Returns the reports of ranks that then finished."""
         await self._tell(waits=True)
-        self._ring.call_back()
-        await self._hear()
-        if self._ring.num_taken(self._asks.num_ranks) < self._ring.num_sent:
+        self._ring.call_back(call)
+        finished = [reply for reply in await self._hear() if reply.reports]
+        # Every order takes one text at least. A slow rank may leave another.
+        while not finished and self._ring.num_taken(self._asks.num_ranks) < self._ring.num_sent:
             self._ring.expect_readers()
             self._ring.call_back()
             await self._asks.ask(self._order)
+        return finished
 
-    async def _hear(self) -> None:
-        """Wait for the end of the current order, if there is one."""
+    async def _finish(self) -> Sequence[Reply]:
+        """Make the ranks take what is left, and commit.
+
+        A single rank does so within the order that it carries out. Several could not know whether another one has just
+        left.
+        """
+        finished = await self._catch_up(Call.OVER if self._asks.num_ranks == 1 else Call.BACK)
+        order = messages.RefitStep(step="finish", refit=self._refit)
+        return finished or await self._asks.ask(order, num_votes=self._num_votes)
+
+    async def _hear(self) -> Sequence[Reply]:
+        """Wait for the end of the current order, if there is one. Returns the replies to it."""
         answers, self._answers = self._answers, None
-        if answers is not None:
-            await answers
+        return await answers if answers is not None else ()

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Offered:
-    """A policy that every rank has prepared to write or compare."""
+    """A policy that every rank has prepared to write or compare, or prepares with its first order."""
 
     source: Source
     is_stream: bool
@@ -66,11 +66,14 @@ class HostRoute:
         """The tensors that the ranks have mapped, and keep while streams and files are refitted."""
         self._offered_digest = ""
         """Digest of the tensors that were refitted last."""
+        self._streamed: messages.Pushed | None = None
+        """How the stream that was refitted last was announced."""
         self._source: Source | None = None
         """The source that ranks may be reading."""
 
     async def prepare(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:
-        """Make every rank check a policy. If its layout is known, the check may be sent together with the write.
+        """Make every rank check a policy. If it is announced as the last one was, the check may be sent together with the
+        write.
 
         Raises:
             NonFiniteError: NaN or Inf, with `validate="strict"`, if this process reads the source.
@@ -86,9 +89,13 @@ class HostRoute:
         order = messages.Prepare(
             refit=ranks.refit, config=ranks.config, source=offer, kv=kv, keeps=self.keeps(), compares=compares
         )
-        if not (order.is_known and kv is None and not compares and ranks.hold(order)):
+        is_stream = isinstance(offer, messages.Pushed)
+        is_known = offer == self._streamed if is_stream else order.is_known
+        if not (is_known and kv is None and not compares and ranks.hold(order, begins=is_stream)):
             await ranks.ask(order)
         keeps_mapped = "tensors" in order.keeps
+        if isinstance(offer, messages.Pushed) and not compares:
+            self._streamed = offer
         if isinstance(offer, messages.MappedTensors):
             # A trainer that gathers into new memory every time needs it back; weights that stay in place stay mapped.
             keeps_mapped = offer.digest == self._offered_digest
@@ -97,7 +104,7 @@ class HostRoute:
                 self._offered_digest = offer.digest
         return Offered(
             source=source,
-            is_stream=isinstance(offer, messages.Pushed),
+            is_stream=is_stream,
             keeps_mapped=keeps_mapped,
             sets_kv_scales=kv is not None,
             compares=compares,
@@ -120,19 +127,19 @@ class HostRoute:
         self._ranks.refit, self._source = "", None
         return self._ranks.reports(replies)
 
-    async def _write(self, offered: Offered) -> list[Reply]:
+    async def _write(self, offered: Offered) -> Sequence[Reply]:
         ranks, num_votes = self._ranks, NUM_VOTES if offered.sets_kv_scales else 1
         if not offered.is_stream:
             order = messages.Write(refit=ranks.refit, keeps_mapped=offered.keeps_mapped)
-            replies = await ranks.ask(order, num_votes=num_votes)
+            replies: Sequence[Reply] = await ranks.ask(order, num_votes=num_votes)
         else:
-            with closing(Handing(ranks, self._packer, self._open_ring(), ranks.refit)) as handing:
+            ring = self._open_ring()
+            with closing(Handing(ranks, self._packer, ring, ranks.refit, num_votes=num_votes)) as handing:
                 handing.open(offered.source, ranks.config.bucket_bytes)
                 try:
-                    await handing.hand_over()
+                    replies = await handing.hand_over()
                 except InvalidSourceError as error:
-                    raise InvalidSourceError(error.problems, written=True) from error
-            replies = await ranks.ask(messages.RefitStep(step="finish", refit=ranks.refit), num_votes=num_votes)
+                    raise InvalidSourceError(error.problems, written=ranks.is_dirty) from error
         if not offered.compares:
             ranks.check_is_one_policy(replies)
         if not offered.keeps_mapped:
@@ -170,7 +177,7 @@ class HostRoute:
 
     def close(self) -> None:
         """Give back what this process shares; see `Packer.close`. It may be shared again."""
-        self._mapped, self._offered_digest, self._source = None, "", None
+        self._mapped, self._offered_digest, self._streamed, self._source = None, "", None, None
         self._exporter.close()
         self._packer.close(may_be_read=self._ranks.lost_because is not None)
         ring, self._ring = self._ring, None

@@ -25,6 +25,15 @@ class PairAnswers:
 class Pairs(Protocol):
     """Sends two messages to every rank in one exchange."""
 
+    @property
+    def can_begin(self) -> bool:
+        """Whether `begin_pair` is possible."""
+        return False
+
+    async def begin_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> Awaitable[PairAnswers]:
+        """`call_pair` without waiting for answers; see `fp8refit.remote.channel.Channel.begin`."""
+        raise AssertionError("can_begin says no")
+
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
         """Send `first` to every rank. If all succeed, drop the caches and send `second`.
 

@@ -17,7 +17,7 @@ from fp8refit.transport.collective.communicator import Meeting
 from fp8refit.transport.memory.segment import Segment, TensorRef
 from fp8refit.transport.vote import ErrorRecord
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of these messages; both sides must use the same."""
 _MAX_PROBLEMS = 100
 """Further problems are only counted: pydantic's list of them takes a hundred times the size of the message."""
@@ -177,7 +177,9 @@ class Packed(Message):
 
 
 class Stream(Message):
-    """Write what arrives through a ring, until nothing more does; see `fp8refit.remote.handing`."""
+    """Write what arrives through a ring, until nothing more does; see `fp8refit.remote.handing`. If the ring says that the
+    stream is over, finish, as `RefitStep` orders.
+    """
 
     step: Literal["stream"] = "stream"
     refit: str

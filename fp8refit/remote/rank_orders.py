@@ -1,5 +1,6 @@
 """Carries out a driver's orders on one rank."""
 
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.source import PushedSource, Source
 from fp8refit.transport.memory.importer import Importer
 
+_ABANDONED = "this refit was abandoned: another one began, or the engine was closed; refit again"
+_MOST_ABANDONED = 16
+
 
 class RankOrders:
     """The orders to one rank, and what they leave for later ones.
@@ -35,6 +39,8 @@ class RankOrders:
         self._token = ""
         self._refit = ""
         self._prepared: Prepared | None = None
+        self._abandoned: deque[str] = deque(maxlen=_MOST_ABANDONED)
+        """Refits that were abandoned. Their orders may still be on the way."""
 
     def obey(self, order: messages.Order) -> dict[str, Any]:
         """Carry out an order. Returns what the reply tells of it.
@@ -70,6 +76,14 @@ class RankOrders:
         return {}
 
     def _prepare(self, order: messages.Prepare) -> None:
+        """Prepare a refit.
+
+        Raises:
+            RankFailedError: It was abandoned.
+            RefitError: What this rank could not do.
+        """
+        if order.refit in self._abandoned:
+            raise RankFailedError(_ABANDONED)
         self._refit, self._prepared = order.refit, None
 
         def receive() -> None:
@@ -93,7 +107,7 @@ class RankOrders:
             RefitError: What this rank could not do.
         """
         if order.refit != self._refit:
-            raise RankFailedError("this refit was abandoned: another one began, or the engine was closed; refit again")
+            raise RankFailedError(_ABANDONED)
         prepared, self._prepared, rank = self._prepared, None, self.rank
         if prepared is None:
             raise RankFailedError("nothing is prepared on this rank; refit again")
@@ -110,11 +124,13 @@ class RankOrders:
             case messages.RefitStep():
                 rank.target.begin(prepared)
             case messages.Stream():
-                self.streams.follow(order, prepared)
+                if self.streams.follow(order, prepared):
+                    return {"reports": tuple(rank.finish(prepared))}
         self._prepared = prepared
         return {}
 
     def _abandon(self, order: messages.RefitStep) -> None:
+        self._abandoned.append(order.refit)
         if order.refit == self._refit:
             self._prepared = None
             self.rank.target.abandon()

@@ -14,13 +14,12 @@ from fp8refit.remote import messages
 from fp8refit.remote.mapped_memory import keep_only
 from fp8refit.sources.row_runs import Piece
 from fp8refit.transport.memory.importer import Importer
-from fp8refit.transport.memory.ring import Ring
+from fp8refit.transport.memory.ring import Call, Ring
 
-_POLL_S = 2e-5
-_SPINNING_S = 1e-3
-"""Seconds a rank polls without pause, once something has arrived: the shortest sleep takes as long as half a bucket."""
 _LINGERING_S = 0.005
-"""Seconds a rank polls for more of a stream before it returns."""
+"""Seconds a rank polls for more of a stream before it returns: without pause, since the shortest sleep takes as long as half a
+bucket.
+"""
 _FOLLOWING_S = 0.25
 """Seconds after which it returns even if more keeps arriving."""
 _MOST_REMEMBERED_BYTES = 64 << 20
@@ -46,11 +45,14 @@ class StreamReader:
         """The ids of the buckets that are mapped."""
         return self._importer.mapped
 
-    def follow(self, order: messages.Stream, prepared: Prepared) -> None:
+    def follow(self, order: messages.Stream, prepared: Prepared) -> bool:
         """Write what arrives through a ring, until nothing more arrives or `_FOLLOWING_S` have passed.
 
-        A text counts as taken when the device has read the buckets it describes. All received texts are taken when this
-        returns.
+        A text counts as taken when the device has read the buckets it describes. Unless the stream is over, all received
+        texts are taken when this returns.
+
+        Returns:
+            Whether the stream is over.
 
         Raises:
             RefitError: This rank failed.
@@ -61,7 +63,7 @@ class StreamReader:
             if order.begins:
                 self._rank.target.begin(prepared)
             with self._rank.target.live.on_device():
-                self._take_from(self._ring)
+                return self._take_from(self._ring)
         finally:
             self._ring.leave(self._rank.group.rank)
 
@@ -70,12 +72,13 @@ class StreamReader:
         self._ring = None
         self._keep_only(())
 
-    def _take_from(self, ring: Ring) -> None:
+    def _take_from(self, ring: Ring) -> bool:
         place, is_gpu = self._rank.group.rank, self._rank.target.live.device.type == "cuda"
         num_received = ring.num_taken_by(place)
         reading: deque[tuple[int, torch.cuda.Event]] = deque()
         began_s = came_s = time.monotonic()
         while (now_s := time.monotonic()) - began_s < _FOLLOWING_S:
+            call = ring.call  # read this first: a text may still arrive before it is set
             text = ring.receive(num_received)
             if text is not None:
                 self._write_packed(text)
@@ -84,15 +87,18 @@ class StreamReader:
                     reading.append((num_received, _recorded()))
                 else:
                     ring.take(place, num_received)
-            elif ring.is_called_back or now_s - came_s > _LINGERING_S:
+            elif call is Call.OVER:
+                return True
+            elif call is not Call.STAY or now_s - came_s > _LINGERING_S:
                 break
             else:
-                time.sleep(0 if now_s - came_s < _SPINNING_S else _POLL_S)
+                time.sleep(0)
             while reading and reading[0][1].query():  # type: ignore[no-untyped-call]
                 ring.take(place, reading.popleft()[0])
         if reading:
             reading[-1][1].synchronize()
             ring.take(place, num_received)
+        return False
 
     def _write_packed(self, text: str) -> None:
         """Write the contents of a set of buckets. Streams repeat their texts, and the tensors are where they were."""

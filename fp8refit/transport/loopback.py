@@ -1,26 +1,58 @@
 """Connects a driver with its engine's ranks on the same host, for engines whose own RPC loses the ranks' answers.
 
 It is a Unix socket in a folder that only this user can open. The driver listens. The engine tells each rank the address;
-the rank connects, identifies itself, and answers one message. Messages are text, prefixed by their length.
+the rank connects, identifies itself, and answers messages until the last. They are text, prefixed by their length and by
+whether another one follows.
 """
 
 import asyncio
 import contextlib
 import os
+import select
 import shutil
 import socket
 import tempfile
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from fp8refit.errors import EngineLostError, RankFailedError
 
+T = TypeVar("T")
+
 _HEADER_BYTES = 8
+_MORE = 1 << 63
+"""In a header: another message follows the answer to this one."""
 _MAX_BYTES = 1 << 28
 _MAX_PATH_BYTES = 100
 """The kernel allows 107 bytes for the address of a Unix socket."""
+
+
+class Tell(Protocol):
+    """Sends a message to every rank of a conversation."""
+
+    async def __call__(
+        self,
+        message: str,
+        *,
+        is_last: bool = True,
+        timeout_s: float | None = None,
+        on_told: Callable[[], object] | None = None,
+    ) -> Sequence[str]:
+        """Returns the answers in rank order.
+
+        Args:
+            message: The text.
+            is_last: Whether the ranks return to what they did once they have answered. They also do when the conversation ends.
+            timeout_s: Seconds to wait for the answers, within those of the conversation.
+            on_told: Called when every rank has the message. If it is the last, none needs this event loop any more.
+
+        Raises:
+            EngineLostError: A rank did not answer in time.
+        """
+        ...
 
 
 class Switchboard:
@@ -37,7 +69,7 @@ class Switchboard:
         self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
         self._all_called = asyncio.Event()
         self._turn = asyncio.Lock()
-        self._asking: asyncio.Task[Sequence[str]] | None = None
+        self._talking: asyncio.Task[Any] | None = None
         self.address = ""
         self.has_been_called = False
         """Whether any rank has ever connected."""
@@ -48,55 +80,89 @@ class Switchboard:
         ring: Callable[[str], Awaitable[None]],
         *,
         timeout_s: float,
-        on_told: Callable[[], object] = lambda: None,
+        on_told: Callable[[], object] | None = None,
     ) -> Sequence[str]:
-        """Send `message` to every rank, and return their answers in rank order.
-
-        If the caller is cancelled, the ranks still answer before they are asked anything else: the message cannot be
-        taken back, and an engine's own RPC may not survive being abandoned.
+        """Send `message` to every rank, and return their answers in rank order: a conversation of one message.
 
         Args:
             message: The text.
+            ring: See `talk`.
+            timeout_s: Seconds to wait in total.
+            on_told: See `Tell`.
+
+        Raises:
+            EngineLostError: A rank died or did not answer in time.
+        """
+        return await self.talk(lambda tell: tell(message, on_told=on_told), ring, timeout_s=timeout_s)
+
+    async def talk(
+        self, steps: Callable[[Tell], Awaitable[T]], ring: Callable[[str], Awaitable[None]], *, timeout_s: float
+    ) -> T:
+        """Connect with every rank, and return the result of what is then said. The ranks do nothing else meanwhile.
+
+        If the caller is cancelled, the conversation still ends before the ranks are asked anything else: a message cannot
+        be taken back, and an engine's own RPC may not survive being abandoned.
+
+        Args:
+            steps: Holds the conversation.
             ring: Tells every rank to answer at an address. Returns when all have, and raises if they cannot.
             timeout_s: Seconds to wait in total.
-            on_told: Called when every rank has the message, after which none needs this event loop.
 
         Raises:
             EngineLostError: A rank died or did not answer in time.
         """
         await self._open()
-        self._asking = asyncio.ensure_future(self._ask_in_turn(message, ring, timeout_s, on_told))
-        return await asyncio.shield(self._asking)
+        self._talking = asyncio.ensure_future(self._talk_in_turn(steps, ring, timeout_s))
+        found: T = await asyncio.shield(self._talking)
+        return found
 
-    async def _ask_in_turn(
-        self, message: str, ring: Callable[[str], Awaitable[None]], timeout_s: float, on_told: Callable[[], object]
-    ) -> Sequence[str]:
+    async def _talk_in_turn(
+        self, steps: Callable[[Tell], Awaitable[T]], ring: Callable[[str], Awaitable[None]], timeout_s: float
+    ) -> T:
         async with self._turn:
-            return await self._ask(message, ring, timeout_s, on_told)
+            return await self._talk(steps, ring, timeout_s)
 
-    async def _ask(
-        self, message: str, ring: Callable[[str], Awaitable[None]], timeout_s: float, on_told: Callable[[], object]
+    async def _tell(
+        self,
+        message: str,
+        *,
+        is_last: bool = True,
+        timeout_s: float | None = None,
+        on_told: Callable[[], object] | None = None,
     ) -> Sequence[str]:
-        self._hang_up()  # ranks connect for every question, as another driver may have asked them since
+        frame = _frame(message, has_more=not is_last)
+        try:
+            async with asyncio.timeout(timeout_s):
+                for _, writer in self._connections.values():
+                    writer.write(frame)  # the event loop sends it while the answers are awaited
+                if on_told is not None:
+                    await asyncio.gather(*(_send_all(writer) for _, writer in self._connections.values()))
+                    on_told()
+                return await asyncio.gather(*(_read(self._connections[rank][0]) for rank in range(self._num_ranks)))
+        except TimeoutError as error:
+            if timeout_s is None:
+                raise
+            raise _late(timeout_s) from error
+
+    async def _talk(
+        self, steps: Callable[[Tell], Awaitable[T]], ring: Callable[[str], Awaitable[None]], timeout_s: float
+    ) -> T:
+        self._hang_up()  # ranks connect for every conversation, as another driver may have asked them since
         ringing = asyncio.ensure_future(ring(self.address))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wait_for_calls(ringing)
-                await asyncio.gather(*(self._tell(rank, message) for rank in range(self._num_ranks)))
-                on_told()
-                answers = await asyncio.gather(*(_read(self._connections[rank][0]) for rank in range(self._num_ranks)))
+                found = await steps(self._tell)
+                self._hang_up()
                 await ringing
         except TimeoutError as error:
-            raise EngineLostError(
-                f"the engine did not answer within {timeout_s:g} s; restart it. If it only needs longer, for example to "
-                "read files, raise timeout_s"
-            ) from error
+            raise _late(timeout_s) from error
         except (OSError, EOFError) as error:
             raise EngineLostError(f"a rank of the engine is gone ({error}); restart the engine") from error
         finally:
             ringing.cancel()
             self._hang_up()
-        return answers
+        return found
 
     def close(self) -> None:
         """Close all connections and stop listening."""
@@ -159,13 +225,6 @@ class Switchboard:
         finally:
             calls.cancel()
 
-    async def _tell(self, rank: int, message: str) -> None:
-        writer = self._connections[rank][1]
-        writer.write(_frame(message))
-        while writer.transport.get_write_buffer_size():
-            await writer.drain()
-            await asyncio.sleep(0)
-
 
 class RankConnection:
     """A rank's end of the connection.
@@ -189,15 +248,20 @@ class RankConnection:
             self._socket.close()
             raise RankFailedError(f"the driver cannot be reached at {address} ({error})") from error
 
-    def hear(self) -> str:
-        """Return the next message.
+    def messages(self) -> Iterator[str]:
+        """Yield the driver's messages. Answer each before the next.
 
         Raises:
-            RankFailedError: The driver hung up or is silent.
+            RankFailedError: The driver hung up in the middle, or is silent.
         """
-        deadline_s = time.monotonic() + self._timeout_s
-        size = _size_of(self._take(_HEADER_BYTES, deadline_s))
-        return self._take(size, deadline_s).decode()
+        has_more, is_first = True, True
+        while has_more:
+            deadline_s = time.monotonic() + self._timeout_s
+            header = self._take(_HEADER_BYTES, deadline_s, may_end=not is_first)
+            if not header:
+                return
+            has_more, is_first = _has_more(header), False
+            yield self._take(_size_of(header), deadline_s).decode()
 
     def answer(self, message: str) -> None:
         """Send an answer.
@@ -215,7 +279,8 @@ class RankConnection:
         """Hang up."""
         self._socket.close()
 
-    def _take(self, num_bytes: int, deadline_s: float) -> bytes:
+    def _take(self, num_bytes: int, deadline_s: float, *, may_end: bool = False) -> bytes:
+        """Receive so many bytes; none if the driver hung up before the first, and may."""
         taken = bytearray()
         while len(taken) < num_bytes:
             try:
@@ -224,9 +289,18 @@ class RankConnection:
             except OSError as error:
                 raise RankFailedError(f"the driver is silent ({error})") from error
             if not part:
+                if may_end and not taken:
+                    break
                 raise RankFailedError("the driver hung up")
             taken += part
         return bytes(taken)
+
+
+def _late(timeout_s: float) -> EngineLostError:
+    return EngineLostError(
+        f"the engine did not answer within {timeout_s:g} s; restart it. If it only needs longer, for example to read files, "
+        "raise timeout_s"
+    )
 
 
 def _has_hung_up(writer: asyncio.StreamWriter) -> bool:
@@ -234,17 +308,23 @@ def _has_hung_up(writer: asyncio.StreamWriter) -> bool:
     if writer.is_closing():
         return True
     try:
-        with _duplicate_socket(writer) as connection:
-            return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
+        poll = select.poll()
+        poll.register(writer.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
+    except (OSError, ValueError):
         return True
 
 
 def _duplicate_socket(writer: asyncio.StreamWriter) -> socket.socket:
     """Return a duplicate of the writer's socket: uvloop does not allow every call on its own."""
     return socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+
+
+async def _send_all(writer: asyncio.StreamWriter) -> None:
+    """Wait until the kernel has everything that was written, so that the event loop need not run any more."""
+    while writer.transport.get_write_buffer_size():
+        await writer.drain()
+        await asyncio.sleep(0)
 
 
 async def _read(reader: asyncio.StreamReader) -> str:
@@ -254,9 +334,13 @@ async def _read(reader: asyncio.StreamReader) -> str:
         raise EOFError("it hung up") from error
 
 
-def _frame(message: str) -> bytes:
+def _frame(message: str, *, has_more: bool = False) -> bytes:
     body = message.encode()
-    return len(body).to_bytes(_HEADER_BYTES) + body
+    return (len(body) | _MORE * has_more).to_bytes(_HEADER_BYTES) + body
+
+
+def _has_more(header: bytes) -> bool:
+    return bool(int.from_bytes(header) & _MORE)
 
 
 def _size_of(header: bytes) -> int:
@@ -265,7 +349,7 @@ def _size_of(header: bytes) -> int:
     Raises:
         RankFailedError: It is longer than any message of ours.
     """
-    size = int.from_bytes(header)
+    size = int.from_bytes(header) & ~_MORE
     if size > _MAX_BYTES:
         raise RankFailedError(f"a message of {size} bytes was announced, which is not one of ours")
     return size

@@ -482,6 +482,26 @@ def test_a_cache_that_is_kept_for_a_moment_is_waited_for(solo):
     assert solo.schedulers[0].events == ["flushed"]
 
 
+def test_a_cache_that_is_kept_at_a_refit_like_the_last_is_asked_for_again_before_anything_is_written(
+    engine, monkeypatch
+):
+    refitter = Refitter(engine)
+    for version in (1, 2):
+        engine.schedulers[-1].num_flushes_to_fail = 5 * (version - 1)
+        policy = engine.make_policy(version)
+        assert refitter.refit(policy).version == version
+        engine.assert_holds(policy)
+    monkeypatch.setattr("fp8refit_sglang.driver._SETTLING_S", 0.05)
+    engine.schedulers[-1].num_flushes_to_fail = 20
+    with pytest.raises(CacheFlushError, match=r"SGLang kept its radix cache.*nothing was written"):
+        refitter.refit(engine.make_policy(3))
+    engine.assert_holds(policy)
+    assert (refitter.version, refitter.is_dirty) == (2, False)
+    engine.schedulers[-1].num_flushes_to_fail = 0
+    assert refitter.refit(engine.make_policy(3)).version == 3
+    assert_serves(engine)
+
+
 @pytest.mark.parametrize("is_registered", [False, True])
 def test_an_engine_whose_processes_do_not_load_the_plugin_is_refused(is_registered, solo, monkeypatch):
     monkeypatch.setattr(HookRegistry, "_patched", set())

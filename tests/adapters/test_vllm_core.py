@@ -1,8 +1,11 @@
 """What is added to vLLM's engine core, and the driver that calls it. A real core: `tests/vllm/test_broadcast.py`."""
 
 import asyncio
+import sys
+import threading
+import time
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from fp8refit_vllm.async_driver import AsyncDriver
@@ -45,7 +48,7 @@ class Core:
         self.note("version", version)
 
     def begin_call(self, method, timeout_s, message):
-        """As `compat.begin_call` does where the workers run in other processes."""
+        """As `core_compat.begin_call` does where the workers run in other processes."""
         self.note("begin")
         return partial(self.collective_rpc, method, timeout_s, (message,))
 
@@ -263,6 +266,86 @@ def test_another_version_than_the_core_named_is_named(driver, engine):
     assert engine.versions == ["6"]
 
 
+class Beginning(Engine):
+    """A client that can be asked without waiting: `answers` says what becomes of a call, which may be nothing."""
+
+    def __init__(self, core):
+        super().__init__(core)
+        self.resources, self.results = SimpleNamespace(engine_dead=False), {}
+        self.answers = lambda call_id, answer: self.results[call_id].set_result(answer)
+        self.engine_core = SimpleNamespace(
+            call_utility=self.call_utility,
+            utility_results=self.results,
+            _send_input=self.send,
+            resources=self.resources,
+        )
+
+    def send(self, kind, request):
+        _, call_id, method, arguments = request
+        self.answers(call_id, self.call_utility(method, *arguments))
+
+
+@pytest.fixture
+def beginning(core, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.v1", ModuleType("vllm.v1"))
+    engine = SimpleNamespace(EngineCoreRequestType=SimpleNamespace(UTILITY=b"utility"))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine", engine)
+    return Beginning(core)
+
+
+def begun(engine):
+    driver = SyncDriver(SimpleNamespace(llm_engine=engine), PLUGIN_METHOD)
+    assert driver.can_begin
+    return driver, finish(driver.begin_pair(FIRST, SECOND, timeouts_s=TIMEOUTS_S))
+
+
+def test_a_pair_that_is_begun_is_answered_when_it_is_awaited(beginning, core):
+    driver, answers = begun(beginning)
+    assert core.events == [*BOTH, ("version", "5")]
+    found = finish(answers)
+    assert (ids(found.answers), found.is_refused) == (["second"] * 2, False)
+    finish(driver.publish_version(5))
+    assert beginning.versions == []
+
+
+def test_caches_that_stay_are_told_when_a_pair_is_awaited(beginning, core):
+    core.is_empty = False
+    _, answers = begun(beginning)
+    with pytest.raises(CacheFlushError, match="vLLM kept its prefix cache"):
+        finish(answers)
+
+
+def test_an_engine_that_only_answers_calls_begins_none(driver, async_engine):
+    assert not driver.can_begin
+    assert AsyncDriver(async_engine, PLUGIN_METHOD).can_begin
+    assert not AsyncDriver(async_engine, EXTENSION_METHOD).can_begin
+
+
+def test_a_core_that_dies_before_it_answers_is_lost_at_once(beginning):
+    beginning.answers = lambda call_id, answer: setattr(beginning.resources, "engine_dead", True)
+    _, answers = begun(beginning)
+    start_s = time.monotonic()
+    with pytest.raises(EngineLostError, match="left a call unanswered"):
+        finish(answers)
+    assert time.monotonic() - start_s < TIMEOUTS_S[0]
+
+
+def test_a_core_that_dies_under_a_call_is_lost_at_once(beginning):
+    driver, may_end = SyncDriver(SimpleNamespace(llm_engine=beginning), PLUGIN_METHOD), threading.Event()
+
+    def die(*_):
+        beginning.resources.engine_dead = True
+        may_end.wait(TIMEOUTS_S[0])
+
+    beginning.collective_rpc = die
+    start_s = time.monotonic()
+    with pytest.raises(EngineLostError, match="left a call unanswered"):
+        finish(driver.call(FIRST, timeout_s=TIMEOUTS_S[0]))
+    assert time.monotonic() - start_s < TIMEOUTS_S[0]
+    may_end.set()
+
+
 class AsyncEngine(Engine):
     """The same as an AsyncLLM."""
 
@@ -321,6 +404,18 @@ def test_an_async_engine_s_caches_that_stay_leave_the_old_policy(async_engine, c
     with pytest.raises(CacheFlushError, match=r"nothing was written.*blocks are not freed"):
         pair_async(async_engine)
     assert [name for name, *_ in core.events] == ["fp8refit_call", "flush"]
+
+
+def test_an_async_engine_s_core_that_dies_before_it_answers_is_lost_at_once(async_engine):
+    async def never(*_):
+        async_engine.errored = True
+        await asyncio.sleep(10 * TIMEOUTS_S[0])
+
+    async_engine.engine_core.call_utility_async = never
+    start_s = time.monotonic()
+    with pytest.raises(EngineLostError, match="left a call unanswered"):
+        pair_async(async_engine)
+    assert time.monotonic() - start_s < TIMEOUTS_S[0]
 
 
 def test_an_async_engine_s_core_that_raises_is_lost(async_engine, core):

@@ -23,7 +23,7 @@ from fp8refit.errors import (
 from fp8refit.live.slots import Refusal
 from tests import fakes
 from tests.fake_kv import ATTENTION, K_SCALE
-from tests.fake_ranks import LAYOUTS, NORM, ClientEntryPoint, Cluster, Drivers, stack_experts, together
+from tests.fake_ranks import NORM, ClientEntryPoint, Cluster, Drivers, stack_experts, together
 
 logger = logging.getLogger("tests.drop_in")
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -32,7 +32,6 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 @pytest.fixture(autouse=True)
 def fake_engine(monkeypatch):
     monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [ClientEntryPoint()])
-    monkeypatch.setitem(LAYOUTS, "alone", [LAYOUTS["replicated"][0]])
 
 
 class Site:

@@ -18,7 +18,7 @@ from fp8refit.errors import (
 )
 from fp8refit.live.slots import Refusal
 from tests.fake_kv import ATTENTION, K_SCALE
-from tests.fake_ranks import LAYOUTS, NORM, ClientEntryPoint, Cluster, Drivers, Remote, manifest_of, together
+from tests.fake_ranks import NORM, ClientEntryPoint, Cluster, Drivers, Remote, manifest_of, together
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +87,7 @@ def run(client, make_buckets, **options):
 
 
 @pytest.fixture(params=["alone", "tensor", "pipeline", "experts in parts"])
-def site(request, monkeypatch):
-    monkeypatch.setitem(LAYOUTS, "alone", [LAYOUTS["replicated"][0]])
+def site(request):
     return Site(request.param)
 
 

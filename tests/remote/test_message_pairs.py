@@ -1,7 +1,8 @@
 """A refit like the last one in one exchange: what waits for the write, and what becomes of it when that does not come."""
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from fp8refit import (
     CacheFlushError,
     EngineAsleepError,
     EngineBusyError,
+    InvalidSourceError,
     RankFailedError,
     Refitter,
     TransportError,
@@ -23,6 +25,7 @@ from fp8refit.remote.message_pairs import PairAnswers, call_in_turn
 from fp8refit.remote.messages import Do, Request
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.sources.source import MappingSource, as_source
+from fp8refit.transport.in_thread import InThread
 from fp8refit.transport.memory.importer import Importer
 from fp8refit.transport.vote import Ballot
 from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE
@@ -64,6 +67,13 @@ class PairChannel(ThreadChannel):
         pair = await call_in_turn(self._pass_on, self.flush_beside, first, second, timeouts_s=timeouts_s)
         return pair if pair.is_refused else replace(pair, flush_s=FLUSH_S)
 
+    @property
+    def can_begin(self) -> bool:
+        return True
+
+    async def begin_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> Awaitable[PairAnswers]:
+        return InThread(self.call_pair(first, second, timeouts_s=timeouts_s))
+
     async def flush_beside(self) -> None:
         self.flush()
 
@@ -97,18 +107,27 @@ class PairEntryPoint:
 
 
 class Steady:
-    """An engine that knows what policies look like; every refit brings it another one."""
+    """An engine that knows what policies look like; every refit brings it another one.
 
-    def __init__(self, transport: str, driver: FakeDriver) -> None:
-        self.remote = Remote(Cluster(kv=[[ATTENTION], [ATTENTION]]))
+    Args:
+        transport: "auto", "collective", or "stream" for a generator.
+        driver: Maps memory.
+        layout: One of `LAYOUTS`.
+    """
+
+    def __init__(self, transport: str, driver: FakeDriver, layout: str) -> None:
+        self.remote = Remote(Cluster(layout, kv=[[ATTENTION], [ATTENTION]]))
         self.cluster = self.remote.cluster
         self.channel = PairChannel(self.remote)
         self.ranks = RemoteRanks(self.channel, self.channel)
         self.client = Client(self.ranks)
-        self.refitter = Refitter(self.client, transport=transport, timeout_s=TIMEOUT_S)
+        self.is_stream = transport == "stream"
+        self.options = {"transport": "auto" if self.is_stream else transport, "timeout_s": TIMEOUT_S}
+        self.refitter = Refitter(self.client, **self.options)
         made = self.cluster.make_policy(0)
-        self.policy = made if transport == "collective" else on_the_gpu(made, driver)
-        self.orders = ["prepare", "flush", "take" if transport == "collective" else "write"]
+        self.policy = on_the_gpu(made, driver) if transport == "auto" else made
+        self.orders = ["prepare", "flush", {"auto": "write", "collective": "take", "stream": "stream"}[transport]]
+        self.ends = [["finish"]] if self.is_stream and len(self.cluster.ranks) > 1 else []
         for seed in range(2):
             self.refit(seed)
         self.first = list(self.channel.exchanges)
@@ -120,8 +139,13 @@ class Steady:
             tensor.copy_(new)
         return self.policy
 
+    def give(self, seed: int):
+        """`fill`, as a trainer gives it."""
+        policy = self.fill(seed)
+        return iter(policy.items()) if self.is_stream else policy
+
     def refit(self, seed: int):
-        report = self.refitter.refit(self.fill(seed))
+        report = self.refitter.refit(self.give(seed))
         self.cluster.assert_holds(self.policy, version=report.version)
         assert (self.ranks.version, self.ranks.is_dirty, self.client.blocked) == (report.version, False, None)
         return report
@@ -130,9 +154,9 @@ class Steady:
         """Check that a refit writes nothing, and that the next one does."""
         before, version = self.cluster.live_bytes(), self.ranks.version
         with pytest.raises(error, match=match):
-            self.refitter.refit(self.fill(7))
+            self.refitter.refit(self.give(7))
         assert self.cluster.live_bytes() == before
-        assert self.cluster.states == [(False, version)] * 2
+        assert self.cluster.states == [(False, version)] * len(self.cluster.ranks)
         assert (self.ranks.version, self.ranks.is_dirty, self.client.blocked) == (version, False, None)
         self.channel.keeps_caches = False
         exchanges = list(self.channel.exchanges)
@@ -151,8 +175,8 @@ def open_steady(monkeypatch):
     monkeypatch.setattr("fp8refit.remote.host_route.Exporter", lambda: exporter_of(driver))
     monkeypatch.setattr("fp8refit.remote.rank_orders.Importer", lambda device: Importer(device, driver=driver))
 
-    def open_steady(transport):
-        opened.append(Steady(transport, driver))
+    def open_steady(transport, layout="tensor"):
+        opened.append(Steady(transport, driver, layout))
         return opened[-1]
 
     yield open_steady
@@ -165,11 +189,85 @@ def steady(open_steady, request):
     return open_steady(request.param)
 
 
-def test_a_refit_like_the_last_is_one_exchange(steady):
+@pytest.fixture(params=["auto", "collective", "stream", "stream to one rank"])
+def any_steady(open_steady, request):
+    if request.param == "stream to one rank":
+        return open_steady("stream", "alone")
+    return open_steady(request.param)
+
+
+def test_a_refit_like_the_last_is_one_exchange(any_steady):
     for seed in (2, 3):
-        report = steady.refit(seed)
+        report = any_steady.refit(seed)
         assert report.phases_s["flush"] >= FLUSH_S
-    assert steady.channel.exchanges == [steady.orders] * 2
+    assert any_steady.channel.exchanges == [any_steady.orders, *any_steady.ends] * 2
+
+
+@pytest.mark.parametrize("layout", ["tensor", "alone"])
+def test_a_stream_is_read_while_the_ranks_get_ready(layout, open_steady, monkeypatch):
+    steady = open_steady("stream", layout)
+    policy, is_read = steady.fill(2), threading.Event()
+
+    def read():
+        yield from policy.items()
+        is_read.set()
+
+    steady.channel.while_flushing = lambda: assert_is_set(is_read)
+    report = steady.refitter.refit(read())
+    steady.cluster.assert_holds(policy, version=report.version)
+
+
+@pytest.mark.parametrize("kind", ["kv scales", "verify"])
+def test_one_rank_ends_a_stream_that_does_more_than_write(kind, open_steady):
+    steady = open_steady("stream", "alone")
+    policy = steady.fill(2)
+    if kind == "verify":
+        assert steady.refitter.verify(iter(policy.items())).differing
+        steady.refit(2)
+        assert not steady.refitter.verify(iter(policy.items())).differing
+    else:
+        scales = {K_SCALE: 2.0, V_SCALE: 3.0}
+        assert steady.refitter.refit(iter(policy.items()), kv_scales=scales).kv.scales == scales
+        steady.cluster.assert_holds(policy, version=3)
+    assert ["finish"] not in steady.channel.exchanges
+    steady.refit(3)
+
+
+def assert_is_set(event):
+    assert event.wait(TIMEOUT_S)
+
+
+def test_a_stream_that_is_announced_otherwise_is_judged_before_the_engine_is_paused(open_steady, tmp_path):
+    steady = open_steady("stream")
+    for is_first in (True, False):
+        steady.channel.exchanges.clear()
+        policy = steady.fill(2)
+        report = steady.refitter.refit(**as_announced_iterator(policy, tmp_path))
+        steady.cluster.assert_holds(policy, version=report.version)
+        orders = [[step] for step in steady.orders] if is_first else [steady.orders]
+        assert steady.channel.exchanges == [*orders, *steady.ends]
+
+
+@pytest.mark.parametrize("layout", ["tensor", "alone"])
+@pytest.mark.parametrize("fault", ["a name", "a dtype", "the end", "an exception"])
+def test_a_stream_that_goes_wrong_in_its_exchange_says_what_was_written(fault, layout, open_steady):
+    steady = open_steady("stream", layout)
+    policy = dict(steady.fill(2))
+    name = list(policy)[-1]
+    last = {"a name": {"wrong": policy[name]}, "a dtype": {name: policy[name].int()}}.get(fault, {})
+
+    def read():
+        yield from list(policy.items())[:-1]
+        if fault == "an exception":
+            raise ArithmeticError("of the trainer")
+        yield from last.items()
+
+    with pytest.raises(ArithmeticError if fault == "an exception" else InvalidSourceError) as raised:
+        steady.refitter.refit(read())
+    if fault != "an exception":
+        assert raised.value.written
+    assert steady.ranks.is_dirty and "failed part way" in steady.client.blocked
+    steady.refit(3)
 
 
 def test_ranks_agree_once_before_they_write_what_they_know(steady, monkeypatch):
@@ -213,17 +311,19 @@ def test_a_policy_that_lies_where_the_last_one_did_is_not_looked_at_tensor_by_te
         steady.cluster.assert_holds(policy, version=report.version)
 
 
-def test_what_is_new_to_the_ranks_is_judged_before_the_engine_is_paused(steady):
+def test_what_is_new_to_the_ranks_is_judged_before_the_engine_is_paused(any_steady):
+    steady = any_steady
     place = steady.first.index(["prepare"])
     assert steady.first[place : place + 3] == [[step] for step in steady.orders]
 
 
-def test_no_request_is_aborted_for_what_ranks_refuse(steady):
-    steady.refitter = Refitter(steady.client, transport=steady.refitter._config.transport, in_flight="abort")
+def test_no_request_is_aborted_for_what_ranks_refuse(any_steady):
+    steady = any_steady
+    steady.refitter = Refitter(steady.client, **steady.options, in_flight="abort")
     steady.refit(2)
     steady.channel.exchanges.clear()
     steady.refit(3)
-    assert steady.channel.exchanges == [[step] for step in steady.orders]
+    assert steady.channel.exchanges == [*([step] for step in steady.orders), *steady.ends]
 
 
 def test_the_ranks_have_as_long_for_each_of_both_as_for_each_alone(steady):
@@ -236,24 +336,27 @@ def test_the_ranks_have_as_long_for_each_of_both_as_for_each_alone(steady):
 
 
 @pytest.mark.parametrize("fault", ["ready", "judged", "prepared"])
-def test_what_a_rank_refuses_then_is_refused_as_ever(fault, steady):
-    arm(steady.cluster.targets[1], fault, EngineAsleepError("the weights are asleep"))
+def test_what_a_rank_refuses_then_is_refused_as_ever(fault, any_steady):
+    steady = any_steady
+    arm(steady.cluster.targets[-1], fault, EngineAsleepError("the weights are asleep"))
     steady.refuse(EngineAsleepError, "the weights are asleep")
     assert steady.channel.exchanges == [["prepare"], ["abandon"]]
 
 
-def test_caches_that_stay_leave_the_old_policy(steady):
+def test_caches_that_stay_leave_the_old_policy(any_steady):
+    steady = any_steady
     steady.channel.keeps_caches = True
     steady.refuse(CacheFlushError, "holds blocks")
     assert steady.channel.exchanges == [["prepare", "flush"], ["abandon"]]
 
 
-def test_caches_that_stay_do_not_make_a_dirty_engine_whole(steady):
+def test_caches_that_stay_do_not_make_a_dirty_engine_whole(any_steady):
+    steady = any_steady
     for target in steady.cluster.targets:
         target.is_dirty = True  # by somebody else
     steady.channel.keeps_caches = True
     with pytest.raises(CacheFlushError):
-        steady.refitter.refit(steady.fill(2))
+        steady.refitter.refit(steady.give(2))
     assert steady.ranks.is_dirty
     assert "failed part way" in steady.client.blocked
     steady.channel.keeps_caches = False
@@ -311,7 +414,8 @@ def test_a_rank_to_which_nothing_can_come_is_joined_again(rank, open_steady):
     assert steady.channel.exchanges[-1] == steady.orders
 
 
-def test_an_engine_that_is_not_paused_hears_nothing(steady):
+def test_an_engine_that_is_not_paused_hears_nothing(any_steady):
+    steady = any_steady
     fail_once(steady.refitter._engine, "pause", EngineBusyError("requests run"))
     steady.refuse(EngineBusyError, "requests run")
     assert steady.channel.exchanges == [["abandon"]]
@@ -342,7 +446,10 @@ def finish(step):
 
 
 @pytest.mark.parametrize("step", ["prepare", "last"])
-def test_an_interrupt_leaves_what_the_ranks_say(step, steady):
+def test_an_interrupt_leaves_what_the_ranks_say(step, any_steady):
+    steady = any_steady
+    if steady.ends and step == "last":
+        step = "finish"
     step = steady.orders[-1] if step == "last" else step
 
     def lose(answers):
@@ -353,9 +460,9 @@ def test_an_interrupt_leaves_what_the_ranks_say(step, steady):
 
     steady.channel.on_answers = lose
     with pytest.raises(KeyboardInterrupt):
-        steady.refitter.refit(steady.fill(2))
+        steady.refitter.refit(steady.give(2))
     version = 2 if step == "prepare" else 3
-    assert steady.cluster.states == [(False, version)] * 2
+    assert steady.cluster.states == [(False, version)] * len(steady.cluster.ranks)
     assert (steady.ranks.version, steady.ranks.is_dirty, steady.client.blocked) == (version, False, None)
     steady.refit(3)
 

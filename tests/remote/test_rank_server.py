@@ -300,6 +300,16 @@ def test_a_step_of_a_refit_that_was_given_up_changes_nothing(reached, late, serv
     assert_holds(model, policy)
 
 
+def test_a_refit_that_was_abandoned_before_its_order_came_is_not_prepared(server, model, tmp_path):
+    """Its driver had sent both, and the second came first."""
+    do(server, messages.RefitStep(step="abandon", refit="late"))
+    source = files(make_policy(model, 1), tmp_path)
+    refused(server, prepare("late", source), RankFailedError, "this refit was abandoned")
+    refused(server, written("late"), RankFailedError, "abandoned")
+    do(server, prepare("next", source))
+    do(server, written("next"))
+
+
 def test_a_refit_that_was_abandoned_is_not_written(server, model, tmp_path):
     before = live_bytes(model)
     do(server, prepare("a", files(make_policy(model, seed=1), tmp_path)))

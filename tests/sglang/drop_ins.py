@@ -77,7 +77,7 @@ def join(engine: Engine) -> Any:
     """One group of this process and all ranks."""
     from sglang.srt.utils import init_custom_process_group
 
-    from tests.vllm.processes import free_port
+    from tests.serving import free_port
 
     port, size = free_port(), 1 + engine.server_args.tp_size
     found: list = []

@@ -23,13 +23,13 @@ from engines import (
     state,
     traces,
 )
-from fp8refit_sglang.driver import Driver
 from fp8refit_sglang.worker import FLUSH
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8refit import Broadcaster, Refitter, gathered
 from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.transport.loopback import Switchboard
 from tests import cross_engine
 
 NORM = "model.layers.0.input_layernorm.weight"
@@ -82,16 +82,19 @@ def try_policies(engine: sglang.Engine, family: str) -> dict:
 
 
 def try_broadcasts(engine: sglang.Engine, family: str) -> list[dict]:
-    """Policies 2, 1, 2 and 1 by one broadcaster: what ranks are asked for, and what they hold and say then."""
+    """Policies 2, 1, 2 and 1 by one broadcaster: what ranks are asked for, what of that in one conversation, and what they hold
+    and say then.
+    """
     asked: list[str] = []
-    call = Driver.call
+    tell = Switchboard._tell
 
-    async def note(driver: Driver, message: str, *, timeout_s: float) -> Sequence[str]:
-        asked.append(message if message == FLUSH else json.loads(message)["order"]["step"])
-        return await call(driver, message, timeout_s=timeout_s)
+    async def note(board: Switchboard, message: str, *, is_last: bool = True, **options: Any) -> Sequence[str]:
+        step = message if message == FLUSH else json.loads(message)["order"]["step"]
+        asked.append(step if is_last else f"{step} and")
+        return await tell(board, message, is_last=is_last, **options)
 
     rounds = []
-    with patch.object(Driver, "call", note), Broadcaster([engine], timeout_s=30) as broadcaster:
+    with patch.object(Switchboard, "_tell", note), Broadcaster([engine], timeout_s=30) as broadcaster:
         for seed in (2, 1, 2, 1):
             asked.clear()
             broadcaster.push(make_policy(family, seed))

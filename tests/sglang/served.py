@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ from typer.testing import CliRunner
 
 from fp8refit import Refitter
 from fp8refit.cli import commands as cli
-from tests.serving import ask_rawly, option, read_answer
+from tests.serving import ask_rawly, free_port, option, read_answer
 
 START_S = 180
 TOKEN = "a-token-of-this-test"
@@ -134,9 +133,7 @@ class Server:
     """
 
     def __init__(self, model: Path, **options: Any) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         asked = settings(model) | {"port": port, "skip_server_warmup": True} | options
         arguments = [option(name, value) for name, value in asked.items()]

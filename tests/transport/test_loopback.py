@@ -29,8 +29,10 @@ class Ranks:
 
     def _answer(self, rank: int, address: str) -> None:
         connection = self._lines[rank] = RankConnection(address, rank, timeout_s=5)
-        answer = self._says(rank, connection.hear())
-        if answer is not None:
+        for message in connection.messages():
+            answer = self._says(rank, message)
+            if answer is None:
+                break
             connection.answer(answer)
         connection.close()
 
@@ -57,6 +59,99 @@ def test_ranks_call_for_every_question(switchboard):
         return [await switchboard.ask(message, ranks.ring, timeout_s=5) for message in ("a", "b", "c")]
 
     assert asyncio.run(talk()) == [["0: a", "1: a"], ["0: b", "1: b"], ["0: c", "1: c"]]
+
+
+@pytest.fixture
+def rings():
+    return []
+
+
+def counted(ranks: Ranks, rings: list[str]):
+    async def ring(address: str) -> None:
+        rings.append(address)
+        await ranks.ring(address)
+
+    return ring
+
+
+@pytest.mark.parametrize("ends", ["with its last message", "early"])
+def test_ranks_call_once_for_a_conversation(ends, switchboard, rings):
+    async def steps(tell):
+        heard = [await tell("a", is_last=False), await tell("b", is_last=False)]
+        return heard if ends == "early" else [*heard, await tell("c")]
+
+    said = ["a", "b"] if ends == "early" else ["a", "b", "c"]
+    ring = counted(Ranks(2), rings)
+
+    async def talk():
+        for _ in range(2):
+            assert await switchboard.talk(steps, ring, timeout_s=5) == [[f"0: {one}", f"1: {one}"] for one in said]
+
+    asyncio.run(talk())
+    assert len(rings) == 2
+
+
+def test_a_rank_goes_on_after_the_last_message_even_if_nobody_hears_it(switchboard):
+    gone_on = threading.Event()
+    ranks = Ranks(2)
+
+    async def ring(address: str) -> None:
+        await ranks.ring(address)
+        gone_on.set()
+
+    async def steps(tell):
+        await tell("a", is_last=False)
+        said = await tell("b")
+        assert await asyncio.to_thread(gone_on.wait, 5), "ranks wait for another message"
+        return said
+
+    async def talk():
+        return await switchboard.talk(steps, ring, timeout_s=8)
+
+    assert asyncio.run(talk()) == ["0: b", "1: b"]
+
+
+def test_a_conversation_that_raises_lets_go_of_the_ranks(switchboard):
+    async def steps(tell):
+        await tell("a", is_last=False)
+        raise ArithmeticError("of the driver")
+
+    async def talk():
+        with pytest.raises(ArithmeticError):
+            await switchboard.talk(steps, Ranks(2).ring, timeout_s=5)
+        return await switchboard.ask("b", Ranks(2).ring, timeout_s=5)
+
+    assert asyncio.run(talk()) == ["0: b", "1: b"]
+
+
+def test_a_rank_that_hangs_up_in_a_conversation_is_lost(switchboard):
+    async def steps(tell):
+        await tell("a", is_last=False)
+        return await tell("b")
+
+    async def talk():
+        ranks = Ranks(2, lambda rank, heard: None if (rank, heard) == (1, "b") else heard)
+        await switchboard.talk(steps, ranks.ring, timeout_s=5)
+
+    with pytest.raises(EngineLostError, match="hung up"):
+        asyncio.run(talk())
+
+
+def test_a_driver_that_leaves_in_the_middle_of_a_message_is_noticed(tmp_path):
+    address = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as driver:
+        driver.bind(address)
+        driver.listen()
+        connection = RankConnection(address, 0, timeout_s=5)
+        accepted, _ = driver.accept()
+        with accepted:
+            assert accepted.recv(64)
+            accepted.sendall(((1 << 63) + 1).to_bytes(8) + b"a" + (1 << 63).to_bytes(8)[:3])
+        messages = connection.messages()
+        assert next(messages) == "a"
+        with pytest.raises(RankFailedError, match="the driver hung up"):
+            next(messages)
+        connection.close()
 
 
 def test_two_drivers_take_turns(switchboard):
@@ -153,7 +248,7 @@ def test_a_rank_that_its_driver_does_not_wait_for_hears_so(switchboard):
         connection = await asyncio.to_thread(RankConnection, switchboard.address, 0, timeout_s=1)
         switchboard.close()
         with pytest.raises(RankFailedError, match=r"hung up|is silent"):
-            await asyncio.to_thread(connection.hear)
+            await asyncio.to_thread(next, connection.messages())
 
     asyncio.run(talk())
 
@@ -295,7 +390,7 @@ def test_of_two_calls_of_a_rank_the_later_counts(switchboard):
         earlier = RankConnection(address, 0, timeout_s=5)
         later = asyncio.create_task(answer(address, 0))
         with pytest.raises(RankFailedError, match="hung up"):
-            await asyncio.to_thread(earlier.hear)
+            await asyncio.to_thread(next, earlier.messages())
         await asyncio.gather(later, answer(address, 1))
 
     assert ask(switchboard, "hello", ring) == ["0: hello", "1: hello"]
@@ -306,7 +401,7 @@ def test_who_calls_after_all_have_is_hung_up_on(switchboard):
         if rank == 0:
             late = RankConnection(switchboard.address, 1, timeout_s=5)
             with pytest.raises(RankFailedError, match="hung up"):
-                late.hear()
+                next(late.messages())
         return f"{rank}: {heard}"
 
     assert ask(switchboard, "hello", Ranks(2, says).ring) == ["0: hello", "1: hello"]
@@ -336,7 +431,7 @@ def test_a_rank_hears_the_whole_of_a_message_in_time(tmp_path):
         thread.start()
         connection, start_s = RankConnection(address, 0, timeout_s=0.3), time.monotonic()
         with pytest.raises(RankFailedError, match="the driver is silent"):
-            connection.hear()
+            next(connection.messages())
         assert time.monotonic() - start_s < 3
         may_end.set()
         thread.join()

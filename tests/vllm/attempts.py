@@ -4,11 +4,12 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from engines import make_policy
@@ -17,6 +18,8 @@ from subject import AsyncSubject, Subject
 
 from fp8refit import Broadcaster, RefitError, RefitReport, Refitter, gathered
 from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.remote import channel
+from fp8refit.remote.messages import Reply, Request
 
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"
@@ -134,30 +137,31 @@ def try_bad_names(subject: Subject, family: str, work: Path) -> dict:
 
 
 def try_interrupt(subject: Subject, family: str, work: Path) -> dict:
-    """Control-C in the driver when every rank is prepared and none has written."""
+    """Control-C in the driver when every rank is prepared and none has written. A stream after a state dict is not like the
+    last, so the driver itself drops the caches.
+    """
     before = subject.state()
 
     def reset_prefix_cache(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with replaced(subject.engine, reset_prefix_cache):
-        raised = interrupted(subject, make_policy(family, 2))
+        raised = interrupted(subject, iter(make_policy(family, 2).items()))
     return {"raised": raised, "dirty": subject.is_dirty, "untouched": subject.state() == before}
 
 
 def try_late_interrupt(subject: Subject, family: str, work: Path) -> dict:
     """Control-C in the driver when every rank has written and committed, and the driver has not heard of it."""
     policy, version = make_policy(family, 2), subject.version
-    collective_rpc = subject.engine.collective_rpc
+    read = channel._replies
 
-    def lose_the_answer(method: str, timeout_s: float, arguments: tuple[str]) -> list[str]:
-        answers = collective_rpc(method, timeout_s, arguments)
-        if '"step":"finish"' in arguments[0]:
+    def lose_the_last(answers: Sequence[str], request: Request) -> list[Reply]:
+        replies = read(answers, request)
+        if any(reply.reports for reply in replies):
             raise KeyboardInterrupt
-        return answers
+        return replies
 
-    lose_the_answer.__name__ = "collective_rpc"
-    with replaced(subject.engine, lose_the_answer):
+    with patch.object(channel, "_replies", lose_the_last):
         raised = interrupted(subject, policy)
     found = {"raised": raised, "dirty": subject.is_dirty, "versions": [version, subject.version]}
     found["written"] = subject.state()
@@ -175,7 +179,7 @@ def replaced(engine: Any, method: Callable) -> Iterator[None]:
         del engine.__dict__[method.__name__]
 
 
-def interrupted(subject: Subject, policy: dict) -> str | None:
+def interrupted(subject: Subject, policy: dict | Iterator) -> str | None:
     """What a refit raised, ours or not."""
     try:
         subject.refit(policy)

@@ -5,7 +5,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
+
+from tests.serving import free_port
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {
@@ -223,12 +224,6 @@ def shared_files() -> list[str]:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         found |= {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
     return sorted(found)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def vllm_version() -> tuple[int, ...]:

@@ -18,9 +18,8 @@ from typing import Any
 
 import psutil
 from engines import CONFIG, PROMPTS, make_policy, settings
-from processes import free_port
 
-from tests.serving import option, read_answer
+from tests.serving import free_port, option, read_answer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FAMILY = "qwen3"

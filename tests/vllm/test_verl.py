@@ -43,7 +43,7 @@ def verl(environment, tmp_path_factory):
 def train(environment, folder, num_ranks, script="verl_steps.py"):
     folder.mkdir()
     environment = environment | {"VERL_RAY_JOB_ID": uuid.uuid4().hex[:8]}
-    run_python([HERE / script, folder, num_ranks], environment, folder, timeout_s=280)
+    run_python([HERE / script, folder, num_ranks], environment, folder, timeout_s=450)
     return json.loads((folder / "found.json").read_text())
 
 

@@ -21,7 +21,6 @@ import torch
 import vllm
 from datasets import Dataset
 from engines import live_bytes, said
-from processes import free_port
 from tokens import tokenizer_of_bytes
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -30,6 +29,7 @@ from vllm import SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 
 import fp8refit
+from tests.serving import free_port
 from tests.tiny_models import save_model
 
 NUM_STEPS = 3

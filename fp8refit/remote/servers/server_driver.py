@@ -5,9 +5,9 @@ Its control plane, the channel to its ranks, and ranks that are found again when
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from typing_extensions import override
 
@@ -96,19 +96,33 @@ class ServerDriver(ControlPlane, Channel, Pairs):
 
     @override
     async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
-        if not self.server.is_shared:
-            return None
-        if self.is_asynchronous:
-            answers = asyncio.ensure_future(self.call(message, timeout_s=timeout_s))
-            await asyncio.sleep(0)
-            return answers
-        return InThread(self.call(message, timeout_s=timeout_s))
+        return await self._begun(self.call(message, timeout_s=timeout_s)) if self.server.is_shared else None
 
     @override
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
         order = Pair(first=first, second=second, timeouts_s=timeouts_s)
         answer = await self._post(order, sum(timeouts_s) + self._timeout_s)
         return PairAnswers(answers=answer.said, is_refused=answer.is_refused, flush_s=answer.flush_s)
+
+    @property
+    @override
+    def can_begin(self) -> bool:
+        return self.server.is_shared
+
+    @override
+    async def begin_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> Awaitable[PairAnswers]:
+        return await self._begun(self.call_pair(first, second, timeouts_s=timeouts_s))
+
+    async def _begun(self, call: Coroutine[Any, Any, T]) -> Awaitable[T]:
+        if not self.is_asynchronous:
+            return InThread(call)
+        begun = asyncio.ensure_future(call)
+        try:
+            await asyncio.sleep(0)
+        except BaseException:
+            begun.cancel()
+            raise
+        return begun
 
     async def greet(self) -> str:
         """Which server answers now."""

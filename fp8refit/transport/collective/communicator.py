@@ -213,6 +213,7 @@ class Communicator:
         """
         with _Failing(self):
             self._store.set(f"said/{key}", said)
+            self._has([f"said/{key}"])  # the store does not confirm what is set; this is answered after it
 
     def hear(self, key: str) -> str:
         """Return the message that a member left; empty if none.

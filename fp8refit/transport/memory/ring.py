@@ -5,6 +5,7 @@ again. Nothing here waits: readers poll, and leave if nothing comes.
 """
 
 from collections.abc import Callable
+from enum import IntEnum
 from threading import Lock
 from typing import Self
 
@@ -23,6 +24,16 @@ _TAKEN = _LENGTHS + NUM_SETS
 _LEFT = _TAKEN + MAX_RANKS
 _NUM_WORDS = _LEFT + MAX_RANKS
 _NUM_BYTES = _NUM_WORDS * 8 + NUM_SETS * _TEXT_BYTES
+
+
+class Call(IntEnum):
+    """What the sender last said to the readers."""
+
+    STAY = 0
+    BACK = 1
+    """Leave once there is nothing to read."""
+    OVER = 2
+    """Nothing more will come."""
 
 
 class Ring:
@@ -101,9 +112,10 @@ class Ring:
         self._words[_CALLED] = 0
         self._words[_LEFT : _LEFT + MAX_RANKS] = 0
 
-    def call_back(self) -> None:
-        """Let readers leave as soon as there is nothing to read."""
-        self._words[_CALLED] = 1
+    def call_back(self, call: Call = Call.BACK) -> None:
+        """Let readers leave as soon as there is nothing to read, and say why."""
+        self._keep_order()
+        self._words[_CALLED] = call
 
     def is_left(self, num_ranks: int) -> bool:
         """Whether a rank has stopped reading."""
@@ -112,9 +124,11 @@ class Ring:
     # The readers' end.
 
     @property
-    def is_called_back(self) -> bool:
-        """Whether readers may leave; see `call_back`."""
-        return bool(self._words[_CALLED])
+    def call(self) -> Call:
+        """Whether readers may leave once there is nothing to read, and why."""
+        call = Call(int(self._words[_CALLED]))
+        self._keep_order()
+        return call
 
     def num_taken_by(self, rank: int) -> int:
         """Return how many texts a rank has taken."""

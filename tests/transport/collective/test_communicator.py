@@ -162,6 +162,32 @@ def test_a_failure_of_one_is_heard_by_all_and_the_group_goes_on():
     assert together([lambda m=m: receive(m, 9 - m.rank) for m in members]) == [[9]] * 3
 
 
+class LateStore:
+    """A store that a key reaches only with the next request on the same connection, as those of torch may."""
+
+    def __init__(self, store):
+        self._store, self._unsent = store, []
+
+    def set(self, key, value):
+        self._unsent.append((key, value))
+
+    def check(self, keys):
+        while self._unsent:
+            self._store.set(*self._unsent.pop())
+        return self._store.check(keys)
+
+
+def test_what_a_member_was_told_can_be_heard_at_once(monkeypatch):
+    trainer, member = group(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_store", LateStore(trainer._store))
+        trainer.tell("a refit", "the reason")
+        assert member.hear("a refit") == "the reason"
+    assert member.hear("another refit") == ""
+    for each in (trainer, member):
+        each.abort()
+
+
 def test_who_gives_up_ends_the_wait_of_all_others():
     trainer, first, second = group(3)
     start_s = time.monotonic()

@@ -10,7 +10,7 @@ import pytest
 
 from fp8refit.errors import RankFailedError, TransportError
 from fp8refit.transport.memory.memfd import make_memfd
-from fp8refit.transport.memory.ring import NUM_SETS, Ring
+from fp8refit.transport.memory.ring import NUM_SETS, Call, Ring
 from fp8refit.transport.memory.segment import Segment
 
 
@@ -56,16 +56,18 @@ def test_a_ring_begins_anew(ring):
     ring.call_back()
     ring.begin()
     assert ring.receive(0) is None
-    assert (ring.num_sent, ring.num_taken(1), ring.is_left(1), ring.is_called_back) == (0, 0, False, False)
+    assert (ring.num_sent, ring.num_taken(1), ring.is_left(1), ring.call) == (0, 0, False, Call.STAY)
 
 
 def test_readers_are_called_back_until_they_are_expected_again(ring):
     other = Ring.find(ring.segment)
     other.leave(1)
-    ring.call_back()
-    assert other.is_called_back and not ring.is_left(1) and ring.is_left(2)
+    assert ring.is_left(2)
+    for call in (Call.BACK, Call.OVER):
+        ring.call_back(call)
+        assert other.call is call and not ring.is_left(1) and ring.is_left(2)
     ring.expect_readers()
-    assert not other.is_called_back and not ring.is_left(2)
+    assert other.call is Call.STAY and not ring.is_left(2)
 
 
 def test_the_slowest_rank_counts(ring):
