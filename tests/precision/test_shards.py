@@ -10,7 +10,6 @@ from tests.trainer_ranks import TrainerRanks
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     group = TrainerRanks(2, str(tmp_path_factory.mktemp("two") / "store"))
-    group.run(ranks.warm_up)
     yield group
     group.close()
 
@@ -18,7 +17,6 @@ def two(tmp_path_factory):
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     group = TrainerRanks(4, str(tmp_path_factory.mktemp("four") / "store"))
-    group.run(ranks.start)
     yield group
     group.close()
 

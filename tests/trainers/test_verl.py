@@ -8,7 +8,7 @@ import torch
 from fp8refit import correction
 from tests.plain_correction import batch, noisy
 
-verl = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper", reason="`nox -s tests_trainers` has verl")
+verl = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper", reason="`nox -s tests_verl` has verl")
 
 
 def verl_ratio(tensors):
