@@ -232,8 +232,9 @@ ADVICE = """
   for fp32.
 
 Weights and prompts are random. FlashInfer was not installed; where it is, vLLM multiplies few tokens with a kernel of its own.
-Not measured: the empty cells, answers beyond 4096 tokens, 64 or 256 prompts of 16 384 tokens, and Qwen3-30B-A3B with vLLM's
-defaults. In 64 x 512 + 4096, some prompts were in the prefix cache from the case before; that is worth at most 2 % of its time.
+Not measured: the empty cells, answers beyond 4096 tokens, 64 or 256 prompts of 16 384 tokens, and Qwen3-30B-A3B at 16 sequences
+with vLLM's defaults, whose cases ran once. In 64 x 512 + 4096, some prompts were in the prefix cache from the case before; that
+is worth at most 2 % of its time.
 
 The last table has the linear layers of one decoder layer, in microseconds: each kernel alone, in a CUDA graph, with weights
 that are in no cache. Quantizing the activations adds to the product's time, unless torch.compile fuses it with the kernel

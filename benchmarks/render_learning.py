@@ -56,10 +56,9 @@ probability error is {fp8.token_mult_prob_error:.3f} and {fp8kv.token_mult_prob_
 **Importance weights change nothing here**: at an ESS of {fp8.ess:.4f} there is hardly anything to correct. They cost no time
 worth measuring, so keep them on. Answers here have 17 tokens, and a mismatch adds up over longer ones.
 
-**One precision lowers the mismatch, and learning does not show it.** A trainer that [computes with the engine's
-bytes](precision.md) has a k3 of {unified.k3:.1e}, and its rollouts end at {unified.reward:.2f}. What is left comes from kernels
-that round differently, not from the weights. Since these runs, norms and rotary embeddings round as the engine's do, which
-[lowers k3 by more](precision.md#measured).
+**One precision lowers the mismatch a hundred times, and learning gains a little.** A trainer that [computes with the engine's
+bytes](precision.md) has a k3 of {unified.k3:.1e}, less than a BF16 engine has, and its rollouts end at {unified.reward:.2f}.
+What is left comes from kernels that round differently, not from the weights. Three seeds are few: read nothing more into it.
 
 **Look for the cost of refits elsewhere**: these runs shared the GPU. For Qwen3-8B on an H200, a refit takes 7.6 ms and a
 rollout 2.4 s (16 sequences) to 9.3 s (256 sequences, 512 + 512 tokens), so a refit is 0.3 to 0.1 % of it. Calibrating an FP8

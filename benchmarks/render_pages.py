@@ -37,6 +37,13 @@ VLLMS_RELOAD, RELOAD_WEIGHTS = "vLLM's own reload", "vLLM's reload_weights"
 STREAMS = "streams_*_h200.json"
 DROP_INS = "drop_in_*_h200.json"
 INTERLEAVED = "interleaved_*_h200.json"
+BUILD_PLACES = {
+    "inside": "vLLM in this process",
+    "outside": "vLLM in another process",
+    "server": "vLLM behind its HTTP server",
+    "broadcast": "vLLM by broadcast",
+}
+"""Of `run_interleaved.py`."""
 MATRIX = RESULTS / "matrix.json"
 ENGINES = ROOT / "docs" / "engines.toml"
 FAMILIES = ROOT / "docs" / "families.toml"
@@ -549,13 +556,13 @@ def _median_of(milliseconds: dict[str, list[float]], name: str) -> str:
 def render_drop_ins(results: list[dict[str, Any]]) -> str:
     """The drop-in and vLLM's own reload of the same stream."""
     ways = {"trl": "TRL's: one tensor a call, engine in this process", "verl": "verl's: {} MiB buckets by CUDA IPC"}
-    results = sorted(results, key=lambda found: _bucket_mib(found["command"], 512))
+    results = sorted(results, key=lambda found: (_bucket_mib(found["command"], 512), found.get("has_mps", False)))
     rows, machine = [], results[0]["ways"]["trl"]
     for found in results:
         for way, result in found["ways"].items():
             ours, own = result["median_ms"]["drop-in"], result["median_ms"]["vLLM's own reload"]
             alone = result["median_ms"].get("the transfer alone")
-            bucket = ways[way].format(_bucket_mib(found["command"], 512))
+            bucket = ways[way].format(_bucket_mib(found["command"], 512)) + ", under MPS" * found.get("has_mps", False)
             transfer = bucket + (f" ({alone:.1f} ms by itself)" if alone is not None else "")
             extra = result["checks"]["vLLM's own reload: peak extra MiB"]
             rows.append(f"| {transfer} | {ours:.1f} ms | {own:.1f} ms, {extra} MiB extra | {own / ours:.1f} x |\n")
@@ -573,14 +580,9 @@ def render_interleaved(results: list[dict[str, Any]]) -> str:
     """Refits by several builds in turn."""
     rows = []
     for found in results:
-        place = found["command"]
-        where = (
-            "SGLang"
-            if "sglang" in place
-            else "vLLM in another process"
-            if "outside" in place
-            else "vLLM in this process"
-        )
+        words = found["command"].split()
+        place = words[words.index("--place") + 1] if "--place" in words else "inside"
+        where = "SGLang" if "sglang" in words else BUILD_PLACES[place]
         cells = [
             f"{found['median_ms'][name]:.2f} ms, {found['against_the_first'][name]:.3f} x"
             for name in found["median_ms"]

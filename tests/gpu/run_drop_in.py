@@ -33,6 +33,8 @@ HERE = Path(__file__).parent
 WAYS = {"trl": "0", "verl": "1"}
 """Whether the engine has a process of its own."""
 OURS, OWN, NOTHING = "drop-in", "vLLM's own reload", "the transfer alone"
+MPS = "CUDA_MPS_PIPE_DIRECTORY"
+"""Set where both processes use the GPU through NVIDIA's multi-process service, without turns."""
 FIRST_ROUNDS = 3
 """They compile and are not counted."""
 ALIGNMENT_BYTES = 16
@@ -52,6 +54,7 @@ def main() -> None:
         measure(arguments)
         return
     found: dict[str, Any] = {"command": f"python {' '.join(sys.argv)}", "shape": arguments.shape, "ways": {}}
+    found["has_mps"] = MPS in os.environ
     os.environ.setdefault("FP8REFIT_TURN", str(arguments.out.with_suffix(".turn")))
     parts = {
         way: arguments.out.with_name(f"{arguments.out.stem}.{way}.part.json")

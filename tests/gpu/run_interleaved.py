@@ -3,6 +3,8 @@
     pip wheel . --no-deps -w before/                  # of each commit, in folders of their own
     python tests/gpu/run_interleaved.py --out FILE before=before/fp8refit-0.1.0-py3-none-any.whl after=after/fp8refit-...whl
     ... --place outside                               # vLLM's engine in a process of its own
+    ... --place server                                # behind vLLM's HTTP server
+    ... --place broadcast                             # outside, and policies come by NCCL
     ... --engine sglang
 
 Every build has an engine in a process of its own. All live side by side and take turns, refit by refit, so that whatever slows
@@ -13,11 +15,14 @@ import argparse
 import json
 import os
 import shlex
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -25,7 +30,7 @@ from typing import Any
 from scripts import wait_for_turn
 
 HERE = Path(__file__).parent
-IN_PROCESS = {"inside": "0", "outside": "1"}
+PLACES = {"inside": "0", "outside": "1", "server": "1", "broadcast": "1"}
 NUM_ROUNDS, NUM_WARM_UP = 40, 6
 
 
@@ -33,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("builds", nargs="+", metavar="NAME=WHEEL")
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
-    parser.add_argument("--place", choices=IN_PROCESS, default="inside", help="of vLLM's engine")
+    parser.add_argument("--place", choices=PLACES, default="inside", help="of vLLM's engine")
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     parser.add_argument("--out", type=Path, required=True)
@@ -68,7 +73,7 @@ def measure(options: argparse.Namespace) -> None:
                     milliseconds = save(options.out, about, seconds)
         finally:
             for child in children.values():
-                child.kill()
+                os.killpg(child.pid, signal.SIGKILL)  # with its engine or server
     first = milliseconds[next(iter(builds))]
     for name, found in milliseconds.items():
         print(f"{name:20} {found:8.2f} ms  {found / first:6.3f} x")
@@ -98,11 +103,16 @@ def start(name: str, wheel: Path, folder: Path, options: argparse.Namespace) -> 
     path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": IN_PROCESS[options.place],
+        "VLLM_ENABLE_V1_MULTIPROCESSING": PLACES[options.place],
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_DEEP_GEMM_WARMUP": "skip",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_PLUGINS": os.environ.get("VLLM_PLUGINS", "fp8refit"),  # or a server adds no routes
+        "NCCL_HOSTID": "engine",  # NCCL refuses two ranks on one GPU of one host
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_CUMEM_ENABLE": "0",
     }
     with open(options.out.with_suffix(f".{name}.log"), "w") as log:
         return subprocess.Popen(
@@ -112,6 +122,7 @@ def start(name: str, wheel: Path, folder: Path, options: argparse.Namespace) -> 
             stderr=log,
             env=environment,
             text=True,
+            start_new_session=True,
         )
 
 
@@ -133,13 +144,16 @@ def serve(options: argparse.Namespace) -> None:
     import torch
 
     import fp8refit
-    from fp8refit import Refitter
 
     with tempfile.TemporaryDirectory() as folder:
         policies.write_config(options.shape, Path(folder))
-        engine = BOOTS[options.engine](folder)
+        engine = serve_vllm(folder) if options.place == "server" else BOOTS[options.engine](folder)
     policy: dict[str, torch.Tensor] = {}
-    refitter = Refitter(engine)
+    if options.place == "broadcast":
+        os.environ |= {"NCCL_HOSTID": "trainer"}
+        refit = fp8refit.Broadcaster([engine], timeout_s=120).push
+    else:
+        refit = fp8refit.Refitter(engine).refit
 
     def wait_for_gpu() -> None:
         if torch.cuda.is_available():
@@ -163,9 +177,42 @@ def serve(options: argparse.Namespace) -> None:
             continue
         wait_for_gpu()
         start_s = time.perf_counter()
-        refitter.refit(policy)
+        refit(policy)
         wait_for_gpu()
         tell({"wall_s": time.perf_counter() - start_s})
+
+
+def serve_vllm(model: str) -> str:
+    """Start a server, and return its URL once it answers. It ends with this process."""
+    from tests.tiny_models import FP8_CONFIG
+
+    # Not `tests.serving.free_port`: that module imports what old builds lack.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    room = {"gpu-memory-utilization": 0.05, "kv-cache-memory-bytes": 1 << 30}
+    if not Path("/dev/nvidiactl").exists():
+        room = {"gpu-memory-utilization": 0.1, "num-gpu-blocks-override": 64, "dtype": "bfloat16"}
+    settings = {
+        "model": model,
+        "load-format": "dummy",
+        "hf-overrides": json.dumps({"quantization_config": FP8_CONFIG}),
+        "max-num-seqs": 16,
+        "host": "127.0.0.1",
+        "port": port,
+        "max-model-len": 512,
+        **room,
+    }
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *flags]
+    server = subprocess.Popen([*command, "--skip-tokenizer-init", "--enforce-eager"], stdout=2)
+    url = f"http://127.0.0.1:{port}"
+    while True:
+        assert server.poll() is None, "the server ended"
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return url
+        except OSError:
+            time.sleep(0.5)
 
 
 def boot_vllm(model: str) -> Any:

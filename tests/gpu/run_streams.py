@@ -92,6 +92,7 @@ def measure(arguments: argparse.Namespace) -> None:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_USE_DEEP_GEMM": "0",  # it compiles for minutes
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "HF_HUB_OFFLINE": "1",
     }
     sys.path.append(str(Path(__file__).parents[2]))
@@ -189,7 +190,12 @@ def measure(arguments: argparse.Namespace) -> None:
             checks["verify finds none"] = checks.get("verify finds none", True) and result.is_equal
 
     def put_right(name: str) -> None:
-        if name.startswith(("merged", "vLLM's")):
+        if name.startswith("merged"):
+            found = refitter.fingerprints()
+            refitter.refit(dict(merged(model)))
+            checks[f"same bytes after {name}"] = refitter.fingerprints() == found
+            refitter.refit(policy)
+        elif name.startswith("vLLM's"):
             refitter.refit(policy)
         elif not name.startswith("copy"):
             checks[f"same bytes after {name}"] = refitter.fingerprints() == expected

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from tests.oracle.campaign import Campaign, Plan
 from tests.oracle.judge import Answer
 from tests.oracle.load import Heard, Load
 from tests.oracle.trainers import Setup
+from tests.serving import free_port
 
 NUM_CLIENTS = 16
 """Each asks for the next answer once it has one."""
@@ -294,8 +294,3 @@ def synchronize() -> None:
 def free_bytes() -> list[int]:
     """Of every GPU."""
     return [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
