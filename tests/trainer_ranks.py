@@ -1,5 +1,6 @@
 """Ranks of a trainer, each a process of its own in one group, gloo or NCCL, which do what a test says."""
 
+import faulthandler
 import multiprocessing
 import os
 import traceback
@@ -55,6 +56,7 @@ class TrainerRanks:
 
 def serve(orders: Connection, rank: int, size: int, store: str, backend: str) -> None:
     """Run what comes, until nobody sends any more."""
+    faulthandler.enable()  # a rank that crashes shows where
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
