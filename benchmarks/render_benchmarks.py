@@ -101,8 +101,8 @@ LEGEND = """The BF16 weights are on the engine's GPU, as a trainer leaves them. 
 and one run of each of the engine's own ways, interleaved. After each run the live weights are compared by fingerprint. Times
 are medians in ms. These figures are older than the code: see [what changed since](measured.md).
 
-- *call to return*: all that a training loop waits for, until the engine can serve again. *flush*: the engine drops its prefix
-  cache.
+- *first*: the first refit, measured before slots were traced; today it takes [longer](measured.md#first-refits). *call to
+  return*: all that a training loop waits for, until the engine can serve again. *flush*: the engine drops its prefix cache.
 - *fill*: the kernel that reads BF16 and writes codes and scales, on the device's own clock. *of copy*: the fill divided by the
   time to copy as many bytes, measured in the same process. *ns/MB*: in brackets, how much more than the best row.
 - *host*: call to return, minus the fill.
@@ -220,9 +220,9 @@ def _runs(result: RolloutBenchResult) -> str:
 
 ADVICE = """
 - **Leave DeepGEMM on**, as vLLM does by itself (`VLLM_USE_DEEP_GEMM`). Without it vLLM takes CUTLASS. For 8 to 128 tokens
-  CUTLASS takes about as long as BF16 does, although it reads half the bytes (the last table): nothing pays for quantizing the
-  activations. In the tables with `VLLM_USE_DEEP_GEMM=0`, FP8 loses at 16 sequences for that. It loses more there than the two
-  kernels account for; the rest was not traced, but those engines run without torch.compile.
+  CUTLASS takes about as long as BF16 does, although it reads half the bytes (the last table), so the time to quantize the
+  activations is lost. That is why Qwen3-8B is slower in FP8 at 16 sequences in the table with `VLLM_USE_DEEP_GEMM=0`. It loses
+  more than these two kernels account for. The rest was not traced; those engines run without torch.compile.
 - **Leave torch.compile and CUDA graphs on.** They are off, or cut short, in the tables that set `compilation_config`.
 - **Let DeepGEMM compile before it serves.** With `VLLM_DEEP_GEMM_WARMUP=skip`, kernels are compiled during the first rollouts.
 - **Set `kv_cache_dtype=fp8`, and refit with `calibration=`**, for many sequences and long answers. FP8 weights gain least where

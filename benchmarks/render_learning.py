@@ -19,11 +19,12 @@ RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 
 HEAD = """# Learning with FP8 rollouts
 
-GRPO on sorting numbers; `examples/grpo.py` is the whole loop, and its help says what variants are. The policy is shown answers
-until it gets some right. Three in five of these are in falling order, so that rewards have something to choose between.
+The task is sorting numbers, learned with GRPO. [`examples/grpo.py`](../examples/grpo.py) is the whole loop, and its `--help`
+explains the variants. A warm-up trains the policy on example answers until it gets some right. Three in five of them are in
+falling order, so that rewards have something to choose between.
 
-Figures are means of all seeds, with the least and the greatest of them in brackets. Rewards are those of the last fifth of the
-steps, the others medians over the steps. This page is written by `python benchmarks/render_learning.py`.
+Figures are means over all seeds, with the minimum and maximum in brackets. Rewards are from the last fifth of the steps; all
+other figures are medians over the steps. This page is written by `python benchmarks/render_learning.py`.
 """
 
 PICTURES = ("reward", "mismatch", "density")
@@ -56,12 +57,14 @@ probability error is {fp8.token_mult_prob_error:.3f} and {fp8kv.token_mult_prob_
 **Importance weights change nothing here**: at an ESS of {fp8.ess:.4f} there is hardly anything to correct. They cost no time
 worth measuring, so keep them on. Answers here have 17 tokens, and a mismatch adds up over longer ones.
 
-**One precision lowers the mismatch a hundred times, and learning gains a little.** A trainer that [computes with the engine's
-bytes](precision.md) has a k3 of {unified.k3:.1e}, less than a BF16 engine has, and its rollouts end at {unified.reward:.2f}.
-What is left comes from kernels that round differently, not from the weights. Three seeds are few: read nothing more into it.
+**Training in the engine's precision lowers the mismatch a hundred times, and learning gains a little.** A trainer that
+[computes with the engine's bytes](precision.md) has a k3 of {unified.k3:.1e}, less than a BF16 engine has, and its rollouts
+end at {unified.reward:.2f}. What is left comes from kernels that round differently, not from the weights.
+Three seeds are few: read nothing more into it.
 
-**Look for the cost of refits elsewhere**: these runs shared the GPU. For Qwen3-8B on an H200, a refit takes 7.6 ms and a
-rollout 2.4 s (16 sequences) to 9.3 s (256 sequences, 512 + 512 tokens), so a refit is 0.3 to 0.1 % of it. Calibrating an FP8
+**These runs do not show what refits cost**: they shared the GPU. The next section has a small model alone. For Qwen3-8B on an
+H200, a refit takes 7.6 ms and a rollout 2.4 s (16 sequences) to 9.3 s (256 sequences, 512 + 512 tokens), so a refit is 0.3 to
+0.1 % of it. Calibrating an FP8
 KV cache takes 0.21 s more, 9 to 2 % ([benchmarks](benchmarks.md)).
 """
 

@@ -129,8 +129,8 @@ def render_highlights(
     equals = "equals" if all(map(is_equal, compared)) else "does NOT equal"
     table = "".join(f"| {what} | **{ms:.1f} ms** | {beside} |\n" for what, ms, beside in rows)
     return (
-        f"Qwen3-8B shape, {single['gpu']}, medians. After the refits of the first three rows the engine {equals} a freshly "
-        "booted one in bytes and tokens. The first five are older than the code.\n\n"
+        f"Qwen3-8B shape, {single['gpu']}, medians. In the first three rows, the refitted engine {equals} a freshly "
+        "booted one in bytes and tokens. The first five are from earlier builds.\n\n"
         f"| | refit | compared with |\n| --- | ---: | --- |\n"
         f"{table}"
     )
@@ -156,8 +156,14 @@ def render_one(result: dict[str, Any]) -> str:
         ),
         ("prefix-cache flush, not included above", f"{phases['flush']:.2f} ms"),
         ("host time to the first kernel", f"{versus['ours_first_launch_ms_median']:.2f} ms"),
-        ("first refit, kernels cached", f"{result['first_refit_warm_kernel_cache']['wall_s'] * 1e3:.0f} ms"),
-        ("first refit, kernels compiled", f"{result['first_refit_cold_kernel_cache']['wall_s'] * 1e3:.0f} ms"),
+        (
+            "first refit before slots were traced (now see [First refits](#first-refits)), kernels cached",
+            f"{result['first_refit_warm_kernel_cache']['wall_s'] * 1e3:.0f} ms",
+        ),
+        (
+            "the same, kernels compiled",
+            f"{result['first_refit_cold_kernel_cache']['wall_s'] * 1e3:.0f} ms",
+        ),
         ("extra GPU memory", f"{result['first_refit_cold_kernel_cache']['peak_extra_bytes'] / 2**20:.1f} MiB"),
         (
             "50 refits to 50 policies, generating between them",
@@ -325,7 +331,7 @@ def render_kv() -> str:
         "difference of log-probabilities from the same engine with a BF16 KV cache.\n\n"
         f"| | {' | '.join(large)} |\n| --- |{' --- |' * len(large)}\n{table}\n\n"
         f"In vLLM, measuring makes the calibration pass {ratio_to_same:.2f} x as long; a calibration takes "
-        f"{ratio_to_eager:.2f} x vLLM's own eager prefill. The two agreement rows were measured on a model with small "
+        f"{ratio_to_eager:.2f} x vLLM's own eager prefill. The two rows that compare scales are from a model with small "
         "residual updates; random weights are noisier, because single maxima of late layers vary. There, scales differ from "
         f"transformers by up to {percent(noise)}, and between one and two ranks of the same engine by up to "
         f"{percent(noise_of_ranks)}.\n\n"
@@ -459,7 +465,7 @@ def render_traced(results: list[dict[str, Any]]) -> str:
             f"| {found['later_refit_ms_median']:.1f} ms |\n"
         )
     return (
-        f"The first refit reads off the engine's own loader where every tensor goes. {_machines(results)}. Each engine is "
+        f"The first refit traces the engine's own loader to see where every tensor goes. {_machines(results)}. Each engine is "
         "compared with one booted from a checkpoint that no refit wrote: live bytes, greedy tokens and log-probabilities, with "
         "experts sent one by one and stacked.\n\n"
         "| engine | model | compared with a fresh boot | first refit | later ones |\n| --- | --- | --- | ---: | ---: |\n"
@@ -491,7 +497,7 @@ def render_precision(mismatches: list[dict[str, Any]], step: dict[str, Any]) -> 
     return (
         f"Mismatch with vLLM {mismatches[0]['vllm']} on one {mismatches[0]['gpu']} ({', '.join(formats)}): k3 of the trainer's "
         "and the engine's log-probabilities of the same sampled tokens, nats per token, random weights.\n\n"
-        "| shape | weights | BF16 trainer | unified trainer | | with the engine's attention | engine, reading |\n"
+        "| shape | weights | BF16 trainer | unified trainer | | with the engine's attention | engine against itself |\n"
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
         f"{''.join(rows)}\n"
         f"A training step (forward and backward, {step['tokens']} tokens) of {step['layers']} layers of the 8B shape, each "
@@ -536,7 +542,7 @@ def render_streams(results: list[dict[str, Any]]) -> str:
         f"{'; '.join(sizes.values())}. Medians of whole calls in ms. "
         f"An update's buckets hold 512 MiB, or 2 GiB of the larger shape.{notes}\n\n"
         f"| | {' | '.join(heads)} |\n| --- |{' ---: |' * len(heads)}\n{''.join(rows)}\n"
-        "After each but the merged LoRA and vLLM's own reload, every byte and the greedy tokens equal those of a refit. "
+        "After every row but the merged LoRA and vLLM's own reload, bytes and greedy tokens equal those of a refit. "
         "To measure again: `python tests/gpu/run_streams.py --out FILE`.\n"
     )
 
@@ -591,8 +597,9 @@ def render_interleaved(results: list[dict[str, Any]]) -> str:
     about = next(iter(results[0]["about"].values()))
     return (
         f"One {about['gpu']}, {about['shape']} shape, engines of three builds side by side, refitted in turn; medians. "
-        "*Before* is the last build that guessed names, *house* the first that traced them, *after* version 0.2.0.\n\n"
-        f"| | {' | '.join(results[0]['median_ms'])} |\n| --- |{' ---: |' * len(results[0]['median_ms'])}\n{''.join(rows)}\n"
+        "*Before* is the last build that guessed names, *traced* the first that traced them, *after* version 0.2.0.\n\n"
+        f"| | {' | '.join({'house': 'traced'}.get(name, name) for name in results[0]['median_ms'])} |\n"
+        f"| --- |{' ---: |' * len(results[0]['median_ms'])}\n{''.join(rows)}\n"
         "To measure again: `python tests/gpu/run_interleaved.py --out FILE NAME=WHEEL ...`.\n"
     )
 
@@ -642,7 +649,7 @@ def _broadcast_row(found: dict[str, Any]) -> str:
     times = found["seconds"]["bf16"] / found["seconds"]["fp8"]
     large_s = found["seconds_by_bucket_bytes"][str(1 << 30)]
     cells = [
-        found["what"],
+        plain(found["what"]),
         f"{found['broadcast_gb_per_s']:.0f} GB/s",
         f"{found['wire_bytes']['fp8'] / 1e9:.2f} of {found['wire_bytes']['bf16'] / 1e9:.2f} GB",
         milliseconds["bf16"],
@@ -658,7 +665,7 @@ def _server_row(found: dict[str, Any], way: str) -> str:
     pushed = found[way]
     still_s = sum(pushed["phases_s"][phase] for phase in ("flush", "transfer", "fill", "verify", "resume"))
     cells = [
-        found["what"],
+        plain(found["what"]),
         f"`{way}`",
         str(pushed["pushes"]),
         f"{pushed['requests']}, {pushed['failed_requests']} failed",
@@ -674,12 +681,12 @@ def render_oracle(results: list[dict[str, Any]]) -> str:
     return (
         f"CI runs it on the CPU. On {_machines(results)}, with each server on one GPU and its trainers on another, it "
         "found:\n\n"
-        "| | pushes | poisoned | killed | of these inside | requests | refused | cut short | across a `keep` | wrong | "
-        "failed |\n"
+        "| | pushes | poisoned | trainers killed | of these while writing | requests | refused | cut short "
+        "| across a `keep` | wrong | failed |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
         + "".join(map(_oracle_row, results))
-        + "\n*Inside*: the server reported afterwards that the write was incomplete; the other trainers died before the first "
-        "byte or after the commit. *Wrong*: stale, mixed, or answered while dirty.\n"
+        + "\n*While writing*: the server reported afterwards that the write was incomplete; the other trainers died before the "
+        "first byte or after the commit. *Wrong*: stale, mixed, or answered while dirty.\n"
     )
 
 
@@ -688,7 +695,7 @@ def _oracle_row(found: dict[str, Any]) -> str:
     wrong = ("stale", "mixed", "while_dirty", "foreign", "misnamed")
     inside = ", ".join(f"{count} by {way}" for way, count in found["kills_inside_by"].items() if count)
     cells = [
-        found["what"],
+        plain(found["what"]),
         found["pushes"],
         found["poisoned"],
         found["kills"],
@@ -709,6 +716,14 @@ def _machines(results: list[dict[str, Any]]) -> str:
 
 def _read_all(pattern: str) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(RESULTS.glob(pattern))]
+
+
+def plain(what: str) -> str:
+    """What was measured, for people."""
+    said = what.partition(" that answer")[0].partition(", attacked")[0]
+    said = re.sub(r"\b1 (\w+) (server|engine)\(s\)", r"one \1 \2", said)
+    said = said.replace("1 rank(s)", "one rank").replace("(s)", "s")
+    return said.replace("sglang", "SGLang").replace("vllm", "vLLM")
 
 
 def name_of(what: str) -> str:

@@ -17,20 +17,21 @@ IN_BF16 = "to a boot from the BF16 checkpoint, quantized afterwards"
 OUTCOMES = (EQUAL, SILENT, WRONG, REFUSED, NOT_BOOTED, NOT_WALKED)
 _HEAD = """# Which models refit
 
-Every causal language model that an engine's registry names and that transformers can make small, and some vision-language
-models, in block FP8 on the CPU: refitted from noise with every parameter changed, and held against a fresh engine that loaded
-the same policy from a checkpoint that a second quantizer wrote. Of a vision-language model the language half alone comes in the
-last refit, and the tower is kept (`keep=`).
+Tested here: every causal language model that an engine's registry names and that transformers can build small, and some
+vision-language models, all in block FP8 on the CPU. Each engine boots with noise and is refitted to a policy that changes every
+parameter. It is then compared with a fresh engine that loaded this policy from a checkpoint, which a second quantizer wrote.
+For vision-language models, the last refit sends the language model only and keeps the tower (`keep=`).
 
-- *equal*: every byte, tokens and log-probabilities. Some models hold blocks that lie in no checkpoint as they are, and of some
-  the engine does not load block scales under any name; `quantize --like` refuses these and says which. They are held against
-  a fresh engine of the BF16 checkpoint, whose weights a second quantizer then quantized, byte by byte.
-- *equal, without a forward*: every byte. The engine has no kernels for this model on a CPU.
-- *refused*: the engine loads it, and fp8refit says why it does not refit it, and writes nothing.
-- *not booted*: the engine itself, or transformers, does not load it here.
-- *not walked yet*: nobody has looked; it is no claim.
+- *equal*: every byte, the tokens and the log-probabilities are equal. A few models have no usable block-FP8 checkpoint: their
+  blocks in the engine are not blocks of any checkpoint, or the engine's loader takes no block scales. `quantize --like` refuses
+  them and says which. They are compared with a fresh engine that loaded the BF16 checkpoint and whose weights the second
+  quantizer then quantized.
+- *equal, without a forward*: every byte is equal. The engine has no CPU kernels for this model, so it generated nothing.
+- *refused*: the engine loads the model. fp8refit says why it does not refit it, and writes nothing.
+- *not booted*: the engine or transformers does not load the model here.
+- *not walked yet*: not tested.
 
-`nox -s zoo` makes this page anew; a few of each engine's run in every test.
+`nox -s zoo` renders this page again. Every test run repeats a few models of each engine.
 """
 _BY_RANK = re.compile(r"^(?:E\s+|\[rank\d+\]: )*")
 _ERROR = re.compile(
@@ -136,7 +137,7 @@ def render() -> str:
     lines = [_HEAD]
     for walk in found:
         outcomes = [model["outcome"] for model in walk["models"].values()]
-        counts = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in OUTCOMES if kind in outcomes)
+        counts = "; ".join(f"{outcomes.count(kind)} {kind}" for kind in OUTCOMES if kind in outcomes)
         lines += [f"{walk['engine']} {walk['version']}: {counts}.", ""]
     names = sorted({name for walk in found for name in walk["models"]})
     lines += [f"| model | {' | '.join(walk['engine'] for walk in found)} |", f"| --- |{' --- |' * len(found)}"]

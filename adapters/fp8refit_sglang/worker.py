@@ -164,7 +164,7 @@ class SchedulerModel:
         if self._scheduler.is_multimodal:
             reason = "caches encoder outputs of earlier requests"
             refusals.append(
-                Refusal(module="multimodal model", reason=reason, remedy="fp8refit only refits language models so far")
+                Refusal(module="multimodal model", reason=reason, remedy="Boot with enable_multimodal=False")
             )
         # Sleep discards the KV scales, and a dummy boot fills them with noise.
         self._scales.read(self.network)

@@ -572,7 +572,7 @@ def test_a_draft_model_is_refused(engine):
 
 def test_a_multimodal_model_is_refused(engine):
     engine.schedulers[-1].model_config.is_multimodal = True
-    assert_nothing_written(engine, UnsupportedEngineError, "(?s)multimodal model.*language models so far")
+    assert_nothing_written(engine, UnsupportedEngineError, "(?s)multimodal model.*Boot with enable_multimodal=False")
     assert_serves(engine)
 
 
