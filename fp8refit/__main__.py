@@ -1,4 +1,4 @@
-"""`python -m fp8refit`: the command line, where its script is not on the path."""
+"""`python -m fp8refit`: the command line, for when the `fp8refit` script is not on `PATH`."""
 
 from fp8refit.cli import app
 

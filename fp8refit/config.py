@@ -12,7 +12,7 @@ Transport = Literal["auto", "collective"]
 LONGEST_WAIT_S = 1e9
 """The longest wait that may be asked of another process. Every clock and socket accepts it."""
 Wait: TypeAlias = Annotated[float, Field(gt=0, le=LONGEST_WAIT_S, allow_inf_nan=False)]
-"""Seconds another process may be told to wait. One order may cover many steps of `RefitConfig.timeout_s` each."""
+"""Seconds that another process may be told to wait. One order can cover many steps, each with `RefitConfig.timeout_s`."""
 MAX_TIMEOUT_S = 86_400
 """The longest `RefitConfig.timeout_s`: one day."""
 
@@ -64,8 +64,8 @@ class CollectiveConfig(BaseModel):
 
     wire: Literal["fp8", "bf16"] = "fp8"
     """What is sent. `fp8`: codes and scales, quantized by the trainer into the format of the engine's slots. `bf16`: the
-    trainer's weights, quantized by every rank. Engines end up with the same bytes. A tensor whose slots differ in format,
-    or cut through its blocks, is always sent as BF16."""
+    trainer's weights, quantized by every rank. Engines end up with the same bytes either way. A tensor is always sent as
+    BF16 if its slots differ in format or cut through its blocks."""
 
 
 class RefitConfig(BaseModel):

@@ -35,7 +35,7 @@ LOG_BOUND = 20.0
 """Log-ratios are clamped to this bound: exp(20) is 4.9e8. verl and TRL use the same one."""
 
 _LEAST_MEAN = 1e-8
-"""Weights with a smaller mean are not scaled up to 1."""
+"""Weights whose mean is below this are not normalized."""
 
 Level = Literal["token", "sequence", "geometric"]
 Outside = Literal["clip", "zero"]

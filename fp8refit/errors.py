@@ -6,7 +6,7 @@ do.
 
 from collections.abc import Sequence
 
-_WRITTEN_IN_PART = "The engine holds part of this policy, refuses requests, and is healed by the next complete refit."
+_WRITTEN_IN_PART = "The engine holds part of this policy and refuses requests until the next complete refit."
 
 
 class RefitError(Exception):
@@ -130,8 +130,7 @@ class StagingMemoryError(RefitError):
 
 
 class RankFailedError(RefitError):
-    """A rank of the engine, or the trainer beside it, failed with an error that is not one of ours. The message quotes
-    it.
+    """A rank of the engine or of the trainer failed with an error that is not a `RefitError`. The message quotes it.
 
     Raised on every rank. If anything was written, the engine is dirty until the next complete refit.
     """

@@ -13,8 +13,8 @@ PyTorch on the mesh of the tensor-parallel ranks, which needs no communication:
     with fp8refit.gathered(state_dict, rename=MegatronNames(...)) as weights:
         ...
 
-Pipeline stages, and ranks with their own experts, each count layers and experts from zero. Give them their numbers in the
-whole model, and gather what only some ranks hold:
+Each pipeline stage counts its layers from zero, and each expert-parallel rank its experts. Renumber them for the whole
+model, and gather what only some ranks hold:
 
     state_dict = dict(global_names(state_dict, first_layer=..., first_expert=...))
     with fp8refit.gathered(state_dict, WORLD, rename=MegatronNames(...), is_apart=True) as weights:

@@ -25,13 +25,12 @@ from fp8refit.sources.row_runs import Piece, Recipe, cut, whole
 
 
 def merged(model: nn.Module) -> "Merged":
-    """Yield every weight of a model under its checkpoint name, with its active LoRA adapters merged: `W + s B A`.
+    """Return a source with every weight of a model under its checkpoint name, its active LoRA adapters merged: `W + s B A`.
 
-    Weights are merged each time they are read, in the dtype of `W`: products are added up in fp32 and rounded once. A
-    refit merges while it quantizes; where it cannot, it needs memory for one merged weight or one bucket. Iterating gives each
-    as a new tensor.
-    Modules trained whole (`modules_to_save`) are given as trained. Adapters that are already merged or disabled are not
-    applied.
+    Weights are merged each time they are read, in the dtype of `W`: products are summed in fp32 and rounded once. A refit
+    merges while it quantizes. Where it cannot, it needs memory for one merged weight or one bucket. Iterating yields each
+    weight as a new tensor. Modules that are trained whole (`modules_to_save`) come as trained. Adapters that are already
+    merged or disabled are not applied.
 
     Args:
         model: A `PeftModel`, or any model with `peft` layers.
@@ -55,23 +54,23 @@ def merged(model: nn.Module) -> "Merged":
 
 
 class _Layout:
-    """What the weights of a model were when they were last scanned. Holds none of them."""
+    """The layout of a model's weights at the last scan. Holds no weight."""
 
     def __init__(self) -> None:
         self._guard: LayoutGuard | None = None
         self._metadata: dict[str, TensorMeta] = {}
 
     def recall(self, names: Sequence[str], values: Sequence[Tensor]) -> dict[str, TensorMeta] | None:
-        """Names, shapes and dtypes; None if something is not as it was."""
+        """Return names, shapes and dtypes if the layout is unchanged, else None."""
         return self._metadata if self._guard is not None and self._guard.holds(names, values) else None
 
     def keep(self, names: Sequence[str], values: Sequence[Tensor], metadata: dict[str, TensorMeta]) -> None:
-        """Remember readable weights."""
+        """Remember the layout of weights that can all be read."""
         self._guard, self._metadata = LayoutGuard(names, values), metadata
 
 
 _layouts: WeakKeyDictionary[nn.Module, _Layout] = WeakKeyDictionary()
-"""Of each model that is alive."""
+"""One layout for each model that is still alive."""
 
 
 class Merged:
@@ -132,7 +131,7 @@ class Merged:
                 yield whole(weight.name, value.detach())
 
     def make(self, recipes: Sequence[Recipe], outs: Sequence[Tensor]) -> None:
-        """Merge rows, in one launch for each adapter that a weight has at most."""
+        """Merge rows: one launch adds the first adapter of every weight, the next one the second, and so on."""
         rows = [(each, out) for each, out in zip(recipes, outs, strict=True) if isinstance(each, _Rows)]
         number = 0
         while rows:
@@ -152,7 +151,7 @@ class _Weight:
     key: str
     """Its name there."""
     layer: Any
-    """The layer around that module, if there are adapters for it, active or not."""
+    """The LoRA layer that wraps that module, if there is one. Its adapters may be inactive."""
 
     @property
     def value(self) -> Tensor:
@@ -185,8 +184,9 @@ class _Rows(Recipe):
         return LowRank(*matrices, layer.scaling[adapter]) if matrices is not None else None
 
     def add(self, number: int, out: Tensor) -> Product | None:
-        """The product that writes the rows with an adapter added to `out`, which holds those with the ones before it;
-        None if that was done.
+        """Return the product that adds adapter `number` and writes the sum to `out`, where the sum of the earlier ones is.
+
+        None if the layer had to compute it: then `out` is already written.
         """
         rows, adapter, layer = self.tensor if number == 0 else out, self.adapters[number], self.weight.layer
         matrices = _matrices(layer, self.weight.module, adapter)
@@ -212,7 +212,7 @@ def _matrices(layer: nn.Module, base: nn.Module, adapter: str) -> tuple[Tensor, 
 
 
 def _weight_of(linear: Any) -> Tensor:
-    """`linear.weight`, a microsecond sooner if it is a plain parameter."""
+    """Return `linear.weight`. Reading a plain parameter directly saves a microsecond."""
     weight: Tensor | None = linear._parameters.get("weight")
     return weight if weight is not None else linear.weight
 
@@ -232,7 +232,7 @@ def _weights(name: str, layer: Any) -> Iterator[_Weight]:
 
 
 def _layers(module: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module that holds weights or adapters, under its name without adapters."""
+    """Yield every module that holds weights or adapters, under its name in the model without adapters."""
     todo = [(name, module)]
     while todo:
         name, module = todo.pop()
@@ -248,7 +248,7 @@ def _layers(module: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 def _saved(module: Any) -> nn.Module:
-    """The module that one around a module that is trained whole stands for."""
+    """Return the module that a `modules_to_save` wrapper uses now: the trained copy, or the original."""
     active = module.active_adapters[0] if module.active_adapters else None
     saved = module.modules_to_save
     is_trained = active is not None and active in saved and not getattr(module, "disable_adapters", False)
@@ -270,7 +270,7 @@ def _active(layer: Any) -> list[str]:
 
 
 def _problems(layer: Any) -> Iterator[str]:
-    """Why a layer around another one cannot be merged."""
+    """Yield why a layer that wraps another one cannot be merged."""
     if not _is_adapted(layer):
         yield f"is adapted by {type(layer).__name__}, which is not a LoRA that fp8refit can merge"
         return
@@ -278,7 +278,7 @@ def _problems(layer: Any) -> Iterator[str]:
         yield f"is adapted by {type(layer).__name__}, around a layer with sublayers"
     variants, doras, biases = (_option(layer, name) for name in ("lora_variant", "use_dora", "lora_bias"))
     if not (variants or True in doras.values() or True in biases.values()):
-        return  # as nearly always; asking which are active takes longer
+        return  # the usual case; finding the active adapters would take longer
     for adapter in _active(layer):
         if adapter in variants or doras.get(adapter):
             yield "has an adapter that is more than a product of two matrices"
@@ -287,7 +287,10 @@ def _problems(layer: Any) -> Iterator[str]:
 
 
 def _option(layer: Any, name: str) -> Mapping[str, Any]:
-    """What a layer says of each adapter; nothing if its library is older. `getattr` takes 2 us for what a module has not."""
+    """Return a layer's setting for each adapter; empty if its `peft` is too old to have it.
+
+    Not by `getattr` alone, which takes 2 us on a module that lacks the attribute.
+    """
     held = vars(layer)
     if name in held:
         return held[name]  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ class KvReport(BaseModel):
     num_sequences: int = 0
     num_tokens: int = 0
     num_passes: int = 0
-    """Prefills it took."""
+    """How many prefills the measurement took."""
     seconds: float = 0.0
     """Host time of the slowest rank, until the last scale was written."""
 
@@ -97,10 +97,10 @@ class RefitReport(BaseModel):
     bytes_written: int
     phases_s: dict[str, float]
     """Host seconds in each phase, in order. `plan` checks the source. `pause` stops running requests. `flush` drops the
-    caches of the old policy, unless that overlaps the write. `transfer` reaches ranks in other processes, and includes
-    their check of a source with the same layout as last time if it is sent together with the write. `fill` ends when
-    everything is launched, `verify` when the device has finished and its status word is read. `kv` measures and writes
-    KV-cache scales. `resume` admits requests again."""
+    caches of the old policy, unless that overlaps the write. `transfer` is the exchange with ranks in other processes. It
+    includes the check of a source with the same layout as last time, if that is sent together with the write. `fill` ends
+    when everything is launched, `verify` when the device has finished and its status word is read. `kv` measures and
+    writes KV-cache scales. `resume` admits requests again."""
     fill_device_s: float | None = None
     """Seconds between the first and the last byte written, on the device's own clock; None on a CPU."""
     extra_bytes: int = 0
@@ -242,7 +242,7 @@ class PhaseClock:
 
 
 def longest_phases(ranks: Sequence[RankReport]) -> dict[str, float]:
-    """Seconds by phase of a transfer, of the slowest rank in each."""
+    """Seconds in each phase of a transfer, as measured by the rank that was slowest in it."""
     phases_s = {
         "flush": max(rank.flush_s for rank in ranks),
         "fill": max(rank.fill_s for rank in ranks),

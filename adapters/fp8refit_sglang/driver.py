@@ -141,7 +141,7 @@ class Driver(engine.Driver, Channel, Pairs):
         return PairAnswers(answers=answers, is_refused=False, flush_s=flush_s)
 
     async def _begun(self, ask: Callable[..., Awaitable[T]]) -> Awaitable[T]:
-        """Start to ask, with a keyword `on_told`, and return when the ranks have the message."""
+        """Call `ask` with `on_told`, and return as soon as the ranks have the message."""
 
         async def tell() -> asyncio.Future[T]:
             told = asyncio.Event()

@@ -76,4 +76,4 @@ class SchedulerDriver(Driver):
 
     @override
     async def publish_version(self, version: int) -> None:
-        """Nothing to do: the process that publishes versions is another one."""
+        """Nothing to do: another process publishes versions."""

@@ -1,6 +1,4 @@
-"""Builds this rank's SGLang model again on the meta device, to trace its loader. Leaves no trace in SGLang's own
-state.
-"""
+"""Builds this rank's SGLang model again on the meta device, to trace its loader. Leaves SGLang's own state unchanged."""
 
 import copy
 import os
@@ -41,7 +39,7 @@ def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
 
 @contextmanager
 def _built(config: Any, load_config: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """Build the model on the meta device, with a loader that only loads. Its quantization comes with it."""
+    """Build the model on the meta device, without processing after loading. Yields it with its quantization config."""
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.model_loader import loader
 

@@ -56,8 +56,9 @@ def watch_caches(model: nn.Module) -> Served:
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """What `module.forward` calls the cache that it is given: `cache` since transformers 5.24, `past_key_values` before. None
-    if it takes none.
+    """The name of the cache argument of `module.forward`; None if it takes no cache.
+
+    It is `cache` since transformers 5.24, and `past_key_values` before.
     """
     parameters = inspect.signature(module.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)

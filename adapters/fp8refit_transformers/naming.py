@@ -27,11 +27,11 @@ def twin_or_refusal(config: Any, trace: Callable[[], Twin | None]) -> Twin | Ref
     name = ", ".join(config.architectures or ())
     try:
         twin = trace()
-    except Exception as error:  # noqa: BLE001 - a model that cannot be built without memory says so in its own way
+    except Exception as error:  # noqa: BLE001 - a model that cannot be built without memory may raise anything
         reason = f"cannot be built without memory ({type(error).__name__}: {error})"
         return Refusal(module=name, reason=reason, remedy="fp8refit does not know how to look at it yet")
     if twin is None:
-        reason = "is no class of transformers', which alone says what a checkpoint of it holds"
+        reason = "is not a class of transformers, and only transformers defines what its checkpoints hold"
         return Refusal(module=name, reason=reason, remedy="Boot a model that transformers knows")
     return twin
 
@@ -65,8 +65,8 @@ def plain_config(model: str, config: Any, overrides: Any, **options: Any) -> Any
 def namings_of(config: Any) -> Iterator[Naming]:
     """What checkpoints of the model that `config` describes hold; nothing if transformers does not know its class.
 
-    First as transformers saves a model that it made. Then, if that differs, as it saves one that it loaded from a published
-    checkpoint: with prefixes inside of names that it takes away, such as `vision_model` of a tower.
+    First the names under which transformers saves a model that it made. Then, if they differ, the names under which it saves
+    one from a published checkpoint, with prefixes that it removes on loading, such as a tower's `vision_model`.
 
     Args:
         config: A Hugging Face config.
@@ -136,7 +136,7 @@ def _naming_of(model: Any) -> Naming:
 def _with_part(
     places: Copy, part: Tensor, shape: tuple[int, ...], name: str, parts: dict[str, tuple[int, int]]
 ) -> Stacked:
-    """Add one part to those of a stack of matrices; it is stored in it as it is, or transposed."""
+    """Add a part to a stack of matrices, which holds the part as it is or transposed."""
     num_experts, rows, cols = shape
     is_transposed = part.shape[1] > 1 and places.runs[-1].stride != 1
     expert, place = divmod(places.start, rows * cols)

@@ -28,9 +28,9 @@ class VllmBench:
 
     Args:
         model: Folder with a `config.json`.
-        tp: Tensor-parallel ranks. One rank is in this process, several are in others, and then without vLLM's own ways: its
-            `reload_weights` takes an iterator only in the process of its worker.
-        online: Whether vLLM quantizes BF16 weights itself, which its `reload_weights` then takes.
+        tp: Tensor-parallel ranks. A single rank runs in this process. Several run in others, and then vLLM's own methods are
+            not timed: `reload_weights` takes an iterator only in its worker's process.
+        online: Whether vLLM quantizes BF16 weights itself. `reload_weights` then takes BF16 weights.
     """
 
     def __init__(self, model: Path, *, tp: int, online: bool) -> None:
@@ -53,7 +53,7 @@ class VllmBench:
         }
         if torch.cuda.is_available():
             self.settings["kv_cache_memory_bytes"] = _KV_BYTES  # nothing is profiled
-            self.settings["gpu_memory_utilization"] = 0.1  # then only looked for, when it boots
+            self.settings["gpu_memory_utilization"] = 0.1  # then vLLM only checks at boot that this much is free
         self.candidate = LLM(model=str(model), **self.settings)
         executor = in_process_executor(self.candidate.llm_engine)
         self._strategies: tuple[Strategy, ...] = ()
@@ -105,7 +105,7 @@ class VllmBench:
         self._reload(self._kernel_tensors(policy), is_checkpoint_format=False)
 
     def _kernel_tensors(self, policy: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter anew, module by module: parts of fused ones are quantized apart, into their places."""
+        """Yield every parameter as a new tensor, module by module. Parts of a fused parameter are quantized one by one."""
         modules: dict[str, list[Any]] = {}
         for slot in self._inventory.slots:
             modules.setdefault(slot.module, []).append(slot)
@@ -130,7 +130,7 @@ class VllmBench:
 
 
 def _place(made: dict[int, Tensor], live: Tensor) -> Tensor:
-    """The view that `live` is of its parameter, of a new tensor like that parameter."""
+    """Return the view of a new parameter that corresponds to `live`, which is a view of the live one."""
     parameter = live._base if live._base is not None else live
     while parameter._base is not None:
         parameter = parameter._base
@@ -141,7 +141,7 @@ def _place(made: dict[int, Tensor], live: Tensor) -> Tensor:
 
 
 def boot(model: Path, *, tp: int) -> VllmBench:
-    """An engine of random weights.
+    """Boot an engine with random weights.
 
     Raises:
         UnsupportedEngineError: vLLM is not installed.
@@ -150,7 +150,7 @@ def boot(model: Path, *, tp: int) -> VllmBench:
 
 
 def boot_online(model: Path, *, tp: int) -> VllmBench:
-    """Likewise, one that takes BF16 weights and quantizes them itself.
+    """Boot an engine with random weights that quantizes BF16 weights itself.
 
     Raises:
         UnsupportedEngineError: vLLM is not installed.

@@ -18,7 +18,7 @@ from fp8refit_vllm.compat import is_async_client
 T = TypeVar("T")
 
 _LOOK_FOR_DEATH_S = 0.25
-"""Seconds between two looks whether a core that was called is still alive."""
+"""How often, in seconds, to check that a core that was called is still alive."""
 _LAST_OUTPUTS_S = 0.02
 _LOOK_S = 5e-4
 
@@ -93,8 +93,9 @@ def begin_in_workers(engine: Any, method: str, timeout_s: float, message: str) -
 
 
 def core_beginner(engine: Any) -> Callable[..., Callable[[float], Any]] | None:
-    """A function that begins to call a method of the engine core of an LLM by name, and returns one that waits for the result
-    with a time limit. None if vLLM cannot do that here.
+    """A function that starts a call to a method of an LLM's engine core, by name, without waiting for it.
+
+    It returns a function that waits for the result with a time limit. None if vLLM cannot do that here.
     """
     client = getattr(engine, "engine_core", None)
     futures: dict[int, Future[Any]] | None = getattr(client, "utility_results", None)
@@ -218,8 +219,9 @@ def is_core_dead(engine: Any) -> bool:
 
 
 def until_answered(is_done: Callable[[], bool], timeout_s: float, is_dead: Callable[[], bool]) -> Iterator[float]:
-    """Yield how many seconds to wait for the answer of an engine core, again and again until it is there. vLLM leaves the
-    calls unanswered that a core did not live to answer.
+    """Yield how many seconds to wait for an engine core's answer, repeatedly until it has arrived.
+
+    If a core dies, vLLM never answers the calls that were waiting for it.
 
     Raises:
         TimeoutError: It takes longer than `timeout_s`, or the core is dead.

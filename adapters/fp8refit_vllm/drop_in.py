@@ -177,7 +177,10 @@ def _answers_for_all(worker: Any) -> bool:
 
 
 def _raised_on_the_last_rank(call: Callable[[], None], worker: Any) -> Callable[[], None]:
-    """Log what other ranks raise: vLLM reads answers up to the first error, and takes the rest for those to its next calls."""
+    """Let only the last rank raise, and log errors of the others.
+
+    vLLM stops reading answers at the first error, and would take the unread ones for answers to its next calls.
+    """
 
     @wraps(call)
     def wrapper() -> None:
@@ -192,7 +195,7 @@ def _raised_on_the_last_rank(call: Callable[[], None], worker: Any) -> Callable[
 
 
 def _look_whether_it_is_whole(drop_in: DropIn) -> None:
-    """Instead of processing, which a refit does not need: warn if weights are still missing."""
+    """Replaces post-load processing, which a refit does not need. Warns if weights are still missing."""
     if drop_in.is_open:
         missing = drop_in.missing
         logger.warning(

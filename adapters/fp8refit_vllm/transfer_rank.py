@@ -79,7 +79,7 @@ class TransferRank:
             self._refuse(failed.take())
 
     def begin(self) -> None:
-        """Mark the begin of an update. Nothing is written yet."""
+        """Mark the beginning of an update. Nothing is written yet."""
         self._is_updating = True
 
     def receive(self, asked: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ class TransferSession:
 
     @contextmanager
     def _update(self) -> Iterator[None]:
-        """VLLM's start and finish of an update. It ends with a version only if a new policy was written."""
+        """Start and finish an update through vLLM's API. vLLM gets a version only if a new policy was written."""
         timeout_s, version = self._config.timeout_s + GRACE_S, self.version
         self._channel.start(timeout_s)
         try:

@@ -39,7 +39,7 @@ def _phases_table(result: RefitBenchResult) -> Table:
     table.add_row("call to return", *_cells(result.wall_ms))
     if result.fill_device_ms is not None:
         table.add_row(f"fill on the device, {result.fill_over_copy:.2f} x copy", *_cells(result.fill_device_ms))
-        table.add_row("all but that", *_cells(result.host_ms))
+        table.add_row("everything else", *_cells(result.host_ms))
     table.add_row("first refit", f"{result.first_ms:.2f}")
     return table
 
@@ -81,7 +81,7 @@ def rollout_table(result: RolloutBenchResult) -> Group:
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     title = f"{result.config.model}, {result.config.tp} rank(s) on {result.gpu} ({versions})"
     table = Table("precision", title=title)
-    columns = ("room for tokens of KV", "sequences", "context", "new", "prefill s", "tokens/s", "against BF16")
+    columns = ("KV cache tokens", "sequences", "context", "new", "prefill s", "tokens/s", "against BF16")
     for column in columns:
         table.add_column(column, justify="right")
     for timing in result.timings:

@@ -157,7 +157,7 @@ def _write_shards(
     device: torch.device,
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Write one shard after another. After a bad tensor, only read on, to name all bad ones.
+    """Write one shard after another. After a bad tensor, keep reading but write nothing, so that all bad ones are named.
 
     Raises:
         NonFiniteError: Names every tensor with NaN or Inf.

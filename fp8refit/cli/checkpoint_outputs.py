@@ -1,4 +1,4 @@
-"""What becomes of each tensor of a checkpoint that is quantized: by its name, or as an engine's layout says."""
+"""Decides what becomes of each tensor when a checkpoint is quantized: by its name, or by an engine's layout."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -26,7 +26,7 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 """The command was refused: a `RefitError` or invalid options."""
 WIDE = 10_000
-"""Columns of a table without limit."""
+"""Width, in columns, of a table that must not wrap."""
 
 
 def write_json(model: BaseModel) -> None:
@@ -79,8 +79,9 @@ def step_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 @contextlib.contextmanager
 def push_progress(urls: Iterable[str]) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar per server on standard error, driven by (URL, bytes done, bytes in total). It pulses until
-    then.
+    """Show a progress bar per server on standard error, driven by (URL, bytes done, bytes in total).
+
+    A bar pulses until its server's first bytes are read.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:

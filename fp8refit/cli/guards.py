@@ -1,4 +1,4 @@
-"""What commands run inside: signals, options that a config refuses, folders that cannot be written, output of engines."""
+"""Guards around commands: for signals, invalid options, folders that cannot be written, and what engines print."""
 
 import contextlib
 import ctypes

@@ -9,7 +9,7 @@ from pathlib import Path
 from fp8refit.errors import CheckpointError
 
 CONFIG_NAME = "config.json"
-"""Engines boot from no folder without it, so that it comes last."""
+"""Written last, because no engine boots from a folder without it."""
 
 
 def free_place(dst: Path) -> Path:

@@ -133,7 +133,7 @@ class DropIn:
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """While tensors arrive by collectives: raise errors only after the last one, or the trainer would hang.
+        """Raise errors only at the end of the block, after the last collective operation; else the trainer would hang.
 
         Raises:
             RefitError: Something does not fit. The rest was received and ignored.
@@ -223,7 +223,7 @@ class DropIn:
             self._commit()
 
     def _witness(self, tensor: Tensor) -> None:
-        """Record some values, so that ranks notice if they were given different policies, whose names are equal."""
+        """Record some values, so that ranks notice if they were given different policies under the same names."""
         if self._rank.group.size > 1 and isinstance(tensor, Tensor) and tensor.dtype in SOURCE_DTYPES:
             per_dim = round(_NUM_SAMPLES ** (1 / max(1, tensor.ndim)))
             some = tensor.detach()[tuple(slice(None, None, max(1, size // per_dim)) for size in tensor.shape)]
@@ -280,7 +280,7 @@ class DropIn:
             stream.begin_anew(stream.first)
         stream.note(name, tensor)
         raise EngineDirtyError(
-            f"{name}: not taken, as it may be of another policy than what came before it, which broke off; send a whole "
+            f"{name}: not taken, because the policy before it broke off, and it may belong to another one; send a whole "
             f"policy, beginning with {stream.first}"
         )
 

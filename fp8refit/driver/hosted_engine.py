@@ -101,7 +101,7 @@ class _Asked(Connection):
     asking_s: ClassVar[float] = RefitConfig().timeout_s
     """An actor handles one call at a time, and may be busy with a rollout."""
     is_shared: ClassVar[bool] = False
-    """False: `ask` is the user's, and the user's source is read while an order is carried out."""
+    """False: `ask` is the user's function, and must not run in another thread while the user's source is read."""
 
     def __init__(self, ask: Callable[[str, float], str], label: str) -> None:
         super().__init__(label)

@@ -144,6 +144,6 @@ class Update(AbstractContextManager["Update"]):
         if isinstance(bucket, Mapping):
             bucket = list(bucket.items())
         pairs: Iterator[tuple[str, Tensor]] = ((name, tensor) for name, _, tensor in named(bucket))
-        if isinstance(bucket, list | tuple):  # asked first: whether it is `InPieces` takes a tenth of a millisecond
+        if isinstance(bucket, list | tuple):  # checked first: the check for `InPieces` takes a tenth of a millisecond
             return list(pairs)
         return bucket.pieces(self._config.bucket_bytes) if isinstance(bucket, InPieces) else pairs

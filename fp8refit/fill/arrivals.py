@@ -1,4 +1,4 @@
-"""Judges what arrives in a stream: which steps each tensor has, that none arrives twice, and that all arrive."""
+"""Checks what arrives in a stream: finds each tensor's steps, and makes sure that all arrive and none arrives twice."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Arrivals:
 
     Attributes:
         expected: The expected tensors; None while they are planned on arrival.
-        on_surprise: Called before an unannounced stream that is not like the last one is planned again.
+        on_surprise: Called before an unannounced stream is planned again because it differs from the last one.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Arrivals:
 
     @property
     def plan(self) -> RefitPlan | None:
-        """The plan, as far as it is certain before all have arrived."""
+        """The plan of an announced stream; None for others, whose plan is certain only once all tensors have arrived."""
         return self.expected.plan if self.expected is not None and self._is_announced else None
 
     @property
@@ -75,7 +75,7 @@ class Arrivals:
         return self._builder is None and self._names.isdisjoint(names)
 
     def note_new(self, name: str) -> bool:
-        """Note the arrival of a tensor that is as expected; False if that is not certain, or it has arrived before."""
+        """Note the arrival of an expected tensor; False if tensors are planned on arrival, or it has arrived before."""
         if self._builder is not None or name in self._names:
             return False
         self._names.add(name)
@@ -110,13 +110,11 @@ class Arrivals:
         return self.expected.steps.get(name, ()) if self.expected is not None else ()
 
     def is_settled(self, name: str) -> bool:
-        """Whether a tensor's steps are certain. Only once all have arrived is it known which of two names for one tensor
-        counts.
-        """
+        """Whether a tensor's steps are certain. Which of two names counts for one tensor is known once all have arrived."""
         return self._builder is None or name not in self._tied
 
     def finish(self) -> tuple[Expected, bool]:
-        """Check that everything arrived. Returns what arrived, and whether that was not expected.
+        """Check that everything arrived. Returns what arrived, and whether it was planned on arrival.
 
         Raises:
             InvalidSourceError: Tensors are missing, or do not fit.

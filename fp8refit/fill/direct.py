@@ -1,8 +1,8 @@
-"""Fills slots from stream tensors that are already on the engine's device, in place.
+"""Fills slots from stream tensors that are already on the engine's device, reading them where they are.
 
-The first stream compiles a table for each group of tensors that arrive together. They are joined at its end. From then on
-a tensor is recognized by its name and layout, whatever it arrives with: one launch for each run of tensors that were
-neighbors in the first stream. Nothing here waits for the device.
+The first stream compiles a table for each group of tensors that arrive together; at its end, the tables are joined. From
+then on, a tensor is recognized by its name and layout, whatever it arrives with, and each run of tensors that were neighbors
+in the first stream takes one launch. Filling never waits for the device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ from fp8refit.live.slots import Slot
 from fp8refit.live.storage import why_unreadable
 
 _MOST_GROUPED = 4
-"""Tensors in groups that are remembered, for each tensor of the table."""
+"""Groups are forgotten once they hold more than this many times the tensors of the table."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -42,11 +42,11 @@ class Lying:
     is_kept: bool = True
     """Whether a tensor like it will have the same steps in the next stream."""
     product: LowRank | None = None
-    """What is added to it, the whole tensor."""
+    """The product to add while the tensor, which must be whole, is quantized."""
 
     @property
     def key(self) -> str:
-        """What it is recognized by."""
+        """The key by which later streams recognize it."""
         if self.first_row is None:
             return _key(self.name, self.product)
         return f"{self.name} from row {self.first_row} to {self.steps[0].slot}"
@@ -64,7 +64,7 @@ class _Known:
         self.alignment = tensor.data_ptr() % ALIGNMENT_BYTES
 
     def fits(self, tensor: Any, product: LowRank | None = None) -> bool:
-        """Whether a value is a readable tensor of this layout, and what is added to it is of the same kind."""
+        """Whether `tensor` is readable and has this layout, and `product` is of the same kind."""
         return (
             why_unreadable(tensor) is None
             and tensor.dtype is self.dtype
@@ -77,7 +77,7 @@ class _Known:
 
 
 class _Group:
-    """Tensors that arrived together and were recognized, for the next time."""
+    """Tensors that arrived together and were recognized, remembered so that next time one call recognizes all of them."""
 
     def __init__(self, known: Sequence[Lying], runs: list[tuple[int, int, int]]) -> None:
         self.runs = runs
@@ -123,9 +123,9 @@ class DirectFill:
         """By the key of their first tensor."""
         self._num_grouped = 0
         self._unmerged: set[str] = set()
-        """Names of tensors to which nothing can be added while they are quantized."""
+        """Names of tensors whose products cannot be added while they are quantized."""
         self._new: list[tuple[WorkTable, list[str], list[tuple[str, _Known]]]] = []
-        """Tables that this stream compiled: the source of each task, and what lies at each place."""
+        """Tables that this stream compiled, with the source of each task, and the key and layout of each place."""
         self._unread: list[tuple[WorkTable, list[str]]] = []
         """Tables that ran and whose flags nobody has read, with the source of each task."""
 
@@ -150,7 +150,7 @@ class DirectFill:
         num_places = len(self._known)
         keys = [key for _, _, places in new for key, _ in places]
         if len(self._known.keys() | set(keys)) < num_places + len(keys):
-            # A layout has changed. Its rows cannot be taken out, so the next stream compiles all.
+            # A tensor's layout has changed. A table cannot drop its old rows, so the next stream compiles everything again.
             self.forget()
             return
         for _, sources, places in new:
@@ -177,16 +177,16 @@ class DirectFill:
         self._num_grouped = 0
 
     def place_of(self, key: str, tensor: Any, product: LowRank | None = None) -> int | None:
-        """The place of a tensor, with what is added to it, in the table; None if it is not recognized."""
+        """The table's place for a tensor and its product; None if they are not recognized."""
         known = self._known.get(key)
         return known.place if known is not None and known.fits(tensor, product) else None
 
     def may_merge(self, name: str) -> bool:
-        """Whether it is not known that nothing can be added to a tensor while it is quantized."""
+        """False if it is known that a tensor's product cannot be added while the tensor is quantized."""
         return name not in self._unmerged
 
     def can_merge(self, lying: Lying) -> bool:
-        """Whether the product of a new tensor can be added while it is quantized. If not, `may_merge` says so from now on."""
+        """Whether a new tensor's product can be added while it is quantized. If not, `may_merge` is False from now on."""
         tensor, product = lying.tensor, lying.product
         is_there = why_unreadable(tensor) is None and tensor.device == self.device
         is_usual = is_there and product is not None and _kind_of(tensor, product) is not None
@@ -197,7 +197,7 @@ class DirectFill:
     def fill_group(
         self, names: Sequence[str], tensors: Sequence[Tensor], products: Sequence[LowRank | None] = ()
     ) -> bool:
-        """Fill from tensors that arrived together before, in one call to torch; otherwise return False."""
+        """Fill from tensors that have arrived together before. One call to torch recognizes them; False if it does not."""
         keys = [_key(*each) for each in zip(names, products, strict=True)] if any(products) else names
         group = self._groups.get(keys[0]) if keys else None
         if group is None or not group.holds(keys, tensors, products):
@@ -210,7 +210,7 @@ class DirectFill:
         return True
 
     def fill_one(self, place: int, tensor: Tensor) -> None:
-        """Fill from a tensor that was recognized, now."""
+        """Fill immediately from one tensor that was recognized."""
         is_done = self._run(place, (tensor,))
         assert is_done, "the alignment was checked"
 
@@ -252,7 +252,7 @@ class DirectFill:
         return True
 
     def _compile(self, lying: Sequence[Lying]) -> None:
-        """Fill from tensors that are not recognized, by a table of their own."""
+        """Compile a new table for tensors that are not recognized, and fill from them."""
         for is_kept in (True, False):
             part = [each for each in lying if each.is_kept is is_kept]
             if not part:
@@ -305,7 +305,7 @@ def _matrices(products: Iterable[LowRank | None]) -> Iterator[Tensor]:
 
 
 def _kind_of(tensor: Tensor, product: LowRank) -> ProductKind | None:
-    """The kind of a product that can be read; None if there is none."""
+    """The kind of a product; None if its matrices cannot be read, or no kernel adds it while quantizing."""
     if why_unreadable(product.up) is not None or why_unreadable(product.down) is not None:
         return None
     return kind_of(tensor, product.up, product.down)

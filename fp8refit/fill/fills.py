@@ -87,7 +87,7 @@ class Prepared:
 class Fills:
     """Prepares fills of one inventory.
 
-    Keeps what was compiled for a source. Whether the next source of the same kind has the same layout is checked once.
+    Keeps what was compiled for a source. The next source of the same kind reuses it if one check finds the same layout.
 
     Args:
         inventory: The rank's inventory.

@@ -1,6 +1,7 @@
 """Whether a source tensor fits a slot: which part of it goes there and how, or why it cannot.
 
-A tensor is one slot's own, or a stack that holds the tensor of every expert from some row of the expert's matrix on.
+A tensor fills one slot, or it is a stack with a matrix for every expert. Then a slot's tensor is a range of rows of its
+expert's matrix.
 """
 
 from dataclasses import replace
@@ -24,7 +25,7 @@ def fit_weight(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first
     Args:
         meta: Its shape and dtype.
         slot: Where it goes.
-        stack: The stack that it is, if it is one.
+        stack: Set if the weight is a stack of experts.
         first_row: Where the slot's tensor starts in the expert's matrix.
     """
     is_transposed = stack.is_transposed_in(meta.shape) if stack is not None else False

@@ -98,14 +98,14 @@ class ReceivedFill(Fill):
         if absent:
             raise TransportError(
                 f"this rank is not sent all that it holds of {absent[0]} and of {len(absent) - 1} other tensor(s): the engine "
-                "is not what it was when it joined; refit again"
+                "has changed since it joined the broadcast; refit again"
             )
         self._unread: list[tuple[WorkTable, list[str]]] = []
         """Launched tables whose flags have not been read, with the source tensor of each task."""
         self._num_filled = 0
 
     def renew(self, source: ReceivedSource, config: RefitConfig) -> bool:
-        """Use `source` next, if it has the layout of the one before; otherwise return False."""
+        """Prepare for another refit; False if the source or the options are not those this was made for."""
         self.is_first = False
         return source is self._source and config == self._config
 
@@ -167,7 +167,7 @@ def _blamed(tensor: WireTensor, part: Part) -> str:
 
 
 def _cut(task: Task, part: Part) -> Task | None:
-    """The part of a task that a part of a bucket allows; None if there is none. The task's source is that part."""
+    """Cut a task to what a part of a bucket holds, which is the task's source; None if it holds nothing for the task."""
     if not part.shape or not task.target.ndim:
         return task
     cut = cut_to_run(task, part.start[0], part.shape[0])

@@ -148,7 +148,7 @@ class PlanBuilder:
         return self._add_own(name, meta, indexes, is_scale=is_scale)
 
     def _add_unknown(self, name: str, weight_name: str) -> None:
-        """Take note of a tensor that no slot has the name of."""
+        """Record a tensor whose name no slot has."""
         is_unneeded = bool({name, weight_name} & self._unneeded)
         if is_not_a_weight(name) or is_unneeded or (is_kv_scale(name) and not self._has_kv_scales):
             self._ignored.append(name)
@@ -162,7 +162,7 @@ class PlanBuilder:
             self._problems.append(f"{name}: unexpected, this engine has no such weight; leave it out")
 
     def _add_own(self, name: str, meta: TensorMeta, indexes: Sequence[int], *, is_scale: bool) -> list[Step]:
-        """The steps of a tensor that slots have the name of."""
+        """Return the steps of a tensor that has slots under its own name."""
         found, fit = (self._scales, fit_scale) if is_scale else (self._weights, fit_weight)
         steps = []
         for index in indexes:

@@ -21,7 +21,7 @@ def rows_of(task: Task, start: int, count: int) -> Task:
 
 
 def cut_to_run(task: Task, first_row: int, num_rows: int) -> Task | None:
-    """The part of a task that a run of rows of its source allows; None if there is none.
+    """Cut a task to what a run of rows of its source can fill; None if that is nothing.
 
     Args:
         task: Its source is the run; `offset` and `select` refer to the whole tensor.
@@ -40,7 +40,7 @@ def cut_to_run(task: Task, first_row: int, num_rows: int) -> Task | None:
 
 
 class Seams:
-    """Reassembles rows of blocks that runs of rows cut, where a slot's blocks are not aligned to the tensor's.
+    """Reassembles rows of blocks that runs of rows cut through, for slots whose blocks are not aligned to the tensor's.
 
     Holds less than one row of blocks per slot, while its tensor arrives.
     """

@@ -58,7 +58,7 @@ class Staging:
         """Allocate the buckets now, before the first tensor is staged.
 
         Args:
-            least_bytes: `least_bucket_bytes` of the slots, if known: it takes a microsecond for each.
+            least_bytes: `least_bucket_bytes` of the slots, if known. Computing it takes a microsecond per slot.
         """
         if not self._buckets:
             least_bytes = least_bucket_bytes(self._slots) if least_bytes is None else least_bytes

@@ -23,7 +23,7 @@ from fp8refit.sources.row_runs import InPieces, MakesPieces
 from fp8refit.sources.source import MappingSource, PushedSource, Source
 
 _MOST_TOGETHER = 32
-"""Tensors that lie at rest. The device works on some while the host looks at the next ones."""
+"""How many tensors that stay valid are taken at a time. The device works on these while the host looks at the next ones."""
 
 
 class StreamFill(Fill):
@@ -147,7 +147,7 @@ class StreamFill(Fill):
         return () if isinstance(source, PushedSource) else iter(source)
 
     def _made(self, source: MakesPieces) -> Iterator[list[Arriving]]:
-        """Take what needs no memory, and yield the rest, made in memory for a bucket."""
+        """Take what can be read where it is, and yield the rest, computed in memory of the size of a bucket."""
         room = Room(self._staging.bucket_bytes)
         runs = source.recipes(sys.maxsize)
         while part := list(islice(runs, _MOST_TOGETHER)):

@@ -1,4 +1,4 @@
-"""Takes the tensors of one stream, one by one or together: where they lie, or through staging."""
+"""Takes the tensors of one stream, one by one or in groups, and fills slots from them directly or through staging."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -69,7 +69,7 @@ class Taker:
             self._fill_waiting()
 
     def take_at_rest(self, runs: Iterable[Piece | Recipe]) -> list[Recipe]:
-        """Take tensors that stay valid, whatever has to be added to them. Returns the recipes that have to be made first."""
+        """Take tensors that stay valid, and add their products. Returns the recipes that must be computed first."""
         known = [(each, self._product_of(each) if isinstance(each, Recipe) else None) for each in runs]
         rest = [each for each, product in known if product is None and isinstance(each, Recipe)]
         there = [(each, product) for each, product in known if product is not None or isinstance(each, Piece)]
@@ -119,14 +119,14 @@ class Taker:
         return True
 
     def _product_of(self, recipe: Recipe) -> LowRank | None:
-        """What may be added to a tensor while it is quantized; None if it has to be made first."""
+        """Return the product to add while the tensor is quantized; None if the tensor must be computed first."""
         direct = self._direct
         if direct is None or self._arrivals.plan is None or not direct.may_merge(recipe.name):
             return None
         return recipe.product
 
     def _take_sum(self, name: str, tensor: Tensor, product: LowRank) -> bool:
-        """Take a tensor with what is added to it, with the next launch; returns False if it has to be made first."""
+        """Queue a tensor and its product for the next launch; False if their sum must be computed first."""
         assert self._direct is not None, "it may be merged"
         lying = Lying(name=name, tensor=tensor, product=product)
         lying.place = self._direct.place_of(lying.key, tensor, product)
@@ -141,7 +141,7 @@ class Taker:
         return True
 
     def _take_known(self, name: str, tensor: Any, *, is_lent: bool) -> bool:
-        """Take a tensor that earlier streams brought too; returns False if it has to be looked at."""
+        """Take a tensor if it is recognized from earlier streams; otherwise return False."""
         direct = self._direct
         if direct is None or self._cut is not None:
             return False
@@ -157,8 +157,8 @@ class Taker:
     def _take_where_it_lies(self, name: str, tensor: Tensor, *, is_lent: bool) -> None:
         """Fill from a tensor on the engine's device without staging it, with the next launch.
 
-        A lent tensor may be overwritten when this returns, so it gets its own launch, or is copied if it is small: a table
-        for many costs the host less than many tables.
+        A lent tensor may be overwritten once this returns, so it gets a launch of its own. A small one is copied instead,
+        because one table for many tensors costs the host less than many tables.
         """
         self.check_is_complete()
         check_readable(name, tensor)
@@ -194,7 +194,7 @@ class Taker:
             self._staging.add(step, tensor, is_stable=self._is_stable)
 
     def _take_rows(self, piece: Piece, *, is_lent: bool) -> None:
-        """Fill from rows as they arrive: in place, if they are on the engine's device."""
+        """Fill from rows as they arrive, without staging if they are on the engine's device."""
         check_readable(piece.name, piece.tensor)
         cut = self._cut
         if cut is None or piece.name != cut.name:
@@ -232,7 +232,7 @@ class Taker:
             self._cut.check_is_complete()
 
     def begin_anew(self) -> None:
-        """The stream is not like the last one: nothing is recognized from here on."""
+        """Forget what earlier streams compiled, because this one differs from the last."""
         if self._direct is not None:
             self._fill_waiting()
             self._direct.forget()

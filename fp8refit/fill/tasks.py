@@ -16,7 +16,7 @@ from fp8refit.live.slots import Op, ScaleFormat, Slot
 
 
 def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig, product: LowRank | None = None) -> Task:
-    """The task that carries out `step` on `source`, with what is added to it, for all of `slot`."""
+    """Return the task that carries out `step` on `source`, and adds `product` to it, for all of `slot`."""
     target = slot.scale if step.op is Op.COPY_SCALES else slot.weight
     assert target is not None, f"{step=}"
     if not step.shape:

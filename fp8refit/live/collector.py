@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keep Python from collecting garbage: to read a model makes many objects and no garbage, and an engine has many more."""
+    """Pause garbage collection: reading a model makes many objects but no garbage, and an engine has many more to scan."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

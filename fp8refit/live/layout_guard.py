@@ -14,7 +14,7 @@ from fp8refit.live.storage import has_memory
 Addresses: TypeAlias = npt.NDArray[np.int64]
 
 try:
-    # What compiled code checks its inputs with. Private to torch, and only a shortcut: without it nothing is recognized.
+    # How compiled code checks its inputs. Private to torch, and only a shortcut: without it, no layout is recognized.
     _tensor_guards: Any = import_module("torch._C._dynamo.guards").TensorGuards
 except (ImportError, AttributeError):
     _tensor_guards = None
@@ -23,14 +23,14 @@ except (ImportError, AttributeError):
 class LayoutGuard:
     """Recognizes tensors with the same names, types, shapes, strides, dtypes and devices as those it was made from.
 
-    Takes 0.2 us per tensor, a fifth of comparing each in Python; a model of experts has 18,000. Holds no tensor.
+    Takes 0.2 us per tensor, a fifth of comparing each in Python; a mixture-of-experts model has 18,000. Holds no tensor.
 
     Args:
         names: Names of the tensors.
         tensors: The tensors. All of them must be readable.
 
     Attributes:
-        addresses: Where the tensors last recognized lie, or those it was made from.
+        addresses: Addresses of the tensors it last recognized; at first, of those it was made from.
     """
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
@@ -47,8 +47,8 @@ class LayoutGuard:
     def holds(self, names: Sequence[str], tensors: Sequence[Tensor]) -> bool:
         """Whether `names` and `tensors` have this layout, in the same order, and all can be read.
 
-        False proves nothing. Alignment is not checked. Memory at an unchanged address is still valid: shrinking a storage
-        moves it.
+        False does not prove that the layout differs. Alignment is not checked. Only tensors at a new address are checked for
+        memory, because shrinking a storage moves it.
         """
         if self._guards is None or self._names != names:
             return False

@@ -14,21 +14,19 @@ _MAX_WORK = cast(Any, 100_000)
 
 
 def shared_bytes(slots: Sequence[Slot]) -> list[Refusal]:
-    """Return one refusal for each two slots that share bytes. Tensors tied as a whole are one slot with an alias
-    instead.
-    """
+    """Return one refusal for each pair of slots that share bytes. Tensors tied as a whole are one slot with an alias."""
     return [
         Refusal(
             module=first.name,
             reason=f"its {first_part} shares memory with the {second_part} of {second.name}, and both would be written there",
-            remedy="Tie weights and scales (weight_scale_inv) of both alike, in the same shape, or neither",
+            remedy="Tie both their weights and their scales (weight_scale_inv), in the same shape, or neither",
         )
         for (first, first_part), (second, second_part) in _sharing(slots)
     ]
 
 
 def _sharing(slots: Sequence[Slot]) -> Iterator[tuple[tuple[Slot, str], tuple[Slot, str]]]:
-    """Yield each two slots with parts that share bytes, and those parts."""
+    """Yield each pair of slots that share bytes, with the parts that do."""
     parts = [
         _Part(index, part, tensor)
         for index, slot in enumerate(slots)
@@ -69,7 +67,7 @@ class _Part:
 
     @cached_property
     def _addresses(self) -> "np.ndarray[Any, Any]":
-        """The same memory as a numpy array, which only compares addresses, so that it may be on a device."""
+        """The same memory as a numpy array. It may be on a device, because numpy only compares addresses."""
         size = self._tensor.element_size()
         return np.asarray(
             _Memory(

@@ -119,7 +119,7 @@ class Stacked:
 
     @property
     def shape_in_checkpoint(self) -> tuple[int, int, int]:
-        """The shape that fits both ways is read as."""
+        """The tensor's shape in a checkpoint."""
         experts, rows, cols = self.shape
         return (experts, cols, rows) if self.is_transposed else self.shape
 
@@ -131,11 +131,11 @@ class Stacked:
 
 
 def stored_as(written: Sequence[str], shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Yield the tensors that hold a checkpoint tensor of `shape`: name, where it begins in it, and shape.
+    """Yield the tensors in which a tensor of `shape` is written: name, offset in that tensor, and shape.
 
     Args:
         written: See `Inventory.written_as`.
-        shape: Of a matrix, or of a stack of experts' matrices.
+        shape: Shape of a matrix, or of a stack of experts' matrices.
     """
     if len(shape) != 3 or "{}" not in written[0]:
         yield written[0], (0,) * len(shape), shape
@@ -232,7 +232,7 @@ class KvCache:
 
     dtype: str
     backend: str
-    """The engine's attention over it."""
+    """The engine's attention backend."""
     layers: tuple[KvLayer, ...] = ()
     prefill: Prefill | None = None
     saturates: bool = True
@@ -262,9 +262,9 @@ class Inventory:
     stacked: tuple[Stacked, ...] = ()
     """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
     written_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names to write weights with block scales under, where the engine's loader takes no scales under their own: one, or one
-    for each part of an expert's rows, with `{}` for its number; empty if it takes none at all. All stacks are listed that the
-    loader splits."""
+    """Names under which to write weights with block scales if the engine's loader takes no scales under their own names: one
+    name, or one for each part of an expert's rows, with `{}` for the expert's number. Empty if the loader takes none at all.
+    Every stack that the loader splits is listed."""
     padding: tuple[Tensor, ...] = ()
     """Live views that no checkpoint tensor covers. Booting from a checkpoint leaves them zero, so a refit does too."""
     refreshes: tuple[Refresh, ...] = ()
@@ -273,7 +273,7 @@ class Inventory:
     """Checkpoint tensors that this rank reads only in part. Together, the ranks must read them whole."""
     kv: KvCache | None = None
     rounds_once: bool = False
-    """Whether norms and rotary embeddings compute in float32 and round once, as kernels of GPUs do."""
+    """Whether norms and rotary embeddings compute in float32 and round once, as GPU kernels do."""
 
     @cached_property
     def watch(self) -> Watch:

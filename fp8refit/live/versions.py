@@ -10,7 +10,7 @@ from fp8refit.errors import UnsupportedEngineError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Versions:
-    """The supported versions of one engine. Newer ones are not refused: what they changed is reported when it matters."""
+    """The supported versions of one engine. Newer ones are accepted; an incompatible change is reported when it is met."""
 
     engine: str
     """The name of the engine, as its project writes it."""
@@ -52,7 +52,7 @@ class Versions:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a release; empty for others. setuptools calls a checkout without tags 0.1.dev."""
+    """Return the numbers of a release, or an empty tuple. setuptools calls a checkout without tags 0.1.dev."""
     found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version)
     if found is None or re.match(r"0\.[01]\.?(\d+\.)?dev", version):
         return ()

@@ -98,7 +98,7 @@ def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
     weights = TrainedWeights(model)
     for name, linear, wanted in linears:
         make_linear(linear, weights.add(name, linear, "weight", _format(wanted)))
-        rounded.pop(linear, None)  # its bias follows its product
+        rounded.pop(linear, None)  # an Fp8Linear casts its bias to the dtype of its product
     for module, parts in experts.items():
         make_experts(module, {key: weights.add(name, module, key, _format(w)) for key, (name, w) in parts.items()})
     for module, dtypes in rounded.items():

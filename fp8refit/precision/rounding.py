@@ -1,7 +1,7 @@
 """Makes a trainer's norms and rotary embeddings round as an engine's kernels do: compute in float32, and round once.
 
-The modules of transformers round every product to BF16. An activation that lies between two FP8 codes then gets the other
-one than in the engine, and every layer amplifies that.
+The modules of transformers round every product to BF16. An activation that lies between two FP8 codes may then round to a
+different one than in the engine, and every layer amplifies the difference.
 """
 
 import functools
@@ -37,12 +37,12 @@ def _norm(kind: Any) -> Any:
 
 @functools.cache
 def _attention(kind: Any) -> Any:
-    """The same layer, whose code finds another function under the name of the rotary embedding."""
+    """Return a subclass of the layer, whose code calls another function by the name of the rotary embedding."""
     return type(kind.__name__, (kind,), {"__module__": __name__, "forward": _rotating_once(kind.forward)})
 
 
 def _rotating_once(old: Any) -> FunctionType:
-    """A copy of a forward, inside copies of its decorators: those since transformers 5.24 rename arguments."""
+    """Return a copy of a forward, inside copies of its decorators, which rename arguments since transformers 5.24."""
     inner = getattr(old, "__wrapped__", None)
     if inner is None:
         # Without `__name__`, by which torch.compile would look the names up in the module itself.

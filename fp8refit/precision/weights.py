@@ -44,8 +44,8 @@ class TrainedWeight:
 
     Attributes:
         name: Checkpoint name.
-        codes: All codes, float8_e4m3fn in the weight's shape, for the forward pass; None before the first. With FSDP,
-            those last gathered, in memory that FSDP frees and reuses.
+        codes: All codes, float8_e4m3fn in the weight's shape; None before the first forward pass. With FSDP, the codes that
+            were gathered last, in memory that FSDP frees and reuses.
         scale: float32, one grid of blocks per matrix; None before the first forward pass.
         has_fp8_products: Whether the device can multiply such blocks.
     """

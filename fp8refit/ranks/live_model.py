@@ -152,7 +152,7 @@ class LiveModel:
             UnsupportedEngineError: There are none that fp8refit knows.
         """
         if self.kv is None:
-            raise UnsupportedEngineError(f"fp8refit knows no KV cache of {self._engine}, and so no scales of one")
+            raise UnsupportedEngineError(f"fp8refit knows no KV cache of {self._engine}, so it cannot set KV scales")
         return self.kv
 
     def measure_kv(self, order: KvOrder, config: RefitConfig) -> Measured:

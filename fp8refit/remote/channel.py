@@ -24,7 +24,7 @@ GRACE_S = 30.0
 """How much longer a driver waits than the ranks wait for each other, so that their error is the one raised."""
 
 _LOST_STEP = (
-    "the engine's channel to its ranks is out of step, which happens when a worker raises and cannot be undone. "
+    "the engine's channel to its ranks is out of step and cannot recover, which happens when a worker raises an error. "
     "Restart the engine"
 )
 

@@ -20,7 +20,7 @@ from fp8refit.transport.memory.ring import NUM_SETS, Call, Ring
 
 _POLL_S, _SLOWEST_POLL_S = 2e-5, 1e-3
 _SPINNING_S = 5e-3
-"""Seconds to poll ranks without pause: the shortest sleep takes as long as half a bucket, and a bucket of 1 GiB takes 2 ms."""
+"""Seconds to poll ranks without sleeping: the shortest sleep lasts as long as reading half a bucket. 1 GiB takes 2 ms."""
 _PATIENCE_S = 0.25
 """Seconds to poll ranks that take nothing before waiting for their answer: they may have died."""
 
@@ -72,7 +72,7 @@ class Handing:
         """The rest of the source."""
 
     def open(self, source: Source, bucket_bytes: int) -> None:
-        """Begin to read a source, and take the memory that it goes through. Ranks hear nothing of it yet.
+        """Start reading a source, and allocate the memory that it goes through. The ranks are not told yet.
 
         Raises:
             InvalidSourceError: Its first tensor is one that no rank could take.
@@ -97,7 +97,7 @@ class Handing:
     async def hand_over(self) -> Sequence[Reply]:
         """Read the source that was opened to its end, and return when every rank has taken all of it and finished.
 
-        However it ends, no rank is at work any more; unless the engine is lost.
+        However this ends, no rank is still working on the stream, unless the engine is lost.
 
         Returns:
             What the ranks replied to the order to finish.

@@ -219,8 +219,9 @@ class HostRoute:
         )
 
     def _export(self, source: MappingSource) -> tuple[Export, tuple[str, ...]]:
-        """References to the tensors, and the problems of others. If all are where and as they were last time, none is
-        checked again.
+        """Return references to the tensors, and the problems of those that cannot be read.
+
+        If no tensor has changed its address or layout since last time, none is checked again.
         """
         export = self._exporter.again(source.sent_names, source.sent)
         if export is not None:

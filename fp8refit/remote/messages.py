@@ -143,7 +143,7 @@ class Prepare(Message):
 
 
 class Write(Message):
-    """Write all of it; see `Rank.write`."""
+    """Write everything that was prepared; see `Rank.write`."""
 
     step: Literal["write"] = "write"
     refit: str

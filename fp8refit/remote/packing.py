@@ -23,7 +23,7 @@ _SENDABLE = frozenset(DTYPES.values())
 _MOST_REFS = 8192
 """Most references in one set."""
 _MOST_REMEMBERED_BYTES = 64 << 20
-"""Of texts."""
+"""Most bytes of texts that are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +96,7 @@ class Packer:
         self._runs: dict[str, messages.Run] = {}
         self._work: dict[torch.device, WorkStream] = {}
         self._unmade: list[tuple[Recipe, Tensor]] = []
-        """What the source has to make before the set is sealed, and where."""
+        """Recipes that the source has to compute before the set is sealed, with the memory for each."""
         self._source: MakesPieces | None = None
         self._dropped: list[Bucket] = []
         self._texts = _Texts()
@@ -154,7 +154,7 @@ class Packer:
         return bucket is None or bucket.has_room(piece.tensor)
 
     def reserve(self, tensor: Tensor) -> None:
-        """Have a bucket of every set for what is like a tensor, so that there is room for it before anything is written.
+        """Make sure that every set has a bucket on the device of `tensor`, before anything is written.
 
         Raises:
             StagingMemoryError: There is none on its device.
@@ -192,7 +192,7 @@ class Packer:
         """Close the filled set, and return the text for the ranks. Open the next set once they have read it.
 
         Raises:
-            BaseException: What the source raised when it made what it gave recipes for.
+            BaseException: What the source raised when it computed its recipes.
         """
         self._make()
         events = tuple(work.record() for device, work in self._work.items() if device.type == "cuda")
@@ -225,8 +225,8 @@ class Packer:
         """Give the buckets back.
 
         Args:
-            may_be_read: Whether some rank may not have let go of them. Memory of a GPU that another process has mapped may not
-                be freed, and is left until this process ends; memory of the host lives on there.
+            may_be_read: Whether a rank may still have them mapped. GPU memory that another process has mapped must not be
+                freed, so it is kept until this process ends. Host memory is freed, and lives on in the other process.
         """
         buckets = [*self._dropped, *(bucket for each in self._sets for bucket in each.values())]
         self._dropped.clear()

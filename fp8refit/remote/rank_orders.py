@@ -43,7 +43,7 @@ class RankOrders:
         """Refits that were abandoned. Their orders may still be on the way."""
 
     def obey(self, order: messages.Order) -> dict[str, Any]:
-        """Carry out an order. Returns what the reply tells of it.
+        """Carry out an order. Returns the fields of the reply.
 
         Raises:
             RefitError: What this rank could not do.
@@ -103,7 +103,7 @@ class RankOrders:
         """A step of writing what was prepared.
 
         Raises:
-            RankFailedError: Nothing is, or something else.
+            RankFailedError: Nothing is prepared, or another refit is.
             RefitError: What this rank could not do.
         """
         if order.refit != self._refit:

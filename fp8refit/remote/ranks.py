@@ -45,7 +45,7 @@ class RemoteRanks(Ranks):
         self.audience = Audience(self.asked, self.host_route, named=named)
         self._broadcast = Broadcast([self.audience])
         self._offered: Offered | None = None
-        """What is prepared of what this host shares; None if that is a broadcast, or nothing."""
+        """The offer that is prepared over `host_route`; None if a broadcast is prepared, or nothing."""
 
     @property
     @override
@@ -96,7 +96,7 @@ class RemoteRanks(Ranks):
 
     @override
     async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
-        """What ranks on other hosts hold is not compared.
+        """See `Ranks.verify`. Works over the host route only: ranks on other hosts cannot be compared.
 
         Raises:
             UnsupportedEngineError: The transport is a broadcast.

@@ -1,4 +1,4 @@
-"""Reads on a rank what `fp8refit.remote.handing` hands over: sets of buckets, told through a ring."""
+"""Reads on a rank what `fp8refit.remote.handing` hands over: sets of buckets, announced through a ring."""
 
 import time
 from collections import OrderedDict, deque
@@ -17,13 +17,13 @@ from fp8refit.transport.memory.importer import Importer
 from fp8refit.transport.memory.ring import Call, Ring
 
 _LINGERING_S = 0.005
-"""Seconds a rank polls for more of a stream before it returns: without pause, since the shortest sleep takes as long as half a
-bucket.
+"""Seconds that a rank polls for more of a stream before it returns. It never sleeps, because the shortest sleep lasts as
+long as reading half a bucket.
 """
 _FOLLOWING_S = 0.25
 """Seconds after which it returns even if more keeps arriving."""
 _MOST_REMEMBERED_BYTES = 64 << 20
-"""Of the texts of streams whose tensors are remembered."""
+"""Most bytes of texts whose tensors are remembered."""
 
 
 class StreamReader:
@@ -38,7 +38,7 @@ class StreamReader:
         self._rank, self._importer = rank, importer
         self._ring: Ring | None = None
         self._packed: OrderedDict[str, _Contents] = OrderedDict()
-        """What texts of streams describe, the last used last."""
+        """The contents that each text of a stream describes, least recently used first."""
 
     @property
     def mapped(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""A policy handed over bucket by bucket during a refit, by the caller that the engine is locked for."""
+"""A policy that the caller hands over bucket by bucket, while the engine stays locked for its refit."""
 
 from collections.abc import Generator, Iterable, Mapping
 from typing import TypeAlias

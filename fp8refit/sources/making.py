@@ -1,4 +1,4 @@
-"""Has a source make what it gives recipes for, in memory that is used again and again."""
+"""Computes the recipes of a source, in memory that is reused for the next ones."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -8,15 +8,14 @@ from torch import Tensor
 from fp8refit.sources.row_runs import MakesPieces, Piece, Recipe
 
 _ALIGNMENT_BYTES = 256
-"""Of a tensor in memory that several share: kernels use wide loads on aligned rows."""
+"""Alignment of each tensor in a `Room`: kernels use wide loads on aligned rows."""
 
 
 def in_batches(source: MakesPieces, runs: Iterable[Piece | Recipe], room: "Room") -> Iterator[list[Piece]]:
-    """Yield runs in order, once they are made. They stay valid until the next batch is requested, which overwrites them on the
-    current stream.
+    """Yield runs in order, with all recipes computed.
 
-    On a GPU, as many are made at once as there is room for; one that is larger gets the room that it takes. On a CPU they are
-    made one by one.
+    A batch stays valid until the next one is requested, which overwrites it on the current stream. On a GPU, a batch has as
+    many recipes as fit into `room`, or one that is larger than it. On a CPU, it has one.
     """
     batch: list[Piece | Recipe] = []
     for each in runs:
@@ -42,7 +41,7 @@ def _shares_launches(device: torch.device) -> bool:
 
 
 class Room:
-    """Memory for some tensors on one device, and for the next ones after them.
+    """Memory for a batch of tensors on one device, reused for the next batch.
 
     Args:
         max_bytes: How much of it there is, unless one tensor is larger.
@@ -54,10 +53,10 @@ class Room:
         self._likes: list[Tensor] = []
         self._num_bytes = 0
         self._views: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
-        """Layers are alike: what was made of the memory for one fits into the next."""
+        """Views of the memory. Layers are alike, so views for one layer serve the next."""
 
     def add(self, like: Tensor) -> bool:
-        """Plan for a contiguous tensor of some shape, dtype and device. False if it has to be one of the next ones."""
+        """Reserve room for a contiguous tensor like `like`; False if it must go into the next batch."""
         end = self._num_bytes + like.nbytes
         if self._likes:
             device = self._likes[0].device
@@ -68,8 +67,9 @@ class Room:
         return True
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that were planned for, in the memory of the ones before. If that is too little, more is taken; on a GPU
-        more than that, for larger ones to come.
+        """Return the reserved tensors, in the memory of the batch before.
+
+        If that is too small, it is replaced. On a GPU, the new memory has some to spare for larger batches.
         """
         likes, needed = self._likes, self._num_bytes
         self._likes, self._num_bytes = [], 0

@@ -24,7 +24,7 @@ class _Run:
     """Checkpoint name of the whole tensor."""
     first_row: int
     tensor: Tensor
-    """The rows; of a recipe, rows of the same shape, dtype and device with other values."""
+    """The rows. Those of a `Recipe` have the right shape, dtype and device, but not yet the right values."""
     full_shape: tuple[int, ...]
     """Shape of the whole tensor."""
 
@@ -54,7 +54,7 @@ class Recipe(_Run):
 
     @property
     def product(self) -> LowRank | None:
-        """What has to be added to `tensor`, if that is all, for readers that add it on their own."""
+        """The product to add to `tensor`, for readers that add it themselves; None if more than that has to be done."""
         return None
 
     def cut(self, max_bytes: int) -> "Iterator[Recipe]":

@@ -1,4 +1,4 @@
-"""What tells whether two readers read the same state of the same files."""
+"""Records that tell whether two readers read the same state of the same files."""
 
 import hashlib
 import os

@@ -31,7 +31,7 @@ def slots_of(subject: Subject, policy: Mapping[str, Tensor]) -> list[SlotLayout]
 
 
 def plain_names(subject: Subject, policy: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of `policy` that alone fill their slots."""
+    """Return the names in `policy` whose slots have no other name."""
     return list(dict.fromkeys(slot.name for slot in slots_of(subject, policy)))
 
 

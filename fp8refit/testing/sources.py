@@ -110,7 +110,7 @@ def _sources(policy: Policy, quantized: Collection[str], folder: Path) -> dict[s
         "an iterator": (iter(items), None),
         "an iterator in reverse": (iter(items[::-1]), None),
         "an iterator with manifest": (iter(items), manifest),
-        "an iterator that makes each tensor as it is asked": (((name, tensor.clone()) for name, tensor in items), None),
+        "an iterator that makes each tensor on request": (((name, tensor.clone()) for name, tensor in items), None),
         "a safetensors file": (folder / "whole.safetensors", None),
         "a folder of safetensors": (str(folder / "parts"), None),
         "fp32 masters": (masters, None),

@@ -1,4 +1,4 @@
-"""Checks of what a second thread tries during a refit."""
+"""Checks that another thread can neither start a second refit nor meet a half-written policy."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait

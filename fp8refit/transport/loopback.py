@@ -1,8 +1,8 @@
 """Connects a driver with its engine's ranks on the same host, for engines whose own RPC loses the ranks' answers.
 
 It is a Unix socket in a folder that only this user can open. The driver listens. The engine tells each rank the address;
-the rank connects, identifies itself, and answers messages until the last. They are text, prefixed by their length and by
-whether another one follows.
+the rank connects, identifies itself, and answers messages until the last. A message is text, after a header with its length
+and whether another one follows.
 """
 
 import asyncio
@@ -45,9 +45,9 @@ class Tell(Protocol):
 
         Args:
             message: The text.
-            is_last: Whether the ranks return to what they did once they have answered. They also do when the conversation ends.
+            is_last: Whether the ranks go back to their own work after answering. They also do when the conversation ends.
             timeout_s: Seconds to wait for the answers, within those of the conversation.
-            on_told: Called when every rank has the message. If it is the last, none needs this event loop any more.
+            on_told: Called once the message is on its way to every rank. After the last one, the event loop may stop.
 
         Raises:
             EngineLostError: A rank did not answer in time.
@@ -98,13 +98,13 @@ class Switchboard:
     async def talk(
         self, steps: Callable[[Tell], Awaitable[T]], ring: Callable[[str], Awaitable[None]], *, timeout_s: float
     ) -> T:
-        """Connect with every rank, and return the result of what is then said. The ranks do nothing else meanwhile.
+        """Connect to every rank, run `steps`, and return their result. The ranks do nothing else meanwhile.
 
         If the caller is cancelled, the conversation still ends before the ranks are asked anything else: a message cannot
         be taken back, and an engine's own RPC may not survive being abandoned.
 
         Args:
-            steps: Holds the conversation.
+            steps: The conversation; gets a function that sends a message.
             ring: Tells every rank to answer at an address. Returns when all have, and raises if they cannot.
             timeout_s: Seconds to wait in total.
 
@@ -280,7 +280,7 @@ class RankConnection:
         self._socket.close()
 
     def _take(self, num_bytes: int, deadline_s: float, *, may_end: bool = False) -> bytes:
-        """Receive so many bytes; none if the driver hung up before the first, and may."""
+        """Receive `num_bytes`; none if `may_end` and the driver hung up before the first one."""
         taken = bytearray()
         while len(taken) < num_bytes:
             try:

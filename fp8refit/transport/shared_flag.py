@@ -1,4 +1,4 @@
-"""A flag in shared memory, by which a rank has the scheduler of its engine refuse requests and drop caches.
+"""A flag in shared memory with which a rank makes its engine's scheduler refuse requests and drop caches.
 
 A worker cannot call its scheduler. The scheduler looks here before each step, which takes less than a microsecond.
 """

@@ -141,7 +141,7 @@ def vote(group: Group, ballot: Ballot, error: BaseException | None, *, timeout_s
 
     Raises:
         RefitError: The ranks' errors combined, or EngineLostError if a rank does not answer.
-        BaseException: `error` itself, if it is not one of ours.
+        BaseException: `error` itself, if it is not a `RefitError`.
     """
     if group.size == 1:
         if error is not None:

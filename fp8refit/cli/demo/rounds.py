@@ -1,4 +1,4 @@
-"""The demo's size, its rounds, and its result, which judges itself."""
+"""The demo's size, its rounds, and its result, which says whether the demo passed."""
 
 import math
 from pathlib import Path

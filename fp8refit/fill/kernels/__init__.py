@@ -35,10 +35,10 @@ def quantize_blockwise(
 ) -> tuple[Tensor, Tensor]:
     """Quantize a matrix to block FP8 with the arithmetic that `refit` uses.
 
-    For each block, edges ragged: `amax = max(|x|)`; scale `s = amax / 448` for `fp32`, or the smallest power of two with
-    `amax / s <= 464` for `ue8m0` (464 is the largest value that rounds to 448, so that vLLM's own requantization at boot
-    changes nothing); code `e4m3(clamp(x * (1 / s), -448, 448))`, rounded to nearest even. A block of zeros gets zero
-    codes and a small positive scale. CPU and GPU give the same bits.
+    For each block (blocks at the edges may be smaller): `amax = max(|x|)`; scale `s = amax / 448` for `fp32`, or the
+    smallest power of two with `amax / s <= 464` for `ue8m0` (464 is the largest value that rounds to 448, so that vLLM's own
+    requantization at boot changes nothing); code `e4m3(clamp(x * (1 / s), -448, 448))`, rounded to nearest even. A block of
+    zeros gets zero codes and a small positive scale. CPU and GPU give the same bits.
 
     Args:
         weight: (N, K), bfloat16, float16 or float32, any strides, CPU or CUDA. float32 is quantized as it is.
@@ -121,7 +121,7 @@ def dequantize_blockwise(
             "torch.float32, on one device"
         )
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; pass one of torch, such as torch.bfloat16")
+        raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype, such as torch.bfloat16")
     _check_blocks(block_size)
     expected = [-(-length // size) for length, size in zip(codes.shape, block_size, strict=True)]
     if list(scale.shape) != expected:

@@ -14,9 +14,9 @@ AMAX_FLOOR = 1e-10
 def quantize_activations(x_MK: Tensor, scale_format: ScaleFormat, *, group_size: int = 128) -> tuple[Tensor, Tensor]:
     """Quantize each row in groups along K; the last group may be short.
 
-    `scale = amax / 448`, for `ue8m0` rounded up to a power of two (`2 ** ceil(log2(amax / 448))`, not the rule of weights), and
-    `code = e4m3(clamp(x / scale, -448, 448))`: `per_token_group_quant_fp8` of vLLM and SGLang. Plain torch, so that
-    `torch.compile` fuses it.
+    `scale = amax / 448`, for `ue8m0` rounded up to a power of two (`2 ** ceil(log2(amax / 448))`, unlike for weights), and
+    `code = e4m3(clamp(x / scale, -448, 448))`, as in `per_token_group_quant_fp8` of vLLM and SGLang. Plain torch, so that
+    `torch.compile` can fuse it.
 
     Args:
         x_MK: (M, K), any floating dtype.
@@ -30,7 +30,7 @@ def quantize_activations(x_MK: Tensor, scale_format: ScaleFormat, *, group_size:
     groups = -(-cols // group_size)
     x_MGk = functional.pad(x_MK.to(torch.float32), (0, groups * group_size - cols)).view(rows, groups, group_size)
     amax = x_MGk.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR)
-    # By a tensor: torch on CUDA turns division by a Python number into a multiplication by its reciprocal.
+    # Divide by a tensor: torch on CUDA turns division by a Python number into multiplication by its reciprocal.
     scale = amax / torch.full_like(amax, E4M3_MAX)
     if scale_format == ScaleFormat.UE8M0:
         bits = scale.view(torch.int32)

@@ -49,7 +49,7 @@ class Maxima:
 
     @torch.inference_mode()
     def read(self) -> list[float]:
-        """Wait for the updates and give every place: 0.0 if it saw nothing, NaN and Inf as they are."""
+        """Wait for the updates, and return the maximum of every place: 0.0 if it saw nothing, NaN and Inf as they are."""
         maxima: list[float] = self._bits.view(torch.float32).tolist()
         return maxima
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Product:
-    """The arguments of `add_product`. Not frozen, which takes the host three times as long."""
+    """The arguments of `add_product`. Not frozen: a frozen dataclass takes the host three times as long to make."""
 
     weight: Tensor
     up: Tensor
@@ -19,7 +19,7 @@ class Product:
 
 
 def add_products(products: Sequence[Product]) -> None:
-    """`add_product` for each; on a GPU in one launch, where the layouts are the usual ones. None reads what another writes."""
+    """Apply `add_product` to each. On a GPU, those with usual layouts share launches. None may read what another writes."""
     rest = [each for each in products if not each.weight.is_cuda]
     if len(rest) < len(products):
         from fp8refit.fill.kernels.triton_merge import add_products_triton

@@ -1,7 +1,7 @@
 """Products of two low-rank matrices that are added to weights, and how the kernels take them.
 
-Kernels read addresses from memory, which say nothing of their alignment, and loads through them would be scalar: `kind_of` says
-what a kernel is compiled for, and which products only the kernel for one takes.
+Kernels read addresses from memory, so Triton cannot know their alignment and would load one element at a time. `kind_of`
+says which layout a kernel is compiled for, and is None for products that only `add_product` takes.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from torch import Tensor
 
 _DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 ALIGNED = 16
-"""Bytes of an address, and elements of a row, for the widest loads and stores."""
+"""The widest loads and stores need addresses that are multiples of this in bytes, and row lengths in elements."""
 _LEAST_RANK, _MOST_RANK_BYTES = 16, 128
-"""Of one step along the rank: what a product of tiles takes at least, and at most without spilling registers."""
+"""One step along the rank: the fewest elements that `tl.dot` takes, and the most bytes that do not spill registers."""
 
 PRODUCT_FIELDS = ("up", "down", "up_row", "down_row", "rank", "scale")
 NUM_PRODUCT_FIELDS = len(PRODUCT_FIELDS)
@@ -25,7 +25,10 @@ UP, DOWN, UP_ROW, SCALE = map(PRODUCT_FIELDS.index, ("up", "down", "up_row", "sc
 
 @dataclass(slots=True, eq=False)
 class LowRank:
-    """`scale * up @ down`, to be added to a weight (N, K). Not frozen, which takes the host three times as long."""
+    """`scale * up @ down`, to be added to a weight (N, K).
+
+    Not frozen: a frozen dataclass takes the host three times as long to make.
+    """
 
     up: Tensor
     """(N, R), any floating dtype."""
@@ -38,17 +41,18 @@ class ProductKind(NamedTuple):
     """What the products of one launch have in common: constants that its kernel is compiled for."""
 
     low_dtype: torch.dtype
-    """Of the two matrices."""
+    """dtype of the two matrices."""
     step: int
-    """Along the rank."""
+    """How much of the rank a kernel takes at once."""
     is_one_step: bool
     is_rank_aligned: bool
     """Whether rows of `up` can be read with the widest loads."""
 
 
 def kind_of(weight: Tensor, up: Tensor, down: Tensor) -> ProductKind | None:
-    """The kind of a product that is added to `weight`. None if something has no dense rows, lies on another device, or is large
-    and not aligned.
+    """The kind of a product that is added to `weight`.
+
+    None if a tensor has an unsupported dtype, another device or no dense rows, or if `weight` or `down` is not aligned.
     """
     dtype, low_dtype, device = weight.dtype, up.dtype, weight.device
     if dtype not in _DTYPES or low_dtype not in _DTYPES or down.dtype is not low_dtype:
@@ -71,7 +75,7 @@ def step_of(rank: int, dtype: torch.dtype) -> int:
 
 
 def fields_of(products: Sequence[LowRank | None]) -> np.ndarray:
-    """Their rows of a table, (products, fields) int64, zeros for None."""
+    """Return one row of a table per product, (products, fields) int64; zeros for None."""
     fields = np.zeros((len(products), NUM_PRODUCT_FIELDS), dtype=np.int64)
     there = [number for number, each in enumerate(products) if each is not None]
     held = [each for each in products if each is not None]
@@ -85,10 +89,10 @@ def fields_of(products: Sequence[LowRank | None]) -> np.ndarray:
 
 
 def of_boxes(fields: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The rows of products that are added to boxes.
+    """Return rows for products that are added to boxes of weights.
 
     Args:
-        fields: Those of the whole weights, (boxes, fields).
+        fields: The rows for the whole weights, (boxes, fields).
         starts: First row and first column of each box in its weight, each times the bytes of an element of `up` and `down`.
     """
     shifted = fields.copy()

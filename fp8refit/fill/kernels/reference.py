@@ -21,7 +21,7 @@ def block_scales(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
     """
     amax = amax.clamp(min=AMAX_FLOOR[scale_format])
     if scale_format is ScaleFormat.FP32:
-        # By a tensor: torch on CUDA turns division by a Python number into a multiplication by its reciprocal.
+        # Divide by a tensor: torch on CUDA turns division by a Python number into multiplication by its reciprocal.
         return amax / torch.full_like(amax, E4M3_MAX)
     bits = amax.view(torch.int32)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > UE8M0_MANTISSA_464).to(torch.int32)

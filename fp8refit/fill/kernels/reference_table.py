@@ -1,4 +1,4 @@
-"""The specification of a work table, task by task in torch. Tables on the CPU are these."""
+"""The specification of a work table, task by task in torch. It also serves as the table on the CPU."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -115,14 +115,14 @@ class ReferenceTable(WorkTable):
 
 
 def _merge(source: Tensor, product: LowRank | None) -> Tensor:
-    """A source with what is added to it."""
+    """Return a source with its product added."""
     if product is None:
         return source
     return add_product(source.detach(), product.up, product.down, product.scale, out=torch.empty_like(source))
 
 
 def _with_own_targets(task: Task) -> Task:
-    """The task with targets of its own."""
+    """Return the task with new targets, so that the live ones stay as they are."""
     scale = torch.empty_like(task.scale) if task.scale is not None else None
     return replace(task, target=torch.empty_like(task.target), scale=scale)
 

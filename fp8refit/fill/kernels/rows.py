@@ -1,10 +1,10 @@
-"""The rows of a table that kernels walk, computed on the host.
+"""Computes, on the host, the rows of a table that kernels walk.
 
-A row is one task (`Row`), and rows lie in the order of their sources. A tile is what one program does, and a second array
-says which row each tile belongs to. Tiles of one kind of work lie together, in the order of their rows, so that each kind is
-one launch, for all sources or for some that follow each other. A pointer that is read from memory has no known alignment,
-and loads through it would be scalar: tasks whose addresses and rows are multiples of 16 bytes form kinds of their own, for
-which the kernel is told so.
+A `Row` is one matrix of one task, and rows are sorted by source. A tile is the work of one program, and a second array says
+which row each tile belongs to. The tiles of one kind of work are adjacent, in the order of their rows, so each kind takes
+one launch, for all sources or for a range of them. Triton cannot know the alignment of a pointer that it reads from memory,
+and would load one element at a time. Tasks whose addresses and rows are multiples of 16 bytes therefore form kinds of their
+own, whose kernel is told so.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ from fp8refit.live.slots import Op, ScaleFormat
 COPY_TILE = 2048
 """Elements that one program copies."""
 _MERGE_BLOCK = 128, 128
-"""Of tasks with products. A program computes the product for one block."""
+"""The only block size of tasks with products: a program computes the product for one block."""
 
 
 class Row(NamedTuple):
@@ -60,7 +60,7 @@ class Kind(NamedTuple):
     round_to_bf16: bool
     is_aligned: bool
     product: ProductKind | None = None
-    """Of what is added to the source first."""
+    """The kind of product that is added to the source first."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,9 +77,9 @@ class Rows:
     alignment: np.ndarray
     """The address of each row's source, modulo the alignment of loads."""
     products: np.ndarray
-    """What is added to the whole source of each row: `fields_of`."""
+    """The product added to each row's whole source; see `fields_of`."""
     starts: np.ndarray
-    """Where the box of each row starts in it; see `of_boxes`."""
+    """Where each row's box starts in its source; see `of_boxes`."""
     num_tasks: int
     num_places: int
 
@@ -244,7 +244,7 @@ def _product_kind(task: Task) -> ProductKind | None:
 
 
 def _start_of(task: Task) -> tuple[int, int]:
-    """First row and column of a task's box, in bytes of the elements of its product."""
+    """First row and first column of a task's box, times the size of an element of `up` and of `down`; see `of_boxes`."""
     if task.product is None:
         return 0, 0
     row, col = task.offset

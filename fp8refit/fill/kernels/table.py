@@ -1,4 +1,4 @@
-"""Makes work tables: `compile_table` of tasks, for a device; `join_tables` of tables.
+"""Makes work tables: `compile_table` from tasks, `join_tables` from other tables.
 
 `refresh` points a table at new source tensors of the same layout; `launch` runs it, and `run` a part of it. On CUDA a table
 is a matrix of addresses that Triton kernels walk; on the CPU it is the torch reference.

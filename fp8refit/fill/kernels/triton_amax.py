@@ -1,7 +1,7 @@
 """Maxima on a GPU: one launch walks the tiles of up to three tensors, and every program raises one place.
 
-Bits of |x| are compared instead of floats: integers of non-negative floats are ordered like them, with NaN above Inf,
-and unlike a maximum of floats an atomic maximum of integers loses no NaN.
+The bits of |x| are compared as integers. For non-negative floats the order is the same, with NaN above Inf, and an atomic
+maximum of integers keeps NaN, unlike one of floats.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def _launch(bits: Tensor, first_place: int, tensors: Sequence[Tensor | None]) ->
 
 
 def _as_matrix(tensor: Tensor) -> tuple[Tensor, int, int, int]:
-    """Rows, columns and row stride of `tensor` as a matrix with dense rows, or of a copy if it is none.
+    """Rows, columns and row stride of `tensor` as a matrix with dense rows, or of a copy if its rows are not dense.
 
     No view is made: that would take the host as long as the rest of a launch.
     """
@@ -55,7 +55,7 @@ def _as_matrix(tensor: Tensor) -> tuple[Tensor, int, int, int]:
 
 @triton.jit
 def _largest_bits(x):
-    """float32 bits of the largest |x|. 16-bit values are compared as they came: half the registers."""
+    """float32 bits of the largest |x|. 16-bit values are compared in 16 bits, which takes half the registers."""
     if x.dtype.primitive_bitwidth == 16:
         largest = tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
         return largest.to(x.dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -84,7 +84,7 @@ def _raise_maxima(
     source_2, rows_2, cols_2, row_2,
     TILE_N: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    """One program looks at one tile; those of a matrix follow those of the one before it."""
+    """One program reads one tile. The tiles of a matrix are numbered after those of the matrix before it."""
     tile = tl.program_id(0)
     end_0 = tl.cdiv(rows_0, TILE_N) * tl.cdiv(cols_0, TILE_C)
     end_1 = end_0 + tl.cdiv(rows_1, TILE_N) * tl.cdiv(cols_1, TILE_C)

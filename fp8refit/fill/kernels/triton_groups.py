@@ -97,4 +97,4 @@ def _quantize_tile(
 
 
 _IS_INTERPRETED = not isinstance(_quantize_tile, triton.JITFunction)
-"""By Triton's interpreter, which `torch.library` does not take."""
+"""Whether Triton's interpreter runs the kernel. `torch.library` does not accept an interpreted kernel."""

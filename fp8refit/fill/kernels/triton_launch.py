@@ -19,10 +19,10 @@ from fp8refit.live.slots import Op, ScaleFormat
 
 _QUANTIZE_WARPS = 4
 _BLOCKS_PER_PROGRAM = {2: 2}
-"""By bytes of a source element; one of wider ones. The second block is on its way while the first is computed."""
+"""Blocks per program, by bytes of a source element; 1 if it is wider. The second is loaded while the first is computed."""
 _MERGE_WARPS = 8
 _BLOCKS_PER_MERGE = 2
-"""Of a program that adds a product first."""
+"""Blocks per program if it adds a product first."""
 _COPY_WARPS = 4
 _TRITON_DTYPES = TRITON_DTYPES | {
     torch.float64: tl.float64,
@@ -47,14 +47,16 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class Launch:
-    """A kernel with its constants. Once Triton has compiled it, it is launched without asking Triton which it is, which takes
-    the host a tenth of the time.
+    """A kernel with its constants.
+
+    After the first launch, the compiled kernel is launched directly, in a tenth of the host time of Triton's dispatch. So
+    all launches use what was compiled for the first arguments: no number may be specialized, and all pointers need the same
+    alignment.
 
     Args:
         kernel: The kernel, whose last parameters are constants.
         constants: Their values.
-        options: What Triton compiles with. Whatever is launched is compiled for the first arguments: numbers are not
-            specialized, and pointers are aligned alike.
+        options: Options for Triton's compiler.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any], **options: int) -> None:
@@ -62,7 +64,7 @@ class Launch:
         self._constants = tuple(constants[name] for name in kernel.arg_names[-len(constants) :])
 
     def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
-        """Launch on the current stream of the current device, which is the arguments'."""
+        """Launch on the current stream of the current device, which must hold the arguments."""
         compiled = self._kernel[grid](*arguments, *self._constants, **self._options)
         if compiled is not None:
             self._kernel, self._options = compiled, {}
@@ -75,8 +77,9 @@ class Launcher:
         self._tiles_per_program, self._launch = _describe(kind, check=check, action=action)
 
     def launch(self, arrays: tuple[Tensor, ...], shift: int, first_tile: int, num_tiles: int) -> None:
-        """Launch some tiles on the current stream of the current device, which is the arrays': matrix, row of each tile, both
-        flags, products.
+        """Launch some tiles on the current stream of the current device, which must hold the arrays.
+
+        These are the matrix, the row of each tile, both flags, and the products.
         """
         grid = -(-num_tiles // self._tiles_per_program), 1, 1
         self._launch.launch(grid, *arrays, shift, first_tile, num_tiles)
@@ -84,7 +87,7 @@ class Launcher:
 
 @cache
 def launcher_of(kind: Kind, device: torch.device, *, check: bool, action: Action) -> Launcher:
-    """One for each device, since a compiled kernel is loaded there."""
+    """Return the launcher of a kind. Each device has its own, because a compiled kernel is loaded on one device."""
     return Launcher(kind, check=check, action=action)
 
 
@@ -136,7 +139,7 @@ def _magnitude_bits(x):
 
 @triton.jit
 def _amax_bits(x):
-    """`_magnitude_bits` of the largest magnitude of a block. 16-bit values are compared as they came: half the registers."""
+    """`_magnitude_bits` of a block's largest magnitude. 16-bit values are compared in 16 bits: half the registers."""
     if x.dtype.primitive_bitwidth == 16:
         largest = tl.max(tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=1), axis=0).to(tl.int16)
         return _magnitude_bits(largest.to(x.dtype, bitcast=True))
@@ -206,7 +209,7 @@ def _quantize_tile(
     if TILE_K != BLOCK_K:
         mask = mask & (k < BLOCK_K)[None, :]
     source_at = source + first_n.to(tl.int64) * source_row + first_k.to(tl.int64) * source_col
-    if STEP:  # before the block is loaded: it would hold registers meanwhile
+    if STEP:  # before the block is loaded, which would take up registers meanwhile
         is_row, is_col = first_n + n < num_rows, first_k + k < num_cols
         total, factor = product_of_block(
             products, number, first_n + n, first_k + k, is_row, is_col, SOURCE, TILE_N, TILE_K, LOW_DTYPE, STEP, IS_ONE_STEP,

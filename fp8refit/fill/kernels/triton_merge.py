@@ -1,4 +1,4 @@
-"""Merged weights on a GPU, one or many in a launch, in which every tile of a weight is read once and written once.
+"""Merges weights on a GPU, one or many per launch. Every tile of a weight is read once and written once.
 
 `torch.addmm` copies the weight first and adds to the copy: twice the memory traffic.
 """
@@ -21,12 +21,12 @@ from fp8refit.fill.kernels.triton_products import TRITON_DTYPES, constants_of, p
 _TILE_N = 128
 _TILE_K = 128
 _ONE_STEP_TILE = 64, 256
-"""Of ranks that take one step: without a loop along the rank, wide tiles are a seventh faster."""
+"""The tile for ranks that take one step: without a loop along the rank, wide tiles are a seventh faster."""
 _NUM_WARPS = 8
 _MOST_PRODUCTS = 1 << 15
-"""In one launch; a grid has at most 65535 programs in its second dimension."""
+"""The most products of one launch. A grid has at most 65535 programs in its second dimension."""
 _MOST_KEPT_BYTES = 64 << 10
-"""Of a table that is kept for the next refit."""
+"""The largest table that is kept for the next refit."""
 _ROW = struct.Struct("=11qf4x")
 """What `_add_products` reads of a product: addresses and strides of `out`, `weight`, `up` and `down`; shape and rank; scale."""
 _Kind: TypeAlias = tuple[torch.device, torch.dtype, ProductKind]
@@ -77,13 +77,13 @@ def add_products_triton(products: Sequence[Product]) -> list[Product]:
 
 @lru_cache(maxsize=512)
 def _upload(rows: bytes, device: torch.device, stream: int) -> Tensor:
-    """A table on a device, for one stream only. The same policy in the same place has the same table in every refit."""
+    """Upload a table, for one stream only. Cached, as a policy that is not moved has the same table in every refit."""
     return torch.frombuffer(bytearray(rows), dtype=torch.int64).to(device, non_blocking=True)
 
 
 @cache
 def _launch_of(kind: "_Kind") -> Launch:
-    """One for each device, since a compiled kernel is loaded there."""
+    """Return the launch of a kind. Each device has its own, because a compiled kernel is loaded on one device."""
     _, dtype, product = kind
     tile_n, tile_k = _tile(product.is_one_step)
     constants = constants_of(product) | {
@@ -100,9 +100,7 @@ def _tile(is_one_step: bool) -> tuple[int, int]:
 
 
 def _describe(product: Product) -> tuple["_Kind", bytes, int] | None:
-    """How a product is launched, its row of the table, and how many tiles it has. None if something has no dense rows, or
-    what is large is not aligned.
-    """
+    """Return a product's kind, its row of the table, and its number of tiles; None if its layout is not the usual one."""
     weight, up, down, out = product.weight, product.up, product.down, product.out
     kind = kind_of(weight, up, down)
     (rows, cols), (out_row, out_col), out_at = weight.shape, out.stride(), out.data_ptr()
@@ -159,7 +157,7 @@ def _add_product(
 ):  # fmt: skip
     """One program makes one tile; those of a row of tiles follow each other."""
     tiles_per_row = tl.cdiv(num_cols, TILE_K)
-    # Places times strides are wider than int32 in large tensors.
+    # Index times stride overflows int32 in large tensors.
     n = (tl.program_id(0) // tiles_per_row * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     k = (tl.program_id(0) % tiles_per_row * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)
     r = tl.arange(0, STEP).to(tl.int64)

@@ -13,7 +13,7 @@ _NUM_FIELDS = tl.constexpr(NUM_PRODUCT_FIELDS)
 
 
 def constants_of(product: ProductKind | None) -> dict[str, Any]:
-    """What kernels that add products of a kind are compiled for; without products, with no `STEP`."""
+    """Return the constants of kernels that add products of a kind. For kernels that add none, `STEP` is 0."""
     if product is None:
         return {"LOW_DTYPE": None, "STEP": 0, "IS_ONE_STEP": True, "IS_RANK_ALIGNED": False}
     return {

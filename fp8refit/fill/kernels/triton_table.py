@@ -28,7 +28,7 @@ from fp8refit.live.layout_guard import Addresses, addresses_of
 from fp8refit.live.slots import Op
 
 _FLAGS_ALIGNMENT = 4
-"""Kernels are compiled for pointers that are multiples of 16 bytes."""
+"""The number of flags is a multiple of this, because kernels are compiled for pointers that are multiples of 16 bytes."""
 
 
 class TritonTable(WorkTable):
@@ -58,17 +58,17 @@ class TritonTable(WorkTable):
         tile_rows = number_tiles(rows)
         # Long launches first, so that the short ones are queued while they run.
         self._tiles = [(kind, first_tiles(rows, kind)) for kind in in_order(set(rows.kinds))]
-        """For each kind, the first tile of each row, if all rows before it were there; and the end."""
+        """Every kind, with its `first_tiles`."""
         self._first_rows: list[int] = np.searchsorted(rows.places, np.arange(rows.num_places + 1)).tolist()
         self._pointed_at = source_addresses(rows)
         """The source address that the rows of each place have."""
         self._adds = products_of_places(rows)
-        """The products that they have."""
+        """The products that the rows of each place have."""
         with torch.inference_mode(False):  # tensors that can be written in any mode
             self._allocate(rows, tile_rows)
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._has_run = False
-        """Whether `run` was called and its flags are not on their way to the host."""
+        """Whether `run` has launched work whose flags are not yet being copied to the host."""
         self._graphs: dict[tuple[bool, Action], torch.cuda.CUDAGraph | None] = {}
         self._launchers: dict[tuple[int, bool, Action], Launcher] = {}
         """By index of the kind."""
@@ -140,7 +140,7 @@ class TritonTable(WorkTable):
         return True
 
     def _point(self, first: int, addresses: Addresses) -> bool:
-        """Point the rows of the places from `first` on at other addresses, unless these are aligned otherwise."""
+        """Point the rows of the places from `first` on at other addresses; False if their alignment is different."""
         if addresses.tobytes() == self._pointed_at[first : first + len(addresses)].tobytes():
             return True
         rows = self._rows
@@ -167,7 +167,7 @@ class TritonTable(WorkTable):
     def _launch_or_replay(self, *, check: bool, action: Action, begun: torch.cuda.Event | None) -> None:
         """Launch the kernels the first time, which compiles them; later replay the launches as one CUDA graph.
 
-        The device would be idle while the host launches one kind after the other.
+        Without the graph, the device would be idle while the host launches one kind after another.
         """
         key = check, action
         is_first, graph = key not in self._graphs, self._graphs.get(key)
@@ -185,7 +185,7 @@ class TritonTable(WorkTable):
         stream = _capture_stream(self._device, threading.get_ident())
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            # Not `torch.cuda.graph`, which first frees all cached memory. Other threads are not restricted.
+            # Not `torch.cuda.graph`, which frees all cached memory first. In this mode, other threads may go on using CUDA.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self._launch_all(check=check, action=action)
@@ -226,7 +226,7 @@ class TritonTable(WorkTable):
         return self._take_flags(1)
 
     def _settle(self) -> None:
-        """Wait for everything that was launched, with the flags on the host."""
+        """Wait until everything that was launched is done and its flags are on the host."""
         if self._has_run:
             self._host_status.copy_(self._status, non_blocking=True)
             if self._done is not None:
@@ -252,7 +252,7 @@ class TritonTable(WorkTable):
 
 
 class _Numbers:
-    """A matrix of int64 on a device, and its values on the host, from which rows are uploaded again.
+    """An int64 matrix on a device, with a copy on the host from which changed rows are uploaded.
 
     Attributes:
         here: On the host.

@@ -48,7 +48,7 @@ class Task:
     is_transposed: bool = False
     """Whether to transpose `source`."""
     product: LowRank | None = None
-    """What is added to all of `source`, which is rounded to its dtype again, before the box is taken. See `rows.can_merge`."""
+    """Added to all of `source` before the box is taken; the sum is rounded to the source's dtype. See `rows.can_merge`."""
 
     def box(self, source: Tensor) -> Tensor:
         """The box of this task in `source`, which has the layout of the task's own source."""
@@ -71,7 +71,7 @@ class WorkTable(Protocol):
     """Device memory of the table itself."""
 
     def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
-        """Point the tasks at new `sources` with the same `source_layout`. Products stay what they are.
+        """Point the tasks at new `sources` with the same `source_layout`. Their products do not change.
 
         Waits for a launch whose `bad_tasks` was never called, and drops its flags.
 
@@ -104,13 +104,13 @@ class WorkTable(Protocol):
     ) -> bool:
         """Point the tasks of some sources at new ones, and run them on the current stream.
 
-        A source may be run once between two calls of `bad_tasks`.
+        Run each source at most once between two calls of `bad_tasks`.
 
         Args:
             first: The place of the first source.
             sources: The sources from that place on.
             addresses: Their addresses, if known.
-            products: For each source what is added to it, of the same kind as in its tasks; may be left out if all have none.
+            products: What is added to each source, of the same kind as in its tasks, or None. Omit it if all are None.
             check: See `launch`.
             action: What to do.
 
@@ -144,7 +144,7 @@ def source_layout(source: Tensor) -> SourceLayout:
 def have_layouts(sources: Mapping[str, Tensor], layouts: Mapping[str, SourceLayout]) -> bool:
     """Whether every named tensor exists with the given `source_layout`.
 
-    Takes half the time of computing the layouts; a model of experts has 18,000 tensors.
+    Takes half the time of computing the layouts; a mixture-of-experts model has 18,000 tensors.
     """
     for name, (shape, stride, dtype, device) in layouts.items():
         source = sources.get(name)

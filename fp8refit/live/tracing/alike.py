@@ -1,9 +1,9 @@
-"""Traces layers of experts faster: one layer shows where a loader puts the tensors of all similar layers.
+"""Traces models with many experts faster: one layer shows where a loader puts the tensors of all similar layers.
 
-Only the first of such layers is traced. The loader gets one tensor of every expert of every further layer, another one in
-each, and the plain copies that it makes of them are compared with those of the first layer, which costs a third of a trace.
-If they go to the same places, so does the rest of the layer: a loader puts all tensors of an expert where it puts one.
-Otherwise the whole layer is traced.
+Only the first of several similar layers is traced whole. Of each later layer, the loader gets one tensor per expert, a
+different one in each layer, and its plain copies of them are compared with those of the first layer. This takes a third of
+the time of a trace. If they match, so does the rest of the layer, because a loader keeps the tensors of an expert together.
+Otherwise the layer is traced whole.
 """
 
 import re
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 Run: TypeAlias = Callable[[Load, Mapping[str, Tensor], Mapping[str, TensorMeta]], Traced]
 Seen: TypeAlias = Mapping[str, Sequence[tuple[str, tuple[object, ...]]]]
-"""For each checkpoint tensor, the parameters it is copied to, and how the elements of both sides are laid out."""
+"""For each checkpoint tensor, the parameters it is copied to, with offset, shape and stride on both sides."""
 _EXPERT = re.compile(r"^(.*\.\d+\..*\.)(\d+)(\.[^\d.][^.]*(?:\.[^\d.][^.]*)*)$")
 """A layer, one of its experts, and a tensor of that expert."""
 _NUMBER = re.compile(r"\.\d+\.")
@@ -40,7 +40,7 @@ class _Layer:
     """Checkpoint names by expert and tensor."""
 
     def one_of_each(self, turn: int) -> Iterator[str]:
-        """Yield the name of one tensor of each expert, another one at each turn."""
+        """Yield the name of one tensor of each expert. `turn` decides which one."""
         held: dict[int, list[str]] = {}
         for (expert, _), name in self.names.items():
             held.setdefault(expert, []).append(name)
@@ -87,7 +87,7 @@ def trace_alike(
 
 
 def _copies_of(traced: Traced) -> Callable[[str], list[Copy] | None]:
-    """Return what gives the copies of a checkpoint tensor; None for one with which the loader does anything else."""
+    """Return a function that gives a checkpoint tensor's copies, or None if the loader does anything but copy it."""
     copies: dict[str, list[Copy]] = {}
     for copy in traced.copies:
         copies.setdefault(copy.source, []).append(copy)
@@ -113,7 +113,7 @@ def _groups(sources: Mapping[str, TensorMeta]) -> list[list[_Layer]]:
 
 
 class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, records plain copies into parameters, and carries out no write to one."""
+    """While active, records plain copies into parameters, and writes to none of them."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,13 +121,13 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in parameters.items():
             self._parameters.setdefault(storage_of(tensor), name)
         self.copies: list[tuple[int, str, tuple[object, ...]]] = []
-        """The storage that is read, the parameter, and how elements of both are laid out."""
+        """The storage that is read, the parameter that is written, and the layouts of both."""
         self.changed: set[int | str] = set()
         """Storages and parameters that were changed in another way."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and asking costs as much as an operation
+        return False  # nothing is compiled here, and keeping dynamo out costs as much as an operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Record a write."""
@@ -160,13 +160,13 @@ def _writes(func: Any) -> bool:
 
 
 def _look(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[str, TensorMeta]) -> Seen:
-    """Return the plain copies of tensors; nothing of those with which the loader does anything else, or if it fails."""
+    """Return each tensor's plain copies: none if the loader does anything else with it. Empty if the loader fails."""
     given = [(name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for name, meta in sources.items()]
     look = _Look(parameters)
     try:
         with torch.no_grad(), look:
             load(iter(given))
-    except Exception:  # noqa: BLE001 - whatever a loader says; the trace of whole layers tells it
+    except Exception:  # noqa: BLE001 - a loader may raise anything; tracing the layers whole reports it
         return {}
     names = {storage_of(tensor): name for name, tensor in given}
     changed = look.changed | {parameter for read, parameter, _ in look.copies if read not in names}

@@ -28,11 +28,11 @@ class Boxes:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether it is a box of a stack, and rows and columns of the checkpoint's matrices are columns and rows here."""
+        """Whether this is a box of a stack whose matrices have rows and columns swapped in the checkpoint."""
         return len(self.dims) == 3 and self.dims in ((0, 2, 1), (None, 2, 1), (None, 1, 0))
 
     def transposed(self) -> "Boxes":
-        """The same boxes, of a checkpoint tensor whose matrices are transposed."""
+        """The same boxes, if the checkpoint tensor had its rows and columns swapped."""
         *stack, rows, columns = self.read
         *stacked, row, column = self.dims
         return Boxes(into=self.into, read=(*stack, columns, rows), dims=(*stacked, column, row))

@@ -112,7 +112,7 @@ def _steps(modes: Iterable[Mode], size: int, stride: int) -> list[tuple[int, int
 
 
 def nothing_into(name: str, into: Tensor) -> Copy:
-    """Describe which elements are written, reading nothing."""
+    """Describe the elements of `into` as a copy that reads nothing."""
     runs = _runs(zip(into.shape, into.stride(), (0,) * into.ndim, strict=True))
     return Copy(parameter=name, into=int(into.storage_offset()), source="", start=0, runs=runs)
 

@@ -89,7 +89,7 @@ class _Reading:
         self._has_block_fp8 = False
         self._faults: dict[object, str | None] = {}
         self._boxes: dict[object, list[list[Boxes]] | None] = {}
-        """The boxes of all copies into a parameter, by how they fill it, as many are filled alike."""
+        """The boxes of all copies into a parameter, keyed by the copies, because many parameters are filled the same way."""
 
     def add(self, prefix: str, module: nn.Module) -> None:
         """Read the tensors of `module`, without its children."""
@@ -140,7 +140,7 @@ class _Reading:
         )
 
     def _tell_of_names(self, partly: Mapping[str, PartlyRead]) -> None:
-        """Report first which tensors the loader did not take, if there are weights that nothing fills."""
+        """Put checkpoint tensors that the loader did not take first among the refusals: they explain unfilled weights."""
         none = "is left out by the model's loader" if self._twin.is_alone else ""
         reasons = {name: read.reason or none for name, read in partly.items() if not read.boxes}
         untaken = [(name, reason) for name, reason in reasons.items() if reason and not is_not_a_weight(name)]
@@ -168,19 +168,19 @@ class _Reading:
         return found
 
     def _is_constant(self, prefix: str, name: str, own: Mapping[str, Tensor]) -> bool:
-        """Whether a parameter is one number in a new model, and nothing ever fills it: norms that only some layers use."""
+        """Whether a new model fills a parameter with one number and no checkpoint does: a norm that only some layers use."""
         value, tensor = self._twin.constants.get(self._twin_name(prefix, name)), own[name]
         if value is None or name.endswith(SCALE_SUFFIX) or name + SCALE_SUFFIX in own:
             return False
         return (value.shape, value.dtype) == (tensor.shape, tensor.dtype) and tensor.data_ptr() not in self._filled
 
     def _add_constant(self, prefix: str, name: str, tensor: Tensor) -> None:
-        """Record that a parameter keeps its first value: noise of a dummy boot, and sleep, take it away."""
+        """Add a step that restores a parameter's initial value, which a dummy boot and sleep overwrite."""
         value = self._twin.constants[self._twin_name(prefix, name)]
         self._refreshes.append(refresh_of_constant(f"{prefix}.{name}", tensor, value))
 
     def _share(self, name: str, first: str) -> None:
-        """Make the names of what is loaded into a tensor aliases, if it shares another one's storage."""
+        """Make the checkpoint names loaded into `name` aliases of those loaded into `first`, whose storage it shares."""
         mine, theirs = ({(c.into, c.runs): c for c in self._copies.get(n, ())} for n in (name, first))
         self._shared |= {
             copy.source: theirs[place].source
@@ -321,7 +321,7 @@ class _Reading:
         self._refreshes.append(Refresh(name=f"{prefix}.{name}", run=staged.refresh, written=written))
 
     def _slot(self, source: str, boxes: Boxes, tensor: Tensor, module: str, **others: Any) -> Slot:
-        """Return the slot of a box of a live tensor. Matrices of a stack become separate slots, under names of ours."""
+        """Return the slot of a box of a live tensor. Matrices of a stack become separate slots, under names we make up."""
         full_shape, is_transposed = self._twin.naming.tensors[source].shape, boxes.is_transposed
         if is_transposed:
             boxes, full_shape = boxes.transposed(), (full_shape[0], full_shape[2], full_shape[1])

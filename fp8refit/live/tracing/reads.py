@@ -75,7 +75,7 @@ def refusals_of(ranks: Iterable[Mapping[str, PartlyRead]]) -> list[Refusal]:
 
 
 def _read_by(views: Iterable[tuple[Base, tuple[int, ...], tuple[int, ...], int]]) -> Iterable[Copy]:
-    """Describe views of checkpoint tensors as copies of what they show."""
+    """Describe views of checkpoint tensors as copies of the elements they cover."""
     for base, sizes, strides, offset in views:
         if not base.is_parameter:
             runs = tuple(
@@ -85,11 +85,10 @@ def _read_by(views: Iterable[tuple[Base, tuple[int, ...], tuple[int, ...], int]]
 
 
 def _moved_by(computed: Computed, sources: Mapping[str, TensorMeta]) -> list[Copy] | None:
-    """Return what a computation reads if it only moves elements, row stretch by row stretch, without elements it then
-    drops.
+    """Return the elements that a computation reads and keeps, as stretches of rows, if all it does is move elements.
 
-    None if it does more than move, or is too large to repeat with positions instead of values. All of its inputs count as
-    read then.
+    None if it does more than that, or is too large to repeat with positions instead of values. Then all of its inputs count
+    as read.
     """
     bases = sorted(computed.recipe.bases(), key=lambda base: base.name)
     moves = all(step.func in MOVES and not step.constants() for step in computed.recipe.steps())
@@ -114,7 +113,7 @@ def _moved_by(computed: Computed, sources: Mapping[str, TensorMeta]) -> list[Cop
 
 @cache
 def _are_whole(runs: tuple[Run, ...], shape: tuple[int, ...]) -> bool:
-    """Whether every element is read from the first one on, in any order."""
+    """Whether runs that start at a tensor's first element cover all of its elements, in any order."""
     end = 1
     for run in sorted(runs, key=lambda run: run.stride):
         if run.stride == end:

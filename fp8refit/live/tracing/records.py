@@ -1,4 +1,4 @@
-"""What a trace finds: copies, computations to be repeated, and what a loader does otherwise."""
+"""What a trace finds: copies, computations to be repeated, and anything else that a loader does."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Run(NamedTuple):
 class Copy(NamedTuple):
     """One copy into a parameter: which elements it writes, and where in a checkpoint tensor they come from.
 
-    A tuple, like `Run`: a model of experts has 18,000, and data classes take thrice as long to make and to compare.
+    A tuple, like `Run`: a mixture-of-experts model has 18,000, and dataclasses take three times as long to make and compare.
     """
 
     parameter: str

@@ -40,7 +40,7 @@ class KernelRules(Protocol):
     remedies: Remedies
 
     def why_refused(self, module: nn.Module) -> Why:
-        """Say what only this engine knows against `module`, whether or not it has parameters."""
+        """Say why `module`, with or without parameters, cannot be refitted, for reasons that only this engine knows."""
         ...
 
     def kernel_of(self, module: nn.Module) -> Kernel:

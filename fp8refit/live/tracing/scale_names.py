@@ -1,7 +1,7 @@
 """Finds the names under which a loader takes weights together with their block scales.
 
-A checkpoint that an engine can boot needs them: some loaders know scales only under a state dict's name, expert by expert, or
-under no name.
+An engine can boot only from a checkpoint that uses them. Some loaders take scales only under a state dict's name, or only
+expert by expert; some take none.
 """
 
 import re
@@ -49,7 +49,7 @@ class _Place:
         return _Place(self.parameter + SCALE_SUFFIX, into, read, self.is_transposed and _is_wide(read))
 
     def moved(self, start: Sequence[int]) -> "_Place":
-        """Return it for a tensor that holds what is read from `start` on."""
+        """Return the place with `read` counted in the whole tensor, where the stored part begins at `start`."""
         read = [(0, 1)] * (len(start) - len(self.read)) + list(self.read)
         moved = ((first + begin, count) for (first, count), begin in zip(read, start, strict=True))
         return replace(self, read=tuple(moved))
@@ -57,9 +57,9 @@ class _Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaleNames:
-    """Asks a loader for the names of block scales.
+    """Finds by trial under which names a loader takes block scales.
 
-    One tensor speaks for all whose names differ only in numbers.
+    Of all tensors whose names differ only in numbers, one is tried.
     """
 
     load: Load
@@ -72,7 +72,9 @@ class ScaleNames:
     block_size: tuple[int, int]
 
     def written_as(self, traced: Traced) -> dict[str, Spelling]:
-        """Return the names to write weights under if their own do not do; empty if none do. All stacks are listed.
+        """Return the names to write weights under if their own do not work; an empty tuple if no name works.
+
+        Stacks are always listed.
 
         Args:
             traced: What the loader did with `sources`.
@@ -103,7 +105,7 @@ class ScaleNames:
         return {name: each for name, each in copies.items() if name and {copy.parameter for copy in each} <= scaled}
 
     def _spellings(self, names: Collection[str]) -> dict[str, list[Spelling]]:
-        """Return what may be tried: its own name, its aliases, and the names of single experts."""
+        """Return the spellings to try for each name: its own, its aliases, and the names of single experts."""
         found: dict[str, list[Spelling]] = {name: [(name,)] for name in names}
         for alias, name in self.aliases.items():
             if name in found:
@@ -132,7 +134,7 @@ class ScaleNames:
     def _traced(
         self, samples: Mapping[str, Spelling], spellings: Mapping[str, Sequence[Spelling]], turn: int
     ) -> Traced:
-        """Trace samples together; if the loader fails, with a whole checkpoint, as some loaders want; or else one by one."""
+        """Trace all samples at once; if that fails, within a whole checkpoint, which some loaders need; else one by one."""
         with suppress(Exception):
             return trace_once(self.load, self.named, self._stored(samples))
         with suppress(Exception):
@@ -188,7 +190,7 @@ def _without_numbers(spelling: Spelling) -> Spelling:
 
 
 def _is_wide(ranges: Ranges) -> bool:
-    """Whether a box has several rows and columns, so that it shows whether they change places."""
+    """Whether a box has several rows and several columns, so that transposing it makes a difference."""
     return all(count > 1 for _, count in ranges[-2:])
 
 

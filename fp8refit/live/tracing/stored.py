@@ -142,12 +142,12 @@ def blocks_of(scale: Tensor, matrix: Boxes, starts: Mapping[int, int], block_siz
 
 
 def box_of(tensor: Tensor, box: Sequence[Range], dims: Sequence[int | None]) -> Tensor:
-    """Return a box of a tensor as one view, instead of one for every dimension.
+    """Return a box of a tensor, made by one view operation instead of one for each dimension.
 
     Args:
         tensor: Any tensor.
         box: One range per dimension, within its size.
-        dims: The dimensions of the result; None for another one, of a single element.
+        dims: For each dimension of the result, the tensor's dimension; None for a new one of size 1.
     """
     sizes, strides, offset = _view_of(tuple(box), tensor.stride(), tuple(dims))
     return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
@@ -157,7 +157,7 @@ def box_of(tensor: Tensor, box: Sequence[Range], dims: Sequence[int | None]) -> 
 def _view_of(
     box: tuple[Range, ...], strides: tuple[int, ...], dims: tuple[int | None, ...]
 ) -> tuple[list[int], list[int], int]:
-    """Sizes, strides and offset of a box; layers are alike."""
+    """Return sizes, strides and offset of a box. Cached, because layers are alike."""
     offset = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
     sizes = [1 if dim is None else box[dim][1] for dim in dims]
     return sizes, [1 if dim is None else strides[dim] for dim in dims], offset

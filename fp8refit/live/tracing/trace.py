@@ -57,14 +57,14 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recipes: dict[int, Recipe | None] = {}
         self._numbers: dict[float, Tensor] = {}
         self._num_numbers = 0
-        self._alive: list[Tensor] = [*(parameters or {}).values()]  # or another storage would have the address of one
+        self._alive: list[Tensor] = [*(parameters or {}).values()]  # so that no other storage gets the address of one
         self.copies: list[Copy] = []
         self.computed: list[Computed] = []
         self.objections: list[Objection] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and asking costs as much as an operation
+        return False  # nothing is compiled here, and keeping dynamo out costs as much as an operation
 
     def source(self, name: str, meta: TensorMeta) -> Tensor:
         """Return a meta tensor that stands for the checkpoint tensor `name`."""
@@ -125,7 +125,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._object(name, f"is changed by {func} when it is loaded")
 
     def _number_for(self, tensor: Tensor) -> float:
-        """Return a number for a one-element tensor that a loader reads, chosen so that it is recognized if written."""
+        """Return a stand-in for the number that a loader reads from a tensor. It is recognized if the loader writes it."""
         self._num_numbers += 1
         self._numbers[_UNLIKELY + self._num_numbers] = tensor.as_strided((), ())
         return _UNLIKELY + self._num_numbers
@@ -229,7 +229,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _join(self, tensors: Sequence[Tensor]) -> list[tuple[range, Origin]]:
-        """Return where the ranges of a storage come from in which `tensors` lie one after another.
+        """Return where each range of a storage comes from, if `tensors` are concatenated in it.
 
         Raises:
             KeyError: A tensor does not come from a single checkpoint tensor.
@@ -272,7 +272,7 @@ def trace_loader(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[
     """
     try:
         return trace_once(load, parameters, sources)
-    except Exception:  # noqa: BLE001 - whatever a loader says of a name; those of all names are told together
+    except Exception:  # noqa: BLE001 - a loader may raise anything; the errors of all names are reported together
         found = [_trace_one(load, parameters, name, meta) for name, meta in sources.items()]
     return Traced(
         copies=tuple(copy for traced in found for copy in traced.copies),
@@ -330,5 +330,5 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells a storage from every other that lives at the same time."""
+    """Return an identifier of a tensor's storage, unique among the storages that are alive."""
     return int(tensor.untyped_storage()._cdata)

@@ -36,7 +36,7 @@ class Naming:
     stacked: tuple[Stacked, ...] = ()
     """Tensors in a state dict that hold several of a checkpoint's."""
     others: Mapping[str, str] = field(default_factory=dict)
-    """Names a loader may also accept, such as without a base model's prefix, and the names of the same tensors."""
+    """Other names that a loader may accept, such as without a base model's prefix, and the checkpoint's names for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +50,12 @@ class Twin:
     firsts: Mapping[str, str]
     """Each of these names, and the first name with the same storage."""
     constants: Mapping[str, Tensor] = field(default_factory=dict)
-    """Values, once the model is built, of persistent buffers and of parameters that are one number throughout, if its loader
-    writes none of their elements."""
+    """Initial values of tensors that the model's loader never writes: persistent buffers, and parameters that are one number
+    throughout."""
     written_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """See `Inventory.written_as`."""
     is_alone: bool = True
-    """Whether this is the only rank, so that no other reads what it does not."""
+    """Whether this is the only rank, so that no other rank reads what it leaves out."""
 
 
 class EmptyOnMeta(TorchFunctionMode):
@@ -118,11 +118,11 @@ def trace_twin(
 def trace_as_named(
     model: Any, namings: Iterable[Naming], *, num_ranks: int, block_size: tuple[int, int] | None = None
 ) -> Twin | None:
-    """Return `trace_twin` of the first naming of which the model's loader takes every name, or else of the first one.
+    """Return `trace_twin` for the first naming of which the loader takes every name; if there is none, for the first one.
 
     Args:
         model: The twin.
-        namings: What its checkpoints may hold, under which names. If empty, there is no trace.
+        namings: What its checkpoints may hold and how they name it. If empty, the result is None.
         num_ranks: How many ranks share a checkpoint.
         block_size: Rows and columns of one block, if the model loads block scales.
     """
@@ -136,13 +136,13 @@ def trace_as_named(
 
 
 def weight_block_size(quantization: Any) -> tuple[int, int] | None:
-    """Rows and columns of one block, by an engine's quantization config; None if no checkpoint holds its block scales."""
+    """Rows and columns of one block in an engine's quantization config; None if checkpoints hold no block scales."""
     size = getattr(quantization, "weight_block_size", None)
     return None if size is None else (int(size[0]), int(size[1]))
 
 
 def _packed(model: nn.Module, firsts: Mapping[str, str]) -> Iterator[Objection]:
-    """Object to parameters that lie side by side in one storage: a trace does not tell them apart."""
+    """Yield an objection for each parameter that lies beside another in one storage: a trace cannot tell them apart."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in parameters.items():
         first = parameters[firsts[name]]
@@ -185,9 +185,9 @@ def _taken_alike(load: Load, named: Mapping[str, Tensor], naming: Naming, traced
     """Return the names in `naming.others` that the loader accepts and copies to the same places."""
     try:
         sources = {other: naming.tensors[name] for other, name in naming.others.items()}
-        trace_once(load, named, dict([*sources.items()][:1]))  # most loaders fail at any of them, and at once
+        trace_once(load, named, dict([*sources.items()][:1]))  # most loaders reject all of these, so try one first
         others = trace_alike(load, named, sources, trace_once)
-    except Exception:  # noqa: BLE001 - whatever a loader says of names that it does not know
+    except Exception:  # noqa: BLE001 - a loader may raise anything for names that it does not know
         return {}
     places = _copies_by_source(traced)
     found = _copies_by_source(others)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 _LAYER = re.compile(r"^((?:.*\.)?vision_\w+\..*?)layers\.(\d+)\.")
 """A model may take its features from an inner layer of a vision tower. Engines do not build the layers after it."""
 _LAST_NORM = re.compile(r"^((?:.*\.)?vision_\w+\..*?)post_layernorm\.")
-"""Nor the norm after the last layer, which features do not pass."""
+"""Engines do not build the norm after the last layer either, because such features never pass through it."""
 
 
 def unused_names(names: Collection[str], left_out: Collection[str]) -> tuple[str, ...]:

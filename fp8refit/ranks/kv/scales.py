@@ -68,7 +68,7 @@ class KvScales:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Our name of each scale."""
+        """The name that fp8refit uses for each scale: the first of `kv_scale_names`."""
         return tuple(self._scales)
 
     def check(self, order: KvOrder, config: KvConfig) -> None:

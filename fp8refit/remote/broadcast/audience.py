@@ -55,7 +55,7 @@ class Audience:
     async def take(self, version: int) -> Sequence[RankReport]:
         """Make them receive, write and commit the policy, with this version or a later one."""
         asked, asked.is_dirty = self.asked, True
-        # Each bucket, the votes of these ranks, and those of the other engines.
+        # One time limit for each bucket, for each vote of these ranks, and for each vote of the other engines.
         num_votes = self._num_buckets + 2 * NUM_VOTES
         order = messages.Take(refit=asked.refit, version=version)
         replies = await self.host_route.or_abandon(asked.ask(order, num_votes=num_votes))

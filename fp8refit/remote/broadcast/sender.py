@@ -214,8 +214,9 @@ class Sender:
         return launched
 
     def _repeat(self, ordinal: int, reader: Reader, known: Mapping[str, Tensor] | None) -> list[_Table]:
-        """Fill one bucket with the tables of the last time, at a cost per tensor instead of per run; empty if not
-        possible.
+        """Fill one bucket with its table from last time, at a cost per tensor instead of per run.
+
+        Returns that table; an empty list if it cannot be used again.
         """
         table = self._tables.get((ordinal, 0))
         if table is None or not (table.is_whole and reader.holds_all):

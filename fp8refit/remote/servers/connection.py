@@ -35,7 +35,7 @@ class Connection:
         return self.place == Place.here()
 
     def deliver(self, message: str, *, timeout_s: float) -> str:
-        """Hand an order to the order handler at the other end, and what it says.
+        """Hand an order to the order handler at the other end, and return its answer.
 
         Raises:
             EngineLostError: The other end cannot be reached, or does not answer in time.

@@ -111,7 +111,7 @@ class Server(Connection):
             ) from error
         if text is None:
             raise UnsupportedEngineError(
-                f"{self.url} answered more than {MAX_BYTES} bytes to {route}, which is none of ours"
+                f"{self.url} answered more than {MAX_BYTES} bytes to {route}, which is longer than any answer of fp8refit"
             )
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) and not _is_answer(text):
             raise UnsupportedEngineError(
@@ -125,7 +125,7 @@ class Server(Connection):
         assert host is not None, "looked at"
         if self._address.scheme == "https":
             return _SecureConnection(host, port or http.client.HTTPS_PORT, timeout=timeout_s, context=self._trusted)
-        return _Connection(host, port or http.client.HTTP_PORT, timeout=timeout_s)  # it looks for one in the host else
+        return _Connection(host, port or http.client.HTTP_PORT, timeout=timeout_s)  # else it parses one from the host
 
     @cached_property
     def _trusted(self) -> ssl.SSLContext:

@@ -59,7 +59,7 @@ def read_token(given: str | None = None) -> str | None:
     if len(token) < MIN_TOKEN or not is_header(token):
         raise UnsupportedEngineError(
             f"{TOKEN_VARIABLE} has {len(token)} characters; a token has {MIN_TOKEN} or more, printable ASCII without spaces: "
-            "set the same random one for server and driver, as of `openssl rand -hex 32`"
+            "set the same random one for server and driver, for example from `openssl rand -hex 32`"
         )
     return token
 
@@ -246,8 +246,8 @@ class Answer(Message):
     said: tuple[str, ...] = ()
     """The ranks' answers, in rank order."""
     is_refused: bool = False
-    """Whether that was to the first of two messages; see `fp8refit.remote.message_pairs.PairAnswers`."""
+    """Whether these are answers to the first of two messages; see `fp8refit.remote.message_pairs.PairAnswers`."""
     flush_s: float = 0.0
-    """See there."""
+    """See `PairAnswers`."""
     token_ids: list[list[int]] = Field(default_factory=list)
     error: ErrorRecord | None = None

@@ -1,6 +1,6 @@
-"""The driver's side of an engine in a process that takes orders, a server's for one, whatever the engine.
+"""The driver's side of an engine in a process that takes orders, such as a server. It is the same for all engines.
 
-Its control plane, the channel to its ranks, and ranks that are found again when the server was started anew.
+It has the control plane, the channel to the ranks, and ranks that are found again after the server was restarted.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class ServerDriver(ControlPlane, Channel, Pairs):
     """The control plane of `fp8refit.driver.engine.Engine`, and `fp8refit.remote.channel.Channel`, by orders to a server.
 
     Args:
-        server: The line to it.
+        server: The connection to it.
 
     Raises:
         EngineLostError: It cannot be reached.
@@ -54,7 +54,7 @@ class ServerDriver(ControlPlane, Channel, Pairs):
         self._timeout_s = RefitConfig().timeout_s
         self._new_version: int | None = None
         self.greeted = server.greet()
-        """Which server it was that answered."""
+        """Name of the server that answered, which changes with every start."""
 
     @property
     def is_asynchronous(self) -> bool:
@@ -62,7 +62,7 @@ class ServerDriver(ControlPlane, Channel, Pairs):
         return asyncio._get_running_loop() is not None
 
     async def check_ready(self) -> None:
-        """Nothing to refuse: `pause` is for running requests, and the ranks know whether their weights sleep."""
+        """Do nothing: `pause` takes care of running requests, and the ranks know whether their weights are asleep."""
 
     @override
     async def pause(self, config: RefitConfig) -> int:
@@ -87,7 +87,7 @@ class ServerDriver(ControlPlane, Channel, Pairs):
 
     @override
     async def publish_version(self, version: int) -> None:
-        """It is told when it is to go on."""
+        """Remember the version. `resume` sends it to the server."""
         self._new_version = version
 
     @override
@@ -125,7 +125,7 @@ class ServerDriver(ControlPlane, Channel, Pairs):
         return begun
 
     async def greet(self) -> str:
-        """Which server answers now."""
+        """Return the name of the server that answers now, which changes with every start."""
         return await self._do(self.server.greet)
 
     async def sees(self, path: str) -> bool:
@@ -139,7 +139,7 @@ class ServerDriver(ControlPlane, Channel, Pairs):
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Note on an error which server it comes from: it may be one of several."""
+        """Add to an error which server it comes from, because there may be several."""
         try:
             yield
         except RefitError as error:
@@ -148,7 +148,7 @@ class ServerDriver(ControlPlane, Channel, Pairs):
             raise
 
     async def _do(self, step: Callable[[], T]) -> T:
-        """In a thread of its own if others run in this one's loop; otherwise without ever suspending."""
+        """Run `step` in another thread if an event loop runs in this one; otherwise here, without suspending."""
         return await asyncio.to_thread(step) if self.is_asynchronous else step()
 
 
@@ -174,7 +174,7 @@ class ServedRanks(RemoteRanks):
         await super().meet(config)
 
     def _check_can_be_met(self, config: RefitConfig) -> None:
-        """Check that a broadcast is not offered on this host's loopback address to a server elsewhere, by default.
+        """Check that a server on another host is not asked to join a broadcast at the default loopback address.
 
         Raises:
             TransportError: It would be.
@@ -182,8 +182,8 @@ class ServedRanks(RemoteRanks):
         server, collective = self._driver.server, config.collective
         if config.transport == "collective" and not server.is_here and "host" not in collective.model_fields_set:
             raise TransportError(
-                f"{server.label} runs on another host than this process, or in another container, and meets it at "
-                f'no loopback address: name an address of this host that it can reach, collective={{"host": ADDRESS}}, or '
+                f"{server.label} runs on another host than this process, or in another container, and cannot reach its "
+                f'loopback address: name an address of this host that it can reach, collective={{"host": ADDRESS}}, or '
                 "--host"
             )
 

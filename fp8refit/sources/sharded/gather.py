@@ -402,7 +402,7 @@ class GatheredStream(Gathered):
             raise
 
     def _in_time(self, iterator: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same items, while no rank waits longer for another than in a vote."""
+        """Yield the same items, and limit how long one rank waits for another to what a vote allows."""
         while True:
             with waits_at_most(self._group, self._trainers.timeout_s):
                 item = next(iterator, None)
@@ -438,7 +438,8 @@ def _group_of(meshes: Iterable["DeviceMesh"]) -> ProcessGroup | None:
             return mesh.get_group()
     raise InvalidSourceError(
         [
-            f"source: its shards lie on {len(ranks)} mesh(es) that are not all ranks; give fp8refit.gathered the group of those"
+            f"source: its shards lie on {len(ranks)} mesh(es) that do not cover all ranks; pass a group of the ranks that "
+            "hold them to fp8refit.gathered"
         ]
     )
 

@@ -25,7 +25,7 @@ def is_shard(value: object) -> bool:
 
 
 def has_shards(values: Iterable[object]) -> bool:
-    """Whether any of `values` is a DTensor. Takes a third of a millisecond for a model of experts."""
+    """Whether any of `values` is a DTensor. Takes a third of a millisecond for a mixture-of-experts model."""
     return any(hasattr(kind, "full_tensor") for kind in set(map(type, values)))
 
 

@@ -69,7 +69,7 @@ class Trainers:
         Raises:
             RefitError: The ranks' errors combined; RankFailedError if a rank died, did not answer in time, or is at
                 another step.
-            BaseException: `error` itself, if it is not one of ours.
+            BaseException: `error` itself, if it is not a `RefitError`.
         """
         if self.is_over:
             raise RankFailedError(

@@ -76,7 +76,7 @@ class WireTensor(BaseModel):
             raise ValueError(f"{self.name}: {list(self.shape)} is larger than any weight")
         if self.block_size is not None:
             if len(self.shape) != 2 or DTYPES[self.dtype] is not FP8_DTYPE:
-                raise ValueError(f"{self.name}: blocks are those of an FP8 matrix")
+                raise ValueError(f"{self.name}: has a block size, but is not an FP8 matrix")
             if self.row_step % self.block_size[0]:
                 raise ValueError(f"{self.name}: is split at {self.row_step} rows, inside its blocks")
         if self.cut is not None:

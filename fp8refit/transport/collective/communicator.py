@@ -150,8 +150,8 @@ class Communicator:
         Args:
             buffer: uint8, contiguous, on the device passed to `join`. Earlier work on the current stream comes first. Do
                 not touch it before `wait` returns.
-            timeout_s: Time for the broadcast before it to start. With NCCL this takes 0.2 ms, during which the caller
-                continues.
+            timeout_s: Time for the previous broadcast to start. With NCCL, a broadcast starts 0.2 ms after the call, which
+                does not wait for it.
             sections: What rank 0 sends to each section in addition; others pass a buffer for their own.
 
         Raises:
@@ -225,8 +225,7 @@ class Communicator:
             return self._store.get(f"said/{key}").decode() if self._has([f"said/{key}"]) else ""
 
     def expect_end(self, why: str, *, within_s: float = 2.0) -> None:
-        """Expect, from another thread, that this member's waits end by themselves within a moment; otherwise give them
-        up.
+        """Give up this member's waits unless they end by themselves within `within_s`. Called from another thread.
 
         If all members know of an error, waits end by themselves. If only some do, nothing more arrives.
         """
@@ -323,7 +322,7 @@ class _TooLateError(Exception):
 
 
 class _Failing:
-    """Ends the group on any error, and turns the error into one of ours."""
+    """Ends the group on any error, and turns missed deadlines and errors of the store or gloo into `TransportError`."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator

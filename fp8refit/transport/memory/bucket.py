@@ -16,7 +16,7 @@ from fp8refit.transport.memory.segment import DTYPES, Segment, TensorRef
 _ALIGNMENT_BYTES = 256
 """Alignment of tensors in a bucket: kernels use wide loads on aligned rows."""
 _MOST_PLACED = 1 << 16
-"""So many are remembered of one bucket."""
+"""How many placements of one bucket are remembered."""
 _OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
@@ -53,7 +53,7 @@ class Bucket:
         return self._used + tensor.nbytes <= self.num_bytes
 
     def put(self, name: str, tensor: Tensor) -> TensorRef:
-        """Copy `tensor` in, contiguous and aligned to 256 bytes. Takes 5 us; a model of experts has 18,000.
+        """Copy `tensor` in, contiguous and aligned to 256 bytes. Takes 5 us; a mixture-of-experts model has 18,000.
 
         On a GPU, the copy is queued on the current stream. Do not change the tensor or send the reference before the
         stream is done.

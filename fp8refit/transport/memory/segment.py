@@ -45,7 +45,7 @@ class Segment(BaseModel, frozen=True, extra="forbid"):
     process: Process
     """The process that allocated it."""
     address: int = 0
-    """Its address in that process, which cannot open a CUDA IPC handle of its own."""
+    """Its address in that process, for that process itself: it cannot open its own CUDA IPC handle."""
     buffer_id: int | None = None
     """The CUDA driver's number for it in that process."""
 
