@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.fill.kernels.merge import Product, add_products
-from fp8refit.fill.kernels.products import LowRank
+from fp8refit.fill.kernels.products import LowRank, fits
 from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.names import strip_wrappers
 from fp8refit.live.slots import TensorMeta
@@ -36,7 +36,8 @@ def merged(model: nn.Module) -> "Merged":
         model: A `PeftModel`, or any model with `peft` layers.
 
     Raises:
-        InvalidSourceError: An adapter is more than `s B A`, such as DoRA. Raised at once, naming every such layer.
+        InvalidSourceError: An adapter is more than `s B A`, such as DoRA, or changes one of two tied weights. Raised at once,
+            naming every such layer.
 
     Examples:
         >>> refitter.refit(merged(model))                           # doctest: +SKIP
@@ -48,6 +49,7 @@ def merged(model: nn.Module) -> "Merged":
             problems += [f"{name}: {why}; call merge_adapter() and send the state dict" for why in _problems(layer)]
         for weight in _weights(name, layer):
             weights.setdefault(weight.name, weight)
+    problems += _untied(weights.values())
     if problems:
         raise InvalidSourceError(problems)
     return Merged(weights.values(), _layouts.setdefault(model, _Layout()))
@@ -83,17 +85,20 @@ class Merged:
 
     def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]]:
         """Read names, shapes and dtypes, without merging anything."""
-        names = [weight.name for weight in self._weights]
-        values = [weight.value for weight in self._weights]
-        known = self._layout.recall(names, values)
+        products = [(weight, each) for weight in self._weights if weight.layer for each in weight.products]
+        names = [weight.name for weight in self._weights] + [weight.name for weight, _ in products for _ in range(2)]
+        tensors = [weight.value for weight in self._weights]
+        tensors += [matrix for _, each in products for matrix in (each.up, each.down)]
+        known = self._layout.recall(names, tensors)
         if known is not None:
             return known, ()
-        problems = {name: why for name, value in zip(names, values, strict=True) if (why := why_unreadable(value))}
-        metadata = {
-            name: TensorMeta.of(value) for name, value in zip(names, values, strict=True) if name not in problems
-        }
+        problems = {weight.name: why for weight in self._weights if (why := why_unreadable(weight.value))}
+        metadata = {each.name: TensorMeta.of(each.value) for each in self._weights if each.name not in problems}
+        for weight, product in products:
+            if weight.name in metadata and (why := _why_not_added(weight.value, product)):
+                problems[weight.name] = why
         if not problems:
-            self._layout.keep(names, values, metadata)
+            self._layout.keep(names, tensors, metadata)
         return metadata, tuple(f"{name}: {why}" for name, why in problems.items())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -166,6 +171,30 @@ class _Weight:
         """The adapters to add to it."""
         return _active(self.layer) if self.layer is not None else ()
 
+    def product(self, adapter: str) -> LowRank | None:
+        """The product that an adapter adds; None if only the layer can compute it."""
+        layer, held = self.layer, self.layer._modules
+        if isinstance(self.module, nn.Linear):
+            up, down = _weight_of(held["lora_B"]._modules[adapter]), _weight_of(held["lora_A"]._modules[adapter])
+        elif isinstance(self.module, nn.Embedding):
+            up, down = held["lora_embedding_A"][adapter].mT, held["lora_embedding_B"][adapter].mT
+        else:
+            return None
+        return LowRank(up, down, layer.scaling[adapter])
+
+    @property
+    def products(self) -> Sequence[LowRank]:
+        """The products to add to it, without those that only its layer can compute."""
+        return [product for adapter in self.adapters if (product := self.product(adapter)) is not None]
+
+    @property
+    def added(self) -> set[tuple[int, int]]:
+        """Where the matrices lie that are added to it; also of adapters that only its layer can add."""
+        found = {adapter: self.product(adapter) for adapter in self.adapters}
+        return {
+            (each.up.data_ptr(), each.down.data_ptr()) if each is not None else (id(self), 0) for each in found.values()
+        }
+
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Rows(Recipe):
@@ -179,36 +208,48 @@ class _Rows(Recipe):
     def product(self) -> LowRank | None:
         if len(self.adapters) > 1 or not self.is_whole:
             return None
-        adapter, layer = self.adapters[0], self.weight.layer
-        matrices = _matrices(layer, self.weight.module, adapter)
-        return LowRank(*matrices, layer.scaling[adapter]) if matrices is not None else None
+        return self.weight.product(self.adapters[0])
 
     def add(self, number: int, out: Tensor) -> Product | None:
         """Return the product that adds adapter `number` and writes the sum to `out`, where the sum of the earlier ones is.
 
         None if the layer had to compute it: then `out` is already written.
         """
-        rows, adapter, layer = self.tensor if number == 0 else out, self.adapters[number], self.weight.layer
-        matrices = _matrices(layer, self.weight.module, adapter)
-        if matrices is None:
+        rows, adapter = self.tensor if number == 0 else out, self.adapters[number]
+        product = self.weight.product(adapter)
+        if product is None:
             with torch.no_grad():
-                delta = layer.get_delta_weight(adapter).to(rows.dtype)
+                delta = self.weight.layer.get_delta_weight(adapter).to(rows.dtype)
                 torch.add(rows, delta[self.first_row : self.first_row + rows.shape[0]], out=out)
             return None
-        up, down = matrices
-        if not self.is_whole:
-            up = up[self.first_row : self.first_row + rows.shape[0]]
-        return Product(weight=rows, up=up, down=down, scale=layer.scaling[adapter], out=out)
+        up = product.up if self.is_whole else product.up[self.first_row : self.first_row + rows.shape[0]]
+        return Product(weight=rows, up=up, down=product.down, scale=product.scale, out=out)
 
 
-def _matrices(layer: nn.Module, base: nn.Module, adapter: str) -> tuple[Tensor, Tensor] | None:
-    """The two matrices whose product the adapter adds; None if only the layer can compute it."""
-    held: dict[str, Any] = layer._modules
-    if isinstance(base, nn.Linear):
-        return _weight_of(held["lora_B"]._modules[adapter]), _weight_of(held["lora_A"]._modules[adapter])
-    if isinstance(base, nn.Embedding):
-        return held["lora_embedding_A"][adapter].mT, held["lora_embedding_B"][adapter].mT
+def _why_not_added(weight: Tensor, product: LowRank) -> str | None:
+    """Say why a product cannot be added to a weight that can be read; None if it can."""
+    for matrix in (product.up, product.down):
+        why = why_unreadable(matrix)
+        if why is not None:
+            return f"a matrix of its adapter {why}"
+        if matrix.device != weight.device:
+            return f"a matrix of its adapter is on {matrix.device}, and the weight on {weight.device}; move one of them"
+    if not fits(weight, product.up, product.down):
+        shapes = f"{list(product.up.shape)} and {list(product.down.shape)}"
+        return f"its adapter has matrices of shapes {shapes}, which do not fit the weight's {list(weight.shape)}"
     return None
+
+
+def _untied(weights: Iterable[_Weight]) -> Iterator[str]:
+    """Yield why a parameter that the model holds under several names would differ between them."""
+    firsts: dict[int, _Weight] = {}
+    for weight in weights:
+        first = firsts.setdefault(id(weight.value), weight)
+        if first is not weight and first.added != weight.added:
+            yield (
+                f"{weight.name}: is tied to {first.name}, but their adapters differ, and an engine holds one tensor for both; "
+                "adapt both alike (ensure_weight_tying=True of peft.LoraConfig)"
+            )
 
 
 def _weight_of(linear: Any) -> Tensor:
@@ -222,13 +263,14 @@ def _weights(name: str, layer: Any) -> Iterator[_Weight]:
     held = layer._modules
     is_adapted = "base_layer" in held and "lora_A" in held
     base = held["base_layer"] if is_adapted else layer
+    adapted = vars(layer).get("parameter_name", "weight")
     keys = [key for key, value in base._parameters.items() if value is not None]
     if base._buffers:
         unsaved = base._non_persistent_buffers_set
         keys += [key for key, value in base._buffers.items() if value is not None and key not in unsaved]
     for key in keys:
         full_name = strip_wrappers(f"{name}.{key}" if name else key)
-        yield _Weight(full_name, base, key, layer if is_adapted and key == "weight" else None)
+        yield _Weight(full_name, base, key, layer if is_adapted and key == adapted else None)
 
 
 def _layers(module: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -296,3 +296,94 @@ def test_a_weight_without_bytes_is_named():
     metadata, problems = merged(model).scan()
     assert "lm_head.weight" not in metadata
     assert [problem.split(":")[0] for problem in problems] == ["lm_head.weight"]
+
+
+def matrix_of(model, kind):
+    return getattr(model.base_model.model.layers[1].up_proj, f"lora_{kind}")["default"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda model: matrix_of(model, "A").to("meta"), "a matrix of its adapter is on the meta device"),
+        (
+            lambda model: matrix_of(model, "B").weight.untyped_storage().resize_(0),
+            "a matrix of its adapter reads more than the 0 bytes of its storage",
+        ),
+        (
+            lambda model: matrix_of(model, "B").register_parameter("weight", nn.Parameter(torch.ones(95, 8))),
+            "do not fit",
+        ),
+        (
+            lambda model: matrix_of(model, "A").register_parameter("weight", nn.Parameter(torch.ones(7, 48))),
+            "do not fit",
+        ),
+    ],
+    ids=["meta", "freed", "rows", "rank"],
+)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_an_adapter_that_cannot_be_added_is_named_before_anything_is_read(is_known, spoil, why):
+    model = adapted()
+    if is_known:
+        assert merged(model).scan()[1] == ()
+    spoil(model)
+    _, problems = merged(model).scan()
+    assert [problem.split(": ")[0] for problem in problems] == ["layers.1.up_proj.weight"]
+    assert why in problems[0]
+
+
+class Stack(nn.Module):
+    """Experts in one parameter, which has no layer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.randn(4, 32, 16)), nn.Parameter(torch.randn(4, 16, 32))
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("max_bytes", [4096, 1 << 20])
+def test_adapters_of_parameters_are_merged(max_bytes):
+    """`target_parameters`: of the parameter that they name, not of one called `weight`."""
+    torch.manual_seed(0)
+    network = nn.Sequential(Stack())
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["0.gate_up_proj"])
+    model = peft.get_peft_model(network, config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
+    expected = own_merge(model)
+    assert_close(dict(merged(model)), expected)
+    for piece in merged(model).pieces(max_bytes):
+        assert_close({"": piece.tensor}, {"": expected[piece.name][piece.first_row : piece.end_row]})
+
+
+TIED = ("lm_head.weight", "embed_tokens.weight")
+
+
+def tied(**options):
+    network = Network()
+    network.lm_head.weight = network.embed_tokens.weight
+    network._tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
+    network.get_input_embeddings = lambda: network.embed_tokens
+    network.config = {"tie_word_embeddings": True}
+    model = peft.get_peft_model(network, peft.LoraConfig(r=4, **options), autocast_adapter_dtype=False)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
+def test_adapters_of_one_of_two_tied_weights_are_refused(targets):
+    with pytest.raises(InvalidSourceError, match=r"lm_head.*is tied to embed_tokens.*their adapters differ"):
+        merged(tied(target_modules=targets))
+    assert {*TIED} <= {name for name, _ in merged(tied(target_modules=["up_proj"]))}
+
+
+def test_tied_weights_with_the_same_adapter_stay_tied():
+    model = tied(target_modules=["embed_tokens"], ensure_weight_tying=True)
+    found, layer = dict(merged(model)), model.base_model.model.embed_tokens
+    expected = (layer.base_layer.weight + layer.get_delta_weight("default")).detach()
+    assert_close({name: found[name] for name in TIED}, dict.fromkeys(TIED, expected))

@@ -123,7 +123,7 @@ class DirectFill:
         """By the key of their first tensor."""
         self._num_grouped = 0
         self._unmerged: set[str] = set()
-        """Names of tensors whose products cannot be added while they are quantized."""
+        """Names of tensors whose slots do not allow to add products while they are quantized."""
         self._new: list[tuple[WorkTable, list[str], list[tuple[str, _Known]]]] = []
         """Tables that this stream compiled, with the source of each task, and the key and layout of each place."""
         self._unread: list[tuple[WorkTable, list[str]]] = []
@@ -186,13 +186,18 @@ class DirectFill:
         return name not in self._unmerged
 
     def can_merge(self, lying: Lying) -> bool:
-        """Whether a new tensor's product can be added while it is quantized. If not, `may_merge` is False from now on."""
+        """Whether a new tensor's product can be added while it is quantized.
+
+        If its slots do not allow that, `may_merge` is False from now on.
+        """
         tensor, product = lying.tensor, lying.product
         is_there = why_unreadable(tensor) is None and tensor.device == self.device
-        is_usual = is_there and product is not None and _kind_of(tensor, product) is not None
-        if not (is_usual and all(map(can_merge, self._tasks(lying)))):
+        if not is_there or product is None or _kind_of(tensor, product) is None:
+            return False
+        is_possible = all(map(can_merge, self._tasks(lying)))
+        if not is_possible:
             self._unmerged.add(lying.name)
-        return self.may_merge(lying.name)
+        return is_possible
 
     def fill_group(
         self, names: Sequence[str], tensors: Sequence[Tensor], products: Sequence[LowRank | None] = ()

@@ -95,7 +95,8 @@ class StreamFill(Fill):
 
     @override
     def read(self, *, drain: bool) -> None:
-        self._take_all(self._tensors(), drain=drain)
+        # To read on from recipes would fill slots, and reading them is no collective operation.
+        self._take_all(self._tensors(), drain=drain and not isinstance(self._source, MakesPieces))
 
     @override
     def take(self, tensors: Iterable[Arriving], *, drain: bool = False) -> None:

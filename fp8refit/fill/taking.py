@@ -70,9 +70,14 @@ class Taker:
 
     def take_at_rest(self, runs: Iterable[Piece | Recipe]) -> list[Recipe]:
         """Take tensors that stay valid, and add their products. Returns the recipes that must be computed first."""
-        known = [(each, self._product_of(each) if isinstance(each, Recipe) else None) for each in runs]
-        rest = [each for each, product in known if product is None and isinstance(each, Recipe)]
-        there = [(each, product) for each, product in known if product is not None or isinstance(each, Piece)]
+        rest: list[Recipe] = []
+        there: list[tuple[Piece | Recipe, LowRank | None]] = []
+        for each in runs:
+            product = self._product_of(each) if isinstance(each, Recipe) else None
+            if isinstance(each, Recipe) and product is None:
+                rest.append(each)
+            else:
+                there.append((each, product))
         with self._work.joined():
             names, tensors = [each.name for each, _ in there], [each.tensor for each, _ in there]
             are_whole = all(product is not None or each.is_whole for each, product in there)

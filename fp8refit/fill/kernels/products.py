@@ -49,6 +49,15 @@ class ProductKind(NamedTuple):
     """Whether rows of `up` can be read with the widest loads."""
 
 
+def fits(weight: Tensor, up: Tensor, down: Tensor) -> bool:
+    """Whether `up @ down` has the shape of `weight`."""
+    return weight.ndim == up.ndim == down.ndim == 2 and (*up.shape, down.shape[1]) == (
+        weight.shape[0],
+        down.shape[0],
+        weight.shape[1],
+    )
+
+
 def kind_of(weight: Tensor, up: Tensor, down: Tensor) -> ProductKind | None:
     """The kind of a product that is added to `weight`.
 
@@ -57,7 +66,7 @@ def kind_of(weight: Tensor, up: Tensor, down: Tensor) -> ProductKind | None:
     dtype, low_dtype, device = weight.dtype, up.dtype, weight.device
     if dtype not in _DTYPES or low_dtype not in _DTYPES or down.dtype is not low_dtype:
         return None
-    if up.device != device or down.device != device or weight.ndim != 2:
+    if up.device != device or down.device != device or not fits(weight, up, down):
         return None
     (weight_row, weight_col), (up_row, up_col), (down_row, down_col) = weight.stride(), up.stride(), down.stride()
     if not weight_col == up_col == down_col == 1:

@@ -56,10 +56,10 @@ class ReferenceTable(WorkTable):
     @torch.inference_mode()
     @override
     def launch(self, *, check: bool, action: Action = Action.WRITE, begun: torch.cuda.Event | None = None) -> None:
-        for index, place in enumerate(self._places):
+        for place, indexes in self._tasks_at.items():
             source = self._sources[place]
             assert source is not None, "refreshed"
-            self._run_one(index, _merge(source, self._products[place]), check=check, action=action)
+            self._run_all(indexes, _merge(source, self._products[place]), check=check, action=action)
 
     @torch.inference_mode()
     @override
@@ -74,9 +74,10 @@ class ReferenceTable(WorkTable):
         action: Action = Action.WRITE,
     ) -> bool:
         for number, source in enumerate(sources):
-            product = products[number] if products else None
-            for index in self._tasks_at.get(first + number, ()):
-                self._run_one(index, _merge(source, product), check=check, action=action)
+            indexes = self._tasks_at.get(first + number)
+            if indexes:
+                product = products[number] if products else None
+                self._run_all(indexes, _merge(source, product), check=check, action=action)
         return True
 
     @cached_property
@@ -87,16 +88,18 @@ class ReferenceTable(WorkTable):
             found.setdefault(place, []).append(index)
         return found
 
-    def _run_one(self, index: int, source: Tensor, *, check: bool, action: Action) -> None:
-        task = self._tasks[index]
-        if is_empty(task):
-            return
-        written = task if action is Action.WRITE else _with_own_targets(task)
-        is_bad = _run_reference(written, written.box(source.detach()))
-        if is_bad and (check or task.op is Op.COPY_SCALES):
-            self._bad.add(index)
-        if action is Action.COMPARE and not _have_same_bytes(written, task):
-            self._differing.add(index)
+    def _run_all(self, indexes: Sequence[int], source: Tensor, *, check: bool, action: Action) -> None:
+        """Run the tasks of one source."""
+        for index in indexes:
+            task = self._tasks[index]
+            if is_empty(task):
+                continue
+            written = task if action is Action.WRITE else _with_own_targets(task)
+            is_bad = _run_reference(written, written.box(source.detach()))
+            if is_bad and (check or task.op is Op.COPY_SCALES):
+                self._bad.add(index)
+            if action is Action.COMPARE and not _have_same_bytes(written, task):
+                self._differing.add(index)
 
     @override
     def bad_tasks(self) -> list[int]:

@@ -156,7 +156,8 @@ class TritonTable(WorkTable):
     def _point_products(self, first: int, products: np.ndarray) -> None:
         """Have the rows of the places from `first` on add other products."""
         last = first + len(products)
-        if products.tobytes() == self._adds[first:last].tobytes():
+        is_added = len(self._products.here) > 0  # else no place that has a product has a row
+        if not is_added or products.tobytes() == self._adds[first:last].tobytes():
             return
         rows, start, end = self._rows, self._first_rows[first], self._first_rows[last]
         by_row = products[rows.places[start:end] - first]

@@ -71,7 +71,7 @@ class WorkTable(Protocol):
     """Device memory of the table itself."""
 
     def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
-        """Point the tasks at new `sources` with the same `source_layout`. Their products do not change.
+        """Point the tasks at new `sources` with the same `source_layout`. They must have no products; see `run`.
 
         Waits for a launch whose `bad_tasks` was never called, and drops its flags.
 

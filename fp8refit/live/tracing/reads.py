@@ -4,7 +4,7 @@ An engine that skips part of a tensor does not hold the trainer's model, so the 
 """
 
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate, groupby
 from math import prod
 
@@ -111,7 +111,7 @@ def _moved_by(computed: Computed, sources: Mapping[str, TensorMeta]) -> list[Cop
     return found
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _are_whole(runs: tuple[Run, ...], shape: tuple[int, ...]) -> bool:
     """Whether runs that start at a tensor's first element cover all of its elements, in any order."""
     end = 1

@@ -149,15 +149,16 @@ def box_of(tensor: Tensor, box: Sequence[Range], dims: Sequence[int | None]) -> 
         box: One range per dimension, within its size.
         dims: For each dimension of the result, the tensor's dimension; None for a new one of size 1.
     """
-    sizes, strides, offset = _view_of(tuple(box), tensor.stride(), tuple(dims))
+    sizes, strides, offset = _view_of(tuple(box), tensor.shape, tensor.stride(), tuple(dims))
     return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
 
 
 @lru_cache(maxsize=4096)
 def _view_of(
-    box: tuple[Range, ...], strides: tuple[int, ...], dims: tuple[int | None, ...]
-) -> tuple[list[int], list[int], int]:
+    box: tuple[Range, ...], shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int | None, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return sizes, strides and offset of a box. Cached, because layers are alike."""
+    assert all(start + length <= size for (start, length), size in zip(box, shape, strict=True)), f"{box=} {shape=}"
     offset = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
-    sizes = [1 if dim is None else box[dim][1] for dim in dims]
-    return sizes, [1 if dim is None else strides[dim] for dim in dims], offset
+    sizes = tuple(1 if dim is None else box[dim][1] for dim in dims)
+    return sizes, tuple(1 if dim is None else strides[dim] for dim in dims), offset

@@ -41,6 +41,8 @@ class Adapted:
         self.policy, self.adapters, self.only_made = policy, adapters, only_made
         self.names = names or list(policy)
         self.made = []
+        self.most_bytes = 0
+        """Of what was made at once."""
 
     def scan(self):
         return {name: TensorMeta.of(tensor) for name, tensor in self.policy.items()}, ()
@@ -69,6 +71,7 @@ class Adapted:
     def make(self, recipes, outs):
         for recipe, out in zip(recipes, outs, strict=True):
             self.made.append(recipe.name)
+            self.most_bytes = max(self.most_bytes, out.nbytes)
             out.copy_(self.value(recipe.name, recipe.tensor, recipe.first_row))
 
 
@@ -150,6 +153,44 @@ def test_what_cannot_be_merged_on_the_way_is_made_first(target, model):
     made = [EMBED, Q_PROJ, V_PROJ, O_PROJ]
     for _ in range(3):
         refit(target, model, Adapted(policy, adapters, only_made=[Q_PROJ]), made=made)
+    refit(target, model, Adapted(policy, adapters_of(policy, [EMBED, *PROJECTIONS])), made=[EMBED])
+
+
+@pytest.mark.usefixtures("at_once")
+def test_products_of_weights_that_this_rank_holds_nothing_of(target, model):
+    policy = policy_of(model)
+    far = "model.layers.9.mlp.up_proj.weight"
+    sent = policy | {far: values(256, 192, seed=3)}
+    for adapters in [adapters_of(sent, [far])] * 3 + [adapters_of(sent, [far, Q_PROJ], seed=seed) for seed in range(3)]:
+        source = Adapted(sent, adapters)
+        target.write(target.prepare(source, RefitConfig(), foreign=frozenset([far])))
+        target.commit()
+        merged = source.merged()
+        assert_holds(model, {name: merged[name] for name in policy})
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_an_error_of_the_device_is_raised_as_it_is(drain, target, model, monkeypatch):
+    """Nothing more is written after it, although other streams are read to their end then."""
+    monkeypatch.setattr("fp8refit.fill.stream._MOST_TOGETHER", 2)
+    monkeypatch.setattr("fp8refit.fill.staging.Staging.bucket_bytes", 70_000)
+    policy = policy_of(model)
+    source = Adapted(policy, adapters_of(policy, PROJECTIONS), only_made=PROJECTIONS)
+    prepared = target.prepare(source, RefitConfig())
+    filled, fill = [], fp8refit.fill.direct.DirectFill.fill
+
+    def failing(self, lying, *, are_together):
+        filled.append([each.name for each in lying])
+        if lying[0].first_row is not None:
+            raise torch.OutOfMemoryError("no memory is left")
+        fill(self, lying, are_together=are_together)
+
+    monkeypatch.setattr(fp8refit.fill.direct.DirectFill, "fill", failing)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory is left"):
+        target.write(prepared, drain=drain)
+    assert filled[-1][0] in PROJECTIONS
+    num_filled = len(filled)
+    assert num_filled < 10
 
 
 @pytest.mark.usefixtures("at_once")
@@ -163,6 +204,7 @@ def test_what_is_made_is_no_larger_than_a_bucket(bucket_bytes, target, model, mo
         refit_target(target, source)
         assert_holds(model, source.merged())
         assert len(source.made) > len(PROJECTIONS)
+        assert source.most_bytes <= max(bucket_bytes, 128 * 512 * 2), "a row of blocks at least"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
