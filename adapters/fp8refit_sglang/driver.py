@@ -104,7 +104,7 @@ class Driver(engine.Driver, Channel, Pairs):
 
     @override
     async def begin_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> Awaitable[PairAnswers]:
-        """Send both messages. This returns when the ranks have the second, or cannot get it."""
+        """Send both messages. Returns once the ranks have the second, or it is known that they will not get it."""
         return await self._begun(partial(self._talk_of_pair, first, second, timeouts_s))
 
     async def _talk_of_pair(
@@ -117,24 +117,30 @@ class Driver(engine.Driver, Channel, Pairs):
     ) -> PairAnswers:
         """Send both messages, and between them the order to drop caches, in one conversation.
 
-        A scheduler that cannot drop them yet has to go on before it is asked again.
+        A scheduler that cannot drop them yet must first return to its loop; then it is asked again. If the caller leaves,
+        the ranks are told nothing more.
         """
+        is_left, start_s = False, 0.0
 
         async def talk(tell: Tell) -> PairAnswers | None:
+            nonlocal start_s
             answers = await tell(first, is_last=False, timeout_s=timeouts_s[0])
-            if not have_done(answers, first):
+            if is_left or not have_done(answers, first):
                 return PairAnswers(answers=answers, is_refused=True, flush_s=0.0)
             start_s = time.perf_counter()
-            if KEPT in await tell(FLUSH, is_last=False, timeout_s=self._timeout_s):
+            if KEPT in await tell(FLUSH, is_last=False, timeout_s=self._timeout_s) or is_left:
                 return None
             flush_s = time.perf_counter() - start_s
             answers = await tell(second, timeout_s=timeouts_s[1], on_told=on_told)
             return PairAnswers(answers=answers, is_refused=False, flush_s=flush_s)
 
-        pair = await self._switchboard.talk(talk, self._ring, timeout_s=sum(timeouts_s) + self._timeout_s)
+        try:
+            pair = await self._switchboard.talk(talk, self._ring, timeout_s=sum(timeouts_s) + self._timeout_s)
+        except BaseException:
+            is_left = True  # the conversation goes on without the caller
+            raise
         if pair is not None:
             return pair
-        start_s = time.perf_counter()
         await self.flush_caches()
         flush_s = time.perf_counter() - start_s
         answers = await self._switchboard.ask(second, self._ring, timeout_s=timeouts_s[1], on_told=on_told)
@@ -148,6 +154,9 @@ class Driver(engine.Driver, Channel, Pairs):
             answers, waiting = asyncio.ensure_future(ask(on_told=told.set)), asyncio.ensure_future(told.wait())
             try:
                 await asyncio.wait((answers, waiting), return_when=asyncio.FIRST_COMPLETED)
+            except BaseException:
+                answers.cancel()
+                raise
             finally:
                 waiting.cancel()
             return answers

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -14,6 +14,7 @@ from fp8refit.driver.engine import Driver
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
 from fp8refit.remote.channel import Channel
 from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
+from fp8refit.transport.in_thread import begun
 from fp8refit_vllm.compat import token_ids
 from fp8refit_vllm.core import Outcome
 from fp8refit_vllm.core_compat import pause_generation, until_answered
@@ -138,7 +139,7 @@ class AsyncDriver(Driver, Channel, Pairs):
 
     @override
     async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
-        return await _begun(self.call(message, timeout_s=timeout_s))
+        return await begun(self.call(message, timeout_s=timeout_s), num_steps=_STEPS_TO_SEND)
 
     @override
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
@@ -162,7 +163,7 @@ class AsyncDriver(Driver, Channel, Pairs):
 
     @override
     async def begin_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> Awaitable[PairAnswers]:
-        return await _begun(self.call_pair(first, second, timeouts_s=timeouts_s))
+        return await begun(self.call_pair(first, second, timeouts_s=timeouts_s), num_steps=_STEPS_TO_SEND)
 
     @property
     def _num_unfinished(self) -> int:
@@ -200,15 +201,3 @@ class AsyncDriver(Driver, Channel, Pairs):
 
     def _do_not_stay_paused(self) -> None:
         self._was_paused = False
-
-
-async def _begun(call: Coroutine[Any, Any, T]) -> Awaitable[T]:
-    """Start a call to the engine core, and return once it has been sent."""
-    begun = asyncio.ensure_future(call)
-    try:
-        for _ in range(_STEPS_TO_SEND):
-            await asyncio.sleep(0)
-    except BaseException:
-        begun.cancel()
-        raise
-    return begun

@@ -219,18 +219,20 @@ def is_core_dead(engine: Any) -> bool:
 
 
 def until_answered(is_done: Callable[[], bool], timeout_s: float, is_dead: Callable[[], bool]) -> Iterator[float]:
-    """Yield how many seconds to wait for an engine core's answer, repeatedly until it has arrived.
+    """Yield, until the engine core has answered, how many seconds to wait before looking again.
 
-    If a core dies, vLLM never answers the calls that were waiting for it.
+    vLLM never answers a call whose core has died.
 
     Raises:
         TimeoutError: It takes longer than `timeout_s`, or the core is dead.
     """
     deadline_s = time.monotonic() + timeout_s
     while not is_done():
-        was_dead = is_dead()
-        yield max(0.0, min(_LOOK_FOR_DEATH_S, deadline_s - time.monotonic()))
-        if not is_done() and (was_dead or time.monotonic() >= deadline_s):
+        left_s = deadline_s - time.monotonic()
+        # An answer may have arrived while nobody looked: the event loop stands still while a caller reads its source.
+        is_over = is_dead() or left_s <= 0
+        yield _LOOK_FOR_DEATH_S if is_over else min(_LOOK_FOR_DEATH_S, left_s)
+        if is_over and not is_done():
             raise TimeoutError("the engine core left a call unanswered")
 
 

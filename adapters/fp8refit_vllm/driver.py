@@ -205,8 +205,7 @@ class SyncDriver(Driver, Channel, Pairs):
             outcome = Outcome(*self._ask(lambda: call_core(first, second, timeouts_s), timeout_s=timeout_s))
         except RankFailedError as error:
             raise channel_lost(error) from error
-        self._published = outcome.version or None
-        return pair_answers(outcome)
+        return self._hear(outcome)
 
     @property
     @override
@@ -228,6 +227,9 @@ class SyncDriver(Driver, Channel, Pairs):
     async def _wait_for_pair(self, wait: Callable[[float], Sequence[Any]], timeout_s: float) -> PairAnswers:
         with _errors_of_channel():
             outcome = Outcome(*wait(timeout_s))
+        return self._hear(outcome)
+
+    def _hear(self, outcome: Outcome) -> PairAnswers:
         self._published = outcome.version or None
         return pair_answers(outcome)
 

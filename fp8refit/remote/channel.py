@@ -122,7 +122,7 @@ class AskedRanks:
         self._check_is_there()
         held, self._held = self._held, None  # any other order drops it
         if isinstance(order, messages.Prepare):
-            self._flush_s = 0.0
+            self._flush_s, self.has_refused = 0.0, False
         request, timeout_s = Request(id=uuid.uuid4().hex, order=order), self._timeout_s(order, num_votes)
         if held is not None and isinstance(order, messages.Write | messages.Take):
             assert self.pairs is not None, "something was held"
@@ -156,7 +156,8 @@ class AskedRanks:
         if self.pairs is None or self.config.in_flight == "abort" or (begins and not self.pairs.can_begin):
             return False
         self._check_is_there()
-        self._held, self._flush_s = Request(id=uuid.uuid4().hex, order=order), 0.0
+        self._held = Request(id=uuid.uuid4().hex, order=order)
+        self._flush_s, self.has_refused = 0.0, False
         return True
 
     def start_over(self) -> None:

@@ -62,7 +62,7 @@ class Handing:
 
     def __init__(self, asks: Asks, packer: Packer, ring: Ring, refit: str, *, num_votes: int = 1) -> None:
         self._asks, self._packer, self._ring = asks, packer, ring
-        self._refit, self._num_votes = refit, num_votes
+        self._num_votes = num_votes
         self._order = messages.Stream(refit=refit, ring=ring.segment)
         self._packed: Packed | None = None
         """The set whose text is sent once the device has packed it."""
@@ -131,7 +131,7 @@ class Handing:
         """Make the ranks get ready and read the ring, without waiting for them if possible."""
         await self._order_reading(self._order.model_copy(update={"begins": True}))
         if self._answers is None:
-            await self._asks.ask(messages.RefitStep(step="begin", refit=self._refit))
+            await self._asks.ask(messages.RefitStep(step="begin", refit=self._order.refit))
 
     async def _order_reading(self, order: messages.Stream) -> None:
         self._ring.expect_readers()
@@ -209,7 +209,7 @@ class Handing:
         left.
         """
         finished = await self._catch_up(Call.OVER if self._asks.num_ranks == 1 else Call.BACK)
-        order = messages.RefitStep(step="finish", refit=self._refit)
+        order = messages.RefitStep(step="finish", refit=self._order.refit)
         return finished or await self._asks.ask(order, num_votes=self._num_votes)
 
     async def _hear(self) -> Sequence[Reply]:

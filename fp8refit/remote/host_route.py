@@ -139,7 +139,8 @@ class HostRoute:
                 try:
                     replies = await handing.hand_over()
                 except InvalidSourceError as error:
-                    raise InvalidSourceError(error.problems, written=ranks.is_dirty) from error
+                    is_written = ranks.is_dirty and not ranks.has_refused
+                    raise InvalidSourceError(error.problems, written=is_written) from error
         if not offered.compares:
             ranks.check_is_one_policy(replies)
         if not offered.keeps_mapped:
@@ -171,7 +172,8 @@ class HostRoute:
         """
         refit, self._ranks.refit = self._ranks.refit, ""
         if refit:
-            self._mapped = None
+            # A rank may be reading the ring until it has answered, so the next stream is not sent with its check.
+            self._mapped = self._streamed = None
             await self._ranks.ask(messages.RefitStep(step="abandon", refit=refit))
         self._source = None
 

@@ -19,7 +19,7 @@ from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.source import PushedSource, Source
 from fp8refit.transport.memory.importer import Importer
 
-_ABANDONED = "this refit was abandoned: another one began, or the engine was closed; refit again"
+_ABANDONED = "this refit was abandoned: its driver gave it up, another one began, or the engine was closed; refit again"
 _MOST_ABANDONED = 16
 
 
@@ -40,7 +40,7 @@ class RankOrders:
         self._refit = ""
         self._prepared: Prepared | None = None
         self._abandoned: deque[str] = deque(maxlen=_MOST_ABANDONED)
-        """Refits that were abandoned. Their orders may still be on the way."""
+        """Refits that were abandoned. Orders of theirs may still arrive."""
 
     def obey(self, order: messages.Order) -> dict[str, Any]:
         """Carry out an order. Returns the fields of the reply.

@@ -1,10 +1,28 @@
-"""Runs a blocking call in a thread while its caller continues."""
+"""Starts calls while their caller continues: a blocking one in a thread, any other in the event loop."""
 
+import asyncio
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import Awaitable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+
+async def begun(steps: Coroutine[Any, Any, T], *, num_steps: int = 1) -> Awaitable[T]:
+    """Start a call in the running event loop, and return its result to await.
+
+    Args:
+        steps: The call.
+        num_steps: How often the loop has to run until the call has sent what it sends.
+    """
+    task = asyncio.ensure_future(steps)
+    try:
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+    except BaseException:
+        task.cancel()
+        raise
+    return task
 
 
 class InThread(Generic[T]):

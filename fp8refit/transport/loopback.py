@@ -14,7 +14,7 @@ import socket
 import tempfile
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +28,8 @@ _MORE = 1 << 63
 _MAX_BYTES = 1 << 28
 _MAX_PATH_BYTES = 100
 """The kernel allows 107 bytes for the address of a Unix socket."""
+_LAST_LOOK_S = 0.5
+"""Seconds to take what has arrived, once the time is over."""
 
 
 class Tell(Protocol):
@@ -131,30 +133,32 @@ class Switchboard:
         on_told: Callable[[], object] | None = None,
     ) -> Sequence[str]:
         frame = _frame(message, has_more=not is_last)
-        try:
-            async with asyncio.timeout(timeout_s):
-                for _, writer in self._connections.values():
-                    writer.write(frame)  # the event loop sends it while the answers are awaited
-                if on_told is not None:
-                    await asyncio.gather(*(_send_all(writer) for _, writer in self._connections.values()))
-                    on_told()
-                return await asyncio.gather(*(_read(self._connections[rank][0]) for rank in range(self._num_ranks)))
-        except TimeoutError as error:
-            if timeout_s is None:
-                raise
-            raise _late(timeout_s) from error
+
+        async def exchange() -> Sequence[str]:
+            for _, writer in self._connections.values():
+                writer.write(frame)  # the event loop sends it while the answers are awaited
+            if on_told is not None:
+                await asyncio.gather(*(_send_all(writer) for _, writer in self._connections.values()))
+                on_told()
+            return await asyncio.gather(*(_read(self._connections[rank][0]) for rank in range(self._num_ranks)))
+
+        return await _in_time(exchange(), timeout_s)
 
     async def _talk(
         self, steps: Callable[[Tell], Awaitable[T]], ring: Callable[[str], Awaitable[None]], timeout_s: float
     ) -> T:
         self._hang_up()  # ranks connect for every conversation, as another driver may have asked them since
         ringing = asyncio.ensure_future(ring(self.address))
+
+        async def converse() -> T:
+            await self._wait_for_calls(ringing)
+            found = await steps(self._tell)
+            self._hang_up()
+            await ringing
+            return found
+
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._wait_for_calls(ringing)
-                found = await steps(self._tell)
-                self._hang_up()
-                await ringing
+            return await _in_time(converse(), timeout_s)
         except TimeoutError as error:
             raise _late(timeout_s) from error
         except (OSError, EOFError) as error:
@@ -162,7 +166,6 @@ class Switchboard:
         finally:
             ringing.cancel()
             self._hang_up()
-        return found
 
     def close(self) -> None:
         """Close all connections and stop listening."""
@@ -294,6 +297,29 @@ class RankConnection:
                 raise RankFailedError("the driver hung up")
             taken += part
         return bytes(taken)
+
+
+async def _in_time(steps: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+    """Run steps to their end, or until the time is over.
+
+    A synchronous engine's event loop stands still while the caller reads its source. Answers that have arrived by then are
+    in time, so they are taken after the time is over too.
+
+    Raises:
+        EngineLostError: The steps take longer than `timeout_s`.
+    """
+    task = asyncio.ensure_future(steps)
+    try:
+        await asyncio.wait((task,), timeout=timeout_s)
+        if timeout_s is not None and not task.done():
+            await asyncio.wait((task,), timeout=_LAST_LOOK_S)
+            if not task.done():
+                raise _late(timeout_s)
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
 
 
 def _late(timeout_s: float) -> EngineLostError:

@@ -1,11 +1,14 @@
 """A refit of an SGLang engine from end to end, with fakes instead of SGLang. Real engines: `tests/sglang/`."""
 
 import asyncio
+import json
+import threading
 import time
 
 import pytest
 import torch
 from fp8refit_sglang.gate import TokenizerGate
+from fp8refit_sglang.worker import FLUSH
 
 from fp8refit import (
     CacheFlushError,
@@ -18,6 +21,7 @@ from fp8refit import (
     Refitter,
     UnsupportedEngineError,
 )
+from fp8refit.transport.loopback import Switchboard
 from tests.adapters import fake_sglang
 from tests.adapters.fake_sglang import (
     Engine,
@@ -448,6 +452,85 @@ def test_a_refit_that_is_cancelled_while_ranks_answer_can_be_followed_by_another
     run(engine, steps())
     engine.assert_holds(policy)
     assert_serves(engine)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What the ranks were told, and whether they then went back to their own work."""
+    told, tell = [], Switchboard._tell
+
+    async def note(board, message, **options):
+        step = message if message == FLUSH else json.loads(message)["order"]["step"]
+        told.append((step, options.get("is_last", True)))
+        return await tell(board, message, **options)
+
+    monkeypatch.setattr(Switchboard, "_tell", note)
+    return told
+
+
+def test_ranks_are_told_no_more_of_a_refit_that_was_cancelled(solo, told):
+    policy, at_work, may_go_on = solo.make_policy(1), threading.Event(), threading.Event()
+
+    async def steps():
+        refitter = Refitter(solo)
+        for _ in range(2):
+            told.clear()
+            await refitter.refit_async(iter(policy.items()))
+        assert told == [("prepare", False), (FLUSH, False), ("stream", True)]
+        target = solo.schedulers[0]._fp8refit_endpoint._server.orders.rank.target
+        check = target._check_kept
+
+        def check_slowly(prepared):
+            at_work.set()
+            assert may_go_on.wait(10)
+            return check(prepared)
+
+        target._check_kept = check_slowly
+        told.clear()
+        refit = asyncio.create_task(refitter.refit_async(iter(policy.items())))
+        await until(at_work.is_set)
+        refit.cancel()
+        await asyncio.sleep(0)
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await refit
+        assert told == [("prepare", False), ("abandon", True)]
+        assert (refitter.version, refitter.is_dirty) == (2, False)
+        target._check_kept = check
+        await refitter.refit_async(iter(policy.items()))
+
+    run(solo, steps())
+    assert_serves(solo)
+
+
+def test_a_source_is_read_while_the_ranks_write(solo):
+    """The caller goes on as soon as the ranks have both messages."""
+    policy, is_writing, is_read = solo.make_policy(1), threading.Event(), threading.Event()
+
+    def read():
+        yield from list(policy.items())[:-1]
+        assert is_writing.wait(10)
+        yield list(policy.items())[-1]
+        is_read.set()
+
+    async def steps():
+        refitter = Refitter(solo)
+        await refitter.refit_async(iter(policy.items()))
+        orders = solo.schedulers[0]._fp8refit_endpoint._server.orders
+        obey = orders.obey
+
+        def note(order):
+            if order.step == "stream":
+                is_writing.set()
+                assert is_read.wait(10), "the source is not read meanwhile"
+            return obey(order)
+
+        orders.obey = note
+        await refitter.refit_async(read())
+
+    run(solo, steps())
+    solo.assert_holds(policy)
+    assert_serves(solo)
 
 
 # Refusals.

@@ -2,6 +2,8 @@
 
 import asyncio
 import sys
+import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -246,6 +248,32 @@ def test_a_core_that_does_not_answer_is_lost_in_time():
             await asyncio.wait_for(driver.flush_caches(), 10)
 
     asyncio.run(steps())
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_answer_is_in_time_although_the_event_loop_stood_still(answers):
+    async def steps():
+        llm = QuietAsyncLLM()
+        loop = asyncio.get_running_loop()
+
+        async def collective_rpc(method, timeout_s, args):
+            answer = loop.create_future()
+            if answers:
+                threading.Timer(0.05, lambda: loop.call_soon_threadsafe(answer.set_result, ["answer"])).start()
+            said = await answer
+            await asyncio.sleep(0.01)  # the engine's client needs a few steps to read its socket
+            return said
+
+        llm.collective_rpc = collective_rpc
+        begun = await AsyncDriver(llm, "method").begin("message", timeout_s=0.2)
+        time.sleep(0.4)  # the trainer computes the next tensor
+        return await begun
+
+    if answers:
+        assert asyncio.run(steps()) == ["answer"]
+    else:
+        with pytest.raises(EngineLostError, match="did not answer"):
+            asyncio.run(steps())
 
 
 def test_caches_that_stay_are_told_with_what_to_do():

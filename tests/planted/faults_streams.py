@@ -12,6 +12,34 @@ STREAMS = "tests/fuzz/test_streams.py"
 
 FAULTS = [
     Fault(
+        name="a server that has let requests in again writes what its late driver sends",
+        path="fp8refit/remote/servers/order_handler.py",
+        before="if self._holder is None:  # any",
+        after="if self._holder is self:  # any",
+        found_by="tests/remote/servers/test_server_driver.py -k nothing_is_written_while_a_server_serves",
+    ),
+    Fault(
+        name="ranks write a stream whose caller has left",
+        path="adapters/fp8refit_sglang/driver.py",
+        before="if is_left or not have_done(answers, first):",
+        after="if not have_done(answers, first):",
+        found_by="tests/adapters/test_sglang_engine.py -k told_no_more",
+    ),
+    Fault(
+        name="a ring that a rank may be reading is used again unasked",
+        path="fp8refit/remote/host_route.py",
+        before="self._mapped = self._streamed = None\n            await",
+        after="self._mapped = None\n            await",
+        found_by="tests/remote/test_message_pairs.py -k may_read_the_ring",
+    ),
+    Fault(
+        name="an answer that arrived while the event loop stood still is late",
+        path="fp8refit/transport/loopback.py",
+        before="            await asyncio.wait((task,), timeout=_LAST_LOOK_S)\n",
+        after="",
+        found_by="tests/transport/test_loopback.py -k stood_still",
+    ),
+    Fault(
         name="a stream is over as soon as its readers may leave",
         path="fp8refit/remote/stream_reader.py",
         before="            elif call is Call.OVER:\n",
@@ -28,8 +56,8 @@ FAULTS = [
     Fault(
         name="a call that a dead core of vLLM left unanswered is waited for",
         path="adapters/fp8refit_vllm/core_compat.py",
-        before="if not is_done() and (was_dead or time",
-        after="if not is_done() and (time",
+        before="is_over = is_dead() or left_s <= 0",
+        after="is_over = left_s <= 0",
         found_by="tests/adapters/test_vllm_core.py -k dies_under_a_call",
     ),
     Fault(
@@ -91,8 +119,8 @@ FAULTS = [
     Fault(
         name="what was added once is added in every refit",
         path="fp8refit/fill/kernels/triton_table.py",
-        before="if products.tobytes() == self._adds[first:last].tobytes():",
-        after="if self._adds[first:last].any():",
+        before="if not is_added or products.tobytes() == self._adds[first:last].tobytes():",
+        after="if not is_added or self._adds[first:last].any():",
         found_by="tests/fill/kernels/test_products.py -k pointed_at",
     ),
     Fault(

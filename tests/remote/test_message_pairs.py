@@ -229,6 +229,8 @@ def test_one_rank_ends_a_stream_that_does_more_than_write(kind, open_steady):
         scales = {K_SCALE: 2.0, V_SCALE: 3.0}
         assert steady.refitter.refit(iter(policy.items()), kv_scales=scales).kv.scales == scales
         steady.cluster.assert_holds(policy, version=3)
+        request, timeout_s = steady.channel.requests[-1], steady.channel.timeouts_s[-1]
+        assert (request.order.step, timeout_s) == ("stream", NUM_VOTES * TIMEOUT_S + GRACE_S)
     assert ["finish"] not in steady.channel.exchanges
     steady.refit(3)
 
@@ -268,6 +270,68 @@ def test_a_stream_that_goes_wrong_in_its_exchange_says_what_was_written(fault, l
         assert raised.value.written
     assert steady.ranks.is_dirty and "failed part way" in steady.client.blocked
     steady.refit(3)
+
+
+@pytest.mark.parametrize("was_dirty", [False, True])
+@pytest.mark.parametrize("layout", ["tensor", "alone"])
+def test_a_stream_that_is_refused_in_its_exchange_says_that_nothing_was_written(layout, was_dirty, open_steady):
+    steady = open_steady("stream", layout)
+    for target in steady.cluster.targets:
+        target.is_dirty = was_dirty  # by somebody else
+        arm(target, "judged", InvalidSourceError(["a tensor that does not fit"]))
+    with pytest.raises(InvalidSourceError, match="a tensor that does not fit") as raised:
+        steady.refitter.refit(steady.give(2))
+    assert steady.channel.exchanges == [["prepare"], ["abandon"]]
+    assert not raised.value.written
+    assert steady.ranks.is_dirty == was_dirty
+    steady.refit(3)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "alone"])
+def test_ranks_that_may_read_the_ring_are_asked_before_it_is_used_again(layout, open_steady, monkeypatch):
+    """Both the refit and the order to abandon it were interrupted, while an engine core was at work on them."""
+    steady = open_steady("stream", layout)
+    one_at_a_time, at_work, may_go_on = threading.Lock(), threading.Event(), threading.Event()
+    call, call_pair = steady.channel.call, steady.channel.call_pair
+    interrupts = [KeyboardInterrupt()]
+
+    async def call_in_turn_or_be_interrupted(message, **options):
+        while not one_at_a_time.acquire(timeout=0.01):
+            if interrupts:
+                raise interrupts.pop()
+        try:
+            return await call(message, **options)
+        finally:
+            one_at_a_time.release()
+
+    async def call_pair_in_turn(*messages, **options):
+        with one_at_a_time:
+            return await call_pair(*messages, **options)
+
+    def work():
+        at_work.set()
+        assert_is_set(may_go_on)
+
+    def read():
+        yield from steady.fill(2).items()
+        assert_is_set(at_work)
+
+    def interrupted(answers):
+        yield from ()
+        raise KeyboardInterrupt
+
+    steady.channel.call, steady.channel.call_pair = call_in_turn_or_be_interrupted, call_pair_in_turn
+    steady.channel.while_flushing = work
+    with monkeypatch.context() as patch:
+        patch.setattr(InThread, "__await__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            steady.refitter.refit(read())
+    assert interrupts == []
+    steady.channel.while_flushing = lambda: None
+    threading.Timer(0.05, may_go_on.set).start()
+    steady.refit(3)
+    assert ["prepare"] in steady.channel.exchanges
+    steady.refit(4)
 
 
 def test_ranks_agree_once_before_they_write_what_they_know(steady, monkeypatch):
@@ -326,7 +390,8 @@ def test_no_request_is_aborted_for_what_ranks_refuse(any_steady):
     assert steady.channel.exchanges == [*([step] for step in steady.orders), *steady.ends]
 
 
-def test_the_ranks_have_as_long_for_each_of_both_as_for_each_alone(steady):
+def test_the_ranks_have_as_long_for_each_of_both_as_for_each_alone(any_steady):
+    steady = any_steady
     steady.refit(2)
     alone = {
         request.order.step: s for request, s in zip(steady.channel.requests, steady.channel.timeouts_s, strict=True)

@@ -290,7 +290,7 @@ def test_a_step_of_a_refit_that_was_given_up_changes_nothing(reached, late, serv
     version = int(reached == "committed")
     do(server, prepare("new", pushed(policy)))
     before = live_bytes(model)
-    reply = refused(server, late(old, bucket), RankFailedError, "this refit was abandoned: another one began")
+    reply = refused(server, late(old, bucket), RankFailedError, "this refit was abandoned: its driver gave it up")
     assert (reply.is_dirty, reply.version) == (reached not in ("prepared", "committed"), version)
     do(server, messages.RefitStep(step="abandon", refit="old"))
     assert live_bytes(model) == before

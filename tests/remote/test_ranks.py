@@ -628,7 +628,7 @@ def test_a_driver_that_vanishes_leaves_nothing_that_stops_the_next_one(step, rem
         successor.refitter.refit({})
     assert (successor.refitter.is_dirty, successor.refitter.version) == (is_dirty, 1)
     assert_heals(successor)
-    with pytest.raises(RankFailedError, match="this refit was abandoned: another one began"):
+    with pytest.raises(RankFailedError, match="this refit was abandoned: its driver gave it up"):
         asyncio.run(remote.ranks.asked.ask(RefitStep(step="finish", refit=remote.ranks.asked.refit)))
     assert cluster.states == [(False, 2)] * 2
     successor.refitter.close()

@@ -220,6 +220,50 @@ def test_a_rank_that_does_not_answer_is_lost(switchboard):
         asyncio.run(wait_and_release())
 
 
+def test_a_rank_that_is_late_for_one_message_of_a_conversation_is_lost(switchboard):
+    released = threading.Event()
+
+    def slow(rank: int, heard: str) -> str:
+        if (rank, heard) == (1, "b"):
+            released.wait(5)
+        return heard
+
+    async def steps(tell):
+        await tell("a", is_last=False, timeout_s=5)
+        await tell("b", timeout_s=0.2)
+
+    async def talk_and_release():
+        try:
+            await switchboard.talk(steps, Ranks(2, slow).ring, timeout_s=5)
+        finally:
+            released.set()
+
+    with pytest.raises(EngineLostError, match=r"did not answer within 0\.2 s"):
+        asyncio.run(talk_and_release())
+
+
+@pytest.mark.parametrize("limit", ["of the message", "of the conversation"])
+def test_answers_are_in_time_although_the_event_loop_stood_still(limit, switchboard):
+    """As that of a synchronous engine does, while the trainer computes the next tensor."""
+    answered, timeouts_s = threading.Barrier(3), (0.2, 9) if limit == "of the message" else (None, 0.2)
+
+    def says(rank: int, heard: str) -> str:
+        answered.wait(5)
+        return heard
+
+    def stand_still() -> None:
+        answered.wait(5)
+        time.sleep(0.5)
+
+    async def steps(tell):
+        return await tell("a", timeout_s=timeouts_s[0], on_told=stand_still)
+
+    async def talk():
+        return await switchboard.talk(steps, Ranks(2, says).ring, timeout_s=timeouts_s[1])
+
+    assert asyncio.run(talk()) == ["a", "a"]
+
+
 def test_a_rank_that_hangs_up_is_lost(switchboard):
     with pytest.raises(EngineLostError, match="hung up"):
         ask(switchboard, "hello", Ranks(2, lambda rank, heard: heard if rank == 0 else None).ring)

@@ -43,7 +43,7 @@ class Audience:
         Returns:
             Whether the check was postponed.
         """
-        asked, asked.has_refused, asked.refit = self.asked, False, refit
+        asked, asked.refit = self.asked, refit
         self._num_buckets = offer.num_buckets
         order = messages.Prepare(refit=refit, config=asked.config, source=offer, kv=kv, keeps=self.host_route.keeps())
         if may_wait and asked.hold(order.model_copy(update={"is_under_way": True})):

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Protocol
 
-from fp8refit.errors import EngineBusyError, RefitError
+from fp8refit.errors import EngineBusyError, RankFailedError, RefitError
 from fp8refit.remote import messages
 from fp8refit.remote.message_pairs import Pairs
 from fp8refit.remote.servers import orders
@@ -103,6 +103,10 @@ class OrderHandler:
         if isinstance(order, orders.Call):
             return Answer(said=tuple(await controls.call(order.message, timeout_s=order.timeout_s)))
         if isinstance(order, orders.Pair):
+            if self._holder is None:  # any other holder was refused before
+                raise RankFailedError(
+                    "the server gave this refit up or was restarted, and serves requests; refit again"
+                )
             pair = await controls.call_pair(order.first, order.second, timeouts_s=order.timeouts_s)
             return Answer(said=tuple(pair.answers), is_refused=pair.is_refused, flush_s=pair.flush_s)
         if isinstance(order, orders.Tokenize):

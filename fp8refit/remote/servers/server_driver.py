@@ -33,7 +33,7 @@ from fp8refit.remote.servers.orders import (
 )
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.source import Source, StreamSource
-from fp8refit.transport.in_thread import InThread
+from fp8refit.transport.in_thread import InThread, begun
 
 T = TypeVar("T")
 
@@ -114,15 +114,7 @@ class ServerDriver(ControlPlane, Channel, Pairs):
         return await self._begun(self.call_pair(first, second, timeouts_s=timeouts_s))
 
     async def _begun(self, call: Coroutine[Any, Any, T]) -> Awaitable[T]:
-        if not self.is_asynchronous:
-            return InThread(call)
-        begun = asyncio.ensure_future(call)
-        try:
-            await asyncio.sleep(0)
-        except BaseException:
-            begun.cancel()
-            raise
-        return begun
+        return await begun(call) if self.is_asynchronous else InThread(call)
 
     async def greet(self) -> str:
         """Return the name of the server that answers now, which changes with every start."""

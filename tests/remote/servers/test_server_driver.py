@@ -17,13 +17,14 @@ from fp8refit.errors import (
     EngineLostError,
     InvalidSourceError,
     NonFiniteError,
+    RankFailedError,
     TransportError,
     UnsupportedEngineError,
 )
 from fp8refit.remote.servers import order_handler, orders
 from fp8refit.remote.servers.orders import Caller, OrderRequest, Pause, Place, Resume
 from fp8refit.remote.servers.server_driver import ServerDriver
-from tests.fake_ranks import NORM, Q_PROJ, as_files, as_iterator, as_mapping
+from tests.fake_ranks import NORM, Q_PROJ, as_files, as_iterator, as_mapping, manifest_of
 from tests.fake_server import URL, Running, entry_point_of
 
 TOKEN = "c0ffee-c0ffee-c0ffee"
@@ -333,6 +334,48 @@ def test_requests_do_not_wait_for_a_driver_that_falls_silent(place, running, mon
     give(running, pause(timeout_s=0.05), Caller(place=place, pid=os.getpid(), name="silent"))
     wait_until(lambda: "resume" in running.events)
     assert Refitter(URL).refit(running.cluster.make_policy(1)).version == 1
+
+
+@pytest.mark.parametrize("fate", ["gives the refit up", "is restarted"])
+@pytest.mark.parametrize("is_known", [False, True], ids=["a new stream", "a stream like the last"])
+def test_nothing_is_written_while_a_server_serves(is_known, fate, running, monkeypatch):
+    """The first tensor comes late: the server has let requests in by then, or is another one."""
+    monkeypatch.setattr(order_handler, "SILENCE_S", 0.05)
+    refitter, version = Refitter(URL, timeout_s=0.1), 0
+    if is_known:
+        version = refitter.refit(**stream_of(running.cluster.make_policy(1))).version
+    running.events.clear()
+    policy = running.cluster.make_policy(2)
+
+    def read():
+        if fate == "is restarted":
+            running.start()
+        else:
+            wait_until(lambda: "resume" in running.events)
+        yield from policy.items()
+
+    with pytest.raises(RankFailedError, match=r"(gave (this refit|it) up).*refit again"):
+        refitter.refit(read, manifest=manifest_of(policy))
+    held = version if fate == "gives the refit up" else 0
+    assert running.cluster.states == [(False, held)] * len(running.cluster.ranks)
+    assert "pause" not in running.events[1:]
+    assert running.events[-1] == "resume"
+    report = refitter.refit(**stream_of(policy))
+    running.cluster.assert_holds(policy, version=report.version)
+
+
+def test_a_stream_like_the_last_is_one_order_to_the_server(running):
+    refitter = Refitter(URL)
+    for version in (1, 2):
+        running.orders.clear()
+        policy = running.cluster.make_policy(version)
+        refitter.refit(**stream_of(policy))
+        running.cluster.assert_holds(policy, version=version)
+    assert running.orders == ["hello", "pause", "pair", "call", "resume"]  # the call is for the stream's end
+
+
+def stream_of(policy):
+    return {"state_dict": lambda: iter(policy.items()), "manifest": manifest_of(policy)}
 
 
 def test_a_driver_that_says_something_is_waited_for_anew(running, monkeypatch):
