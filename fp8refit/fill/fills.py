@@ -106,6 +106,7 @@ class Fills:
         self._directs: dict[Action, DirectFill] = {}
         self._ticket = object()
 
+    @collector_paused()
     def prepare(
         self,
         source: Source,
@@ -160,7 +161,6 @@ class Fills:
         if self._resident is not None:
             self._resident.release()
 
-    @collector_paused()
     def _prepare_mapping(
         self, source: MappingSource, config: RefitConfig, foreign: frozenset[str], action: Action
     ) -> tuple[Fill, ...]:

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause garbage collection: reading a model makes many objects but no garbage, and an engine has many more to scan."""
+    """Pause garbage collection: reading a model or a policy makes many objects but no garbage, and a process has many more
+    to scan.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

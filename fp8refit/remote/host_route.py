@@ -15,6 +15,7 @@ import torch
 
 from fp8refit.config import KvOrder
 from fp8refit.errors import InvalidSourceError, RefitError
+from fp8refit.live.collector import collector_paused
 from fp8refit.live.slots import dtype_name
 from fp8refit.remote import messages
 from fp8refit.remote.channel import NUM_VOTES, AskedRanks
@@ -81,7 +82,8 @@ class HostRoute:
             RefitError: A rank's error.
         """
         self._source = source
-        return await self.or_abandon(self._prepare(source, kv, compares=compares))
+        with collector_paused():
+            return await self.or_abandon(self._prepare(source, kv, compares=compares))
 
     async def _prepare(self, source: Source, kv: KvOrder | None, *, compares: bool) -> Offered:
         ranks, ranks.refit = self._ranks, uuid.uuid4().hex

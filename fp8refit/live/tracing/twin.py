@@ -12,11 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fp8refit.live.slots import (
-    Refresh,
-    Stacked,
-    TensorMeta,
-)
+from fp8refit.live.names import without_numbers
+from fp8refit.live.slots import Refresh, Stacked, TensorMeta
 from fp8refit.live.tracing.alike import trace_alike
 from fp8refit.live.tracing.records import Copy, Objection, Traced
 from fp8refit.live.tracing.scale_names import ScaleNames
@@ -185,7 +182,10 @@ def _taken_alike(load: Load, named: Mapping[str, Tensor], naming: Naming, traced
     """Return the names in `naming.others` that the loader accepts and copies to the same places."""
     try:
         sources = {other: naming.tensors[name] for other, name in naming.others.items()}
-        trace_once(load, named, dict([*sources.items()][:1]))  # most loaders reject all of these, so try one first
+        # Most loaders raise for all of these or skip them, so try one of each kind first.
+        kinds = {without_numbers(other): other for other in reversed(sources)}
+        if not trace_once(load, named, {other: sources[other] for other in kinds.values()}).copies:
+            return {}
         others = trace_alike(load, named, sources, trace_once)
     except Exception:  # noqa: BLE001 - a loader may raise anything for names that it does not know
         return {}

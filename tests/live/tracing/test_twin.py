@@ -508,3 +508,28 @@ def test_a_name_of_transformers_own_and_one_without_a_prefix_are_second_names():
     assert inventory.aliases == dict.fromkeys(
         ("head.weight", "backbone.proj.weight", "proj.weight"), "model.proj.weight"
     )
+
+
+@pytest.mark.parametrize("takes", [None, "down", "up"])
+def test_a_loader_that_skips_names_without_a_prefix_is_asked_for_one_of_each_kind(takes):
+    names = [f"layers.{layer}.{kind}.weight" for layer in range(4) for kind in ("up", "down")]
+    model = model_of(
+        layers=model_of(**{str(layer): model_of(up=BlockLinear(), down=BlockLinear()) for layer in range(4)})
+    )
+    naming = Naming(
+        tensors={f"model.{name}": TensorMeta(shape=(256, 256), dtype=BF16) for name in names},
+        others={name: f"model.{name}" for name in names},
+    )
+    asked = []
+
+    def load(tensors):
+        for name, tensor in tensors:
+            if name.startswith("model.") or (takes and takes in name):
+                dict(model.named_parameters())[name.removeprefix("model.")].copy_(tensor)
+            elif takes is None:
+                asked.append(name)
+
+    inventory = read(model, trace_twin(model, naming, load))
+    assert inventory.refusals == ()
+    assert inventory.aliases == {name: f"model.{name}" for name in names if takes and takes in name}
+    assert len(asked) == (0 if takes else 2)
