@@ -63,6 +63,7 @@ def test_a_refit_equals_a_fresh_boot(architecture, run_engine):
 @pytest.mark.skipif(not ASKED, reason="takes half an hour; FP8REFIT_ZOO asks for it")
 @pytest.mark.timeout(7200)
 def test_every_model_that_sglang_names(run_engine):
+    import tests.stubs.sitecustomize  # noqa: F401 - lets transformers import torchvision here too
     from tests import zoo_models, zoo_vision
 
     tiny = {*zoo_models.architectures(), *zoo_vision.ARCHITECTURES}
