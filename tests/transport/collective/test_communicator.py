@@ -296,6 +296,7 @@ def brief(monkeypatch):
 def stopped(process):
     """A process that stands still and keeps its connections, as one whose host vanished. A test that hangs ends."""
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # or it answers before it stops
     end = threading.Timer(40.0, process.kill)
     end.start()
     try:
