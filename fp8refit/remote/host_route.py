@@ -82,8 +82,7 @@ class HostRoute:
             RefitError: A rank's error.
         """
         self._source = source
-        with collector_paused():
-            return await self.or_abandon(self._prepare(source, kv, compares=compares))
+        return await self.or_abandon(self._prepare(source, kv, compares=compares))
 
     async def _prepare(self, source: Source, kv: KvOrder | None, *, compares: bool) -> Offered:
         ranks, ranks.refit = self._ranks, uuid.uuid4().hex
@@ -193,6 +192,7 @@ class HostRoute:
             self._ring = Ring.make()
         return self._ring
 
+    @collector_paused()
     def _offer(self, source: Source) -> messages.MappedTensors | messages.Files | messages.Pushed:
         """Describe how the ranks get the source's tensors."""
         if isinstance(source, SafetensorsSource):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fp8refit.config import KvOrder, RefitConfig, Wait
+from fp8refit.live.collector import collector_paused
 from fp8refit.live.layout import EngineLayout
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.stamps import FileStamp
@@ -37,6 +38,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    @collector_paused()
     def encode(self) -> str:
         """As JSON."""
         return self.model_dump_json(by_alias=True)
