@@ -4,7 +4,7 @@
     python tests/gpu/run_interleaved.py --out FILE before=before/fp8refit-0.1.0-py3-none-any.whl after=after/fp8refit-...whl
     ... --place outside                               # vLLM's engine in a process of its own
     ... --place server                                # behind vLLM's HTTP server
-    ... --place broadcast                             # outside, and policies come by NCCL
+    ... --place broadcast                             # outside, and policies come by NCCL, from the second GPU if there is one
     ... --engine sglang
 
 Every build has an engine in a process of its own. All live side by side and take turns, refit by refit, so that whatever slows
@@ -30,6 +30,8 @@ from typing import Any
 from scripts import wait_for_turn
 
 HERE = Path(__file__).parent
+ON_ONE_GPU = {"NCCL_HOSTID": "engine", "NCCL_SOCKET_IFNAME": "lo", "NCCL_CUMEM_ENABLE": "0"}
+"""NCCL refuses two ranks on one GPU of one host. On two hosts they meet over sockets."""
 PLACES = {"inside": "0", "outside": "1", "server": "1", "broadcast": "1"}
 NUM_ROUNDS, NUM_WARM_UP = 40, 6
 
@@ -110,9 +112,7 @@ def start(name: str, wheel: Path, folder: Path, options: argparse.Namespace) -> 
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": os.environ.get("VLLM_PLUGINS", "fp8refit"),  # or a server adds no routes
-        "NCCL_HOSTID": "engine",  # NCCL refuses two ranks on one GPU of one host
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
     }
     with open(options.out.with_suffix(f".{name}.log"), "w") as log:
         return subprocess.Popen(
@@ -145,12 +145,18 @@ def serve(options: argparse.Namespace) -> None:
 
     import fp8refit
 
+    is_alone = torch.cuda.device_count() < 2
+    if options.place == "broadcast" and is_alone:
+        os.environ |= ON_ONE_GPU
     with tempfile.TemporaryDirectory() as folder:
         policies.write_config(options.shape, Path(folder))
         engine = serve_vllm(folder) if options.place == "server" else BOOTS[options.engine](folder)
     policy: dict[str, torch.Tensor] = {}
     if options.place == "broadcast":
-        os.environ |= {"NCCL_HOSTID": "trainer"}
+        if is_alone:
+            os.environ |= {"NCCL_HOSTID": "trainer"}
+        else:
+            torch.cuda.set_device(1)
         refit = fp8refit.Broadcaster([engine], timeout_s=120).push
     else:
         refit = fp8refit.Refitter(engine).refit
@@ -167,6 +173,7 @@ def serve(options: argparse.Namespace) -> None:
             "fp8refit": fp8refit.__file__,
             "torch": torch.__version__,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+            "num_gpus": 1 if is_alone else 2,
             "shape": options.shape,
         }
     )
