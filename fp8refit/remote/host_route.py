@@ -86,7 +86,13 @@ class HostRoute:
 
     async def _prepare(self, source: Source, kv: KvOrder | None, *, compares: bool) -> Offered:
         ranks, ranks.refit = self._ranks, uuid.uuid4().hex
-        offer = self._offer(source)
+        # A rank that was never refitted takes seconds to read its layout. It does so while the policy is described here.
+        reading = await ranks.begin(messages.Do(step="read")) if not ranks.version else None
+        try:
+            offer = self._offer(source)
+        finally:
+            if reading is not None:
+                await reading
         order = messages.Prepare(
             refit=ranks.refit, config=ranks.config, source=offer, kv=kv, keeps=self.keeps(), compares=compares
         )
