@@ -53,6 +53,10 @@ class VllmUnderTest:
     def places(self) -> list[dict[str, int]]:
         return self.candidate.collective_rpc("observe_places")
 
+    def compile_kernels(self) -> float:
+        """In the engine's process. Returns seconds."""
+        return self.candidate.collective_rpc("observe_compile")[0]
+
     def reload(self, checkpoint: Path) -> None:
         """It leaves scales of experts that nothing reads, and reads others: a refit has to write both."""
         self.candidate.collective_rpc("observe_reload", args=(str(checkpoint),))
@@ -92,6 +96,12 @@ class SglangUnderTest:
         from sglang_observer import ask
 
         return ask(self.candidate, "places")
+
+    def compile_kernels(self) -> float:
+        """In the engine's process. Returns seconds."""
+        from sglang_observer import ask
+
+        return ask(self.candidate, "compile")[0]
 
     def reload(self, checkpoint: Path) -> None:
         success, message, *_ = self.candidate.update_weights_from_disk(str(checkpoint), load_format="auto")

@@ -1,4 +1,6 @@
-"""Looks at one rank's live model inside its vLLM worker, without fp8refit: `worker_extension_cls="observer.Observer"`."""
+"""Looks at one rank's live model inside its vLLM worker, without fp8refit: `worker_extension_cls="observer.Observer"`. It also
+has the rank compile fp8refit's kernels, if asked.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,11 @@ class Observer:
 
     def observe_memory(self) -> dict[str, int]:
         return live_model.memory()
+
+    def observe_compile(self) -> float:
+        import warm_kernels
+
+        return warm_kernels.compile_kernels()
 
     def observe_reload(self, folder: str) -> None:
         """vLLM's own reload, from the files of a checkpoint: an engine of noise does not take their path."""

@@ -1,4 +1,5 @@
-"""Looks at one rank's live model inside its SGLang scheduler, without fp8refit: a plugin that adds one method.
+"""Looks at one rank's live model inside its SGLang scheduler, without fp8refit: a plugin that adds one method. It also has the
+rank compile fp8refit's kernels, if asked.
 
 SGLang's RPC gives no values back, so every rank writes what it found to a file of its own.
 """
@@ -45,10 +46,18 @@ def observe(scheduler, what: str, path: str) -> None:
         "places": lambda: live_model.places(state),
         "replays": live_model.num_replays,
         "memory": live_model.memory,
+        "compile": compile_kernels,
         "kv_scales": lambda: kv_scales(scheduler.tp_worker.model_runner.model),
         "end_of_work": lambda: torch.cuda.synchronize() if torch.cuda.is_available() else None,
     }
     Path(path + str(scheduler.tp_group.rank_in_group)).write_text(json.dumps(looks[what]()))
+
+
+def compile_kernels() -> float:
+    """Returns seconds."""
+    import warm_kernels
+
+    return warm_kernels.compile_kernels()
 
 
 def live_state(model) -> dict:

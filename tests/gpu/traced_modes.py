@@ -18,9 +18,7 @@ from torch import Tensor
 
 from fp8refit import Refitter
 from fp8refit.fill.kernels.reference import quantize_reference
-from fp8refit.fill.kernels.work import Task
 from fp8refit.live.layout import EngineLayout
-from fp8refit.live.slots import FP8_DTYPE, Op
 
 NUM_REFITS = 7
 SHARD_BYTES = 2 << 30
@@ -36,7 +34,7 @@ def run_refit(args) -> dict:
     places = engine.places()
     while args.wait and not (args.work / GO).exists():
         time.sleep(0.1)
-    result: dict = {"compile_s": compile_kernels(), "twin": time_twin(engine)}
+    result: dict = {"compile_s": engine.compile_kernels(), "twin": time_twin(engine)}
     stacked = policies.allocate(args.shape)
     single = policies.expert_by_expert(stacked)
     refitter = Refitter(engine.candidate)
@@ -68,25 +66,6 @@ def run_fresh(args) -> dict:
     found = engine.observe()
     engine.shutdown()
     return {"fresh": found}
-
-
-def compile_kernels() -> float:
-    """Compile what every refit launches, so that the first one shows what it takes by itself. An engine's other processes find
-    the kernels in Triton's cache. Returns seconds.
-    """
-    if not torch.cuda.is_available():
-        return 0.0
-    from fp8refit.fill.kernels.triton_table import TritonTable
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    source = torch.zeros(256, 256, dtype=torch.bfloat16, device=device)
-    codes, scale = torch.zeros_like(source, dtype=FP8_DTYPE), torch.zeros(2, 2, device=device)
-    quantize = Task(op=Op.QUANTIZE, source=source, offset=(0, 0), target=codes, scale=scale)
-    copy = Task(op=Op.COPY, source=source, offset=(0, 0), target=torch.zeros_like(source))
-    start_s = time.perf_counter()
-    TritonTable([quantize, copy], device).launch(check=True)
-    wait_for_gpu()
-    return time.perf_counter() - start_s
 
 
 def time_twin(engine) -> dict:
