@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ class RankOrders:
             self.receiver.recall()
         match order:
             case messages.Do(step="read"):
-                rank.target.live.read()
+                with suppress(Exception):  # the engine may not be ready; `Prepare` says why, and in order
+                    rank.target.live.read()
             case messages.Do(step="describe"):
                 return {"layout": rank.target.live.layout()}
             case messages.Do(step="fingerprint"):

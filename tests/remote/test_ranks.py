@@ -278,16 +278,22 @@ def test_what_goes_wrong_while_ranks_read_their_layout_leaves_no_answer_behind(c
     cluster.assert_holds(cluster.make_policy(2), version=1)
 
 
-def test_a_layout_that_a_rank_cannot_read_is_told_before_anything_is_prepared(cluster, monkeypatch):
-    remote = Remote(cluster)
+def test_ranks_that_are_not_ready_say_so_before_they_say_that_they_cannot_be_read(cluster, monkeypatch):
+    remote, target = Remote(cluster), cluster.ranks[1].target
 
     def fail():
-        raise UnsupportedEngineError("the live weights are on two devices")
+        raise UnsupportedEngineError("the live weights are on meta")
 
-    monkeypatch.setattr(cluster.ranks[1].target.live, "read", fail)
-    with pytest.raises(UnsupportedEngineError, match=r"^rank 1: the live weights are on two devices"):
+    def refuse():
+        raise EngineBusyError("the engine loads weights itself")
+
+    monkeypatch.setattr(target.live, "read", fail)
+    with pytest.raises(UnsupportedEngineError, match=r"^rank 1: the live weights are on meta"):
         remote.refitter.refit(cluster.make_policy(1))
-    assert remote.channel.steps == ["hello", "read", "abandon"]
+    monkeypatch.setattr(target, "_check_engine", refuse)
+    with pytest.raises(EngineBusyError, match=r"^rank 1: the engine loads weights itself"):
+        remote.refitter.refit(cluster.make_policy(1))
+    assert remote.channel.steps == ["hello", *["read", "prepare", "abandon"] * 2]
 
 
 def test_a_driver_waits_longer_than_the_ranks_for_each_other(cluster):
