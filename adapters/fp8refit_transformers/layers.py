@@ -1,11 +1,14 @@
-"""Names what a checkpoint holds of many similar layers, from two of them: transformers renames one tensor after another.
+"""Tells what a checkpoint holds of many similar layers from two of them: transformers converts one tensor after another.
 
-Whoever uses the names must check them, as a loader does that rejects unknown ones: a model may name one layer differently.
+Names, shapes and places are told, on the grounds that a conversion depends on a tensor's name and shape, not on which layer it
+is in. If a model saved one layer differently, its loader would raise for a name, or leave a parameter unfilled, and the engine
+would be refused.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,13 +29,17 @@ class Saved(NamedTuple):
 
 
 def save_alike(
-    state: Mapping[str, Tensor], save: Callable[[Mapping[str, Tensor]], Sequence[Saved]]
+    state: Mapping[str, Tensor],
+    save: Callable[[Mapping[str, Tensor]], Sequence[Saved]],
+    *,
+    key: Callable[[str], Any] = str,
 ) -> list[Saved] | None:
     """Return what `save` returns for a whole state dict, from what it returns for two layers of each kind.
 
     Args:
         state: The state dict.
-        save: Converts a state dict to a checkpoint.
+        save: Converts a state dict to a checkpoint, tensor by tensor: in the given order, or sorted by `key`.
+        key: See `save`.
 
     Returns:
         None if no layer can be left out, or if it cannot be told from two layers how others are saved.
@@ -50,6 +57,7 @@ def save_alike(
     if not left_out:
         return None
     saved = list(save({name: tensor for name, tensor in state.items() if name not in left_out}))
+    num_told = len(saved)
     by_source: dict[str, list[Saved]] = {}
     for each in saved:
         if each.places is None:
@@ -67,7 +75,19 @@ def save_alike(
                 for number, name in later
                 for pieces, meta, places in parts
             )
-    return saved if len({each.name for each in saved}) == len(saved) else None
+    return _in_order(saved, num_told, state, key) if len({each.name for each in saved}) == len(saved) else None
+
+
+def _in_order(saved: Sequence[Saved], num_told: int, names: Iterable[str], key: Callable[[str], Any]) -> list[Saved]:
+    """Put what was told after the first `num_told` tensors where `save` would have put it: some loaders go by order."""
+    places = {name: place for place, name in enumerate(names)}
+
+    def place_of(each: Saved) -> int:
+        return places[each.places.source] if each.places is not None else 0
+
+    if any(place_of(a) > place_of(b) for a, b in pairwise(saved[:num_told])):
+        places = {name: place for place, name in enumerate(sorted(places, key=key))}
+    return sorted(saved, key=place_of)
 
 
 def _in_common(

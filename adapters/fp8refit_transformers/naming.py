@@ -67,10 +67,9 @@ def plain_config(model: str, config: Any, overrides: Any, **options: Any) -> Any
 def namings_of(config: Any) -> Iterator[Naming]:
     """What checkpoints of the model that `config` describes hold; nothing if transformers does not know its class.
 
-    First the names under which transformers saves a model that it made, told from two layers of each kind; the next ones are
-    only needed where a loader does not accept these. Then, if they differ, those told from every layer, and the names under
-    which transformers saves a model from a published checkpoint, with prefixes that it removes on loading, such as a tower's
-    `vision_model`.
+    First the names under which transformers saves a model that it made, told from two layers of each kind; the others are
+    for loaders that raise for these. Then, if they differ, those told from every layer, and the names under which transformers
+    saves a model from a published checkpoint, with prefixes that it removes on loading, such as a tower's `vision_model`.
 
     Args:
         config: A Hugging Face config.
@@ -154,8 +153,10 @@ def _save(model: Any, state: Mapping[str, Tensor]) -> list[Saved]:
 
 
 def _save_alike(model: Any, state: Mapping[str, Tensor]) -> list[Saved] | None:
+    from transformers.core_model_loading import dot_natural_key
+
     try:
-        return save_alike(state, partial(_save, model))
+        return save_alike(state, partial(_save, model), key=dot_natural_key)
     except Exception:  # noqa: BLE001 - a conversion may need every layer
         return None
 

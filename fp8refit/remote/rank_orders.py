@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,7 @@ class RankOrders:
             self.receiver.recall()
         match order:
             case messages.Do(step="read"):
-                with suppress(Exception):  # the engine may not be ready; `Prepare` says why, and in order
-                    rank.target.live.read()
+                rank.target.read_ahead()
             case messages.Do(step="describe"):
                 return {"layout": rank.target.live.layout()}
             case messages.Do(step="fingerprint"):

@@ -22,13 +22,26 @@ def begun():
     gc.callbacks.remove(note)
 
 
-def test_many_new_objects_are_scanned_once_and_alone(begun):
+def test_new_objects_are_scanned_alone_even_if_a_scan_of_all_is_due(begun):
+    for _ in range(2 * gc.get_threshold()[2]):
+        gc.collect(1)
+    begun.clear()
     with collector_paused():
         held = [[] for _ in range(200_000)]
         assert begun == []
     more = [[] for _ in range(300)]
     assert begun == [0]
     assert len(held) > len(more)
+
+
+def test_an_interrupt_during_the_scan_leaves_the_collector_on(monkeypatch):
+    def interrupt(generation):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "collect", interrupt)
+    with pytest.raises(KeyboardInterrupt), collector_paused():
+        pass
+    assert gc.isenabled()
 
 
 def test_a_collector_that_was_off_stays_off(begun):

@@ -32,7 +32,6 @@ aten = torch.ops.aten
 T = TypeVar("T")
 Load: TypeAlias = Callable[[Iterator[tuple[str, Tensor]]], object]
 """A model's `load_weights`."""
-_UNKNOWN: Any = object()
 _UNLIKELY = 73856093.1416
 """A number that no loader fills a parameter with by chance."""
 _SHAPED_LIKE = frozenset(
@@ -307,14 +306,14 @@ def trace_once(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[st
 
 
 def by_operation(judge: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Cache what `judge` says about each of torch's operations. They are never freed, and hashing one takes long."""
-    known: dict[int, T] = {}
+    """Cache what `judge` says about each of torch's operations, by identity, because hashing one takes long."""
+    known: dict[int, tuple[T, Any]] = {}  # with the operation, so that no other one gets its address
 
     def judge_once(func: Any) -> T:
-        found: T = known.get(id(func), _UNKNOWN)
-        if found is _UNKNOWN:
-            found = known[id(func)] = judge(func)
-        return found
+        found = known.get(id(func))
+        if found is None:
+            found = known[id(func)] = judge(func), func
+        return found[0]
 
     return judge_once
 
