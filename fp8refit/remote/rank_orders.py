@@ -78,7 +78,6 @@ class RankOrders:
                 return self._write(order)
         return {}
 
-    @collector_paused()
     def _prepare(self, order: messages.Prepare) -> None:
         """Prepare a refit.
 
@@ -140,6 +139,7 @@ class RankOrders:
             self.rank.target.abandon()
             self.unmap()
 
+    @collector_paused()
     def _make_source(self, order: messages.Prepare) -> Source:
         source = order.source
         if "tensors" not in order.keeps and not isinstance(source, messages.MappedTensors):

@@ -58,8 +58,8 @@ MANY_LAYERS = [
 
 def deep_config(architecture, num_layers=6):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            zoo_models, "SMALL", zoo_models.SMALL | dict.fromkeys(("num_hidden_layers", "n_layer"), num_layers)
+        patch.setitem(
+            zoo_models.EXTRA, architecture, zoo_models.EXTRA.get(architecture, {}) | {"num_hidden_layers": num_layers}
         )
         return zoo_models.tiny_config(architecture)
 

@@ -7,6 +7,16 @@ import pytest
 from fp8refit.live.collector import collector_paused
 
 
+@pytest.fixture(autouse=True)
+def collector():
+    """A thread that another test left behind may have paused it."""
+    was_enabled = gc.isenabled()
+    gc.enable()
+    yield
+    if not was_enabled:
+        gc.disable()
+
+
 @pytest.fixture
 def begun():
     """The generations of every collection that begins."""
