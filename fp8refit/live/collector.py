@@ -8,7 +8,7 @@ from contextlib import contextmanager
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Pause garbage collection: reading a model or a policy makes many objects but no garbage, and a process has many more
-    to scan. At the end only the new ones are scanned, so that a scan of all that is due begins later, not in a refit.
+    to scan.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -16,7 +16,4 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            try:
-                gc.collect(0)
-            finally:  # an interrupt is raised as soon as the scan is over
-                gc.enable()
+            gc.enable()
