@@ -148,11 +148,11 @@ FAMILIES = {
         Qwen3MoeForCausalLM,
         EXPERTS | {"num_experts": 4, "moe_intermediate_size": 256},
     ),
-    # Saved under names of its own: `block_sparse_moe.experts.0.w1`.
+    # Saved under names of its own: `block_sparse_moe.experts.0.w1`. Later layers are told from the first ones.
     "mixtral": (
         MixtralConfig,
         MixtralForCausalLM,
-        EXPERTS | {"num_local_experts": 4, "intermediate_size": 256},
+        EXPERTS | {"num_local_experts": 8, "intermediate_size": 256, "num_hidden_layers": 4},
     ),
     # A shared expert behind a gate of its own, biases, a dense layer before the others, and no square stack.
     "qwen2_moe": (

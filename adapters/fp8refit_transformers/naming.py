@@ -4,8 +4,9 @@ transformers' own model is built on the meta device, and its own conversion from
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fp8refit.live.slots import Refusal, Stacked, TensorMeta
 from fp8refit.live.tracing.records import Copy
 from fp8refit.live.tracing.trace import Trace
 from fp8refit.live.tracing.twin import Naming, Twin
+from fp8refit_transformers.layers import Saved, save_alike
 
 
 def twin_or_refusal(config: Any, trace: Callable[[], Twin | None]) -> Twin | Refusal:
@@ -65,8 +67,9 @@ def plain_config(model: str, config: Any, overrides: Any, **options: Any) -> Any
 def namings_of(config: Any) -> Iterator[Naming]:
     """What checkpoints of the model that `config` describes hold; nothing if transformers does not know its class.
 
-    First the names under which transformers saves a model that it made. Then, if they differ, the names under which it saves
-    one from a published checkpoint, with prefixes that it removes on loading, such as a tower's `vision_model`.
+    First the names under which transformers saves a model that it made, told from two layers of each kind; the others are
+    for loaders that raise for these. Then, if they differ, those told from every layer, and the names under which transformers
+    saves a model from a published checkpoint, with prefixes that it removes on loading, such as a tower's `vision_model`.
 
     Args:
         config: A Hugging Face config.
@@ -83,20 +86,25 @@ def namings_of(config: Any) -> Iterator[Naming]:
         model = model_class._from_config(plain)
     made = _naming_of(model)
     yield made
+    whole = _naming_of(model, is_whole=True)
+    if whole != made:
+        yield whole
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     if any(type(conversion).__name__ == "PrefixChange" for conversion in conversions):
         model._weight_conversions = conversions
-        published = _naming_of(model)
-        others = dict(zip(made.tensors, published.tensors, strict=True))
+        published = _naming_of(model, is_whole=True)
+        others = dict(zip(whole.tensors, published.tensors, strict=True))
         if any(name != other for name, other in others.items()):
             yield replace(published, aliases={**others, **published.aliases})
 
 
-def _naming_of(model: Any) -> Naming:
-    """How transformers saves this model."""
-    from transformers.core_model_loading import revert_weight_conversion
+def _naming_of(model: Any, *, is_whole: bool = False) -> Naming:
+    """How transformers saves this model.
 
-    trace = Trace()
+    Args:
+        model: The model.
+        is_whole: Whether to convert every layer.
+    """
     state: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     firsts: dict[int, str] = {}
@@ -106,39 +114,59 @@ def _naming_of(model: Any) -> Naming:
             tied[name] = first
             continue
         state[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        trace.note(name, state[name])
-    with trace:
-        saved: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
+    saved = None if is_whole else _save_alike(model, state)
+    saved = saved if saved is not None else _save(model, state)
     aliases: dict[str, str] = {}
     stacks: dict[str, Stacked] = {}
     stacked: dict[str, dict[str, tuple[int, int]]] = {}
-    for name, tensor in saved.items():
-        places = trace.places_of(tensor)
+    for name, meta, places in saved:
         if places is None or places.source == name:
             continue
         shape = tuple(state[places.source].shape)
-        if tuple(tensor.shape) == shape:
+        if meta.shape == shape:
             aliases[places.source] = name
-        elif len(shape) == 3 and tensor.ndim == 2:
+        elif len(shape) == 3 and len(meta.shape) == 2:
             parts = stacked.setdefault(places.source, {})
-            stacks[places.source] = _with_part(places, tensor, shape, name, parts)
+            stacks[places.source] = _with_part(places, meta.shape, shape, name, parts)
+    tensors = {name: meta for name, meta, _ in saved}
     prefix = f"{model.base_model_prefix}."
-    others = {name.removeprefix(prefix): name for name in saved if name.startswith(prefix)}
+    others = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
     return Naming(
-        tensors={name: TensorMeta.of(tensor) for name, tensor in saved.items()},
+        tensors=tensors,
         tied={second: aliases.get(first, first) for second, first in tied.items()},
         aliases=aliases,
-        stacked=tuple(stacks.values()),
-        others={other: name for other, name in others.items() if other not in saved},
+        stacked=tuple(stacks[name] for name in state if name in stacks),
+        others={other: name for other, name in others.items() if other not in tensors},
     )
 
 
+def _save(model: Any, state: Mapping[str, Tensor]) -> list[Saved]:
+    """Convert a state dict to a checkpoint, as transformers does."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    trace = Trace()
+    for name, tensor in state.items():
+        trace.note(name, tensor)
+    with trace:
+        saved: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
+    return [Saved(name, TensorMeta.of(tensor), trace.places_of(tensor)) for name, tensor in saved.items()]
+
+
+def _save_alike(model: Any, state: Mapping[str, Tensor]) -> list[Saved] | None:
+    from transformers.core_model_loading import dot_natural_key
+
+    try:
+        return save_alike(state, partial(_save, model), key=dot_natural_key)
+    except Exception:  # noqa: BLE001 - a conversion may need every layer
+        return None
+
+
 def _with_part(
-    places: Copy, part: Tensor, shape: tuple[int, ...], name: str, parts: dict[str, tuple[int, int]]
+    places: Copy, part: tuple[int, ...], shape: tuple[int, ...], name: str, parts: dict[str, tuple[int, int]]
 ) -> Stacked:
     """Add a part to a stack of matrices, which holds the part as it is or transposed."""
     num_experts, rows, cols = shape
-    is_transposed = part.shape[1] > 1 and places.runs[-1].stride != 1
+    is_transposed = part[1] > 1 and places.runs[-1].stride != 1
     expert, place = divmod(places.start, rows * cols)
     if is_transposed:
         rows, cols = cols, rows

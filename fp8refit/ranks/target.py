@@ -4,6 +4,7 @@
 the first byte of a write until its commit the rank is dirty; only a later complete write heals it.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -26,6 +27,8 @@ from fp8refit.ranks.live_model import LiveModel, are_mapped, assert_in_place
 from fp8refit.ranks.write import Write
 from fp8refit.report import RankReport
 from fp8refit.sources.source import PushedSource, Source
+
+logger = logging.getLogger(__name__)
 
 
 class Target:
@@ -89,6 +92,15 @@ class Target:
         if not are_mapped(inventory):
             raise EngineAsleepError("the weights are asleep: their memory is not mapped; wake them up before refit")
         return inventory
+
+    def read_ahead(self) -> None:
+        """Read the inventory for a refit that is about to be prepared. If it cannot be read now, `check_ready` says why."""
+        try:
+            if self.live.lost_because is None:
+                self._check_engine()
+                self.live.read()
+        except Exception:
+            logger.debug("the layout cannot be read yet", exc_info=True)
 
     def prepare(
         self,

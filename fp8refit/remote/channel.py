@@ -132,13 +132,14 @@ class AskedRanks:
         return await self._hear(self.channel.call(request.encode(), timeout_s=timeout_s), request)
 
     async def begin(self, order: messages.Order, *, num_votes: int = 1) -> Awaitable[Sequence[Reply]] | None:
-        """Send an order, with the one that is held back, and return an awaitable for the replies; None, with nothing sent, if
-        the engine only supports `call`.
+        """Send an order, and return an awaitable for the replies; None, with nothing sent, if the engine only supports `call`.
+
+        An order to write is sent with the one that is held back; any other order drops it.
         """
         self._check_is_there()
         held, self._held = self._held, None
         request, timeout_s = Request(id=uuid.uuid4().hex, order=order), self._timeout_s(order, num_votes)
-        if held is not None:
+        if held is not None and isinstance(order, messages.Stream | messages.Write | messages.Take):
             assert self.pairs is not None, "something was held"
             timeouts_s = self._timeout_s(held.order), timeout_s
             pair = await self._reach(self.pairs.begin_pair(held.encode(), request.encode(), timeouts_s=timeouts_s))

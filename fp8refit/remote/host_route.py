@@ -86,7 +86,14 @@ class HostRoute:
 
     async def _prepare(self, source: Source, kv: KvOrder | None, *, compares: bool) -> Offered:
         ranks, ranks.refit = self._ranks, uuid.uuid4().hex
-        offer = self._offer(source)
+        # Before the first refit ranks take seconds to read their layout. If their engine can, they do so while the policy is
+        # described here.
+        reading = None if ranks.version else await ranks.begin(messages.Do(step="read"), num_votes=NUM_VOTES)
+        try:
+            offer = self._offer(source)
+        finally:  # the next order, even one to abandon the refit, must follow the answers
+            if reading is not None:
+                await reading
         order = messages.Prepare(
             refit=ranks.refit, config=ranks.config, source=offer, kv=kv, keeps=self.keeps(), compares=compares
         )

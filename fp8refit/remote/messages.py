@@ -111,11 +111,11 @@ class Broadcast(Message):
 
 
 class Do(Message):
-    """An order without details: say who answers and in what state it is, describe the inventory, compute a digest of the
-    weights, or release everything except the engine itself.
+    """An order without details: say who answers and in what state it is, read the inventory, describe it, compute a digest of
+    the weights, or release everything except the engine itself.
     """
 
-    step: Literal["hello", "describe", "fingerprint", "close"]
+    step: Literal["hello", "read", "describe", "fingerprint", "close"]
 
 
 class Prepare(Message):

@@ -9,6 +9,7 @@ import torch
 
 from fp8refit.errors import RankFailedError
 from fp8refit.fill.fills import Prepared
+from fp8refit.live.collector import collector_paused
 from fp8refit.live.slots import TensorMeta
 from fp8refit.ranks.rank import Rank
 from fp8refit.remote import messages
@@ -52,6 +53,8 @@ class RankOrders:
         if not (isinstance(order, messages.Take) and order.refit == self._refit):
             self.receiver.recall()
         match order:
+            case messages.Do(step="read"):
+                rank.target.read_ahead()
             case messages.Do(step="describe"):
                 return {"layout": rank.target.live.layout()}
             case messages.Do(step="fingerprint"):
@@ -136,6 +139,7 @@ class RankOrders:
             self.rank.target.abandon()
             self.unmap()
 
+    @collector_paused()
     def _make_source(self, order: messages.Prepare) -> Source:
         source = order.source
         if "tensors" not in order.keeps and not isinstance(source, messages.MappedTensors):

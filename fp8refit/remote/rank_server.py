@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from fp8refit import __version__
 from fp8refit.errors import RankFailedError, RefitError
+from fp8refit.live.collector import collector_paused
 from fp8refit.ranks.rank import Rank
 from fp8refit.remote import messages
 from fp8refit.remote.messages import Reply, Request
@@ -60,6 +61,7 @@ class RankServer:
         )
 
 
+@collector_paused()
 def _read(message: str) -> Request:
     """Parse a request.
 

@@ -67,6 +67,7 @@ ORDERS = [
     messages.Calibrate(step="check_calibration", config=CONFIG, kv=KvOrder(scales={"a.k_scale": 0.5})),
     messages.Calibrate(config=CONFIG, kv=KvOrder(token_ids=((1, 2), (3,)))),
     messages.RefitStep(step="abandon", refit="r"),
+    messages.Do(step="read"),
     messages.Do(step="describe"),
     messages.Do(step="fingerprint"),
     messages.Do(step="close"),

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import os
+import threading
 import weakref
 
 import pytest
@@ -25,7 +26,9 @@ from fp8refit.errors import (
 )
 from fp8refit.fill.staging import Staging
 from fp8refit.live.slots import Refusal, ScaleFormat
+from fp8refit.ranks.live_model import LiveModel
 from fp8refit.remote.channel import GRACE_S, NUM_VOTES
+from fp8refit.remote.host_route import HostRoute
 from fp8refit.remote.messages import Packed, RefitStep
 from fp8refit.sources.source import as_source
 from fp8refit.transport.memory.bucket import Bucket
@@ -227,6 +230,70 @@ def test_a_step_is_told_to_every_rank_once(remote, cluster, tmp_path):
     remote.channel.requests.clear()
     remote.refitter.refit(cluster.make_policy(2))
     assert remote.channel.steps == ["prepare", "stream", "finish"]
+
+
+@pytest.mark.parametrize("suspends", [False, True])
+def test_ranks_read_their_layout_while_the_first_policy_is_described(suspends, cluster, monkeypatch):
+    remote, described = Remote(cluster, suspends=suspends), threading.Event()
+    read = LiveModel.read
+
+    def read_then(live):
+        assert live.inventory is not None or described.wait(10), "the policy is described after the layout is read"
+        return read(live)
+
+    def offer(route, source):
+        found = describe(route, source)
+        described.set()
+        return found
+
+    def refit(policy):
+        if suspends:
+            asyncio.run(remote.refitter.refit_async(policy))
+        else:
+            remote.refitter.refit(policy)
+
+    describe = HostRoute._offer
+    monkeypatch.setattr(LiveModel, "read", read_then)
+    monkeypatch.setattr(HostRoute, "_offer", offer)
+    refit(cluster.make_policy(1))
+    assert remote.channel.steps == ["hello", "read", "prepare", "stream", "finish"]
+    remote.channel.requests.clear()
+    refit(cluster.make_policy(2))
+    assert "read" not in remote.channel.steps
+    cluster.assert_holds(cluster.make_policy(2), version=2)
+
+
+def test_what_goes_wrong_while_ranks_read_their_layout_leaves_no_answer_behind(cluster, monkeypatch):
+    remote, offer = Remote(cluster), HostRoute._offer
+
+    def fail(route, source):
+        raise MemoryError("no memory for names")
+
+    monkeypatch.setattr(HostRoute, "_offer", fail)
+    with pytest.raises(MemoryError, match="no memory for names"):
+        remote.refitter.refit(cluster.make_policy(1))
+    assert remote.channel.steps == ["hello", "read", "abandon"]
+    monkeypatch.setattr(HostRoute, "_offer", offer)
+    remote.refitter.refit(cluster.make_policy(2))
+    cluster.assert_holds(cluster.make_policy(2), version=1)
+
+
+def test_ranks_that_are_not_ready_say_so_before_they_say_that_they_cannot_be_read(cluster, monkeypatch):
+    remote, target = Remote(cluster), cluster.ranks[1].target
+
+    def fail():
+        raise UnsupportedEngineError("the live weights are on meta")
+
+    def refuse():
+        raise EngineBusyError("the engine loads weights itself")
+
+    monkeypatch.setattr(target.live, "read", fail)
+    with pytest.raises(UnsupportedEngineError, match=r"^rank 1: the live weights are on meta"):
+        remote.refitter.refit(cluster.make_policy(1))
+    monkeypatch.setattr(target, "_check_engine", refuse)
+    with pytest.raises(EngineBusyError, match=r"^rank 1: the engine loads weights itself"):
+        remote.refitter.refit(cluster.make_policy(1))
+    assert remote.channel.steps == ["hello", *["read", "prepare", "abandon"] * 2]
 
 
 def test_a_driver_waits_longer_than_the_ranks_for_each_other(cluster):

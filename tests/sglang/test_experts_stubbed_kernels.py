@@ -39,7 +39,7 @@ def test_experts_come_stacked_or_apart_in_mappings_and_streams(kind, found):
 
 def test_experts_of_each_rank_are_what_the_public_quantizer_gives(found):
     for live, expected, noise in zip(found["refitted"]["live"], found["expected"], found["noise"]["live"], strict=True):
-        assert len(expected) in (4, 2 * 4)  # the first layer of one family is dense
+        assert len(expected) in (4, 4 * 4)  # one layer of two, as the first is dense; or all four
         assert {name: live[name] for name in expected} == expected
         assert not {noise[name] for name in expected} & set(expected.values())
 

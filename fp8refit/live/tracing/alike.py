@@ -9,7 +9,6 @@ Otherwise the layer is traced whole.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.tracing.records import Copy, Traced
-from fp8refit.live.tracing.trace import Load, storage_of, trace_loader
+from fp8refit.live.tracing.trace import Load, by_operation, storage_of, trace_loader
 
 aten = torch.ops.aten
 
@@ -132,7 +131,9 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Record a write."""
         if not _writes(func):
-            return func(*args, **(kwargs or {}))
+            return (
+                func._op(*args, **kwargs) if kwargs else func._op(*args)
+            )  # what calling `func` does, in half the time
         into = args[0]
         name = self._parameters.get(storage_of(into))
         if name is None:
@@ -154,7 +155,7 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return into
 
 
-@cache
+@by_operation
 def _writes(func: Any) -> bool:
     return bool(func._schema.is_mutable)
 
