@@ -23,6 +23,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 PRECISIONS = {Precision.BF16: "BF16", Precision.FP8: "FP8 weights", Precision.FP8_KV: "FP8 weights and KV cache"}
 
+MUCH = 1.05
+"""Runs of one case that differ by more are shown by their slowest and fastest."""
+
 Plot = Callable[[Sequence[RefitBenchResult], Path], Path]
 Result = TypeVar("Result", bound=BaseModel)
 
@@ -194,7 +197,8 @@ def render_rollouts(engine: str, results: Sequence[RolloutBenchResult]) -> str:
     tables = "\n".join(map(_render_rollout, results))
     return (
         f"### {_title(engine)}\n\n{_versions(results)}. New tokens per second over all sequences, prefill included; in "
-        "brackets the ratio to BF16. Every engine gets the same share of the GPU for weights and KV cache.\n\n"
+        "brackets the ratio to BF16; in square ones the slowest and the fastest run, where they differ by more than 5 %. Every "
+        "engine gets the same share of the GPU for weights and KV cache.\n\n"
         f"{tables}"
     )
 
@@ -232,9 +236,9 @@ ADVICE = """
   for fp32.
 
 Weights and prompts are random. FlashInfer was not installed; where it is, vLLM multiplies few tokens with a kernel of its own.
-Not measured: the empty cells, answers beyond 4096 tokens, 64 or 256 prompts of 16 384 tokens, and Qwen3-30B-A3B at 16 sequences
-with vLLM's defaults, whose cases ran once. In 64 x 512 + 4096, some prompts were in the prefix cache from the case before; that
-is worth at most 2 % of its time.
+Not measured: answers beyond 4096 tokens, 64 or 256 prompts of 16 384 tokens, and long prompts or answers with Qwen3-30B-A3B and
+vLLM's defaults. In 64 x 512 + 4096, some prompts were in the prefix cache from the case before; that is worth at most 2 % of
+its time.
 
 The last table has the linear layers of one decoder layer, in microseconds: each kernel alone, in a CUDA graph, with weights
 that are in no cache. Quantizing the activations adds to the product's time, unless torch.compile fuses it with the kernel
@@ -280,9 +284,11 @@ def _rollout_rows(result: RolloutBenchResult, precisions: Sequence[Precision]) -
 def _rate(timing: RolloutTiming | None) -> str:
     if timing is None:
         return ""
-    against = timing.against_bf16
+    against, rate = timing.against_bf16, timing.tokens_per_s
     is_base = timing.precision is Precision.BF16 or against is None
-    return _thousands(timing.tokens_per_s.median) + ("" if is_base else f" ({against:.2f} x)")
+    ratio = "" if is_base else f" ({against:.2f} x)"
+    spread = f" [{_thousands(rate.min)} to {_thousands(rate.max)}]" if rate.max > MUCH * rate.min else ""
+    return _thousands(rate.median) + ratio + spread
 
 
 def figures(measured: Measured) -> dict[str, tuple[Plot, list[RefitBenchResult]]]:

@@ -36,7 +36,7 @@ SPARSE = RESULTS / "streams_vllm_qwen3-30b-a3b_h200.json"
 VLLMS_RELOAD, RELOAD_WEIGHTS = "vLLM's own reload", "vLLM's reload_weights"
 STREAMS = "streams_*_h200.json"
 DROP_INS = "drop_in_*_h200.json"
-INTERLEAVED = "interleaved_*_h200.json"
+INTERLEAVED = "interleaved_*.json"
 BUILD_PLACES = {
     "inside": "vLLM in this process",
     "outside": "vLLM in another process",
@@ -593,15 +593,21 @@ def render_interleaved(results: list[dict[str, Any]]) -> str:
             f"{found['median_ms'][name]:.2f} ms, {found['against_the_first'][name]:.3f} x"
             for name in found["median_ms"]
         ]
-        rows.append(f"| {where} | {' | '.join(cells)} |\n")
+        rows.append(f"| {where} | {_gpus_of(found)} | {' | '.join(cells)} |\n")
     about = next(iter(results[0]["about"].values()))
     return (
-        f"One {about['gpu']}, {about['shape']} shape, engines of three builds side by side, refitted in turn; medians. "
+        f"{about['shape']} shape, engines of three builds side by side, refitted in turn; medians. "
         "*Before* is the last build that guessed names, *traced* the first that traced them, *after* version 0.2.0.\n\n"
-        f"| | {' | '.join({'house': 'traced'}.get(name, name) for name in results[0]['median_ms'])} |\n"
-        f"| --- |{' ---: |' * len(results[0]['median_ms'])}\n{''.join(rows)}\n"
+        f"| | GPUs | {' | '.join({'house': 'traced'}.get(name, name) for name in results[0]['median_ms'])} |\n"
+        f"| --- | --- |{' ---: |' * len(results[0]['median_ms'])}\n{''.join(rows)}\n"
         "To measure again: `python tests/gpu/run_interleaved.py --out FILE NAME=WHEEL ...`.\n"
     )
+
+
+def _gpus_of(found: dict[str, Any]) -> str:
+    """On what several builds were refitted in turn."""
+    about = next(iter(found["about"].values()))
+    return f"{about.get('num_gpus', 1)} x {about['gpu']}"
 
 
 def render_transfer(result: dict[str, Any]) -> str:
