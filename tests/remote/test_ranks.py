@@ -265,14 +265,27 @@ def test_ranks_read_their_layout_while_the_first_policy_is_described(suspends, c
 
 def test_what_goes_wrong_while_ranks_read_their_layout_leaves_no_answer_behind(cluster, monkeypatch):
     remote, offer = Remote(cluster), HostRoute._offer
+    begin, happened = remote.channel.begin, []
+
+    async def begin_and_note(message, *, timeout_s):
+        answers = await begin(message, timeout_s=timeout_s)
+
+        async def hear():
+            heard = await answers
+            happened.append("heard")
+            return heard
+
+        return hear()
 
     def fail(route, source):
         raise MemoryError("no memory for names")
 
+    remote.channel.on_request = lambda request: happened.append(request.order.step)
+    monkeypatch.setattr(remote.channel, "begin", begin_and_note)
     monkeypatch.setattr(HostRoute, "_offer", fail)
     with pytest.raises(MemoryError, match="no memory for names"):
         remote.refitter.refit(cluster.make_policy(1))
-    assert remote.channel.steps == ["hello", "read", "abandon"]
+    assert happened == ["hello", "read", "heard", "abandon"]
     monkeypatch.setattr(HostRoute, "_offer", offer)
     remote.refitter.refit(cluster.make_policy(2))
     cluster.assert_holds(cluster.make_policy(2), version=1)

@@ -131,9 +131,8 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Record a write."""
         if not _writes(func):
-            return (
-                func._op(*args, **kwargs) if kwargs else func._op(*args)
-            )  # what calling `func` does, in half the time
+            # What calling `func` does, in half the time.
+            return func._op(*args, **kwargs) if kwargs else func._op(*args)
         into = args[0]
         name = self._parameters.get(storage_of(into))
         if name is None:

@@ -92,9 +92,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Record what an operation does with known tensors."""
         if _only_views(func):
-            return (
-                func._op(*args, **kwargs) if kwargs else func._op(*args)
-            )  # what calling `func` does, in half the time
+            # What calling `func` does, in half the time.
+            return func._op(*args, **kwargs) if kwargs else func._op(*args)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is aten._local_scalar_dense.default and storage_of(args[0]) in self._origins:
             return self._number_for(args[0])
