@@ -45,7 +45,7 @@ class Section:
 LEARNING = """
 **FP8 rollouts learn as well as BF16 rollouts.** In 40 steps BF16 rises from {bf16.warm_up_reward:.2f} to {bf16.reward:.2f}, FP8
 to {fp8.reward:.2f}, and FP8 over an FP8 KV cache that is calibrated at every step to {fp8kv.reward:.2f}. The variants differ by
-less than the seeds do.
+about as much as the seeds do.
 
 **Nothing is learned from an engine that is never refitted.** Its rollouts stay at {fp8-stale.reward:.2f}, and the trainer's own
 policy ends at {fp8-stale.expected_reward:.2f}: it is pushed towards and away from tokens that it would no longer sample.
@@ -69,9 +69,9 @@ KV cache takes 0.21 s more, 9 to 2 % ([benchmarks](benchmarks.md)).
 """
 
 FP32 = """
-DeepGEMM with fp32 scales. Over the same 25 steps and three seeds k3 is 4.6e-04 with fp32 scales and 5.0e-04 with UE8M0 (means,
-each +- 0.3e-04), and 4.9e-04 by CUTLASS with fp32 scales. These runs cannot tell the three apart. The speed is the same, too
-([benchmarks](benchmarks.md)), so there is no reason to leave vLLM's default, UE8M0.
+DeepGEMM with fp32 scales. Over the same 25 steps and three seeds k3 is 4.6e-04 with fp32 scales and 5.0e-04 with UE8M0 (means
+over all steps; a seed's mean lies between 4.0e-04 and 5.7e-04). These runs cannot tell the two apart. The speed is the same,
+too ([benchmarks](benchmarks.md)), so there is no reason to leave vLLM's default, UE8M0.
 """
 
 DENSITY = """
@@ -79,7 +79,7 @@ One optimizer step a rollout: AdamW, clipped gradients, fp32 master weights. The
 slower than the learning rate. At 1e-6 one BF16 value in 70 changes, and one FP8 code in 800; at 1e-4 it is more than a third
 and one in 20. An FP8 code spans 16 BF16 values, so it changes about a tenth as often. fp32 scales change when the greatest
 value of their block does. No UE8M0 scale changed in any of these 150 steps. The first step after the warm-up changes two to
-three times as much as later ones do, because Adam starts from nothing.
+three times as many BF16 values as later ones do, and 3 to 3.5 times as many FP8 codes, because Adam starts from nothing.
 """
 
 CPU = """

@@ -56,7 +56,7 @@ def render() -> dict[str, dict[str, str]]:
     broadcasts, servers = _read_all(BROADCASTS), _read_all(SERVERS)
     drop_in, sparse = json.loads(DROP_IN.read_text()), json.loads(SPARSE.read_text())
     return {
-        "README.md": {"highlights": render_highlights(single, layouts, sglang, broadcasts, servers, drop_in, sparse)},
+        "README.md": {"highlights": render_highlights(single, sglang, broadcasts, servers, drop_in, sparse)},
         "docs/measured.md": {
             "single": render_one(single),
             "layouts": render_layouts(layouts),
@@ -82,7 +82,6 @@ def render() -> dict[str, dict[str, str]]:
 
 def render_highlights(
     single: dict[str, Any],
-    layouts: list[dict[str, Any]],
     sglang: dict[str, Any],
     broadcasts: list[dict[str, Any]],
     servers: list[dict[str, Any]],
@@ -92,16 +91,14 @@ def render_highlights(
     """The README's rows: what a refit takes in each setting, and what it is compared with."""
     transfer, updates = drop_in["ways"]["trl"]["median_ms"], sparse["places"]["inside"]["ms"]
     vllm, theirs = single["against_reload_weights"], sglang["against_update_weights_from_tensor"]
-    remote = _of_layout(layouts, "tensor_parallel")["1"]["fifty_refits"]["wall_ms_median"]
     sent = next(found["seconds"] for found in broadcasts if "to 1 vLLM engine(s) of 1 rank(s)" in found["what"])
     served = next(found["keep"] for found in servers if "vllm server" in found["what"])
     rows = [
         (
-            "vLLM in the trainer's process",
+            "vLLM in the trainer's process, its flush left out",
             vllm["ours_plan_fill_verify_ms_median"],
             f"vLLM's `reload_weights`: {vllm['reload_weights_ms_median']:.0f} ms",
         ),
-        ("vLLM in another process", remote, "BF16 weights on the same GPU"),
         (
             "SGLang",
             theirs["ours_wall_ms_median"],
@@ -125,12 +122,12 @@ def render_highlights(
         ),
     ]
     compared = [single["equal_to_fresh_boot"], sglang["equal_to_fresh_boot"]]
-    compared.append(_of_layout(layouts, "tensor_parallel")["1"]["equal_to_fresh_boot"])
     equals = "equals" if all(map(is_equal, compared)) else "does NOT equal"
     table = "".join(f"| {what} | **{ms:.1f} ms** | {beside} |\n" for what, ms, beside in rows)
     return (
-        f"Qwen3-8B shape, {single['gpu']}, medians. In the first three rows, the refitted engine {equals} a freshly "
-        "booted one in bytes and tokens. The first five are from earlier builds.\n\n"
+        f"Qwen3-8B shape, {single['gpu']}, medians. In the first two rows, the refitted engine {equals} a freshly "
+        "booted one in bytes and tokens. Figures are those of the build that was measured; "
+        "[later builds](docs/speed.md#later-builds) took turns with earlier ones.\n\n"
         f"| | refit | compared with |\n| --- | ---: | --- |\n"
         f"{table}"
     )
@@ -593,13 +590,16 @@ def render_interleaved(results: list[dict[str, Any]]) -> str:
             f"{found['median_ms'][name]:.2f} ms, {found['against_the_first'][name]:.3f} x"
             for name in found["median_ms"]
         ]
-        rows.append(f"| {where} | {_gpus_of(found)} | {' | '.join(cells)} |\n")
+        medians = found["median_ms"]
+        rows.append(
+            f"| {where} | {_gpus_of(found)} | {' | '.join(cells)} | {medians['after'] / medians['house']:.3f} x |\n"
+        )
     about = next(iter(results[0]["about"].values()))
     return (
         f"{about['shape']} shape, engines of three builds side by side, refitted in turn; medians. "
         "*Before* is the last build that guessed names, *traced* the first that traced them, *after* version 0.2.0.\n\n"
-        f"| | GPUs | {' | '.join({'house': 'traced'}.get(name, name) for name in results[0]['median_ms'])} |\n"
-        f"| --- | --- |{' ---: |' * len(results[0]['median_ms'])}\n{''.join(rows)}\n"
+        f"| | GPUs | {' | '.join({'house': 'traced'}.get(name, name) for name in results[0]['median_ms'])} | after / traced |\n"
+        f"| --- | --- |{' ---: |' * len(results[0]['median_ms'])} ---: |\n{''.join(rows)}\n"
         "To measure again: `python tests/gpu/run_interleaved.py --out FILE NAME=WHEEL ...`.\n"
     )
 

@@ -451,6 +451,7 @@ def open_log(folder: Path) -> Callable[[dict], None]:
     def log(record: dict) -> None:
         for name, value in record.items():
             writer.add_scalar(name, value, record["step"])
+        writer.flush()  # it may be looked at now, and this process may be stopped
 
     return log
 

@@ -221,3 +221,20 @@ def test_results_are_summed_up_over_seeds_and_drawn(grpo, tmp_path):
     assert "0.200 -> 1.450 (0.950 to 1.950)" in grpo_results.describe([row])
     grpo_results.draw(results, tmp_path)
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in grpo_results.PANELS)
+
+
+def test_a_record_can_be_watched_as_soon_as_it_is_written(grpo, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = grpo.open_log(tmp_path)
+    for step in (1, 2):
+        log({"step": step, "reward": step / 4, "k3": 1e-4})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["scalars"]) == {"step", "reward", "k3"}
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_nothing_is_logged_without_tensorboard(grpo, tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo, "find_spec", lambda name: None)
+    grpo.open_log(tmp_path)({"step": 1, "reward": 1.0})
+    assert list(tmp_path.iterdir()) == []

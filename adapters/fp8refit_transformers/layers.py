@@ -1,8 +1,7 @@
-"""Tells what a checkpoint holds of many similar layers from two of them: transformers converts one tensor after another.
+"""Derives what a checkpoint holds for many similar layers from two of them, because transformers converts tensors one by one.
 
-Names, shapes and places are told, on the grounds that a conversion depends on a tensor's name and shape, not on which layer it
-is in. If a model saved one layer differently, its loader would raise for a name, or leave a parameter unfilled, and the engine
-would be refused.
+This assumes that a conversion depends on a tensor's name and shape, not on which layer it is in. If a model saves one layer
+differently, its loader raises for a name or leaves a parameter unfilled. Then the engine is refused, and nothing is written.
 """
 
 import re
@@ -42,7 +41,7 @@ def save_alike(
         key: See `save`.
 
     Returns:
-        None if no layer can be left out, or if it cannot be told from two layers how others are saved.
+        None if no layer can be left out, or if two layers do not show how others are saved.
     """
     kinds: dict[object, dict[int, str]] = {}
     kept: set[tuple[str, int]] = set()
@@ -79,7 +78,7 @@ def save_alike(
 
 
 def _in_order(saved: Sequence[Saved], num_told: int, names: Iterable[str], key: Callable[[str], Any]) -> list[Saved]:
-    """Put what was told after the first `num_told` tensors where `save` would have put it: some loaders go by order."""
+    """Sort the tensors as `save` would have, because some loaders depend on the order. The first `num_told` are from `save`."""
     places = {name: place for place, name in enumerate(names)}
 
     def place_of(each: Saved) -> int:

@@ -67,9 +67,10 @@ def plain_config(model: str, config: Any, overrides: Any, **options: Any) -> Any
 def namings_of(config: Any) -> Iterator[Naming]:
     """What checkpoints of the model that `config` describes hold; nothing if transformers does not know its class.
 
-    First the names under which transformers saves a model that it made, told from two layers of each kind; the others are
-    for loaders that raise for these. Then, if they differ, those told from every layer, and the names under which transformers
-    saves a model from a published checkpoint, with prefixes that it removes on loading, such as a tower's `vision_model`.
+    First the names under which transformers saves a model that it made, derived from two layers of each kind. The others are
+    for loaders that raise for these, and come only if they differ: names derived from every layer, and those under which
+    transformers saves a model from a published checkpoint, with prefixes that it removes on loading, such as a tower's
+    `vision_model`.
 
     Args:
         config: A Hugging Face config.

@@ -1,7 +1,7 @@
 """Refits by several builds of fp8refit, in turn, on one GPU: has a commit made them slower? Writes JSON.
 
-    pip wheel . --no-deps -w before/                  # of each commit, in folders of their own
-    python tests/gpu/run_interleaved.py --out FILE before=before/fp8refit-0.1.0-py3-none-any.whl after=after/fp8refit-...whl
+    pip wheel . --no-deps -w COMMIT/        # each in a folder named after its commit, so that the result says what ran
+    python tests/gpu/run_interleaved.py --out FILE before=COMMIT/fp8refit-0.1.0-py3-none-any.whl after=COMMIT/fp8refit-...whl
     ... --place outside                               # vLLM's engine in a process of its own
     ... --place server                                # behind vLLM's HTTP server
     ... --place broadcast                             # outside, and policies come by NCCL, from the second GPU if there is one

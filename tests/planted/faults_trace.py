@@ -196,6 +196,22 @@ FAULTS = [
         found_by="tests/live/test_collector.py",
     ),
     Fault(
+        name="a twin leaves the default dtype of its model behind",
+        path="adapters/fp8refit_sglang/twin.py",
+        before="        torch.set_default_dtype(dtype)\n",
+        after="",
+        found_by="tests/sglang/test_zoo_stubbed_kernels.py -k Apertus",
+        session="sglang",
+    ),
+    Fault(
+        name="a twin leaves rotary embeddings on the meta device to the models that share them",
+        path="adapters/fp8refit_sglang/twin.py",
+        before="        factory._ROPE_DICT.clear()\n        factory._ROPE_DICT.update(known)\n",
+        after="",
+        found_by="tests/sglang/test_zoo_stubbed_kernels.py -k Apertus",
+        session="sglang",
+    ),
+    Fault(
         name="what no rank reads is not missed where there are several",
         path="fp8refit/live/tracing/reads.py",
         before="        if len(parts) <= len(others) or is_not_a_weight(name):",

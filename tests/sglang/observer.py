@@ -6,6 +6,7 @@ SGLang's RPC gives no values back and tells of the first rank's errors only, so 
 import gc
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -101,6 +102,26 @@ def hidden(scheduler) -> list[str]:
     return [name for name in vars(scheduler) if callable(getattr(type(scheduler), name, None))]
 
 
+def process_state(scheduler) -> dict:
+    """What a twin might leave in this process: hooks, shared rotary embeddings, other parameters, settings."""
+    from sglang.srt.layers.rotary_embedding import factory
+
+    model, config = _model(scheduler), scheduler.tp_worker.model_runner.model_config
+    modules = dict(model.named_modules())
+    return {
+        "hooks": {name: [len(each._forward_hooks), len(each._forward_pre_hooks)] for name, each in modules.items()},
+        "rotary": {str(key): id(module) for key, module in factory._ROPE_DICT.items()},
+        "parameters": {name: [id(tensor), tensor._version] for name, tensor in model.named_parameters()},
+        "configs": [
+            str(config.hf_config),
+            str(vars(getattr(model, "quant_config", None) or object)),
+            str(config.dtype),
+        ],
+        "defaults": [str(torch.get_default_dtype()), str(torch.get_default_device())],
+        "environment": dict(os.environ),
+    }
+
+
 def tensor_bytes(scheduler=None) -> int:
     """Bytes of all storage that a tensor in this process refers to."""
     gc.collect()
@@ -140,5 +161,6 @@ OBSERVATIONS = {
     "cache_bytes": cache_bytes,
     "flush_cache": flush_cache,
     "hidden": hidden,
+    "process_state": process_state,
     "tensor_bytes": tensor_bytes,
 }

@@ -58,6 +58,7 @@ def test_a_refit_equals_a_fresh_boot(architecture, run_engine):
     found = run_engine("zoo", architecture=architecture, speaks=speaks)
     assert outcome_of(found, speaks=speaks)["outcome"] == (EQUAL if speaks else SILENT)
     assert ("no_checkpoint" in found) == (architecture in NO_CHECKPOINT)
+    assert found["twin_changed"] == []
 
 
 @pytest.mark.skipif(not ASKED, reason="takes half an hour; FP8REFIT_ZOO asks for it")

@@ -31,11 +31,18 @@ def run_zoo(architecture: str, work: Path, *, speaks: bool) -> dict:
     policies = zoo_vision.policies_of(architecture, folder / "bf16")
     engine = boot(folder / "bf16", **NOISE, **OPTIONS)
     refitter = Refitter(engine, keep=policies.keep)
+    before = look(engine, "process_state")
     layout = refitter.layout()
+    changed = [
+        name
+        for old, new in zip(before, look(engine, "process_state"), strict=True)
+        for name in old
+        if old[name] != new[name]
+    ]
     if layout.refusals:
         engine.shutdown()
         return {"error": f"cannot be refitted: {layout.refusals[0]}"}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"twin_changed": changed}
     try:
         refitter.refit(policies.first)
     except InvalidSourceError as error:  # SGLang would drop tensors of this checkpoint
