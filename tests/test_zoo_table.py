@@ -2,7 +2,18 @@
 
 import pytest
 
-from tests.zoo_table import NOT_BOOTED, REFUSED, outcome_of, shortened
+from tests.zoo_table import (
+    BACKEND,
+    NOT_BOOTED,
+    REFUSED,
+    TABLE,
+    WRONG,
+    classes_of,
+    outcome_of,
+    outcomes_of,
+    render,
+    shortened,
+)
 
 REASONS = {
     "no kernel": (
@@ -42,3 +53,21 @@ def test_what_fp8refit_says_is_a_refusal_and_what_the_engine_says_is_not():
     assert outcome_of({"error": REASONS["ours"][0]}, speaks=True)["outcome"] == REFUSED
     assert outcome_of({"error": REASONS["a refusal"][0]}, speaks=True)["outcome"] == REFUSED
     assert outcome_of({"error": REASONS["no kernel"][0]}, speaks=True)["outcome"] == NOT_BOOTED
+
+
+@pytest.mark.parametrize(("engine", "at_least"), [("vLLM", 60), ("SGLang", 30)])
+def test_enough_model_classes_of_each_engine_equal_a_fresh_boot(engine, at_least):
+    assert len(classes_of(engine)) >= at_least
+    assert WRONG not in outcomes_of(engine)
+
+
+def test_models_that_share_a_class_count_once(monkeypatch):
+    lines = {"A": BACKEND, "B": BACKEND, "C": "llama.Llama", "D": "bert.Bert"}
+    models = {name: {"outcome": "equal", "class": noted} for name, noted in lines.items()}
+    models |= {"D": models["D"] | {"outcome": REFUSED}, "E": {"outcome": "equal, without a forward"}}
+    monkeypatch.setattr("tests.zoo_table._walk_of", lambda engine: {"models": models})
+    assert classes_of("vLLM") == {BACKEND, "llama.Llama", "E"}
+
+
+def test_the_page_is_what_was_noted():
+    assert TABLE.read_text() == render(), "run: python -m tests.zoo_table"

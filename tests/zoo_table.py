@@ -14,6 +14,8 @@ EQUAL, SILENT, REFUSED, NOT_BOOTED = "equal", "equal, without a forward", "refus
 WRONG = "refitted wrongly"
 NOT_WALKED = "not walked yet"
 IN_BF16 = "to a boot from the BF16 checkpoint, quantized afterwards"
+BACKEND = "the Transformers backend"
+"""An engine's class for models that it has none of its own for."""
 OUTCOMES = (EQUAL, SILENT, WRONG, REFUSED, NOT_BOOTED, NOT_WALKED)
 _HEAD = """# Which models refit
 
@@ -117,6 +119,12 @@ def outcomes_of(engine: str) -> list[str]:
     return [model["outcome"] for model in _walk_of(engine)["models"].values()]
 
 
+def classes_of(engine: str) -> set[str]:
+    """The engine's model classes that equal a fresh boot. Models whose `class` was noted may share one."""
+    models = _walk_of(engine)["models"].items()
+    return {model.get("class", name) for name, model in models if model["outcome"] in (EQUAL, SILENT)}
+
+
 def _file_of(engine: str) -> Path:
     return DOCS / f"zoo_{engine.lower()}.json"
 
@@ -138,7 +146,11 @@ def render() -> str:
     for walk in found:
         outcomes = [model["outcome"] for model in walk["models"].values()]
         counts = "; ".join(f"{outcomes.count(kind)} {kind}" for kind in OUTCOMES if kind in outcomes)
-        lines += [f"{walk['engine']} {walk['version']}: {counts}.", ""]
+        num_classes = len(classes_of(walk["engine"]))
+        lines += [
+            f"{walk['engine']} {walk['version']}: {counts}. The equal ones belong to {num_classes} model classes.",
+            "",
+        ]
     names = sorted({name for walk in found for name in walk["models"]})
     lines += [f"| model | {' | '.join(walk['engine'] for walk in found)} |", f"| --- |{' --- |' * len(found)}"]
     lines += [f"| {name} | {' | '.join(_cell(walk['models'].get(name)) for walk in found)} |" for name in names]

