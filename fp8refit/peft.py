@@ -118,7 +118,7 @@ class Merged:
             yield from batch
 
     def recipes(self, max_bytes: int) -> Iterator[Piece | Recipe]:
-        """See `fp8refit.sources.row_runs.MakesPieces`."""
+        """Yield every weight as a piece, or, if adapters are merged into it, as a recipe for one."""
         for weight in self._weights:
             value, adapters = weight.value, weight.adapters
             if adapters:

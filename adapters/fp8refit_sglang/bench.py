@@ -61,7 +61,7 @@ class SglangBench:
             monkey_patch_torch_reductions()
 
     def close(self) -> None:
-        """See `fp8refit.bench.engine.BenchEngine`."""
+        """Stop the engine and everything it started."""
         self.candidate.shutdown()
 
     def _update(self, policy: Mapping[str, Tensor], bucket_bytes: int) -> None:

@@ -58,7 +58,7 @@ class SglangEngine(DelegatingEngine):
 
     @classmethod
     def boot(cls, model: str) -> Any:
-        """See `fp8refit.driver.engine.Engine`. A checkpoint that is not FP8 is booted as if it were block FP8."""
+        """Boot an engine from a checkpoint. One that is not FP8 is booted as if it were block FP8."""
         with VERSIONS.importing():
             import sglang
             from transformers import AutoConfig

@@ -214,7 +214,7 @@ class LivePrefill:
         self.max_tokens = scheduler.max_tokens
 
     def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
-        """See `fp8refit.live.slots.Prefill`."""
+        """Run one pass over `sequences`, each (L,) int64 on the engine's device, and remove all hooks."""
         decoder = decoder_of(self._scheduler.model)
         assert decoder is not None, "checked"
         token_ids, lengths = torch.cat(list(sequences)), [len(sequence) for sequence in sequences]

@@ -44,12 +44,12 @@ class SglangRollout:
         self.num_kv_tokens = int(self.candidate.get_server_info()["max_total_num_tokens"])
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """See `fp8refit.bench.rollout_engine.RolloutEngine`."""
+        """Continue every prompt by `num_tokens` sampled tokens, ignoring end of text."""
         sampling = {"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True}
         self.candidate.generate(input_ids=[list(ids) for ids in prompts], sampling_params=sampling)
 
     def close(self) -> None:
-        """See `fp8refit.bench.rollout_engine.RolloutEngine`."""
+        """Stop the engine and everything it started."""
         self.candidate.shutdown()
 
 

@@ -64,7 +64,7 @@ class OrderMiddleware:
         self._handler: OrderHandler | None = None
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """See ASGI."""
+        """Take an order, or pass the request on to SGLang."""
         if not _is_order(scope):
             await self._app(scope, receive, send)
             return

@@ -34,7 +34,7 @@ class TransformersBench:
         )
 
     def close(self) -> None:
-        """See `fp8refit.bench.engine.BenchEngine`."""
+        """Stop the engine and everything it started."""
         del self.candidate
 
     @torch.inference_mode()

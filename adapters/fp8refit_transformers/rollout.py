@@ -22,7 +22,7 @@ class TransformersRollout:
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """See `fp8refit.bench.rollout_engine.RolloutEngine`."""
+        """Continue every prompt by `num_tokens` sampled tokens, ignoring end of text."""
         ids = torch.tensor(prompts, device=self._device)
         network = self.candidate
         network.generate(  # type: ignore[operator]
@@ -34,7 +34,7 @@ class TransformersRollout:
         )
 
     def close(self) -> None:
-        """See `fp8refit.bench.rollout_engine.RolloutEngine`."""
+        """Stop the engine and everything it started."""
         del self.candidate
 
 

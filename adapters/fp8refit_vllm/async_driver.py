@@ -184,7 +184,7 @@ class AsyncDriver(Driver, Channel, Pairs):
             raise error_of(error) from error
 
     async def _answer(self, call: Awaitable[T], timeout_s: float) -> T:
-        """See `fp8refit_vllm.core_compat.until_answered`."""
+        """Await a call, unless it takes too long or the engine core dies: vLLM never answers a call whose core has died."""
         answer = asyncio.ensure_future(call)
         try:
             for wait_s in until_answered(answer.done, timeout_s, lambda: bool(self._llm.errored)):

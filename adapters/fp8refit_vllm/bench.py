@@ -85,11 +85,11 @@ class VllmBench:
 
     @property
     def strategies(self) -> Sequence[Strategy]:
-        """See `fp8refit.bench.engine.BenchEngine`."""
+        """The engine's own ways to load weights."""
         return self._strategies
 
     def close(self) -> None:
-        """See `fp8refit.bench.engine.BenchEngine`."""
+        """Stop the engine and everything it started."""
         self.candidate.llm_engine.engine_core.shutdown()
         self._inventory = Inventory(slots=())
         del self.candidate

@@ -47,7 +47,7 @@ class VllmEngine(DelegatingEngine):
 
     @classmethod
     def boot(cls, model: str) -> Any:
-        """See `fp8refit.driver.engine.Engine`. vLLM quantizes a checkpoint that is not FP8."""
+        """Boot an engine from a checkpoint. vLLM quantizes one that is not FP8."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         with VERSIONS.importing():
             from transformers import AutoConfig

@@ -149,7 +149,7 @@ class LivePrefill:
         self.max_tokens = int(config.scheduler_config.max_num_batched_tokens)
 
     def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
-        """See `fp8refit.live.slots.Prefill`."""
+        """Run one pass over `sequences`, each (L,) int64 on the engine's device, and remove all hooks."""
         packed = PackedSequences([len(sequence) for sequence in sequences], self._device)
         token_ids = torch.cat(list(sequences))
         layers = [(layer.module, layer.heads()) for layer in self._layers]

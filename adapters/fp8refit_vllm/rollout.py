@@ -42,14 +42,14 @@ class VllmRollout:
         self.num_kv_tokens = cache.num_gpu_blocks * cache.block_size
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """See `fp8refit.bench.rollout_engine.RolloutEngine`."""
+        """Continue every prompt by `num_tokens` sampled tokens, ignoring end of text."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=num_tokens, temperature=1.0, ignore_eos=True, detokenize=False)
         self.candidate.generate([{"prompt_token_ids": list(ids)} for ids in prompts], sampling, use_tqdm=False)
 
     def close(self) -> None:
-        """See `fp8refit.bench.rollout_engine.RolloutEngine`."""
+        """Stop the engine and everything it started."""
         self.candidate.llm_engine.engine_core.shutdown()
         del self.candidate
         gc.collect()

@@ -40,7 +40,7 @@ class RefitEndpoint:
         self._refused_because: RefitError = RankFailedError("the server is not ready yet; refit later")
 
     def attach_router(self, app: Any) -> None:
-        """See vLLM's `EndpointPlugin`.
+        """Add the route for orders to vLLM's server.
 
         Raises:
             UnsupportedEngineError: `FP8REFIT_TOKEN` is too short. The server does not start.
@@ -60,7 +60,7 @@ class RefitEndpoint:
         app.add_api_route(_ROUTE, take_order, methods=["POST"], include_in_schema=False)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """See vLLM's `EndpointPlugin`."""
+        """Open the route once the engine is there."""
         self._door = Door(token=self._token, api_keys=api_keys(args))
         try:
             check_server(engine_client)

@@ -57,7 +57,7 @@ class RefitTrainer(TrainerWeightTransferEngine):  # two type parameters in 0.26,
     def trainer_init(
         cls, init_info: RefitTrainerInitInfo, *, client: Client, source: Any = None, config: object = None
     ) -> Self:
-        """See vLLM.
+        """Join the engine whose weights `client` reaches, as vLLM's trainers do.
 
         Args:
             init_info: This rank's options.
@@ -109,7 +109,7 @@ class RefitTrainer(TrainerWeightTransferEngine):  # two type parameters in 0.26,
             return self._session.send(weights, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
 
     def fingerprints(self) -> list[str]:
-        """See `Refitter.fingerprints`."""
+        """Return a digest of each rank's live weights; empty where this process does not send."""
         return self._session.fingerprints() if self._session is not None else []
 
     def shutdown(self) -> None:

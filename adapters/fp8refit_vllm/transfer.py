@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from typing_extensions import override
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -32,14 +33,14 @@ class RefitInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class RefitUpdateInfo(WeightTransferUpdateInfo):
-    """See `RefitInitInfo`."""
+    """The unchecked message of an update."""
 
     asked: dict[str, Any]
 
 
 class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
-    """Implements vLLM's `WeightTransferEngine`; `fp8refit_vllm.trainer.RefitTrainer` drives it. See vLLM for its
-    methods.
+    """Implements vLLM's `WeightTransferEngine`; `fp8refit_vllm.trainer.RefitTrainer` drives it. Messages are
+    validated by `TransferRank`, which also synchronizes where needed.
 
     Raises:
         UnsupportedEngineError: It was not created by a vLLM worker.
@@ -56,36 +57,36 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
             raise UnsupportedEngineError("this version of vLLM does not create weight-transfer engines in its workers")
         self._rank = TransferRank(worker, partial(serve, worker), partial(check_layout, vllm_config))
 
+    @override
     def parse_init_info(self, init_dict: dict[str, Any]) -> RefitInitInfo:
-        """See vLLM. Raises nothing."""
         return RefitInitInfo(init_dict)
 
+    @override
     def parse_update_info(self, update_dict: dict[str, Any]) -> RefitUpdateInfo:
-        """See vLLM. Raises nothing."""
         return RefitUpdateInfo(update_dict)
 
+    @override
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
-        """See `TransferRank.invite`."""
         self._rank.invite(init_info.asked)
 
+    @override
     def start_weight_update(self) -> None:
-        """See `TransferRank.begin`."""
         self._rank.begin()
 
+    @override
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `TransferRank.receive`, which synchronizes with the device where needed."""
         self.receive_weights(self.parse_update_info(update_info))
 
+    @override
     def receive_weights(self, update_info: RefitUpdateInfo) -> None:
-        """See `TransferRank.receive`."""
         self._rank.receive(update_info.asked)
 
+    @override
     def finish_weight_update(self) -> None:
-        """See `TransferRank.finish`."""
         self._rank.finish()
 
+    @override
     def shutdown(self) -> None:
-        """See `TransferRank.close`."""
         self._rank.close()
 
     @staticmethod

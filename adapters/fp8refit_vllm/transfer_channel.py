@@ -28,19 +28,19 @@ class Client(Protocol):
     """vLLM's `VLLMWeightSyncClient`."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """See vLLM."""
+        """Pass the trainer's first message to every rank."""
         ...
 
     def start_weight_update(self) -> None:
-        """See vLLM."""
+        """Begin an update."""
         ...
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See vLLM."""
+        """Pass a message of the update to every rank."""
         ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See vLLM; `weight_version` exists since 0.32."""
+        """End the update. `weight_version` exists since vLLM 0.32."""
         ...
 
 

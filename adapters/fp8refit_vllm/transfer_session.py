@@ -74,7 +74,7 @@ class TransferSession:
             return self._refitter.refit(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
 
     def fingerprints(self) -> list[str]:
-        """See `Refitter.fingerprints`."""
+        """Return a digest of each rank's live weights, in an update of its own."""
         with self._update():
             return self._refitter.fingerprints()
 

@@ -62,7 +62,7 @@ class WorkerExtension:
     """For `worker_extension_cls`."""
 
     def fp8refit_extension_call(self, message: str) -> str:
-        """See `serve`."""
+        """Answer one message of a driver. Never raises."""
         return serve(self, message)
 
 

@@ -122,7 +122,7 @@ class Broadcaster(Closing):
             )
 
     def fingerprints(self) -> list[str]:
-        """See `Refitter.fingerprints`: for every rank of every engine, engine by engine."""
+        """Return a digest of the live weights of every rank of every engine, engine by engine."""
         return self._refitter.fingerprints() if self._refitter is not None else []
 
     @override

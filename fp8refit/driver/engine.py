@@ -94,5 +94,5 @@ class DelegatingEngine:
 
     @property
     def is_asynchronous(self) -> bool:
-        """See `Driver`. Not constant: the driver of a server joins a running event loop if there is one."""
+        """Whether it needs an event loop. Not constant: the driver of a server joins a running event loop if there is one."""
         return self._driver.is_asynchronous

@@ -96,7 +96,7 @@ class HostedEngine(ServerDriver, Engine):
 
 
 class _Asked(Connection):
-    """See `HostedEngine`."""
+    """Delivers messages by calling the user's function."""
 
     asking_s: ClassVar[float] = RefitConfig().timeout_s
     """An actor handles one call at a time, and may be busy with a rollout."""
@@ -118,7 +118,7 @@ class _Asked(Connection):
 
 
 class _HostControls(DelegatingEngine, Pairs):
-    """See `fp8refit.remote.servers.order_handler.Controls`."""
+    """What a driver elsewhere may do with the engine in this process."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, engine.ranks)

@@ -69,7 +69,7 @@ def update(
 
 
 class Update(AbstractContextManager["Update"]):
-    """See `update`.
+    """One refit whose tensors are handed over one after another; `update` begins it.
 
     Attributes:
         report: What was written; set when the block ends.

@@ -85,12 +85,12 @@ class EngineLayout(BaseModel):
     stacked: tuple[Stacked, ...] = ()
     """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
     written_as: dict[str, tuple[str, ...]] = {}
-    """See `Inventory`."""
+    """Names under which a weight with block scales is written; see `Inventory.written_as`."""
     refusals: tuple[str, ...]
     kv: KvLayout | None = None
     """None if the engine has no KV cache that fp8refit knows."""
     rounds_once: bool = False
-    """See `Inventory`."""
+    """Whether norms and rotary embeddings compute in float32 and round once."""
 
     @classmethod
     def of(cls, inventory: Inventory, *, engine: str, versions: dict[str, str], device: str) -> "EngineLayout":

@@ -248,7 +248,7 @@ class Target:
         return version
 
     def holds(self, name: str, tensor: Tensor) -> bool:
-        """See `LiveModel.holds`. Tensors of the current write count."""
+        """Whether the live weights, the current write's among them, equal this rank's part of a tensor. Synchronizes."""
         if self._write is not None:
             with self.live.on_device(), torch.inference_mode():
                 self._write.prepared.flush()

@@ -96,7 +96,7 @@ class RemoteRanks(Ranks):
 
     @override
     async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
-        """See `Ranks.verify`. Works over the host route only: ranks on other hosts cannot be compared.
+        """Compare over the host route, which is the only one that can.
 
         Raises:
             UnsupportedEngineError: The transport is a broadcast.

@@ -37,7 +37,7 @@ class ReferenceTable(WorkTable):
 
     @classmethod
     def joined(cls, tables: Sequence[WorkTable]) -> "ReferenceTable":
-        """See `join_tables`."""
+        """Join tables of one device into one with the places of all, in order."""
         whole = cls([])
         for table in tables:
             assert isinstance(table, ReferenceTable), "all on one device"

@@ -20,7 +20,7 @@ _NUM_WARPS = 4
 
 
 def raise_maxima_triton(bits: Tensor, first_place: int, tensors: Sequence[Tensor | None]) -> None:
-    """See `fp8refit.fill.kernels.amax.raise_maxima_reference`."""
+    """Raise the maxima from `first_place` on to those of `tensors`, in few launches."""
     for start in range(0, len(tensors), _TENSORS_A_LAUNCH):
         _launch(bits, first_place + start, tensors[start : start + _TENSORS_A_LAUNCH])
 

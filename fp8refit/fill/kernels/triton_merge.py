@@ -34,7 +34,7 @@ _Kind: TypeAlias = tuple[torch.device, torch.dtype, ProductKind]
 
 
 def add_product_triton(weight: Tensor, up: Tensor, down: Tensor, scale: float, *, out: Tensor) -> Tensor:
-    """See `fp8refit.fill.kernels.merge.add_product`. All are of one dtype."""
+    """Compute `weight + scale * up @ down` into `out`, in one launch. All are of one dtype."""
     rows, cols, rank = *weight.shape, up.shape[1]
     num_tiles = -(-rows // _TILE_N) * -(-cols // _TILE_K)
     if not num_tiles:

@@ -32,7 +32,7 @@ _FLAGS_ALIGNMENT = 4
 
 
 class TritonTable(WorkTable):
-    """See `fp8refit.fill.kernels.table.WorkTable`."""
+    """The work table of a GPU."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class TritonTable(WorkTable):
 
     @classmethod
     def joined(cls, tables: Sequence[WorkTable]) -> "TritonTable":
-        """See `fp8refit.fill.kernels.table.join_tables`."""
+        """Join tables of one device into one with the places of all, in order."""
         parts = [table for table in tables if isinstance(table, TritonTable)]
         whole = cls.__new__(cls)
         whole._lay_out(join_rows([part._rows for part in parts]), parts[0]._device)

@@ -22,7 +22,7 @@ from fp8refit.live.tracing.trace import Load, trace_loader, trace_once
 
 Ranges: TypeAlias = tuple[Range, ...]
 Spelling: TypeAlias = tuple[str, ...]
-"""See `Inventory.written_as`."""
+"""Names under which a weight with block scales is written; see `Inventory.written_as`."""
 _STACK = re.compile(r"^(.+\.experts)\.([a-z]+(?:_[a-z]+)*)_proj$")
 """Experts and their fused projections, such as `gate_up_proj`."""
 

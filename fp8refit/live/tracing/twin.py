@@ -50,7 +50,7 @@ class Twin:
     """Initial values of tensors that the model's loader never writes: persistent buffers, and parameters that are one number
     throughout."""
     written_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """See `Inventory.written_as`."""
+    """Names under which a weight with block scales is written; see `Inventory.written_as`."""
     is_alone: bool = True
     """Whether this is the only rank, so that no other rank reads what it leaves out."""
 

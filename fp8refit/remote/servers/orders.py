@@ -108,14 +108,14 @@ class Hello(Message):
 
 
 class Pause(Message):
-    """See `fp8refit.driver.engine.Engine.pause`."""
+    """Pause requests."""
 
     step: Literal["pause"] = "pause"
     config: RefitConfig
 
 
 class Resume(Message):
-    """See `fp8refit.driver.engine.Engine.resume`, and `publish_version`."""
+    """Resume requests, and publish the version of the policy that answers them."""
 
     step: Literal["resume"] = "resume"
     version: int | None = Field(default=None, ge=0, lt=1 << 63)
@@ -123,27 +123,27 @@ class Resume(Message):
 
 
 class Refuse(Message):
-    """See `fp8refit.driver.engine.Engine.refuse`."""
+    """Refuse requests until the next good refit."""
 
     step: Literal["refuse"] = "refuse"
     reason: str = Field(max_length=MAX_REASON)
 
 
 class Flush(Message):
-    """See `fp8refit.driver.engine.Engine.flush_caches`."""
+    """Drop the caches of the old policy."""
 
     step: Literal["flush"] = "flush"
 
 
 class Tokenize(Message):
-    """See `fp8refit.driver.engine.Engine.tokenize`."""
+    """Tokenize prompts."""
 
     step: Literal["tokenize"] = "tokenize"
     prompts: tuple[Text, ...]
 
 
 class Call(Message):
-    """See `fp8refit.remote.channel.Channel.call`."""
+    """Send a message to every rank."""
 
     step: Literal["call"] = "call"
     message: Text
@@ -151,7 +151,7 @@ class Call(Message):
 
 
 class Pair(Message):
-    """See `fp8refit.remote.message_pairs.Pairs.call_pair`."""
+    """Send two messages to every rank in one exchange. The second follows if no rank failed the first."""
 
     step: Literal["pair"] = "pair"
     first: Text
@@ -248,6 +248,6 @@ class Answer(Message):
     is_refused: bool = False
     """Whether these are answers to the first of two messages; see `fp8refit.remote.message_pairs.PairAnswers`."""
     flush_s: float = 0.0
-    """See `PairAnswers`."""
+    """Seconds that the ranks waited while the engine dropped its caches."""
     token_ids: list[list[int]] = Field(default_factory=list)
     error: ErrorRecord | None = None

@@ -181,7 +181,7 @@ class ServedRanks(RemoteRanks):
 
     @override
     async def _offer(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:
-        """See `RemoteRanks`.
+        """Describe how the server's processes get the source's tensors.
 
         Raises:
             TransportError: The server's processes cannot map memory of this one.
