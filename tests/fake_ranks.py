@@ -40,7 +40,7 @@ from fp8refit.ranks.write import Write
 from fp8refit.remote.messages import Request
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.remote.ranks import RemoteRanks
-from fp8refit.transport.in_thread import InThread
+from fp8refit.transport.running import InThread
 from tests.fake_kv import FakeKvCache
 from tests.fakes import FakeEngine, assert_slots_hold, live_bytes
 

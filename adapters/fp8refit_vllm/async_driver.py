@@ -14,7 +14,7 @@ from fp8refit.driver.engine import Driver
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
 from fp8refit.remote.channel import Channel
 from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
-from fp8refit.transport.in_thread import begun
+from fp8refit.transport.running import begun
 from fp8refit_vllm.compat import token_ids
 from fp8refit_vllm.core import Outcome
 from fp8refit_vllm.core_compat import pause_generation, until_answered

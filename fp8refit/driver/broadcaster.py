@@ -9,9 +9,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from fp8refit.config import RefitConfig
+from fp8refit.driver.closing import Closing
 from fp8refit.driver.engine_group import EngineGroup
 from fp8refit.driver.refitter import Refitter, choose_config
-from fp8refit.driver.synchronous import Closing
 from fp8refit.errors import InvalidSourceError
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import RefitReport

@@ -15,7 +15,6 @@ from typing_extensions import override
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.driver.attach import AttachedEngine, Turn, attach_engine
 from fp8refit.driver.engine import Engine
-from fp8refit.driver.synchronous import run
 from fp8refit.errors import EngineLostError, RefitError, UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.ranks.ranks import Ranks
@@ -23,6 +22,7 @@ from fp8refit.remote.broadcast.broadcast import Broadcast
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.source import Source
+from fp8refit.transport.running import run
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from typing_extensions import override
 from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.attempt import take_turn
+from fp8refit.driver.closing import Closing
 from fp8refit.driver.engine import Engine
-from fp8refit.driver.synchronous import Closing, run
 from fp8refit.errors import (
     RefitError,
     UnsupportedEngineError,
@@ -20,6 +20,7 @@ from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import KvReport, RefitReport, VerifyReport
 from fp8refit.sources.sharded.gather import opened
 from fp8refit.sources.source import Manifest, StateDict, as_source
+from fp8refit.transport.running import run
 
 T = TypeVar("T")
 

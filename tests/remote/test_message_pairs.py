@@ -25,8 +25,8 @@ from fp8refit.remote.message_pairs import PairAnswers, call_in_turn
 from fp8refit.remote.messages import Do, Request
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.sources.source import MappingSource, as_source
-from fp8refit.transport.in_thread import InThread
 from fp8refit.transport.memory.importer import Importer
+from fp8refit.transport.running import InThread
 from fp8refit.transport.vote import Ballot
 from tests.fake_kv import ATTENTION, K_SCALE, V_SCALE
 from tests.fake_ranks import (
@@ -172,6 +172,8 @@ def adapter(monkeypatch):
 @pytest.fixture
 def open_steady(monkeypatch):
     driver, opened = FakeDriver(), []
+    for patience in ("_LINGERING_S", "_FOLLOWING_S"):  # a rank that leaves a stream early takes another exchange
+        monkeypatch.setattr(f"fp8refit.remote.stream_reader.{patience}", TIMEOUT_S)
     monkeypatch.setattr("fp8refit.remote.host_route.Exporter", lambda: exporter_of(driver))
     monkeypatch.setattr("fp8refit.remote.rank_orders.Importer", lambda device: Importer(device, driver=driver))
 

@@ -33,7 +33,7 @@ from fp8refit.remote.servers.orders import (
 )
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.source import Source, StreamSource
-from fp8refit.transport.in_thread import InThread, begun
+from fp8refit.transport.running import InThread, begun
 
 T = TypeVar("T")
 

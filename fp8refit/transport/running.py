@@ -1,4 +1,4 @@
-"""Starts calls while their caller continues: a blocking one in a thread, any other in the event loop."""
+"""Runs coroutines without an event loop, and starts calls while their caller continues: a blocking one in a thread."""
 
 import asyncio
 import threading
@@ -6,6 +6,17 @@ from collections.abc import Awaitable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+
+def run(steps: Coroutine[Any, Any, T], *, engine: str = "this engine") -> T:
+    """Run a coroutine of a synchronous engine, which never suspends and so needs no event loop."""
+    try:
+        steps.send(None)
+    except StopIteration as result:
+        value: T = result.value
+        return value
+    steps.close()
+    raise AssertionError(f"{engine} is synchronous, and suspended")
 
 
 async def begun(steps: Coroutine[Any, Any, T], *, num_steps: int = 1) -> Awaitable[T]:
@@ -49,11 +60,6 @@ class InThread(Generic[T]):
 
     def _run(self) -> None:
         try:
-            self._steps.send(None)
-        except StopIteration as result:
-            self._value.append(result.value)
+            self._value.append(run(self._steps))
         except BaseException as error:  # noqa: BLE001 - raised again by whoever awaits it
             self._error = error
-        else:
-            self._steps.close()
-            self._error = AssertionError("a synchronous engine suspended")

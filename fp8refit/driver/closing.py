@@ -1,26 +1,10 @@
-"""Helpers for synchronous callers: runs coroutines that never suspend, and closes objects at the end of a `with`
-block.
-"""
+"""Closes objects at the end of a `with` block."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
 from fp8refit.errors import RefitError
-
-T = TypeVar("T")
-
-
-def run(steps: Coroutine[Any, Any, T], *, engine: str = "this engine") -> T:
-    """Run a coroutine of a synchronous engine, which never suspends and so needs no event loop."""
-    try:
-        steps.send(None)
-    except StopIteration as result:
-        value: T = result.value
-        return value
-    steps.close()
-    raise AssertionError(f"{engine} is synchronous, and suspended")
 
 
 class Closing(ABC):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from fp8refit.transport.in_thread import begun
+from fp8refit.transport.running import begun
 
 
 def test_a_call_has_sent_what_it_sends():
