@@ -597,7 +597,8 @@ def render_interleaved(results: list[dict[str, Any]]) -> str:
     about = next(iter(results[0]["about"].values()))
     return (
         f"{about['shape']} shape, engines of three builds side by side, refitted in turn; medians. "
-        "*Before* is the last build that guessed names, *traced* the first that traced them, *after* version 0.2.0.\n\n"
+        "*Before* is the last build that guessed names, *traced* the first that traced them, *after* version 0.2.0 "
+        "as it was when the row was measured: the broadcast last.\n\n"
         f"| | GPUs | {' | '.join({'house': 'traced'}.get(name, name) for name in results[0]['median_ms'])} | after / traced |\n"
         f"| --- | --- |{' ---: |' * len(results[0]['median_ms'])} ---: |\n{''.join(rows)}\n"
         "To measure again: `python tests/gpu/run_interleaved.py --out FILE NAME=WHEEL ...`.\n"
