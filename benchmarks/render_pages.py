@@ -95,7 +95,7 @@ def render_highlights(
     served = next(found["keep"] for found in servers if "vllm server" in found["what"])
     rows = [
         (
-            "vLLM in the trainer's process, its flush left out",
+            "vLLM in the trainer's process, without its cache flush",
             vllm["ours_plan_fill_verify_ms_median"],
             f"vLLM's `reload_weights`: {vllm['reload_weights_ms_median']:.0f} ms",
         ),
@@ -111,7 +111,7 @@ def render_highlights(
             f"{served['failed_requests']} of {served['requests']} requests failed",
         ),
         (
-            "TRL's tensors one by one, with the drop-in",
+            "TRL sending one tensor at a time, with the drop-in",
             transfer["drop-in"],
             f"without it: {transfer[VLLMS_RELOAD]:.0f} ms",
         ),
@@ -126,8 +126,8 @@ def render_highlights(
     table = "".join(f"| {what} | **{ms:.1f} ms** | {beside} |\n" for what, ms, beside in rows)
     return (
         f"Qwen3-8B shape, {single['gpu']}, medians. In the first two rows, the refitted engine {equals} a freshly "
-        "booted one in bytes and tokens. Figures are those of the build that was measured; "
-        "[later builds](docs/speed.md#later-builds) took turns with earlier ones.\n\n"
+        "booted one in bytes and tokens. The rows are from earlier builds; "
+        "[later ones](docs/speed.md#later-builds) were timed beside them.\n\n"
         f"| | refit | compared with |\n| --- | ---: | --- |\n"
         f"{table}"
     )
