@@ -11,6 +11,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
+"""Where tests leave JSON and logs."""
+
+
+def card(gpu: str) -> str:
+    """`h200` of `NVIDIA H200`."""
+    return gpu.removeprefix("NVIDIA ").split()[0].lower()
+
+
+def write_result(name: str, result: Mapping[str, object]) -> None:
+    """Write what was found on the GPU that it names, beside what was found on others."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}_{card(str(result['gpu']))}.json").write_text(json.dumps(result, indent=1) + "\n")
+
 
 def run_script(
     script: str,

@@ -6,7 +6,6 @@
 The wire's rate is that of NCCL's broadcasts between the same processes in the same run.
 """
 
-import json
 import os
 import statistics
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import run_script
+from tests.gpu.scripts import RESULTS, run_script, write_result
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +25,6 @@ pytestmark = [
 ]
 
 SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
-RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "broadcast"
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "420"))
 NUM_WARM_UP = 6
@@ -141,5 +139,4 @@ def test_write_the_result(case):
         "pushes_under_load_s": found["load"]["seconds"],
         "nan": found["nan"],
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"broadcast_{name}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(f"broadcast_{name}", result)

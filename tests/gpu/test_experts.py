@@ -6,7 +6,6 @@
 Each engine runs in processes of its own (`run_experts.py`), those it is compared with in others that our fill never touched.
 """
 
-import json
 import os
 import statistics
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import run_script
+from tests.gpu.scripts import RESULTS, run_script, write_result
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +24,6 @@ pytestmark = [
 ]
 
 SPEED_SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-30b-a3b")
-RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "experts"
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "300"))
 NUM_GPUS = torch.cuda.device_count()
@@ -149,7 +147,7 @@ def test_write_the_result(engines):
             for kind, found in kinds_of(refitted).items()
         },
     }
-    (RESULTS / f"experts_{name}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(f"experts_{name}", result)
 
 
 @pytest.fixture(scope="module")
@@ -223,4 +221,4 @@ def test_write_the_result_of_speed(speed):
         "first_stacked_refit": speed["first_stacked_refit"],
         "rounds": rounds,
     }
-    (RESULTS / f"experts_{SPEED_SHAPE}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(f"experts_{SPEED_SHAPE}", result)

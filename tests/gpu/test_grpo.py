@@ -10,7 +10,6 @@ both. The other figures of that page are commands of the example itself, in the 
 
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -21,6 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.scripts import RESULTS, card
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
@@ -29,7 +30,6 @@ pytestmark = [
 ]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
-RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "grpo"
 MINUTES = os.environ.get("FP8REFIT_MINUTES", "8")
 MORE = shlex.split(os.environ.get("FP8REFIT_GRPO", ""))
@@ -51,7 +51,7 @@ PLAIN_KERNELS = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 def run_example(name, *arguments):
     """What the example found, kept as `grpo_NAME_GPU.json` even if it failed."""
-    kind = re.search(r"[ABH]\d+", torch.cuda.get_device_name()).group().lower()
+    kind = card(torch.cuda.get_device_name())
     file, work = RESULTS / f"grpo_{name}_{kind}.json", WORK / name
     work.mkdir(parents=True, exist_ok=True)
     for warm_up in (WORK / "vllm").glob("warm-up-*.pt"):

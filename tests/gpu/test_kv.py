@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import run_script
+from tests.gpu.scripts import RESULTS, run_script, write_result
 
 ENGINE = "vllm" if find_spec("vllm") is not None else "sglang"
 
@@ -28,7 +28,6 @@ pytestmark = [
 
 SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
 SMALL_SHAPE = "qwen3-0.6b-untied"
-RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "kv"
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "300"))
 ASKED = os.environ.get("FP8REFIT_KV", "scales").split(",")
@@ -212,7 +211,7 @@ def test_write_the_result(reference, scales, independent):
         "cost_s": scales["cost"],
         "scales": scales["scales"],
     }
-    (RESULTS / f"kv_{ENGINE}_{SHAPE}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(f"kv_{ENGINE}_{SHAPE}", result)
 
 
 def test_write_the_result_of_sleep_ranks_and_backends():
@@ -241,4 +240,4 @@ def test_write_the_result_of_sleep_ranks_and_backends():
                 }
                 for level in ("level 1", "level 2")
             }
-    (RESULTS / f"kv_{ENGINE}_{SMALL_SHAPE}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(f"kv_{ENGINE}_{SMALL_SHAPE}", result)

@@ -9,9 +9,7 @@
 
 import json
 import os
-import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from fp8refit import dequantize_blockwise, precision, quantize_blockwise
 from fp8refit.fill.kernels import quantize_activations
 from fp8refit.live.slots import ScaleFormat
 from fp8refit.precision.products import has_fp8_products
-from tests.gpu.scripts import run_script
+from tests.gpu.scripts import RESULTS, card, run_script
 from tests.precision.models import layout_of, slot
 
 pytestmark = [
@@ -29,14 +27,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(1200),
 ]
-RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 LAYERS = os.environ.get("FP8REFIT_LAYERS", "8")
 SHAPES = ("qwen3-0.6b-untied", "qwen3-8b")
 WEIGHTS = ("ordinary", "outliers")
 
 
 def measured(name, *arguments):
-    kind = re.search(r"[ABH]\d+", torch.cuda.get_device_name()).group().lower()
+    kind = card(torch.cuda.get_device_name())
     out, log = RESULTS / f"precision_{name}_{kind}.json", RESULTS / f"precision_{name}.log"
     run_script("run_precision.py", arguments, out=out, log=log, timeout_s=600)
     return json.loads(out.read_text())

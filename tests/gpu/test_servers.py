@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import run_script
+from tests.gpu.scripts import RESULTS, run_script, write_result
 from tests.oracle.expectations import check
 
 pytestmark = [
@@ -26,7 +26,6 @@ pytestmark = [
 ]
 
 SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
-RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "servers"
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "560"))
 NUM_PUSHES = 50
@@ -114,9 +113,7 @@ def write_oracle(engine, found):
         "command": f"FP8REFIT_SERVERS={engine} {''.join(asked)}python -m pytest tests/gpu/test_servers.py -k oracle",
         **found,
     }
-    gpu = found["gpu"].removeprefix("NVIDIA ").split()[0].lower()
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"oracle_{engine}_{gpu}.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(f"oracle_{engine}", result)
 
 
 def test_the_oracle_finds_no_stale_or_mixed_answer_and_none_of_a_dirty_server(attacked):
@@ -188,8 +185,7 @@ def test_write_the_result(case):
         "pull_s": found["pull_s"],
         **{way: summary(found[way]) for way in WAYS},
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"servers_{name}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(f"servers_{name}", result)
 
 
 def summary(pushed):

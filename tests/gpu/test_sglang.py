@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import run_script
+from tests.gpu.scripts import RESULTS, run_script, write_result
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,6 @@ pytestmark = [
 
 SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
 SMALL_SHAPE = "qwen3-0.6b"
-RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "sglang"
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "300"))
 ASKED = os.environ.get("FP8REFIT_SGLANG", "refit,fresh").split(",")
@@ -186,7 +185,7 @@ def test_write_the_result(refitted, fresh):
         "against_update_weights_from_tensor": describe_peer(refitted["peer"]),
         "bad_input": refitted["bad_input"],
     }
-    write_result(f"sglang_{SHAPE}_h200.json", result)
+    write_result(f"sglang_{SHAPE}", result)
 
 
 def describe_steps(refitted):
@@ -298,19 +297,15 @@ def test_write_the_result_of_families(families):
             for family, found in families.items()
         },
     }
-    write_result("sglang_families_h200.json", result)
+    write_result("sglang_families", result)
 
 
 def test_write_the_result_of_sleep(slept):
     what = f"SGLang, {SMALL_SHAPE} shape, refitted between release_memory_occupation and resume_memory_occupation"
     result = {"what": what, "command": COMMAND, **origin("sleep"), "sleep": slept["sleep"]}
-    write_result(f"sglang_sleep_{SMALL_SHAPE}_h200.json", result)
+    write_result(f"sglang_sleep_{SMALL_SHAPE}", result)
 
 
 def origin(mode):
     found = json.loads((WORK / f"{mode}.json").read_text())
     return {"gpu": found["gpu"], "versions": found["versions"]}
-
-
-def write_result(name, result):
-    (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")

@@ -4,7 +4,6 @@ python -m pytest tests/gpu/test_soak.py
 FP8REFIT_SOAK=40 FP8REFIT_GPU_SHAPE=tiny python -m pytest tests/gpu/test_soak.py -m ""    # tries it on a CPU
 """
 
-import json
 import os
 import shlex
 import sys
@@ -13,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import run_script
+from tests.gpu.scripts import RESULTS, run_script, write_result
 
 SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-0.6b")
-RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "soak"
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "1100"))
 NUM_REFITS = int(os.environ.get("FP8REFIT_SOAK", "1000"))
@@ -91,5 +89,4 @@ def test_the_result_is_written(soaked, once):
     result["command"] = "python -m pytest " + shlex.join(sys.argv[1:])
     result["fingerprints_of_one_refit"] = once["fingerprints"]
     result["errors"] = {name: len(outcomes) for name, outcomes in soaked["errors"].items()}
-    gpu = result["gpu"].removeprefix("NVIDIA ").split()[0].lower()
-    (RESULTS / f"soak_{gpu}.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result("soak", result)

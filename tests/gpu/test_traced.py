@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import ended, started
+from tests.gpu.scripts import RESULTS, ended, started, write_result
 
 ENGINE = os.environ.get("FP8REFIT_ENGINE", "vllm")
 pytestmark = [
@@ -31,7 +31,6 @@ pytestmark = [
 
 SHAPES = os.environ.get("FP8REFIT_GPU_SHAPES", "deepseek-v3-4layers,qwen3-8b,qwen3-30b-a3b").split(",")
 """Kernels are compiled before the first refit of each."""
-RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "traced"
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "300"))
 ENVIRONMENT = {"VLLM_USE_DEEP_GEMM": os.environ.get("VLLM_USE_DEEP_GEMM", "0")}
@@ -62,7 +61,7 @@ def finish(mode, shape, process):
     return json.loads(out.read_text()) if code == 0 else {"ended": f"{mode} of {shape} ended with {code}; see its log"}
 
 
-def write_result(shape, engine):
+def keep_result(shape, engine):
     """As soon as it is known: a run that is cut short keeps what it has."""
     result = {
         "what": f"{ENGINE}, {shape} shape with outlier channels, slots traced through the engine's own loader",
@@ -89,8 +88,7 @@ def write_result(shape, engine):
             }
             for kind in ("single", "stacked")
         }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"traced_{ENGINE}_{shape}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(f"traced_{ENGINE}_{shape}", result)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +106,7 @@ def found():
 
         def finish_fresh(shape, process):
             result[shape] |= finish("fresh", shape, process)
-            write_result(shape, result[shape])
+            keep_result(shape, result[shape])
             shutil.rmtree(WORK / shape, ignore_errors=True)
 
         for shape in SHAPES:
@@ -120,7 +118,7 @@ def found():
             result[shape] = finish("refit", shape, process)
             fresh = None
             if "ended" not in result[shape]:
-                write_result(shape, result[shape])
+                keep_result(shape, result[shape])
                 fresh = (shape, begin("fresh", shape))
         if fresh is not None:
             finish_fresh(*fresh)

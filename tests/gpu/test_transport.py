@@ -6,7 +6,6 @@ Trainer and rank are processes of their own (`run_transport.py`). Writes down wh
 its documentation leaves it open.
 """
 
-import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.scripts import write_result
 from tests.transport.other_process import OtherProcess
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 
-RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 BIG = "big"
 
 
@@ -35,8 +34,7 @@ def results():
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
         **results,
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "transport_h200.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_result("transport", found)
 
 
 @pytest.fixture

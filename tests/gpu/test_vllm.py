@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.scripts import RESULTS, write_result
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
@@ -25,7 +27,6 @@ pytestmark = [
 pytest.importorskip("vllm")
 
 SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
-RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit"))
 MIB = 1 << 20
 COMMAND = "python -m pytest " + shlex.join(sys.argv[1:])
@@ -196,7 +197,7 @@ def test_write_the_result(refitted, fresh, baseline):
         "streams": refitted["streams"],
         "bad_input": refitted["bad_input"],
     }
-    write_result(f"vllm_{SHAPE}_h200.json", result)
+    write_result(f"vllm_{SHAPE}", result)
 
 
 def test_other_families_equal_a_fresh_boot_too(families):
@@ -238,8 +239,4 @@ def test_write_the_result_of_families_and_sleep(families, slept):
         },
         "sleep_qwen3-0.6b": {key: value for key, value in slept.items() if key.startswith("level")},
     }
-    write_result("vllm_families_sleep_h200.json", result)
-
-
-def write_result(name, result):
-    (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
+    write_result("vllm_families_sleep", result)

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.scripts import RESULTS, write_result
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
@@ -28,7 +30,6 @@ pytest.importorskip("vllm")
 
 SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
 SMALL_SHAPE = "qwen3-0.6b"
-RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "layouts"
 COMMAND = "python -m pytest " + shlex.join(sys.argv[1:])
 NUM_GPUS = torch.cuda.device_count()
@@ -301,7 +302,7 @@ def test_write_the_result(found):
     if "sleep" in LAYOUTS:
         result[f"sleep_{SMALL_SHAPE}"] = found["sleep"][0]["sleep"]
     part = "" if set(LAYOUTS) == set(NEEDED_GPUS) else f"_{'_'.join(LAYOUTS)}"
-    (RESULTS / f"vllm_layouts{part}_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(f"vllm_layouts{part}", result)
 
 
 def launched_summary(found, tp):

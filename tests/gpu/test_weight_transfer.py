@@ -3,7 +3,6 @@
 python -m pytest tests/gpu/test_weight_transfer.py
 """
 
-import json
 import os
 import statistics
 from importlib.util import find_spec
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import run_script
+from tests.gpu.scripts import RESULTS, run_script, write_result
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +21,6 @@ pytestmark = [
 ]
 
 SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
-RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "weight_transfer"
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "300"))
 WAYS = ("module", "stream", "broadcast")
@@ -65,5 +63,4 @@ def test_write_the_result(found):
         "all_seconds": {way: found[f"{way}_s"] for way in ("refit", *WAYS)},
         "nan": found["nan"],
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "weight_transfer_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result("weight_transfer", result)
