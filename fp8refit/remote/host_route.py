@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from fp8refit.transport.memory.ring import Ring
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Offer: TypeAlias = messages.MappedTensors | messages.Files | messages.Pushed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -95,7 +96,7 @@ class HostRoute:
             if reading is not None:
                 await reading
         order = messages.Prepare(
-            refit=ranks.refit, config=ranks.config, source=offer, kv=kv, keeps=self.keeps(), compares=compares
+            refit=ranks.refit, config=ranks.config, source=offer, kv=kv, keeps=self.keeps(offer), compares=compares
         )
         is_stream = isinstance(offer, messages.Pushed)
         is_known = offer == self._streamed if is_stream else order.is_known
@@ -155,9 +156,16 @@ class HostRoute:
             self._mapped = None
         return replies
 
-    def keeps(self) -> tuple[Literal["tensors", "buckets"], ...]:
-        """What the ranks may leave mapped; see `messages.Prepare`. Tensors that the trainer has freed are forgotten."""
-        if self._mapped is not None and not self._exporter.is_allocated(self._mapped):
+    def keeps(self, offer: _Offer | None = None) -> tuple[Literal["tensors", "buckets"], ...]:
+        """What the ranks may leave mapped; see `messages.Prepare`. Tensors that the trainer has freed are forgotten.
+
+        Args:
+            offer: What is refitted next. If it is what is mapped, it was just seen to exist, and the driver is not asked
+                about every segment again.
+        """
+        mapped = self._mapped
+        is_offered = mapped is not None and isinstance(offer, messages.MappedTensors) and offer.digest == mapped.digest
+        if mapped is not None and not is_offered and not self._exporter.is_allocated(mapped):
             self._mapped = None
         tensors: tuple[Literal["tensors"], ...] = ("tensors",) if self._mapped is not None else ()
         return (*tensors, "buckets") if self._packer.has_buckets else tensors
@@ -200,7 +208,7 @@ class HostRoute:
         return self._ring
 
     @collector_paused()
-    def _offer(self, source: Source) -> messages.MappedTensors | messages.Files | messages.Pushed:
+    def _offer(self, source: Source) -> _Offer:
         """Describe how the ranks get the source's tensors."""
         if isinstance(source, SafetensorsSource):
             return messages.Files(path=str(Path(source.path).resolve()), stamps=source.stamps)

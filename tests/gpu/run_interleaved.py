@@ -64,15 +64,15 @@ def measure(options: argparse.Namespace) -> None:
             for name, child in children.items():
                 print("allocate", file=child.stdin, flush=True)
                 answer_of(child, name, options)
-            seconds: dict[str, list[float]] = {name: [] for name in children}
+            answers: dict[str, list[dict[str, Any]]] = {name: [] for name in children}
             names = list(children)
             for round_ in range(NUM_WARM_UP + options.rounds):
                 first = round_ % len(names)
                 for name in names[first:] + names[:first]:  # none always follows the same one
                     print("refit", file=children[name].stdin, flush=True)
-                    seconds[name].append(answer_of(children[name], name, options)["wall_s"])
+                    answers[name].append(answer_of(children[name], name, options))
                 if round_ >= NUM_WARM_UP:
-                    milliseconds = save(options.out, about, seconds)
+                    milliseconds = save(options.out, about, answers)
         finally:
             for child in children.values():
                 os.killpg(child.pid, signal.SIGKILL)  # with its engine or server
@@ -81,8 +81,9 @@ def measure(options: argparse.Namespace) -> None:
         print(f"{name:20} {found:8.2f} ms  {found / first:6.3f} x")
 
 
-def save(out: Path, about: dict[str, Any], seconds: dict[str, list[float]]) -> dict[str, float]:
+def save(out: Path, about: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     """Write what was found until now; medians in milliseconds."""
+    seconds = {name: [answer["wall_s"] for answer in found] for name, found in answers.items()}
     milliseconds = {name: 1e3 * statistics.median(found[NUM_WARM_UP:]) for name, found in seconds.items()}
     first = milliseconds[next(iter(seconds))]
     result = {
@@ -91,10 +92,17 @@ def save(out: Path, about: dict[str, Any], seconds: dict[str, list[float]]) -> d
         "first_refit_s": {name: found[0] for name, found in seconds.items()},
         "median_ms": milliseconds,
         "against_the_first": {name: found / first for name, found in milliseconds.items()},
+        "phases_ms": {name: phases_of(found[NUM_WARM_UP:]) for name, found in answers.items()},
         "seconds": seconds,
     }
     out.write_text(json.dumps(result, indent=1) + "\n")
     return milliseconds
+
+
+def phases_of(answers: list[dict[str, Any]]) -> dict[str, float]:
+    """The median of each phase, as the reports have them; a name that a build lacks counts as nothing."""
+    names = dict.fromkeys(phase for answer in answers for phase in answer["phases_s"])
+    return {phase: 1e3 * statistics.median(answer["phases_s"].get(phase, 0.0) for answer in answers) for phase in names}
 
 
 def start(name: str, wheel: Path, folder: Path, options: argparse.Namespace) -> "subprocess.Popen[str]":
@@ -184,9 +192,10 @@ def serve(options: argparse.Namespace) -> None:
             continue
         wait_for_gpu()
         start_s = time.perf_counter()
-        refit(policy)
+        report = refit(policy)
         wait_for_gpu()
-        tell({"wall_s": time.perf_counter() - start_s})
+        wall_s = time.perf_counter() - start_s
+        tell({"wall_s": wall_s, "phases_s": report.phases_s})
 
 
 def serve_vllm(model: str) -> str:

@@ -162,6 +162,15 @@ def test_tensors_that_ranks_can_map_stay_where_they_are(driver, cluster):
     assert [write.keeps_mapped for write in writes] == [False, True, True]
 
 
+def test_tensors_that_stay_in_place_cost_one_question_a_segment(driver, cluster):
+    remote, policy = Remote(cluster), on_the_gpu(cluster.make_policy(seed=1), driver)
+    for _ in range(2):
+        remote.refitter.refit(policy)
+    driver.events.clear()
+    remote.refitter.refit(policy)
+    assert driver.events == ["buffer_id"]
+
+
 def test_memory_that_the_trainer_takes_anew_is_unmapped_after_every_refit(driver, cluster):
     remote = Remote(cluster)
     for version in (1, 2, 3):
