@@ -24,7 +24,7 @@ LAYOUTS = (
 SGLANG = RESULTS / "sglang_qwen3-8b_h200.json"
 KV = {"vLLM": "kv_vllm_{shape}_h200.json", "SGLang": "kv_sglang_{shape}_h200.json"}
 EXPERTS = "experts_*_h200.json"
-TRACED = "traced_*_h200.json"
+TRACED = "traced_*.json"
 MISMATCH = "precision_mismatch_*_h200.json"
 STEP = RESULTS / "precision_step_h200.json"
 BROADCASTS = "broadcast_*_h200.json"
@@ -458,14 +458,15 @@ def render_traced(results: list[dict[str, Any]]) -> str:
         fill_s = first["phases_s"]["fill"]
         compiles = f", {fill_s:.2f} of it compiling kernels" if fill_s > 0.5 else ""
         rows.append(
-            f"| {found['what'].partition(' shape')[0].replace(', ', ' | ')} | {compared} | {first['wall_s']:.2f} s{compiles} "
-            f"| {found['later_refit_ms_median']:.1f} ms |\n"
+            f"| {found['what'].partition(' shape')[0].replace(', ', ' | ')} | {_card(found['gpu'])} | {compared} "
+            f"| {first['wall_s']:.2f} s{compiles} | {found['later_refit_ms_median']:.1f} ms |\n"
         )
     return (
         f"The first refit traces the engine's own loader to see where every tensor goes. {_machines(results)}. Each engine is "
         "compared with one booted from a checkpoint that no refit wrote: live bytes, greedy tokens and log-probabilities, with "
         "experts sent one by one and stacked.\n\n"
-        "| engine | model | compared with a fresh boot | first refit | later ones |\n| --- | --- | --- | ---: | ---: |\n"
+        "| engine | model | GPU | compared with a fresh boot | first refit | later ones |\n"
+        "| --- | --- | --- | --- | ---: | ---: |\n"
         f"{''.join(rows)}\nTo measure again: `python -m pytest tests/gpu/test_traced.py`.\n"
     )
 
@@ -718,7 +719,13 @@ def _oracle_row(found: dict[str, Any]) -> str:
 def _machines(results: list[dict[str, Any]]) -> str:
     """GPUs and versions."""
     versions = {f"{name} {version}" for found in results for name, version in found["versions"].items()}
-    return f"{results[0]['gpu']}s; {', '.join(sorted(versions))}"
+    cards = sorted({f"{_card(found['gpu'])}s" for found in results})
+    return f"NVIDIA {' and '.join(cards)}; {', '.join(sorted(versions))}"
+
+
+def _card(gpu: str) -> str:
+    """H100 of `NVIDIA H100 80GB HBM3`."""
+    return gpu.removeprefix("NVIDIA ").split()[0]
 
 
 def _read_all(pattern: str) -> list[dict[str, Any]]:
