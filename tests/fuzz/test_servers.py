@@ -501,6 +501,17 @@ class Servers(RuleBasedStateMachine):
         self.spin(num_steps=30)
         self.driver_left()
 
+    @precondition(lambda self: self.holder is None)
+    @rule(steps=st.lists(st.sampled_from([BEGIN, COMMIT, FAIL]), max_size=3), timeout_s=waits)
+    def a_driver_falls_silent(self, steps, timeout_s):
+        """Somewhere on its way. Its time begins anew with every order."""
+        assert self.give("a", orders.Pause(config=RefitConfig(timeout_s=timeout_s))) == ""
+        for step in steps:
+            self.advance(0.9 * self.silence_s)
+            assert self.give("a", orders.Call(message=step, timeout_s=1.0)) == ""
+        self.advance(self.silence_s)
+        assert self.holder is None
+
     # What is always so.
 
     @invariant()
