@@ -25,6 +25,7 @@ CI = [
     "DeepseekV2ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "GPT2LMHeadModel",
+    "Gemma2ForCausalLM",
     "Glm4MoeForCausalLM",
     "GraniteMoeForCausalLM",
     "LlamaForCausalLM",
