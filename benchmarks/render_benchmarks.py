@@ -245,7 +245,7 @@ fastest FP8 run 2.0 x as fast as the slowest BF16 run.
 Weights and prompts are random. FlashInfer was not installed; where it is, vLLM multiplies few tokens with a kernel of its own.
 Not measured: answers beyond 4096 tokens, 64 or 256 prompts of 16 384 tokens, and long prompts or answers with Qwen3-30B-A3B and
 vLLM's defaults. In 64 x 512 + 4096, some prompts were in the prefix cache from the case before; that is worth at most 2 % of
-its time. The empty cell was cut short.
+its time. The run of the empty cell was cut short.
 
 The last table has the linear layers of one decoder layer, in microseconds: each kernel alone, in a CUDA graph, with weights
 that are in no cache. Quantizing the activations adds to the product's time, unless torch.compile fuses it with the kernel
