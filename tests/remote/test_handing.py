@@ -57,13 +57,6 @@ async def nothing_begins(message, *, timeout_s):
     return None
 
 
-def patient(monkeypatch) -> None:
-    """Ranks wait for the next bucket as long as it takes."""
-    monkeypatch.setattr(fp8refit.remote.stream_reader, "_LINGERING_S", LONG_S)
-    monkeypatch.setattr(fp8refit.remote.stream_reader, "_FOLLOWING_S", LONG_S)
-    monkeypatch.setattr(fp8refit.remote.handing, "_PATIENCE_S", LONG_S)
-
-
 def wait_until(is_true, *, timeout_s: float = LONG_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not is_true():
@@ -75,8 +68,7 @@ def num_orders(remote: Remote) -> int:
     return remote.channel.steps.count("stream")
 
 
-def test_a_stream_takes_one_order_however_many_buckets_it_has(sent, monkeypatch):
-    patient(monkeypatch)
+def test_a_stream_takes_one_order_however_many_buckets_it_has(sent, patient):
     remote = Remote(Cluster())
     for version in (1, 2, 3):
         policy = remote.cluster.make_policy(version)
@@ -140,8 +132,7 @@ def test_texts_are_made_and_read_once_even_if_other_streams_come_in_between(any_
     assert sent and not made and not read
 
 
-def test_ranks_write_while_the_source_is_read(monkeypatch):
-    patient(monkeypatch)
+def test_ranks_write_while_the_source_is_read(patient):
     remote = Remote(Cluster())
     policy = remote.cluster.make_policy(1)
     shard = remote.cluster.shards[0]
@@ -333,8 +324,7 @@ def test_ranks_that_die_in_the_middle_are_lost_when_the_channel_says_so(is_async
     assert "the engine is lost" in remote.client.blocked
 
 
-def test_others_run_in_the_event_loop_while_ranks_are_slow(monkeypatch):
-    patient(monkeypatch)
+def test_others_run_in_the_event_loop_while_ranks_are_slow(patient, monkeypatch):
     monkeypatch.setattr("tests.fake_ranks.ClientEngine.is_asynchronous", True)
     remote = Remote(Cluster(), suspends=True)
     policy, ticks = remote.cluster.make_policy(1), []

@@ -170,10 +170,8 @@ def adapter(monkeypatch):
 
 
 @pytest.fixture
-def open_steady(monkeypatch):
+def open_steady(patient, monkeypatch):
     driver, opened = FakeDriver(), []
-    for patience in ("_LINGERING_S", "_FOLLOWING_S"):  # a rank that leaves a stream early takes another exchange
-        monkeypatch.setattr(f"fp8refit.remote.stream_reader.{patience}", TIMEOUT_S)
     monkeypatch.setattr("fp8refit.remote.host_route.Exporter", lambda: exporter_of(driver))
     monkeypatch.setattr("fp8refit.remote.rank_orders.Importer", lambda device: Importer(device, driver=driver))
 

@@ -233,7 +233,7 @@ def test_tensors_that_the_trainer_freed_are_unmapped_by_any_refit(make_arguments
     remote.refitter.close()
 
 
-def test_a_step_is_told_to_every_rank_once(remote, cluster, tmp_path):
+def test_a_step_is_told_to_every_rank_once(patient, remote, cluster, tmp_path):
     remote.refitter.refit(**as_files(cluster.make_policy(1), tmp_path))
     assert remote.channel.steps == ["prepare", "write"]
     remote.channel.requests.clear()
@@ -242,7 +242,7 @@ def test_a_step_is_told_to_every_rank_once(remote, cluster, tmp_path):
 
 
 @pytest.mark.parametrize("suspends", [False, True])
-def test_ranks_read_their_layout_while_the_first_policy_is_described(suspends, cluster, monkeypatch):
+def test_ranks_read_their_layout_while_the_first_policy_is_described(suspends, patient, cluster, monkeypatch):
     remote, described = Remote(cluster, suspends=suspends), threading.Event()
     read = LiveModel.read
 
