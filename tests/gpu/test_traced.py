@@ -4,7 +4,8 @@
     FP8REFIT_GPU_SHAPES=qwen3-8b python -m pytest tests/gpu/test_traced.py
 
 Every engine runs in a process of its own (`run_traced.py`). The fresh one of a shape runs beside the next shape's, which times
-nothing meanwhile; then that shape's result is written. Takes an H200's 141 GB, and 60 GB of /dev/shm.
+nothing meanwhile; then that shape's result is written. All shapes take an H200's 141 GB and 60 GB of /dev/shm; `qwen3-8b` fits
+an H100.
 """
 
 import contextlib
