@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote.servers.http_client import Server, read_object
-from fp8refit.remote.servers.http_endpoint import HEADERS, Door, other_version
+from fp8refit.remote.servers.http_endpoint import Door, other_version
 from fp8refit.remote.servers.order_handler import OrderHandler
 from fp8refit.remote.servers.orders import PROTOCOL_HEADER, Answer, read_token
 from fp8refit.transport.vote import ErrorRecord
@@ -70,8 +70,8 @@ class OrderMiddleware:
             return
         from starlette.responses import Response
 
-        status, said = await self._door.take(scope, receive, self._answer)
-        response = Response(said, status_code=status, headers=HEADERS, media_type="application/json")
+        status, said, headers = await self._door.take(scope, receive, self._answer)
+        response = Response(said, status_code=status, headers=headers, media_type="application/json")
         await response(scope, receive, send)
 
     async def _answer(self, message: str) -> Answer:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.remote.servers.http_client import Server, read_object
-from fp8refit.remote.servers.http_endpoint import HEADERS, Door
+from fp8refit.remote.servers.http_endpoint import CLOSED, Door
 from fp8refit.remote.servers.order_handler import OrderHandler
 from fp8refit.remote.servers.orders import Answer, read_token
 from fp8refit.transport.vote import ErrorRecord
@@ -52,10 +52,11 @@ class RefitEndpoint:
 
         async def take_order(request: Request) -> Response:
             if self._door is None:
-                status, said = int(HTTPStatus.SERVICE_UNAVAILABLE), (await self._answer("")).model_dump_json()
+                answer = (await self._answer("")).model_dump_json()
+                status, said, headers = int(HTTPStatus.SERVICE_UNAVAILABLE), answer, CLOSED
             else:
-                status, said = await self._door.take(request.scope, request.receive, self._answer)
-            return Response(said, status_code=status, headers=HEADERS, media_type="application/json")
+                status, said, headers = await self._door.take(request.scope, request.receive, self._answer)
+            return Response(said, status_code=status, headers=headers, media_type="application/json")
 
         app.add_api_route(_ROUTE, take_order, methods=["POST"], include_in_schema=False)
 

@@ -4,6 +4,8 @@ from tests.planted.fault import Fault
 
 STATES = "tests/fuzz/test_servers.py -k TestServers"
 STRANGERS = "tests/fuzz/test_servers.py -k strangers"
+CLIENT = "fp8refit/remote/servers/http_client.py"
+CONNECTIONS = "tests/remote/servers/test_http_client.py"
 DOOR = "fp8refit/remote/servers/http_endpoint.py"
 ORDERS = "fp8refit/remote/servers/orders.py"
 
@@ -107,10 +109,38 @@ FAULTS = [
     ),
     Fault(
         name="limit of each read alone",
-        path="fp8refit/remote/servers/http_client.py",
+        path=CLIENT,
         before="            return self._outcome.result(timeout_s)\n",
         after="            return self._outcome.result(None)\n",
         found_by="tests/fuzz/test_servers.py -k ends_in_time",
+    ),
+    Fault(
+        name="connection that the server closed is used again",
+        path=CLIENT,
+        before="        return not poll.poll(0)\n",
+        after="        return True\n",
+        found_by=f"{CONNECTIONS} -k closed_meanwhile",
+    ),
+    Fault(
+        name="connection with an unread answer is used again",
+        path=CLIENT,
+        before="            if response.will_close or not response.isclosed():",
+        after="            if response.will_close:",
+        found_by=f"{CONNECTIONS} -k not_read_to_its_end",
+    ),
+    Fault(
+        name="connection that was idle for long is used again",
+        path=CLIENT,
+        before="        if not self.is_open or time.monotonic() - self._idle_since_s > _KEPT_S:\n",
+        after="        if not self.is_open:\n",
+        found_by=f"{CONNECTIONS} -k idle_for_long",
+    ),
+    Fault(
+        name="connection of a refused order stays open",
+        path=DOOR,
+        before='CLOSED: Mapping[str, str] = {"Connection": "close"}\n',
+        after="CLOSED: Mapping[str, str] = {}\n",
+        found_by="tests/remote/servers/test_http_endpoint.py -k refused_order_is_closed",
     ),
     Fault(
         name="any loopback address is this host",
@@ -184,7 +214,7 @@ FAULTS = [
     ),
     Fault(
         name="url is not looked at",
-        path="fp8refit/remote/servers/http_client.py",
+        path=CLIENT,
         before="        except ValueError as error:\n            why = str(error)\n",
         after="        except ZeroDivisionError as error:\n            why = str(error)\n",
         found_by="tests/fuzz/test_servers.py -k no_url",

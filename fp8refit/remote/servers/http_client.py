@@ -1,15 +1,18 @@
 """The driver's connection to a server: posts orders to the engine's own HTTP server.
 
-The driver opens no port, follows no redirects, uses no proxies, and limits size and time of every answer.
+The driver opens no port, follows no redirects, uses no proxies, and limits size and time of every answer. The orders of a
+refit follow each other on one connection.
 """
 
 import contextlib
 import http.client
 import json
 import os
+import select
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import cached_property
@@ -31,6 +34,9 @@ from fp8refit.remote.servers.orders import (
     read_token,
 )
 
+_KEPT_S = 1.0
+"""Seconds for which a connection may be idle and still be used again. Servers and proxies close them after 2 s or more, so one
+that breaks although it is younger means that the server is lost."""
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """After 10 s of silence the peer is probed every 5 s, four times. Sent data must be acknowledged within 30 s."""
 
@@ -53,6 +59,8 @@ class Server(Connection):
         self._address = _split(url)
         self.url = url.rstrip("/")
         super().__init__(f"the server at {self.url}")
+        self._kept: list[_Connection] = []
+        """The connection of the last exchange, if the server leaves it open. Threads take it out to use it."""
         self._headers = {}
         api_key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
         if api_key:
@@ -102,13 +110,15 @@ class Server(Connection):
             UnsupportedEngineError: It requires another API key, or its answer is too long.
         """
         sent = self._headers | ({"Content-Type": "application/json"} if headers is None else dict(headers))
-        exchange = _Exchange(self._connection(timeout_s))
+        connection = self._connection(timeout_s)
         try:
-            status, text = exchange.run(self._address.path.rstrip("/") + route, body, sent, timeout_s)
+            status, text = _Exchange(connection).run(self._address.path.rstrip("/") + route, body, sent, timeout_s)
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise EngineLostError(
                 f"{self.label} cannot be reached ({type(error).__name__}: {error}); restart it"
             ) from error
+        if connection.is_open:
+            self._kept.append(connection)
         if text is None:
             raise UnsupportedEngineError(
                 f"{self.url} answered more than {MAX_BYTES} bytes to {route}, which is longer than any answer of fp8refit"
@@ -121,6 +131,14 @@ class Server(Connection):
         return status, text
 
     def _connection(self, timeout_s: float) -> "_Connection":
+        """The last connection if it can be used again; otherwise a new one, not open yet."""
+        with contextlib.suppress(IndexError):
+            while True:
+                kept = self._kept.pop()
+                if kept.is_fresh:
+                    kept.sock.settimeout(timeout_s)
+                    return kept
+                kept.close()
         host, port = self._address.hostname, self._address.port
         assert host is not None, "looked at"
         if self._address.scheme == "https":
@@ -137,6 +155,25 @@ class _Connection(http.client.HTTPConnection):
     """A connection that breaks soon after the other host or the network is gone, however long an order takes."""
 
     is_given_up = False
+    _idle_since_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the server has left it open after its last answer."""
+        return self.sock is not None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it is open, has not been idle for long, and the server has not closed it."""
+        if not self.is_open or time.monotonic() - self._idle_since_s > _KEPT_S:
+            return False
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return not poll.poll(0)
+
+    def rest(self) -> None:
+        """Be idle from now on."""
+        self._idle_since_s = time.monotonic()
 
     def connect(self) -> None:
         super().connect()
@@ -179,15 +216,21 @@ class _Exchange:
         except TimeoutError as error:
             raise TimeoutError(f"timed out: no whole answer within {timeout_s:g} s") from error
         finally:
-            self._connection.give_up()
+            if not self._outcome.done():
+                self._connection.give_up()
 
     def _post(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> None:
+        connection = self._connection
         try:
-            with contextlib.closing(self._connection):
-                self._connection.request(method, path, body, headers)
-                response = self._connection.getresponse()
-                self._outcome.set_result((response.status, _read(response)))
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            status, text = response.status, _read(response)
+            if response.will_close or not response.isclosed():  # or part of the answer is unread
+                connection.close()
+            connection.rest()
+            self._outcome.set_result((status, text))
         except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
+            connection.close()
             self._outcome.set_exception(error)
 
 

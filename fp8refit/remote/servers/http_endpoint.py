@@ -20,9 +20,8 @@ READING_S = 60.0
 """Time limit in seconds for an order to arrive."""
 MAX_VISITORS = 8
 """Maximum number of orders being received, waiting or running. A refit has one at a time."""
-HEADERS = {"Connection": "close"}
-"""Headers of every response. The body of a refused order is not read, so the connection is closed; drivers connect for
-each order."""
+CLOSED: Mapping[str, str] = {"Connection": "close"}
+"""Headers of the response to a refused order. Its body is not read, so the connection is closed."""
 _LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 """The last one is the first as an IPv6 socket reports it."""
 _LOCAL_NAME = re.compile(r"(127\.0\.0\.1|localhost|\[::1\]|\[::ffff:127\.0\.0\.1\])(:\d+)?", re.IGNORECASE)
@@ -59,8 +58,8 @@ class Door:
 
     async def take(
         self, scope: Mapping[str, Any], receive: Receive, answer: Callable[[str], Awaitable[Answer]]
-    ) -> tuple[int, str]:
-        """Accept or refuse one request. Returns the response's status and body, which is always an `Answer`.
+    ) -> tuple[int, str, Mapping[str, str]]:
+        """Accept or refuse one request. Returns the response's status, its body, which is always an `Answer`, and its headers.
 
         Args:
             scope: ASGI's, of a POST.
@@ -78,8 +77,8 @@ class Door:
             finally:
                 self._num_visitors -= 1
         except _RefusedError as refused:
-            return refused.status, Answer(error=ErrorRecord.of(refused.error)).model_dump_json()
-        return HTTPStatus.OK, found.model_dump_json()
+            return refused.status, Answer(error=ErrorRecord.of(refused.error)).model_dump_json(), CLOSED
+        return HTTPStatus.OK, found.model_dump_json(), {}
 
     def _check_may_ask(self, scope: Mapping[str, Any]) -> None:
         headers = _headers_of(scope)

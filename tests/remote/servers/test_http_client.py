@@ -4,6 +4,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -27,10 +29,12 @@ def listen():
     """Answer every request with `answer(handler)`; gives the URL and the headers that came."""
     servers = []
 
-    def start(answer: Callable[[BaseHTTPRequestHandler], None]) -> tuple[str, list]:
+    def start(answer: Callable[[BaseHTTPRequestHandler], None], *, version: str = "HTTP/1.0") -> tuple[str, list]:
         seen = []
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = version
+
             def do_POST(self) -> None:
                 seen.append(dict(self.headers))
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -152,6 +156,127 @@ def test_a_host_that_goes_away_breaks_the_connection_long_before_an_order_is_lat
     post(url)
     ((idle_s, interval_s, count),) = asked_after
     assert idle_s + interval_s * count <= 30
+
+
+# Connections.
+
+
+@pytest.fixture
+def connected(monkeypatch):
+    """Every connection that is opened."""
+    connect, opened = http._Connection.connect, []
+
+    def note(connection):
+        connect(connection)
+        opened.append(connection)
+
+    monkeypatch.setattr(http._Connection, "connect", note)
+    return opened
+
+
+def in_full(handler: BaseHTTPRequestHandler) -> None:
+    """A good answer after which the connection stays open."""
+    saying(GOOD, Content_Length=str(len(GOOD)))(handler)
+
+
+def test_orders_follow_each_other_on_one_connection(listen, connected):
+    url, seen = listen(in_full, version="HTTP/1.1")
+    server = PlainServer(url)
+    for _ in range(3):
+        assert server.post(Hello(), timeout_s=5).server == "me"
+    server.send("/version", None, timeout_s=5)
+    assert (len(connected), len(seen)) == (1, 4)
+
+
+@pytest.mark.parametrize("version", ["HTTP/1.0", "HTTP/1.1"])
+def test_a_server_that_closes_every_connection_is_connected_to_anew(version, listen, connected):
+    answer = saying(GOOD, Content_Length=str(len(GOOD)), Connection="close")
+    server = PlainServer(listen(answer, version=version)[0])
+    for _ in range(3):
+        assert server.post(Hello(), timeout_s=5).server == "me"
+    assert len(connected) == 3
+
+
+def test_a_connection_that_was_closed_meanwhile_is_not_used(listen, connected):
+    def hang_up(handler: BaseHTTPRequestHandler) -> None:
+        in_full(handler)
+        handler.close_connection = True
+
+    url, seen = listen(hang_up, version="HTTP/1.1")
+    server = PlainServer(url)
+    for count in (1, 2, 3):
+        assert server.post(Hello(), timeout_s=5).server == "me"
+        assert len(seen) == len(connected) == count
+        connected[-1].sock.recv(1, socket.MSG_PEEK)  # wait for its end
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used(listen, connected, monkeypatch):
+    server = PlainServer(listen(in_full, version="HTTP/1.1")[0])
+    server.post(Hello(), timeout_s=5)
+    monkeypatch.setattr(http, "_KEPT_S", 0.0)
+    server.post(Hello(), timeout_s=5)
+    assert len(connected) == 2
+    assert not connected[0].is_open
+
+
+def test_an_order_on_a_connection_that_breaks_is_not_given_twice(listen, connected):
+    """The server may have carried it out."""
+    answers = iter([in_full])
+
+    def answer_once(handler: BaseHTTPRequestHandler) -> None:
+        next(answers, lambda handler: setattr(handler, "close_connection", True))(handler)
+
+    url, seen = listen(answer_once, version="HTTP/1.1")
+    server = PlainServer(url)
+    server.post(Hello(), timeout_s=5)
+    with pytest.raises(EngineLostError, match=r"cannot be reached .*restart it"):
+        server.post(Hello(), timeout_s=5)
+    assert (len(connected), len(seen)) == (1, 2)
+
+
+def test_after_an_order_that_was_late_the_next_has_a_connection_of_its_own(listen, connected):
+    """The late answer must not be taken for that of the next order."""
+    answers, may_go_on = iter(["first", "late", "next"]), threading.Event()
+
+    def answer_in_turn(handler: BaseHTTPRequestHandler) -> None:
+        name = next(answers)
+        if name == "late":
+            may_go_on.wait(20)
+        said = Answer(server=name).model_dump_json().encode()
+        with suppress(OSError):  # the driver has left
+            saying(said, Content_Length=str(len(said)))(handler)
+
+    server = PlainServer(listen(answer_in_turn, version="HTTP/1.1")[0])
+    assert server.post(Hello(), timeout_s=5).server == "first"
+    with pytest.raises(EngineLostError, match="timed out"):
+        server.post(Hello(), timeout_s=0.05)
+    may_go_on.set()
+    assert server.post(Hello(), timeout_s=5).server == "next"
+    assert len(connected) == 2
+
+
+def test_after_an_answer_that_was_not_read_to_its_end_the_next_order_has_a_connection_of_its_own(listen, connected):
+    lengths = iter([1 << 40, len(GOOD)])
+    url, _ = listen(lambda handler: saying(GOOD, Content_Length=str(next(lengths)))(handler), version="HTTP/1.1")
+    server = PlainServer(url)
+    with pytest.raises(UnsupportedEngineError, match="answered more than"):
+        server.post(Hello(), timeout_s=5)
+    assert server.post(Hello(), timeout_s=5).server == "me"
+    assert len(connected) == 2
+
+
+def test_orders_at_the_same_time_have_connections_of_their_own(listen, connected):
+    meet = threading.Barrier(2, timeout=20)
+
+    def answer_together(handler: BaseHTTPRequestHandler) -> None:
+        meet.wait()
+        in_full(handler)
+
+    server = PlainServer(listen(answer_together, version="HTTP/1.1")[0])
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda _: server.post(Hello(), timeout_s=20), range(2)))
+    assert len(connected) == 2
 
 
 # Time.

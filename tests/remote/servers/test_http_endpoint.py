@@ -33,8 +33,8 @@ class Entrance:
         self.may_answer.set()
 
     async def __call__(self, scope, receive, send) -> None:
-        status, said = await self.door.take(scope, receive, self._answer)
-        await HttpResponse(said, status_code=status)(scope, receive, send)
+        status, said, headers = await self.door.take(scope, receive, self._answer)
+        await HttpResponse(said, status_code=status, headers=headers)(scope, receive, send)
 
     async def _answer(self, message: str) -> Answer:
         self.came_in.append(message)
@@ -257,8 +257,8 @@ def served(request, entrance):
     app = FastAPI()
 
     async def take(request: Request) -> HttpResponse:
-        status, said = await entrance.door.take(request.scope, request.receive, entrance._answer)
-        return HttpResponse(said, status_code=status, headers={"Connection": "close"})
+        status, said, headers = await entrance.door.take(request.scope, request.receive, entrance._answer)
+        return HttpResponse(said, status_code=status, headers=headers)
 
     app.add_api_route("/", take, methods=["POST"])
     server = LoopbackServer(app, http=request.param)
@@ -301,8 +301,28 @@ def test_an_order_comes_in_by_http(served, entrance):
     assert entrance.came_in == [HELLO.decode()]
 
 
+def test_a_driver_gives_orders_on_one_connection(served, entrance):
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=10)
+    for _ in range(3):
+        connection.request("POST", "/", HELLO, order_headers(Host=None))
+        response = connection.getresponse()
+        assert (response.status, response.will_close) == (200, False)
+        response.read()
+    connection.close()
+    assert entrance.came_in == [HELLO.decode()] * 3
+
+
+def test_the_connection_of_a_refused_order_is_closed(served, entrance):
+    """Its body is not read."""
+    said = say(served, head(Content_Length=str(len(HELLO)), Origin="http://evil.example"), HELLO)
+    assert said.startswith(b"HTTP/1.1 403")
+    assert b"\r\nconnection: close\r\n" in said.lower()
+
+
 def test_an_order_comes_in_chunk_by_chunk(served, entrance):
-    said = say(served, head(Transfer_Encoding="chunked"), chunk(HELLO[:7]), chunk(HELLO[7:]), b"0\r\n\r\n")
+    said = say(
+        served, head(Transfer_Encoding="chunked", Connection="close"), chunk(HELLO[:7]), chunk(HELLO[7:]), b"0\r\n\r\n"
+    )
     assert said.startswith(b"HTTP/1.1 200")
     assert entrance.came_in == [HELLO.decode()]
 
@@ -348,7 +368,7 @@ def test_a_connection_that_was_reset_before_it_was_looked_at_gives_no_orders(ser
         line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     may_go_on.set()
     holding.result(20)
-    assert say(served, head(Content_Length=str(len(HELLO))) + HELLO).startswith(b"HTTP/1.1 200")
+    assert say(served, head(Content_Length=str(len(HELLO)), Connection="close") + HELLO).startswith(b"HTTP/1.1 200")
     assert entrance.came_in == [HELLO.decode()]
 
 
