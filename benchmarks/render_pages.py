@@ -584,11 +584,13 @@ def render_drop_ins(results: list[dict[str, Any]]) -> str:
 
 def render_interleaved(results: list[dict[str, Any]]) -> str:
     """Refits by several builds in turn."""
-    rows = []
+    rows: list[str] = []
     for found in results:
         words = found["command"].split()
         place = words[words.index("--place") + 1] if "--place" in words else "inside"
         where = "SGLang" if "sglang" in words else BUILD_PLACES[place]
+        if rows and rows[-1].startswith(f"| {where} |"):
+            where += ", booted again"
         medians = found["median_ms"]
         cells = [f"{medians[name]:.2f} ms, {medians[name] / medians['before']:.3f} x" for name in BUILDS]
         rows.append(
@@ -598,7 +600,7 @@ def render_interleaved(results: list[dict[str, Any]]) -> str:
     return (
         f"{about['shape']} shape, engines of three builds side by side, refitted in turn; medians. "
         "*Before* is the last build that guessed names, *traced* the first that traced them, *after* version 0.2.0 "
-        "as it was when the row was measured: the broadcast late, the servers last.\n\n"
+        "as it was when the row was measured. The broadcast was measured after the others, and servers last.\n\n"
         f"| | GPUs | {' | '.join(BUILDS.values())} | after / traced |\n"
         f"| --- | --- |{' ---: |' * len(BUILDS)} ---: |\n{''.join(rows)}\n"
         "To measure again: `python tests/gpu/run_interleaved.py --out FILE NAME=WHEEL ...`.\n"

@@ -115,7 +115,7 @@ def walk_to(architecture, starter, folder):
     """Its line of the table."""
     arguments = {"architecture": architecture, "work": str(folder)}
     try:
-        (found,) = run_scenario(starter, "zoo", arguments, folder, timeout_s=TIMEOUT_S).drivers
+        (found,) = run_scenario(starter, "zoo", arguments, folder, timeout_s=2 * TIMEOUT_S).drivers
     except ProcessFailure as failure:
         print(failure, flush=True)
         found = {"error": str(failure)}

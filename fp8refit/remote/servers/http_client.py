@@ -20,6 +20,8 @@ from http import HTTPStatus
 from typing import Any, ClassVar
 from urllib.parse import SplitResult, urlsplit
 
+from typing_extensions import override
+
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.remote.servers.connection import Connection
 from fp8refit.remote.servers.orders import (
@@ -34,9 +36,9 @@ from fp8refit.remote.servers.orders import (
     read_token,
 )
 
-_KEPT_S = 1.0
-"""Seconds for which a connection may be idle and still be used again. Servers and proxies close them after 2 s or more, so one
-that breaks although it is younger means that the server is lost."""
+_KEPT_S = 0.5
+"""Seconds for which a connection may be idle and still be used again. Servers and proxies usually close idle connections after
+2 s or more, so if one breaks that is used again, the server is lost."""
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """After 10 s of silence the peer is probed every 5 s, four times. Sent data must be acknowledged within 30 s."""
 
@@ -60,7 +62,7 @@ class Server(Connection):
         self.url = url.rstrip("/")
         super().__init__(f"the server at {self.url}")
         self._kept: list[_Connection] = []
-        """The connection of the last exchange, if the server leaves it open. Threads take it out to use it."""
+        """Idle connections. A thread removes one to use it."""
         self._headers = {}
         api_key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
         if api_key:
@@ -73,6 +75,12 @@ class Server(Connection):
         token = read_token(token)
         if token is not None:
             self._order_headers[TOKEN_HEADER] = token
+
+    @override
+    def rest(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._kept.pop().close()
 
     def recognise(self) -> bool:
         """Whether this kind of engine answers at the URL.
@@ -155,7 +163,11 @@ class _Connection(http.client.HTTPConnection):
     """A connection that breaks soon after the other host or the network is gone, however long an order takes."""
 
     is_given_up = False
+    _line: socket.socket | None = None
+    """The socket. `sock` is the same, but None as soon as the last answer begins."""
     _idle_since_s = 0.0
+    _process = 0
+    """The process that used it last. A fork has the same socket, and would take the other's answers."""
 
     @property
     def is_open(self) -> bool:
@@ -164,8 +176,8 @@ class _Connection(http.client.HTTPConnection):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it is open, has not been idle for long, and the server has not closed it."""
-        if not self.is_open or time.monotonic() - self._idle_since_s > _KEPT_S:
+        """Whether it is open and this process's own, has not been idle for long, and the server has not closed it."""
+        if not self.is_open or self._process != os.getpid() or time.monotonic() - self._idle_since_s > _KEPT_S:
             return False
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
@@ -173,10 +185,11 @@ class _Connection(http.client.HTTPConnection):
 
     def rest(self) -> None:
         """Be idle from now on."""
-        self._idle_since_s = time.monotonic()
+        self._idle_since_s, self._process = time.monotonic(), os.getpid()
 
     def connect(self) -> None:
         super().connect()
+        self._line = self.sock
         if self.is_given_up:  # in the meantime; nothing was sent
             raise TimeoutError("timed out")
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -187,8 +200,9 @@ class _Connection(http.client.HTTPConnection):
     def give_up(self) -> None:
         """Abort it from another thread."""
         self.is_given_up = True
-        with contextlib.suppress(OSError, AttributeError):  # closed, or not open yet
-            self.sock.shutdown(socket.SHUT_RDWR)
+        if self._line is not None:
+            with contextlib.suppress(OSError):  # closed
+                self._line.shutdown(socket.SHUT_RDWR)
 
 
 class _SecureConnection(_Connection, http.client.HTTPSConnection):
@@ -210,14 +224,14 @@ class _Exchange:
             HTTPException: The response is not HTTP.
         """
         arguments = ("GET" if body is None else "POST", path, None if body is None else body.encode(), headers)
-        threading.Thread(target=self._post, args=arguments, name="fp8refit-http", daemon=True).start()
         try:
+            threading.Thread(target=self._post, args=arguments, name="fp8refit-http", daemon=True).start()
             return self._outcome.result(timeout_s)
-        except TimeoutError as error:
-            raise TimeoutError(f"timed out: no whole answer within {timeout_s:g} s") from error
-        finally:
-            if not self._outcome.done():
-                self._connection.give_up()
+        except BaseException as error:
+            self._connection.give_up()
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"timed out: no whole answer within {timeout_s:g} s") from error
+            raise
 
     def _post(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> None:
         connection = self._connection
@@ -225,7 +239,7 @@ class _Exchange:
             connection.request(method, path, body, headers)
             response = connection.getresponse()
             status, text = response.status, _read(response)
-            if response.will_close or not response.isclosed():  # or part of the answer is unread
+            if response.will_close or not response.isclosed() or status < HTTPStatus.OK:  # or there is more to read
                 connection.close()
             connection.rest()
             self._outcome.set_result((status, text))

@@ -55,6 +55,7 @@ class ServerDriver(ControlPlane, Channel, Pairs):
         self._new_version: int | None = None
         self.greeted = server.greet()
         """Name of the server that answered, which changes with every start."""
+        server.rest()
 
     @property
     def is_asynchronous(self) -> bool:
@@ -72,10 +73,12 @@ class ServerDriver(ControlPlane, Channel, Pairs):
     @override
     async def resume(self) -> None:
         await self._post(Resume(version=self._new_version))
+        self.server.rest()
 
     @override
     async def refuse(self, reason: str) -> None:
         await self._post(Refuse(reason=reason[:MAX_REASON]))
+        self.server.rest()
 
     @override
     async def flush_caches(self) -> None:
@@ -178,6 +181,11 @@ class ServedRanks(RemoteRanks):
                 f'loopback address: name an address of this host that it can reach, collective={{"host": ADDRESS}}, or '
                 "--host"
             )
+
+    @override
+    def _release(self) -> None:
+        super()._release()
+        self._driver.server.rest()
 
     @override
     async def _offer(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:

@@ -1,5 +1,6 @@
 """The driver's end of a line to a server: what an HTTP server may answer, and what comes of it."""
 
+import os
 import socket
 import threading
 import time
@@ -37,7 +38,7 @@ def listen():
 
             def do_POST(self) -> None:
                 seen.append(dict(self.headers))
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 answer(self)
 
             do_GET = do_POST
@@ -163,7 +164,7 @@ def test_a_host_that_goes_away_breaks_the_connection_long_before_an_order_is_lat
 
 @pytest.fixture
 def connected(monkeypatch):
-    """Every connection that is opened."""
+    """Every connection that is opened. One that is idle may be used again, however slow this machine is."""
     connect, opened = http._Connection.connect, []
 
     def note(connection):
@@ -171,21 +172,41 @@ def connected(monkeypatch):
         opened.append(connection)
 
     monkeypatch.setattr(http._Connection, "connect", note)
+    monkeypatch.setattr(http, "_KEPT_S", 60.0)
     return opened
 
 
-def in_full(handler: BaseHTTPRequestHandler) -> None:
-    """A good answer after which the connection stays open."""
-    saying(GOOD, Content_Length=str(len(GOOD)))(handler)
+def at_once(said: bytes, *, length: int | None = None, before: bytes = b"") -> Callable[[BaseHTTPRequestHandler], None]:
+    """An answer whose head and body arrive together, after which the connection stays open."""
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(said) if length is None else length}\r\n\r\n".encode()
+    return lambda handler: handler.wfile.write(before + head + said)
 
 
 def test_orders_follow_each_other_on_one_connection(listen, connected):
-    url, seen = listen(in_full, version="HTTP/1.1")
+    url, seen = listen(at_once(GOOD), version="HTTP/1.1")
     server = PlainServer(url)
     for _ in range(3):
         assert server.post(Hello(), timeout_s=5).server == "me"
     server.send("/version", None, timeout_s=5)
     assert (len(connected), len(seen)) == (1, 4)
+
+
+def test_an_answer_in_chunks_leaves_the_connection_open(listen, connected):
+    chunks = b"%x\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (7, GOOD[:7], len(GOOD) - 7, GOOD[7:])
+    url, _ = listen(saying(chunks, Transfer_Encoding="chunked"), version="HTTP/1.1")
+    server = PlainServer(url)
+    for _ in range(3):
+        assert server.post(Hello(), timeout_s=5).server == "me"
+    assert len(connected) == 1
+
+
+def test_after_the_last_order_the_connection_is_closed(listen, connected):
+    server = PlainServer(listen(at_once(GOOD), version="HTTP/1.1")[0])
+    server.post(Hello(), timeout_s=5)
+    server.rest()
+    assert not connected[0].is_open
+    server.post(Hello(), timeout_s=5)
+    assert len(connected) == 2
 
 
 @pytest.mark.parametrize("version", ["HTTP/1.0", "HTTP/1.1"])
@@ -199,7 +220,7 @@ def test_a_server_that_closes_every_connection_is_connected_to_anew(version, lis
 
 def test_a_connection_that_was_closed_meanwhile_is_not_used(listen, connected):
     def hang_up(handler: BaseHTTPRequestHandler) -> None:
-        in_full(handler)
+        at_once(GOOD)(handler)
         handler.close_connection = True
 
     url, seen = listen(hang_up, version="HTTP/1.1")
@@ -211,7 +232,7 @@ def test_a_connection_that_was_closed_meanwhile_is_not_used(listen, connected):
 
 
 def test_a_connection_that_was_idle_for_long_is_not_used(listen, connected, monkeypatch):
-    server = PlainServer(listen(in_full, version="HTTP/1.1")[0])
+    server = PlainServer(listen(at_once(GOOD), version="HTTP/1.1")[0])
     server.post(Hello(), timeout_s=5)
     monkeypatch.setattr(http, "_KEPT_S", 0.0)
     server.post(Hello(), timeout_s=5)
@@ -219,14 +240,22 @@ def test_a_connection_that_was_idle_for_long_is_not_used(listen, connected, monk
     assert not connected[0].is_open
 
 
+def test_a_fork_has_a_connection_of_its_own(listen, connected, monkeypatch):
+    server = PlainServer(listen(at_once(GOOD), version="HTTP/1.1")[0])
+    server.post(Hello(), timeout_s=5)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    server.post(Hello(), timeout_s=5)
+    assert len(connected) == 2
+
+
 def test_an_order_on_a_connection_that_breaks_is_not_given_twice(listen, connected):
     """The server may have carried it out."""
-    answers = iter([in_full])
 
-    def answer_once(handler: BaseHTTPRequestHandler) -> None:
-        next(answers, lambda handler: setattr(handler, "close_connection", True))(handler)
+    def hang_up(handler: BaseHTTPRequestHandler) -> None:
+        handler.close_connection = True
 
-    url, seen = listen(answer_once, version="HTTP/1.1")
+    answers = iter([at_once(GOOD)])
+    url, seen = listen(lambda handler: next(answers, hang_up)(handler), version="HTTP/1.1")
     server = PlainServer(url)
     server.post(Hello(), timeout_s=5)
     with pytest.raises(EngineLostError, match=r"cannot be reached .*restart it"):
@@ -236,32 +265,41 @@ def test_an_order_on_a_connection_that_breaks_is_not_given_twice(listen, connect
 
 def test_after_an_order_that_was_late_the_next_has_a_connection_of_its_own(listen, connected):
     """The late answer must not be taken for that of the next order."""
-    answers, may_go_on = iter(["first", "late", "next"]), threading.Event()
+    came, may_go_on = [], threading.Event()
 
-    def answer_in_turn(handler: BaseHTTPRequestHandler) -> None:
-        name = next(answers)
-        if name == "late":
+    def repeat(handler: BaseHTTPRequestHandler) -> None:
+        came.append(handler.body)
+        if handler.body == b"late":
             may_go_on.wait(20)
-        said = Answer(server=name).model_dump_json().encode()
         with suppress(OSError):  # the driver has left
-            saying(said, Content_Length=str(len(said)))(handler)
+            at_once(handler.body)(handler)
 
-    server = PlainServer(listen(answer_in_turn, version="HTTP/1.1")[0])
-    assert server.post(Hello(), timeout_s=5).server == "first"
+    server = PlainServer(listen(repeat, version="HTTP/1.1")[0])
+    assert server.deliver("first", timeout_s=5) == "first"
     with pytest.raises(EngineLostError, match="timed out"):
-        server.post(Hello(), timeout_s=0.05)
+        server.deliver("late", timeout_s=1)
     may_go_on.set()
-    assert server.post(Hello(), timeout_s=5).server == "next"
+    assert server.deliver("next", timeout_s=5) == "next"
+    assert came == [b"first", b"late", b"next"]
     assert len(connected) == 2
 
 
 def test_after_an_answer_that_was_not_read_to_its_end_the_next_order_has_a_connection_of_its_own(listen, connected):
     lengths = iter([1 << 40, len(GOOD)])
-    url, _ = listen(lambda handler: saying(GOOD, Content_Length=str(next(lengths)))(handler), version="HTTP/1.1")
+    url, _ = listen(lambda handler: at_once(GOOD, length=next(lengths))(handler), version="HTTP/1.1")
     server = PlainServer(url)
     with pytest.raises(UnsupportedEngineError, match="answered more than"):
         server.post(Hello(), timeout_s=5)
     assert server.post(Hello(), timeout_s=5).server == "me"
+    assert len(connected) == 2
+
+
+def test_an_answer_after_an_early_one_is_not_taken_for_that_of_the_next_order(listen, connected):
+    early = iter([b"HTTP/1.1 103 Early Hints\r\nLink: </>\r\n\r\n"])
+    url, _ = listen(lambda handler: at_once(handler.body, before=next(early, b""))(handler), version="HTTP/1.1")
+    server = PlainServer(url)
+    assert server.order("/", "first", timeout_s=5) == (None, f"{url} answered 103: ")
+    assert server.deliver("second", timeout_s=5) == "second"
     assert len(connected) == 2
 
 
@@ -270,7 +308,7 @@ def test_orders_at_the_same_time_have_connections_of_their_own(listen, connected
 
     def answer_together(handler: BaseHTTPRequestHandler) -> None:
         meet.wait()
-        in_full(handler)
+        at_once(GOOD)(handler)
 
     server = PlainServer(listen(answer_together, version="HTTP/1.1")[0])
     for _ in range(2):
@@ -287,13 +325,14 @@ def drip():
     """A server that says something with each byte in turn, a moment apart; gives its URL."""
     stopped, listeners = threading.Event(), []
 
-    def start(said: bytes) -> str:
+    def start(said: bytes, *, at_once: bytes = b"") -> str:
         listener = socket.create_server(("127.0.0.1", 0))
         listeners.append(listener)
 
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
+                connection.send(at_once)
                 for byte in iter(said):
                     if stopped.wait(0.05):
                         return
@@ -312,20 +351,20 @@ def drip():
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("head", "said"),
     [
-        b"HTTP/1.1 200 OK\r\n" + b"X-Header: and another\r\n" * 50,
-        b"HTTP/1.1 100 Continue\r\n\r\n" * 50,
-        b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n" + bytes(1000),
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 200,
-        b"HTTP/1.1 200 OK\r\n\r\n" + bytes(1000),
+        (b"HTTP/1.1 200 OK\r\n", b"X-Header: and another\r\n" * 50),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 50),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", bytes(1000)),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 200),
+        (b"HTTP/1.1 200 OK\r\n\r\n", bytes(1000)),
     ],
     ids=["headers", "continue", "body", "chunks", "body without length"],
 )
-def test_a_time_limit_is_that_of_the_whole_answer(said, drip):
+def test_a_time_limit_is_that_of_the_whole_answer(head, said, drip):
     start_s, num_threads = time.monotonic(), threading.active_count()
     with pytest.raises(EngineLostError, match=r"cannot be reached .*timed out: no whole answer within 0\.3 s"):
-        PlainServer(drip(said)).post(Hello(), timeout_s=0.3)
+        PlainServer(drip(said, at_once=head)).post(Hello(), timeout_s=0.3)
     assert time.monotonic() - start_s < 3
     while threading.active_count() > num_threads:  # the server's, and that of the exchange
         assert time.monotonic() - start_s < 10

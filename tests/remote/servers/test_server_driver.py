@@ -100,6 +100,19 @@ def test_every_rank_holds_the_policy(as_source, running, tmp_path):
     assert running.events == ["pause", "flush", "publish 1", "resume", "pause", "flush", "publish 2", "resume"]
 
 
+def test_no_connection_stays_open_after_a_refit(running, monkeypatch):
+    monkeypatch.setattr(running.kind, "rest", lambda self: running.orders.append("rest"))
+    refitter = Refitter(URL)
+    assert running.orders == ["hello", "rest"]
+    refitter.refit(running.cluster.make_policy(1))
+    assert running.orders[-2:] == ["resume", "rest"]
+    with pytest.raises(NonFiniteError):
+        refitter.refit(spoilt(running.cluster.make_policy(2)))
+    assert running.orders[-2:] == ["refuse", "rest"]
+    refitter.close()
+    assert running.orders[-2:] == ["call", "rest"]
+
+
 def test_a_server_is_refitted_from_an_event_loop(running):
     policy = running.cluster.make_policy(1)
     report = asyncio.run(Refitter(URL).refit_async(policy))
