@@ -43,7 +43,7 @@ class Connection:
         """
         raise NotImplementedError
 
-    def rest(self) -> None:
+    def hang_up(self) -> None:
         """Close what is open only for orders that follow each other."""
 
     def post(self, order: AnyOrder, *, timeout_s: float) -> Answer:

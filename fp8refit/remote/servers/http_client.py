@@ -77,10 +77,9 @@ class Server(Connection):
             self._order_headers[TOKEN_HEADER] = token
 
     @override
-    def rest(self) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                self._kept.pop().close()
+    def hang_up(self) -> None:
+        while (kept := self._take_kept()) is not None:
+            kept.close()
 
     def recognise(self) -> bool:
         """Whether this kind of engine answers at the URL.
@@ -140,18 +139,22 @@ class Server(Connection):
 
     def _connection(self, timeout_s: float) -> "_Connection":
         """The last connection if it can be used again; otherwise a new one, not open yet."""
-        with contextlib.suppress(IndexError):
-            while True:
-                kept = self._kept.pop()
-                if kept.is_fresh:
-                    kept.sock.settimeout(timeout_s)
-                    return kept
-                kept.close()
+        while (kept := self._take_kept()) is not None:
+            if kept.is_fresh:
+                kept.sock.settimeout(timeout_s)
+                return kept
+            kept.close()
         host, port = self._address.hostname, self._address.port
         assert host is not None, "looked at"
         if self._address.scheme == "https":
             return _SecureConnection(host, port or http.client.HTTPS_PORT, timeout=timeout_s, context=self._trusted)
         return _Connection(host, port or http.client.HTTP_PORT, timeout=timeout_s)  # else it parses one from the host
+
+    def _take_kept(self) -> "_Connection | None":
+        try:
+            return self._kept.pop()
+        except IndexError:
+            return None
 
     @cached_property
     def _trusted(self) -> ssl.SSLContext:

@@ -203,7 +203,7 @@ def test_an_answer_in_chunks_leaves_the_connection_open(listen, connected):
 def test_after_the_last_order_the_connection_is_closed(listen, connected):
     server = PlainServer(listen(at_once(GOOD), version="HTTP/1.1")[0])
     server.post(Hello(), timeout_s=5)
-    server.rest()
+    server.hang_up()
     assert not connected[0].is_open
     server.post(Hello(), timeout_s=5)
     assert len(connected) == 2
