@@ -585,16 +585,17 @@ def render_drop_ins(results: list[dict[str, Any]]) -> str:
 def render_interleaved(results: list[dict[str, Any]]) -> str:
     """Refits by several builds in turn."""
     rows: list[str] = []
+    places: set[str] = set()
     for found in results:
         words = found["command"].split()
         place = words[words.index("--place") + 1] if "--place" in words else "inside"
         where = "SGLang" if "sglang" in words else BUILD_PLACES[place]
-        if rows and rows[-1].startswith(f"| {where} |"):
-            where += ", booted again"
+        again = ", booted again" if where in places else ""
+        places.add(where)
         medians = found["median_ms"]
         cells = [f"{medians[name]:.2f} ms, {medians[name] / medians['before']:.3f} x" for name in BUILDS]
         rows.append(
-            f"| {where} | {_gpus_of(found)} | {' | '.join(cells)} | {medians['after'] / medians['house']:.3f} x |\n"
+            f"| {where}{again} | {_gpus_of(found)} | {' | '.join(cells)} | {medians['after'] / medians['house']:.3f} x |\n"
         )
     about = next(iter(results[0]["about"].values()))
     return (

@@ -322,17 +322,17 @@ def test_orders_at_the_same_time_have_connections_of_their_own(listen, connected
 
 @pytest.fixture
 def drip():
-    """A server that says something with each byte in turn, a moment apart; gives its URL."""
+    """A server that says the head at once, the rest byte by byte, a moment apart; gives its URL."""
     stopped, listeners = threading.Event(), []
 
-    def start(said: bytes, *, at_once: bytes = b"") -> str:
+    def start(said: bytes, *, head: bytes = b"") -> str:
         listener = socket.create_server(("127.0.0.1", 0))
         listeners.append(listener)
 
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.send(at_once)
+                connection.send(head)
                 for byte in iter(said):
                     if stopped.wait(0.05):
                         return
@@ -364,7 +364,7 @@ def drip():
 def test_a_time_limit_is_that_of_the_whole_answer(head, said, drip):
     start_s, num_threads = time.monotonic(), threading.active_count()
     with pytest.raises(EngineLostError, match=r"cannot be reached .*timed out: no whole answer within 0\.3 s"):
-        PlainServer(drip(said, at_once=head)).post(Hello(), timeout_s=0.3)
+        PlainServer(drip(said, head=head)).post(Hello(), timeout_s=0.3)
     assert time.monotonic() - start_s < 3
     while threading.active_count() > num_threads:  # the server's, and that of the exchange
         assert time.monotonic() - start_s < 10
