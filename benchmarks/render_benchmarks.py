@@ -240,12 +240,13 @@ For comparison: FP8-RL ([arXiv 2601.18150](https://arxiv.org/abs/2601.18150)) re
 48 % with FP8 KV cache and attention. Here, Qwen3-8B gains 14 to 28 % from FP8 weights on an H200, and 24 to 28 % with the FP8
 cache; on an H100, whose memory is slower, 16 to 42 % and 35 to 52 %, most with answers of 16 384 tokens. Qwen3-30B-A3B gains 26
 to 59 % at 64 and 256 sequences on an H200. At 16, its runs differ too much for one ratio: the slowest FP8 run was 1.2 x as fast
-as the fastest BF16 run, and the fastest FP8 run 2.0 x as fast as the slowest BF16 run. With prompts of 16 384 tokens it gains
-16 and 20 %: reading them takes 6.1 s in every precision, and only the rest is faster.
+as the fastest BF16 run, and the fastest FP8 run 2.0 x as fast as the slowest BF16 run. Answers of 16 384 tokens tell more: they
+gain 50 and 60 %, and three runs differ by 1 %. With prompts of 16 384 tokens it gains 16 and 20 %: reading them takes 6.1 s in
+every precision, and only the rest is faster.
 
 Weights and prompts are random. FlashInfer was not installed; where it is, vLLM multiplies few tokens with a kernel of its own.
-Not measured: 64 or 256 prompts of 16 384 tokens, and answers of more than 512 tokens with Qwen3-30B-A3B and vLLM's defaults. In
-64 x 512 + 4096, some prompts were in the prefix cache from the case before; that is worth at most 2 % of its time.
+Not measured: 64 or 256 prompts of 16 384 tokens, and 64 or 256 answers of more than 512 tokens by Qwen3-30B-A3B with vLLM's
+defaults. In 64 x 512 + 4096, some prompts were in the prefix cache from the case before; that is worth at most 2 % of its time.
 
 The last table has the linear layers of one decoder layer, in microseconds: each kernel alone, in a CUDA graph, with weights
 that are in no cache. Quantizing the activations adds to the product's time, unless torch.compile fuses it with the kernel

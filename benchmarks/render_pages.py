@@ -37,10 +37,10 @@ VLLMS_RELOAD, RELOAD_WEIGHTS = "vLLM's own reload", "vLLM's reload_weights"
 STREAMS = "streams_*_h200.json"
 DROP_INS = "drop_in_*_h200.json"
 INTERLEAVED = "interleaved_*.json"
+BOOTS = RESULTS / "server_boots_h200.json"
 BUILD_PLACES = {
     "inside": "vLLM in this process",
     "outside": "vLLM in another process",
-    "server": "vLLM behind its HTTP server",
     "broadcast": "vLLM by broadcast",
 }
 """Of `run_interleaved.py`."""
@@ -77,7 +77,7 @@ def render() -> dict[str, dict[str, str]]:
         "docs/broadcast.md": {"broadcasts": render_broadcasts(broadcasts)},
         "docs/sources.md": {"streams": render_streams(_read_all(STREAMS))},
         "docs/drop-in.md": {"transfers": render_drop_ins(_read_all(DROP_INS))},
-        "docs/speed.md": {"interleaved": render_interleaved(_read_all(INTERLEAVED))},
+        "docs/speed.md": {"interleaved": render_interleaved(_read_all(INTERLEAVED), json.loads(BOOTS.read_text()))},
         "docs/servers.md": {"servers": render_servers(servers), "oracle": render_oracle(_read_all(ORACLE))},
     }
 
@@ -582,28 +582,32 @@ def render_drop_ins(results: list[dict[str, Any]]) -> str:
     )
 
 
-def render_interleaved(results: list[dict[str, Any]]) -> str:
-    """Refits by several builds in turn."""
+def render_interleaved(results: list[dict[str, Any]], servers: dict[str, Any]) -> str:
+    """Refits by several builds in turn. `servers` has boots of vLLM's server, each of two builds side by side."""
     rows: list[str] = []
-    places: set[str] = set()
     for found in results:
         words = found["command"].split()
         place = words[words.index("--place") + 1] if "--place" in words else "inside"
         where = "SGLang" if "sglang" in words else BUILD_PLACES[place]
-        again = ", booted again" if where in places else ""
-        places.add(where)
         medians = found["median_ms"]
         cells = [f"{medians[name]:.2f} ms, {medians[name] / medians['before']:.3f} x" for name in BUILDS]
         rows.append(
-            f"| {where}{again} | {_gpus_of(found)} | {' | '.join(cells)} | {medians['after'] / medians['house']:.3f} x |\n"
+            f"| {where} | {_gpus_of(found)} | {' | '.join(cells)} | {medians['after'] / medians['house']:.3f} x |\n"
         )
     about = next(iter(results[0]["about"].values()))
+    boots = servers["boots"]
+    before, after = ([boot["median_ms"][name] for boot in boots] for name in servers["builds"])
+    ratios = [boot["after_against_before"] for boot in boots]
     return (
         f"{about['shape']} shape, engines of three builds side by side, refitted in turn; medians. "
         "*Before* is the last build that guessed names, *traced* the first that traced them, *after* version 0.2.0 "
-        "as it was when the row was measured. The broadcast was measured after the others, and servers last.\n\n"
+        "as it was when the row was measured.\n\n"
         f"| | GPUs | {' | '.join(BUILDS.values())} | after / traced |\n"
         f"| --- | --- |{' ---: |' * len(BUILDS)} ---: |\n{''.join(rows)}\n"
+        f"vLLM behind its HTTP server, one {servers['gpu']}, in {len(boots)} boots of both builds: *before* took "
+        f"{min(before):.1f} to {max(before):.1f} ms, *after* {min(after):.1f} to {max(after):.1f} ms. The ratio was "
+        f"{min(ratios):.3f} to {max(ratios):.3f}, and {statistics.median(ratios):.3f} in the middle ({_link(BOOTS.name)}). A "
+        "server's figure depends on how its processes happen to start, so one boot cannot tell a difference of 2 %.\n\n"
         "To measure again: `python tests/gpu/run_interleaved.py --out FILE NAME=WHEEL ...`.\n"
     )
 

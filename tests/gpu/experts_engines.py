@@ -57,6 +57,15 @@ class VllmUnderTest:
         """In the engine's process. Returns seconds."""
         return self.candidate.collective_rpc("observe_compile")[0]
 
+    def look_at_loader(self) -> dict:
+        """What tracing it again costs, for an engine in this process."""
+        from fp8refit_vllm.layout import read_inventory
+        from fp8refit_vllm.twin import twin_of
+        from twin_cost import look
+
+        worker = self.candidate.llm_engine.model_executor.driver_worker.worker
+        return look(worker.model_runner.get_model(), lambda: twin_of(worker.vllm_config), read_inventory)
+
     def reload(self, checkpoint: Path) -> None:
         """It leaves scales of experts that nothing reads, and reads others: a refit has to write both."""
         self.candidate.collective_rpc("observe_reload", args=(str(checkpoint),))
@@ -102,6 +111,12 @@ class SglangUnderTest:
         from sglang_observer import ask
 
         return ask(self.candidate, "compile")[0]
+
+    def look_at_loader(self) -> dict:
+        """What tracing it again costs, in the engine's process."""
+        from sglang_observer import ask
+
+        return ask(self.candidate, "loader")[0]
 
     def reload(self, checkpoint: Path) -> None:
         success, message, *_ = self.candidate.update_weights_from_disk(str(checkpoint), load_format="auto")

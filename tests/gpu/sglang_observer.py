@@ -1,5 +1,5 @@
-"""Looks at one rank's live model inside its SGLang scheduler, without fp8refit: a plugin that adds one method. It also has the
-rank compile fp8refit's kernels, if asked.
+"""Looks at one rank's live model inside its SGLang scheduler, without fp8refit: a plugin that adds one method. If asked, it has
+the rank compile fp8refit's kernels, or trace the model's loader.
 
 SGLang's RPC gives no values back, so every rank writes what it found to a file of its own.
 """
@@ -47,6 +47,7 @@ def observe(scheduler, what: str, path: str) -> None:
         "replays": live_model.num_replays,
         "memory": live_model.memory,
         "compile": compile_kernels,
+        "loader": lambda: look_at_loader(scheduler),
         "kv_scales": lambda: kv_scales(scheduler.tp_worker.model_runner.model),
         "end_of_work": lambda: torch.cuda.synchronize() if torch.cuda.is_available() else None,
     }
@@ -58,6 +59,19 @@ def compile_kernels() -> float:
     import warm_kernels
 
     return warm_kernels.compile_kernels()
+
+
+def look_at_loader(scheduler) -> dict:
+    """What tracing it again costs."""
+    from fp8refit_sglang.layout import read_inventory
+    from fp8refit_sglang.live_scheduler import Scheduler
+    from fp8refit_sglang.twin import twin_of
+    from twin_cost import look
+
+    held = Scheduler(scheduler)
+    return look(
+        held.model, lambda: twin_of(held.model_config, held.load_config, num_ranks=held.num_ranks), read_inventory
+    )
 
 
 def live_state(model) -> dict:

@@ -146,7 +146,6 @@ def test_tokens_and_log_probabilities_equal_those_of_a_freshly_booted_engine(sha
     assert engine["single"]["generated"] == engine["stacked"]["generated"] == engine["fresh"]["generated"]
 
 
-@pytest.mark.skipif(ENGINE != "vllm", reason="looks at this process's memory, and SGLang's scheduler is another")
 @every_shape
 def test_looking_at_the_loader_leaves_no_memory_in_use(shape, found):
     twin = of(found, shape)["twin"]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import policies
 import torch
-from experts_engines import ENGINES, VllmUnderTest, quantization
+from experts_engines import ENGINES, quantization
 from kv_engines import versions
-from measuring import log, timed_refit, wait_for_gpu
+from measuring import log, timed_refit
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,13 +34,15 @@ def run_refit(args) -> dict:
     places = engine.places()
     while args.wait and not (args.work / GO).exists():
         time.sleep(0.1)
-    result: dict = {"compile_s": engine.compile_kernels(), "twin": time_twin(engine)}
+    result: dict = {"compile_s": engine.compile_kernels()}
     stacked = policies.allocate(args.shape)
     single = policies.expert_by_expert(stacked)
     refitter = Refitter(engine.candidate)
     policies.fill_policy(stacked, 2)
     result["first_refit"] = timed_refit(refitter, single)
     log(f"first refit: {result['first_refit']}")
+    result["twin"] = engine.look_at_loader()
+    log(f"twin: {result['twin']}")
     result["later_refits"] = []
     for index in range(NUM_REFITS):
         policies.fill_policy(stacked, 1 + (NUM_REFITS - 1 - index) % 2)  # the last is policy 1
@@ -66,31 +68,6 @@ def run_fresh(args) -> dict:
     found = engine.observe()
     engine.shutdown()
     return {"fresh": found}
-
-
-def time_twin(engine) -> dict:
-    """What looking at the model's loader takes, first and again, and the GPU memory that is left in use by it."""
-    if not isinstance(engine, VllmUnderTest):
-        return {}
-    from fp8refit_vllm.layout import read_inventory
-    from fp8refit_vllm.twin import twin_of
-
-    worker = engine.candidate.llm_engine.model_executor.driver_worker.worker
-    found: dict = {"left_bytes": []}
-    for which in ("first", "second"):
-        wait_for_gpu()
-        held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        start_s = time.perf_counter()
-        twin = twin_of(worker.vllm_config)
-        traced_s = time.perf_counter()
-        inventory = read_inventory(worker.model_runner.get_model(), twin)
-        found[which] = {"trace_s": traced_s - start_s, "slots_s": time.perf_counter() - traced_s}
-        found["refusals"] = [str(refusal) for refusal in inventory.refusals]
-        del twin, inventory
-        left = (torch.cuda.memory_allocated() if torch.cuda.is_available() else 0) - held
-        found["left_bytes"].append(left)
-    log(f"twin: {found}")
-    return found
 
 
 def write_fp8(shape: str, policy: dict[str, Tensor], layout: EngineLayout, folder: Path) -> None:
