@@ -55,35 +55,41 @@ class SglangBench:
             )
             for label, num_bytes in _BUCKETS_BYTES.items()
         )
-        if torch.cuda.is_available():
-            from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-            monkey_patch_torch_reductions()
 
     def close(self) -> None:
         """Stop the engine and everything it started."""
         self.candidate.shutdown()
 
     def _update(self, policy: Mapping[str, Tensor], bucket_bytes: int) -> None:
-        has_sessions = hasattr(self.candidate, "begin_weight_update")  # 0.5.17 has none
-        if has_sessions:
-            _check(self.candidate.begin_weight_update())
-        for bucket in _buckets(eager_checkpoint(self._layout, policy), bucket_bytes):
-            self._send(bucket)
-        if has_sessions:
-            _check(self.candidate.end_weight_update())
-        _check(self.candidate.flush_cache())
-        if torch.cuda.is_available():
-            torch.cuda.ipc_collect()
+        update_in_buckets(self.candidate, eager_checkpoint(self._layout, policy), bucket_bytes)
 
-    def _send(self, bucket: list[tuple[str, Tensor]]) -> None:
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-        flat = FlattenedTensorBucket(named_tensors=bucket)
-        payload = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-        serialized = [MultiprocessingSerializer.serialize(payload) for _ in range(int(str(self.settings["tp_size"])))]
-        _check(self.candidate.update_weights_from_tensor(serialized, load_format="flattened_bucket", flush_cache=False))
+def update_in_buckets(engine: Any, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> None:
+    """Load tensors by an `sglang.Engine`'s own update, in flat buckets that its ranks map."""
+    if torch.cuda.is_available():
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()
+    has_sessions = hasattr(engine, "begin_weight_update")  # 0.5.17 has none
+    if has_sessions:
+        _check(engine.begin_weight_update())
+    for bucket in _buckets(tensors, bucket_bytes):
+        _send(engine, bucket)
+    if has_sessions:
+        _check(engine.end_weight_update())
+    _check(engine.flush_cache())
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()
+
+
+def _send(engine: Any, bucket: list[tuple[str, Tensor]]) -> None:
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    flat = FlattenedTensorBucket(named_tensors=bucket)
+    payload = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+    serialized = [MultiprocessingSerializer.serialize(payload) for _ in range(engine.server_args.tp_size)]
+    _check(engine.update_weights_from_tensor(serialized, load_format="flattened_bucket", flush_cache=False))
 
 
 def _check(answer: Any) -> None:

@@ -5,10 +5,14 @@ from collections.abc import Sequence
 
 import torch
 
+from fp8refit.bench import policies
 from fp8refit.bench.rollout_engine import MEMORY_SHARE, Precision, RolloutBoot
 from fp8refit.bench.shapes import block_fp8
+from fp8refit.driver.refitter import Refitter
+from fp8refit_sglang.bench import update_in_buckets
 from fp8refit_sglang.compat import VERSIONS
 
+_BUCKET_BYTES = 512 << 20
 _RESERVED_TOKENS = 8
 """Context length that SGLang reserves for itself, rounded up."""
 
@@ -42,6 +46,12 @@ class SglangRollout:
         self.settings |= wanted.arguments
         self.candidate = sglang.Engine(model_path=str(wanted.model), **self.settings)
         self.num_kv_tokens = int(self.candidate.get_server_info()["max_total_num_tokens"])
+
+    def load_bf16(self, seed: int) -> None:
+        """Load policy number `seed`."""
+        manifest = policies.manifest(Refitter(self.candidate).layout())
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        update_in_buckets(self.candidate, policies.stream(manifest, seed, device), _BUCKET_BYTES)
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Continue every prompt by `num_tokens` sampled tokens, ignoring end of text."""

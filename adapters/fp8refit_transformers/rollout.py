@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fp8refit.bench import policies
 from fp8refit.bench.rollout_engine import Precision, RolloutBoot
 from fp8refit.errors import UnsupportedEngineError
+from fp8refit.live.slots import TensorMeta
 from fp8refit_transformers.convert import to_block_fp8
 
 
@@ -19,6 +21,12 @@ class TransformersRollout:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.candidate = model.to(self._device)
         self.settings: dict[str, object] = {"class": type(model).__name__, "device": self._device}
+
+    def load_bf16(self, seed: int) -> None:
+        """Load policy number `seed`."""
+        state = self.candidate.state_dict()
+        manifest = {name: TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in state.items()}
+        self.candidate.load_state_dict(dict(policies.stream(manifest, seed, self._device)))
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:

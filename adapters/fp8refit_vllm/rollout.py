@@ -2,14 +2,34 @@
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from fp8refit.bench import policies
 from fp8refit.bench.rollout_engine import MEMORY_SHARE, Precision, RolloutBoot
 from fp8refit.bench.shapes import block_fp8
+from fp8refit.driver.refitter import Refitter
+from fp8refit.live.slots import TensorMeta
 from fp8refit_vllm.compat import VERSIONS
 from fp8refit_vllm.worker import WorkerExtension
+
+
+class RolloutWorker(WorkerExtension):
+    """What is added to vLLM's worker."""
+
+    def load_policy(self, shapes: Mapping[str, tuple[Sequence[int], str]], seed: int) -> None:
+        """Load policy number `seed` by vLLM's own `reload_weights`, created tensor by tensor on the worker's device.
+
+        Args:
+            shapes: Shape and dtype of every tensor, by name.
+            seed: Number of the policy.
+        """
+        manifest = {
+            name: TensorMeta(shape=tuple(shape), dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()
+        }
+        with torch.no_grad():
+            self.reload_weights(weights_iterator=policies.stream(manifest, seed, self.device))  # type: ignore[attr-defined]
 
 
 class VllmRollout:
@@ -30,7 +50,7 @@ class VllmRollout:
             "max_num_seqs": wanted.max_batch,
             "enforce_eager": not torch.cuda.is_available(),
             "kv_cache_dtype": "fp8" if wanted.precision is Precision.FP8_KV else "auto",
-            "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+            "worker_extension_cls": f"{RolloutWorker.__module__}.{RolloutWorker.__qualname__}",
         }
         if wanted.is_fp8:
             self.settings["hf_overrides"] = {"quantization_config": block_fp8(wanted.model)}
@@ -40,6 +60,12 @@ class VllmRollout:
         self.candidate = LLM(model=str(wanted.model), **self.settings)
         cache = self.candidate.llm_engine.vllm_config.cache_config
         self.num_kv_tokens = cache.num_gpu_blocks * cache.block_size
+
+    def load_bf16(self, seed: int) -> None:
+        """Load policy number `seed`."""
+        manifest = policies.manifest(Refitter(self.candidate).layout())
+        shapes = {name: (list(meta.shape), str(meta.dtype).removeprefix("torch.")) for name, meta in manifest.items()}
+        self.candidate.collective_rpc("load_policy", args=(shapes, seed))
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Continue every prompt by `num_tokens` sampled tokens, ignoring end of text."""

@@ -48,9 +48,9 @@ def run_rollout_bench(
 ) -> RolloutBenchResult:
     """Boot one engine per precision, one after another, and time generation.
 
-    Every engine gets the same share of its GPUs for weights and KV cache. FP8 engines are first refitted to a policy of
-    random weights, created tensor by tensor, with calibrated KV scales if the cache is FP8. Prompts are random and differ
-    in every run, so no prefix is cached.
+    Every engine gets the same share of its GPUs for weights and KV cache, and the same policy of random weights, created
+    tensor by tensor: experts are chosen by the same routers. BF16 engines load it, FP8 engines are refitted to it, with
+    calibrated KV scales if the cache is FP8. Prompts are random and differ in every run, so no prefix is cached.
 
     Args:
         config: What to measure.
@@ -117,12 +117,15 @@ def _check_same(earlier: RolloutBenchResult, result: RolloutBenchResult) -> None
 
 
 def _with_engine(result: RolloutBenchResult, engine: RolloutEngine, precision: Precision) -> RolloutBenchResult:
-    """Add what is known about a live engine. An FP8 engine is refitted to learn its kernels."""
+    """Give a live engine its policy, and add what is known about it."""
     settings = {name: str(value) for name, value in engine.settings.items()}
     update: dict[str, Any] = {"settings": result.settings | {precision: settings}}
     if engine.num_kv_tokens is not None:
         update["kv_tokens"] = result.kv_tokens | {precision: engine.num_kv_tokens}
-    if precision is not Precision.BF16:
+    if precision is Precision.BF16:
+        with booting(result.config.engine, result.config.model, act="load a policy into"):
+            engine.load_bf16(result.config.seed)
+    else:
         layout = _refit(engine, result.config, precision)
         kernels = {f"{slot.kernel} {slot.scale_format}" for slot in layout.slots if slot.scale_format is not None}
         update["versions"] = result.versions | layout.versions

@@ -50,6 +50,10 @@ class RolloutEngine(Protocol):
     num_kv_tokens: int | None
     """Tokens that fit into its KV cache; None if it grows."""
 
+    def load_bf16(self, seed: int) -> None:
+        """Load policy number `seed` of `fp8refit.bench.policies` into BF16 weights, by the engine's own means."""
+        ...
+
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Continue every prompt by `num_tokens` sampled tokens, ignoring end of text."""
         ...

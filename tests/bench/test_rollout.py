@@ -208,6 +208,23 @@ def test_a_streamed_policy_is_the_one_that_fills_tensors(seed, tmp_path):
     assert all(torch.equal(streamed[name], tensor) for name, tensor in filled.items())
 
 
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
+def test_bf16_and_fp8_engines_hold_one_policy(shape, tmp_path):
+    """With other routers, another number of experts would be read for a token."""
+    config = RolloutBenchConfig(**TINY | {"model": shape}, seed=3)
+    write_config(shape, tmp_path)
+    held = {}
+    for precision in (Precision.BF16, Precision.FP8):
+        engine = rollout._open(config, tmp_path, precision)
+        rollout._with_engine(rollout._empty_result(config), engine, precision)
+        held[precision] = engine.candidate.state_dict()
+    assert all(torch.equal(held["fp8"][name], held["bf16"][name]) for name in held["fp8"] if "norm" in name)
+    layout = Refitter(open_bench_engine("transformers", tmp_path, tp=1).candidate).layout()
+    policy = dict(policies.stream(policies.manifest(layout), 3, torch.device("cpu")))
+    assert policy.keys() == held["bf16"].keys()
+    assert all(torch.equal(held["bf16"][name], tensor) for name, tensor in policy.items())
+
+
 def test_an_unknown_engine_is_refused():
     with pytest.raises(UnsupportedEngineError, match="no adapter is called 'nothing'"):
         run_rollout_bench(RolloutBenchConfig(**TINY | {"engine": "nothing"}))

@@ -17,6 +17,7 @@ from fresh import run_fresh
 from latent import run_latent
 from precision_runs import run_precision
 from refits import run_refits
+from rollouts import run_rollouts
 from served import run_served
 from updates import run_updates
 from zoo import run_zoo
@@ -32,6 +33,7 @@ SCENARIOS = {
     "zoo": run_zoo,
     "updates": run_updates,
     "precision": run_precision,
+    "rollouts": run_rollouts,
     "drop-in": run_drop_in,
     "drop-in off": run_drop_in_off,
 }

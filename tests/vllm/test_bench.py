@@ -1,6 +1,8 @@
-"""The benchmark on real vLLM engines: vLLM's own ways to take weights end with the bytes that a refit writes. On the CPU."""
+"""The benchmarks on real vLLM engines, on the CPU: vLLM's own ways to take weights end with the bytes that a refit writes."""
 
 import pytest
+
+from tests.vllm.processes import run_scenario
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
 
@@ -22,3 +24,11 @@ def test_refits_are_timed_phase_by_phase(result):
     assert {"plan", "flush", "fill", "verify"} <= result["phases_ms"].keys()
     assert result["settings"]["load_format"] == "dummy"
     assert ("--online" in result["command"]) == ("quantization" in result["settings"])
+
+
+def test_a_bf16_engine_of_the_rollout_benchmark_holds_the_same_policy_as_others(starter, tmp_path):
+    environment = {"FP8REFIT_TEST_KERNEL": "fp32"}
+    (found,) = run_scenario(
+        starter, "rollouts", {"work": tmp_path}, tmp_path, timeout_s=110, environment=environment
+    ).drivers
+    assert found["loaded"] == found["fresh"] != found["booted"]
