@@ -72,6 +72,10 @@ def _built(config: Any) -> Iterator[nn.Module]:
         torch.set_default_dtype(config.model_config.dtype)
         with EmptyOnMeta():
             model = initialize_model(vllm_config=config, model_config=config.model_config)
+            for module in model.modules():
+                if hasattr(module, "_register_bias"):  # the Transformers backend calls it while it loads
+                    module._register_bias()
+                    module._register_bias = lambda: None
         for parameter in model.parameters():
             loader = getattr(parameter, "weight_loader", None)
             if hasattr(loader, "__wrapped__"):  # online quantization, which wraps the loader

@@ -40,6 +40,7 @@ from lora import run_fresh_lora, run_lora
 from precision_runs import run_precision
 from ray_actors import run_ray, run_ray_executor
 from replicas import run_replicas
+from rollouts import run_rollouts
 from served import run_served
 from updates import run_updates
 from vllm.model_executor.models import registry
@@ -48,7 +49,7 @@ from zoo import run_zoo
 
 from fp8refit import Refitter
 from fp8refit.bench import RefitBenchConfig, run_refit_bench
-from tests import cross_engine
+from tests import cross_engine, zoo_models
 from tests.tiny_models import save_model
 
 
@@ -126,6 +127,20 @@ def run_online(kernel: str, work: str) -> dict:
         return found
 
 
+def run_head_bias(work: str) -> dict:
+    """Phi, whose head gets its bias while vLLM loads: an engine of policy 2, and one of policy 1 refitted to it."""
+    folders = [Path(work) / f"phi-{seed}" for seed in (1, 2)]
+    for seed, folder in enumerate(folders, start=1):
+        zoo_models.save(zoo_models.make("PhiForCausalLM", seed), folder)
+    policy = zoo_models.make("PhiForCausalLM", 2).state_dict()
+    with booted(folders[1], "fp32", quantization="fp8_per_block") as llm:
+        found = {"fresh": live_bytes(llm)}
+    with booted(folders[0], "fp32", quantization="fp8_per_block") as llm:
+        found["booted"] = live_bytes(llm)
+        Refitter(llm).refit(policy)
+        return found | {"refitted": live_bytes(llm)}
+
+
 def run_bench(online: bool) -> dict:
     """The benchmark of refits, on an engine that it boots itself."""
     cpu_kernel.register("fp32")
@@ -172,6 +187,7 @@ SCENARIOS = {
     "lora": run_lora,
     "fresh lora": run_fresh_lora,
     "online": run_online,
+    "head bias": run_head_bias,
     "precision": run_precision,
     "live": run_live,
     "served": run_served,
@@ -191,6 +207,7 @@ SCENARIOS = {
     "served transfer": run_served_transfer,
     "kv cache": run_kv_cache,
     "bench": run_bench,
+    "rollouts": run_rollouts,
     "cross engine": run_cross_engine,
     "refusals": run_refusals,
     "latent": run_latent,

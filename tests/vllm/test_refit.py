@@ -154,3 +154,9 @@ def test_parameters_that_the_engine_replaced_are_found_again(online):
     _, found = online
     assert found["refitted_after_replacement"] == found["refitted"]
     assert found["replaced_is_left_alone"]
+
+
+def test_a_bias_that_vllm_registers_while_it_loads_is_refitted(run_engine, tmp_path):
+    found = run_engine("head bias", work=tmp_path)
+    assert "lm_head.bias" in found["fresh"]
+    assert found["refitted"] == found["fresh"] != found["booted"]

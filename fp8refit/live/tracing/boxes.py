@@ -46,7 +46,7 @@ def boxes_of(copy: Copy, shape: tuple[int, ...], full_shape: tuple[int, ...]) ->
         shape: Shape of the parameter.
         full_shape: Shape of the checkpoint tensor.
     """
-    into, read = _corner(copy.into, shape), _corner(copy.start, full_shape)
+    into, read = corner_of(copy.into, shape), corner_of(copy.start, full_shape)
     sizes, lengths = [1] * len(shape), [1] * len(full_shape)
     dims: list[int | None] = [None] * len(full_shape)
     for run in copy.runs:
@@ -129,7 +129,8 @@ def count_cover(boxes: Sequence[tuple[Range, ...]], shape: tuple[int, ...]) -> t
     return int(sizes[cells == 0].sum()), int(sizes[cells > 1].sum())
 
 
-def _corner(place: int, shape: tuple[int, ...]) -> list[int]:
+def corner_of(place: int, shape: tuple[int, ...]) -> list[int]:
+    """Return the coordinates of an element of a row-major tensor."""
     return [place // stride % size if size else 0 for stride, size in zip(row_major(shape), shape, strict=True)]
 
 

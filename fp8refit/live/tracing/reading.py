@@ -3,7 +3,7 @@
 It refuses a parameter that copies do not cover exactly once, or that the engine's kernels keep in another form.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +112,7 @@ class _Reading:
             reason, remedy = "holds no block-FP8 weight", self._rules.remedies.no_block_fp8
             self._refusals.append(Refusal(module=type(self._model).__name__, reason=reason, remedy=remedy))
         naming, held = self._twin.naming, {slot.name for slot in self._slots}
+        self._refuse_absent(held)
         partly = partly_read(self._twin.traced, naming.tensors)
         left_out = {name: None for name, read in partly.items() if not (read.boxes or read.reason)}
         unused = set(unused_names(naming.tensors, left_out))
@@ -139,6 +140,15 @@ class _Reading:
             rounds_once=any(slot.weight.is_cuda for slot in self._slots),
         )
 
+    def _refuse_absent(self, held: Collection[str]) -> None:
+        """Refuse what the loader fills and the live model lacks: the engine would serve without it."""
+        here = {self._twin.firsts.get(name) for name in self._live}
+        for name, copies in self._copies.items():
+            if name not in here and any(copy.source and copy.source not in held for copy in copies):
+                reason = "is filled by the model's loader, but the live model does not have it"
+                remedy = "Boot the engine from a checkpoint, not with dummy weights"
+                self._refusals.append(Refusal(module=name, reason=reason, remedy=remedy))
+
     def _tell_of_names(self, partly: Mapping[str, PartlyRead]) -> None:
         """Put checkpoint tensors that the loader did not take first among the refusals: they explain unfilled weights."""
         none = "is left out by the model's loader" if self._twin.is_alone else ""
@@ -147,7 +157,7 @@ class _Reading:
         if untaken:
             name, reason = untaken[0]
             others = f", like {len(untaken) - 1} others" if len(untaken) > 1 else ""
-            remedy = "The engine itself would not load such a checkpoint"
+            remedy = "Check that the engine loads such a checkpoint; if it does, ask for support"
             self._refusals.insert(0, Refusal(module=name, reason=reason + others, remedy=remedy))
 
     def _own_tensors(self, prefix: str, module: nn.Module) -> dict[str, Tensor]:

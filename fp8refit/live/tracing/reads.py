@@ -5,18 +5,25 @@ An engine that skips part of a tensor does not hold the trainer's model, so the 
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, product
 from math import prod
+from typing import TypeAlias
 
 import torch
 
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.slots import PartlyRead, Refusal, TensorMeta
-from fp8refit.live.tracing.boxes import count_cover, written_by
+from fp8refit.live.tracing.boxes import corner_of, count_cover, written_by
+from fp8refit.live.tracing.patterns import row_major
 from fp8refit.live.tracing.records import MOVES, Base, Computed, Copy, Run, Traced
 
 _MOST_MOVED = 1 << 16
 """Up to this many elements, a computation is repeated to see which of them it keeps."""
+_MOST_BOXES = 1 << 14
+"""In how many boxes a read may be described."""
+_NOT_DESCRIBED = "is read in a pattern that fp8refit cannot describe"
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""Start and length of a range in each dimension."""
 
 
 def partly_read(traced: Traced, sources: Mapping[str, TensorMeta]) -> dict[str, PartlyRead]:
@@ -35,7 +42,7 @@ def partly_read(traced: Traced, sources: Mapping[str, TensorMeta]) -> dict[str, 
         for read in _read_by(computed.recipe.reads()) if moved is None else moved:
             reads.setdefault(read.source, []).append(read)
     reasons = {objection.source: objection.reason for objection in traced.objections}
-    known: dict[object, tuple[tuple[tuple[int, int], ...], ...] | None] = {}
+    known: dict[object, tuple[Box, ...] | None] = {}
     found: dict[str, PartlyRead] = {}
     for name, meta in sources.items():
         mine = reads.get(name, [])
@@ -46,7 +53,8 @@ def partly_read(traced: Traced, sources: Mapping[str, TensorMeta]) -> dict[str, 
             known[key] = _boxes_of(mine, meta.shape)
         boxes = known[key]
         if boxes is not None:
-            found[name] = PartlyRead(shape=meta.shape, boxes=boxes, reason=reasons.get(name, ""))
+            unknown = "" if all(_read_boxes(read, meta.shape) for read in mine) else _NOT_DESCRIBED
+            found[name] = PartlyRead(shape=meta.shape, boxes=boxes, reason=reasons.get(name, unknown))
     return found
 
 
@@ -123,13 +131,40 @@ def _are_whole(runs: tuple[Run, ...], shape: tuple[int, ...]) -> bool:
     return end == prod(shape)
 
 
-def _boxes_of(reads: Iterable[Copy], shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], ...] | None:
-    """Return the boxes of a tensor that are read; None if they cover it, or cannot be determined."""
-    found: dict[tuple[tuple[int, int], ...], None] = {}
-    for read in reads:
-        runs = tuple(run._replace(into=run.stride) for run in read.runs if run.stride)
-        boxes = written_by(read._replace(into=read.start, runs=runs), shape)
-        if boxes is None:
-            return None
-        found |= dict.fromkeys(boxes)
+def _boxes_of(reads: Iterable[Copy], shape: tuple[int, ...]) -> tuple[Box, ...] | None:
+    """Return the boxes of a tensor that are read; None if they cover it. A read that no boxes describe counts as none."""
+    found = dict.fromkeys(box for read in reads for box in _read_boxes(read, shape))
     return tuple(found) if count_cover(list(found), shape)[0] else None
+
+
+def _read_boxes(read: Copy, shape: tuple[int, ...]) -> list[Box]:
+    """Return the boxes that a read consists of; none if there are too many."""
+    runs = tuple(run._replace(into=run.stride) for run in read.runs if run.stride)
+    boxes = written_by(read._replace(into=read.start, runs=runs), shape)
+    return _crossed(read, shape) if boxes is None else boxes
+
+
+def _crossed(read: Copy, shape: tuple[int, ...]) -> list[Box]:
+    """Return the boxes of a read that takes the same columns of each of its rows, such as every second one."""
+    places = [[place] for place in corner_of(read.start, shape)]
+    strides = row_major(shape)
+    for run in read.runs:
+        size, stride = run.size, run.stride
+        while size > 1 and stride:
+            dim = next((dim for dim, found in enumerate(strides) if shape[dim] > 1 and stride % found == 0), None)
+            if dim is None:
+                return []
+            step = stride // strides[dim]
+            # A run may cross dimensions that it reads whole.
+            taken = min(size, -(-(shape[dim] - max(places[dim])) // step))
+            if taken < size and (size % taken or step * taken != shape[dim]):
+                return []
+            places[dim] = [place + step * index for place in places[dim] for index in range(taken)]
+            size, stride = size // taken, stride * taken
+    ranges = [_ranges_of(sorted(set(each))) for each in places]
+    return list(product(*ranges)) if prod(map(len, ranges)) <= _MOST_BOXES else []
+
+
+def _ranges_of(places: Iterable[int]) -> list[tuple[int, int]]:
+    groups = groupby(enumerate(places), key=lambda pair: pair[1] - pair[0])
+    return [(stretch[0][1], len(stretch)) for _, group in groups if (stretch := list(group))]

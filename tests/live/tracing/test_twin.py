@@ -8,6 +8,7 @@ from torch import nn
 
 from fp8refit.live.slots import ScaleFormat, Stacked, TensorMeta
 from fp8refit.live.tracing.reading import read_inventory
+from fp8refit.live.tracing.reads import partly_read, refusals_of
 from fp8refit.live.tracing.twin import Naming, refreshes_of_constants, trace_as_named, trace_twin
 from tests.live.tracing.models import FP8, SPLITS, BlockLinear, check_ranks, checkpoint_of, model_of
 from tests.live.tracing.twins import KERNEL, FakeKernelRules, copying, identity_twin, naming_of, twin_of_rank
@@ -64,6 +65,56 @@ def test_a_tensor_of_which_a_part_is_read_is_refused():
     refusals = read(model, trace_twin(model, Naming(tensors=metas), load)).refusals
     assert [refusal.module for refusal in refusals] == ["a.weight", "b.weight"]
     assert all("65536 of its 131072 elements are read by no rank" in refusal.reason for refusal in refusals)
+
+
+def test_what_the_loader_fills_and_the_live_model_lacks_is_refused():
+    """vLLM registers the bias of some models' heads while it loads a checkpoint, so not in a dummy boot."""
+    built = model_of(proj=BlockLinear(), head=nn.LayerNorm(256, dtype=BF16))
+    live = model_of(proj=BlockLinear(), head=nn.LayerNorm(256, dtype=BF16, bias=False))
+    said = only_refusal(live, identity_twin(built))
+    assert said.startswith("head.bias: is filled by the model's loader, but the live model does not have it")
+
+
+EVERY_OTHER = {"columns": lambda tensor, first: tensor[:, first::2], "rows": lambda tensor, first: tensor[first::2]}
+
+
+def interleaved(part, num_read):
+    """What is read of a tensor in turns of its rows or columns, by a loader that reads one or both of the halves."""
+    size = (2560, 5120)
+    shape = EVERY_OTHER[part](torch.empty(size, device="meta"), 0).shape
+    model = model_of(b=nn.Module())
+    for half in range(2):
+        model.b.register_parameter(f"half_{half}", nn.Parameter(torch.empty(shape, dtype=BF16, device="meta")))
+    metas = {"b.weight": TensorMeta(shape=size, dtype=BF16)}
+
+    def load(tensors):
+        for _, tensor in tensors:
+            for half in range(num_read):
+                getattr(model.b, f"half_{half}").data.copy_(EVERY_OTHER[part](tensor, half))
+
+    return partly_read(trace_twin(model, Naming(tensors=metas), load).traced, metas)
+
+
+@pytest.mark.parametrize("part", EVERY_OTHER)
+def test_a_tensor_of_which_every_other_row_or_column_is_read_is_refused(part):
+    assert interleaved(part, 2) == {}
+    (refusal,) = refusals_of([interleaved(part, 1)])
+    assert refusal.reason == "6553600 of its 13107200 elements are read by no rank"
+
+
+def test_a_read_that_no_boxes_describe_counts_as_none():
+    """Down the diagonal."""
+    model = model_of(b=nn.Module())
+    model.b.register_parameter("weight", nn.Parameter(torch.empty(2048, dtype=BF16, device="meta")))
+    metas = {"b.weight": TensorMeta(shape=(2048, 2048), dtype=BF16)}
+
+    def load(tensors):
+        for _, tensor in tensors:
+            model.b.weight.data.copy_(tensor.diagonal())
+
+    partly = partly_read(trace_twin(model, Naming(tensors=metas), load).traced, metas)
+    (refusal,) = refusals_of([partly])
+    assert refusal.module == "b.weight" and "read in a pattern that fp8refit cannot describe" in refusal.reason
 
 
 def test_names_that_the_loader_does_not_take_are_refused_together_and_have_no_slot():
