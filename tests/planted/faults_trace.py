@@ -3,6 +3,7 @@
 from tests.planted.fault import Fault
 
 FUZZER = "tests/fuzz/test_trace.py"
+TWINS = "tests/live/tracing/test_twin.py"
 
 FAULTS = [
     Fault(
@@ -231,5 +232,19 @@ FAULTS = [
         before="    return end == prod(shape)\n",
         after="    return True\n",
         found_by=FUZZER,
+    ),
+    Fault(
+        name="every other row of a tensor counts as all of them",
+        path="fp8refit/live/tracing/reads.py",
+        before="[place + step * index for place",
+        after="[place + index for place",
+        found_by=TWINS,
+    ),
+    Fault(
+        name="what the loader fills and the live model lacks is forgotten",
+        path="fp8refit/live/tracing/reading.py",
+        before="            if name not in here and any(",
+        after="            if name in here and any(",
+        found_by=TWINS,
     ),
 ]
