@@ -8,8 +8,9 @@ Reads every `grpo_*.json` in benchmarks/results. Without one there is no page.
 import importlib.util
 import json
 import re
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +37,7 @@ class Section:
 
     title: str = ""
     says: str = ""
-    """Figures of variants are filled in: `{fp8.k3:.1e}`."""
+    """Figures of variants are filled in, see `Figures`: `{fp8.k3:.1e}`."""
     has_rewards: bool = True
     has_density: bool = False
     pictures: tuple[str, ...] = PICTURES
@@ -47,20 +48,28 @@ LEARNING = """
 to {fp8.reward:.2f}, and FP8 over an FP8 KV cache that is calibrated at every step to {fp8kv.reward:.2f}. The variants differ by
 about as much as the seeds do.
 
-**Nothing is learned from an engine that is never refitted.** Its rollouts stay at {fp8-stale.reward:.2f}, and the trainer's own
-policy ends at {fp8-stale.expected_reward:.2f}: it is pushed towards and away from tokens that it would no longer sample.
+**Without refits, learning does not last.** The rollouts of an engine that is never refitted stay at {fp8-stale.reward:.2f}. The
+trainer's own policy first improves: by seed, it peaks at {fp8-stale.peak:.2f} after {fp8-stale.peak_step:.0f} steps. Then it
+falls back to {fp8-stale.expected_reward:.2f}: it is pushed towards and away from tokens that it would no longer sample.
 
 **FP8 costs some mismatch.** k3 is {bf16.k3:.1e} nats per token with a BF16 engine, whose kernels are not the trainer's,
 {fp8.k3:.1e} in FP8, and {fp8kv.k3:.1e} over an FP8 KV cache. It does not grow over the steps. The token multiplicative
 probability error is {fp8.token_mult_prob_error:.3f} and {fp8kv.token_mult_prob_error:.3f}; NeMo RL wants less than 1.03.
 
-**Importance weights change nothing here**: at an ESS of {fp8.ess:.4f} there is hardly anything to correct. They cost no time
-worth measuring, so keep them on. Answers here have 17 tokens, and a mismatch adds up over longer ones.
+**Importance weights change nothing here**: at an ESS of {fp8.ess:.4f} there is hardly anything to correct. Answers here have 17
+tokens, and a mismatch adds up over longer ones. These runs do not show what the weights cost in time: each shared the GPU.
 
-**Training in the engine's precision lowers the mismatch a hundred times, and learning gains a little.** A trainer that
-[computes with the engine's bytes](precision.md) has a k3 of {unified.k3:.1e}, less than a BF16 engine has, and its rollouts
-end at {unified.reward:.2f}. What is left comes from kernels that round differently, not from the weights.
-Three seeds are few: read nothing more into it.
+**Training in the engine's precision lowers the mismatch about a hundred times.** A trainer that
+[computes with the engine's bytes](precision.md) has a k3 of {unified.k3:.1e}, less than a BF16 engine has. What is left comes
+from kernels that round differently, not from the weights.
+
+Rollouts of `unified` end at {unified.reward:.2f}, but these runs do not show that it learns better. They started from other
+warm-ups than the rest: {unified.warm_up:.3f} by seed, against {fp8.warm_up:.3f}. One run of plain FP8, in the next
+section, started from the same warm-up as `unified` with seed 0. After its 12 steps the trainer's policy is at
+{grpo_alone_vllm_h200/fp8.after_12:.2f}; with `unified` it is at {unified.after_12@0:.2f} by then.
+
+**Settings are not vLLM's defaults.** FP8 layers ran on the CUTLASS kernel with fp32 scales, without DeepGEMM. All runs were
+without torch.compile, and with CUDA graphs for decoding only. The test in the command below sets this, because it starts fast.
 
 **These runs do not show what refits cost**: they shared the GPU. The next section has a small model alone. For Qwen3-8B on an
 H200, a refit takes 7.6 ms and a rollout 2.4 s (16 sequences) to 9.3 s (256 sequences, 512 + 512 tokens), so a refit is 0.3 to
@@ -68,13 +77,31 @@ H200, a refit takes 7.6 ms and a rollout 2.4 s (16 sequences) to 9.3 s (256 sequ
 KV cache takes 0.21 s more, 9 to 2 % ([benchmarks](benchmarks.md)).
 """
 
+ALONE = """
+One seed and 12 steps, in FP8 and with an FP8 KV cache; nothing else ran on the GPU. Kernels and settings are those of the runs
+above.
+"""
+
 FP32 = """
-DeepGEMM with fp32 scales. Over the same 25 steps and three seeds k3 is 4.6e-04 with fp32 scales and 5.0e-04 with UE8M0 (means
-over all steps; a seed's mean lies between 4.0e-04 and 5.7e-04). These runs cannot tell the two apart. The speed is the same,
-too ([benchmarks](benchmarks.md)), so there is no reason to leave vLLM's default, UE8M0.
+DeepGEMM, without torch.compile. Over the same 25 steps and three seeds, k3 is {fp8.k3:.1e} with fp32 scales and
+{grpo_scales_ue8m0_vllm_h200/fp8.k3:.1e} with UE8M0:
+
+- Medians over the steps, by seed: {fp8.median_k3:.1e}, against {grpo_scales_ue8m0_vllm_h200/fp8.median_k3:.1e}. UE8M0 is higher
+  with {grpo_scales_ue8m0_vllm_h200>fp8.median_k3} of 3 seeds.
+- Means over the steps, by seed: {fp8.mean_k3:.1e}, against {grpo_scales_ue8m0_vllm_h200/fp8.mean_k3:.1e}. UE8M0 is higher with
+  {grpo_scales_ue8m0_vllm_h200>fp8.mean_k3} of 3 seeds.
+
+So UE8M0 seems to cost a little mismatch, but three seeds are few. These runs hardly learn: rollouts rise from
+{fp8.warm_up_reward:.3f} to {fp8.reward:.3f} with fp32 scales, and to {grpo_scales_ue8m0_vllm_h200/fp8.reward:.3f} with UE8M0.
+Their warm-up was an earlier one, as the note below says, so do not compare them with the runs above. The speed is the same
+([benchmarks](benchmarks.md)), so there is little reason to leave vLLM's default, UE8M0.
 """
 
 DENSITY = """
+One seed and 30 steps for each learning rate, with the earlier warm-up of the scale formats, and without torch.compile. The
+run with 1e-4 unlearns: its policy goes from {fp8 at 1e-04.warm_up_reward:.3f} to {fp8 at 1e-04.last:.3f}, where the one with
+3e-5 goes to {fp8 at 3e-05.last:.3f}.
+
 One optimizer step a rollout: AdamW, clipped gradients, fp32 master weights. The share of values that change grows a little
 slower than the learning rate. At 1e-6 one BF16 value in 70 changes, and one FP8 code in 800; at 1e-4 it is more than a third
 and one in 20. An FP8 code spans 16 BF16 values, so it changes about a tenth as often. fp32 scales change when the greatest
@@ -88,12 +115,13 @@ about the kernels of an engine on a GPU.
 
 BF16 rises from {bf16.warm_up_reward:.2f} to {bf16.reward:.2f} in 50 steps, FP8 to {fp8.reward:.2f}, FP8 with importance
 weights to {fp8+token.reward:.2f}, and FP8 over an FP8 KV cache to {fp8kv.reward:.2f}. Rollouts of the engine that is never
-refitted stay at {fp8-stale.reward:.2f}, and the trainer's policy ends at {fp8-stale.expected_reward:.2f}.
+refitted stay at {fp8-stale.reward:.2f}. The trainer's policy peaks at {fp8-stale.peak:.2f} after {fp8-stale.peak_step:.0f}
+steps, and falls back to {fp8-stale.expected_reward:.2f}.
 """
 
 SECTIONS = {
     "grpo_vllm_h200": Section(title="vLLM on an H200", says=LEARNING, has_density=True),
-    "grpo_alone_vllm_h200": Section(title="A refit's share of a step, alone on an H200", pictures=()),
+    "grpo_alone_vllm_h200": Section(title="A refit's share of a step, alone on an H200", says=ALONE, pictures=()),
     "grpo_transformers_cpu": Section(title="A tiny model on a CPU", says=CPU, pictures=("reward", "mismatch")),
     "grpo_scales_fp32_vllm_h200": Section(title="fp32 scales", says=FP32, pictures=()),
     "grpo_scales_ue8m0_vllm_h200": Section(title="UE8M0 scales", pictures=()),
@@ -121,7 +149,7 @@ def read(folder: Path) -> dict[str, dict]:
 
 def render(results: dict[str, dict]) -> str:
     """The page, as Markdown."""
-    return "\n".join([HEAD, *(render_file(name, found) for name, found in results.items())])
+    return "\n".join([HEAD, *(render_file(name, results) for name in results)])
 
 
 def section_of(name: str) -> Section:
@@ -129,15 +157,15 @@ def section_of(name: str) -> Section:
     return SECTIONS.get(name, Section(has_density=True))
 
 
-def render_file(name: str, found: dict) -> str:
+def render_file(name: str, results: dict[str, dict]) -> str:
     """What one command found: rewards and mismatch, and how much of the policy changed in a step."""
-    section = section_of(name)
+    section, found = section_of(name), results[name]
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
     kernels = ", ".join(dict.fromkeys(kernel for run in found["runs"] for kernel in run["kernels"]))
     about = f"{found['gpu']}, {versions}"
     parts = [f"## {section.title or about}\n"]
     if section.says:
-        parts.append(Figures(found["summary"]).fill(section.says.lstrip()))
+        parts.append(Figures(results, name).fill(section.says.lstrip()))
     environment = "".join(f"{variable}={value} " for variable, value in found["runs"][0].get("environment", {}).items())
     parts.append(f"```bash\n{environment}{found['command']}\n```\n")
     parts.append(f"{about}. Kernels and formats: {kernels}. {found.get('note', '')}".rstrip() + "\n")
@@ -150,19 +178,62 @@ def render_file(name: str, found: dict) -> str:
     return "\n".join(parts)
 
 
-class Figures:
-    """Means of the rows of a summary, for sentences."""
+def peak(steps: dict[str, list[float]]) -> int:
+    """At which place of the lists the trainer's policy is best."""
+    rewards = steps["expected_reward"]
+    return rewards.index(max(rewards))
 
-    def __init__(self, summary: Sequence[dict]) -> None:
-        self._rows = {row["variant"]: row for row in summary}
+
+OF_RUNS: dict[str, Callable[[dict], float]] = {
+    "warm_up": lambda run: run["warm_up_reward"],
+    "peak": lambda run: max(run["steps"]["expected_reward"]),
+    "peak_step": lambda run: run["steps"]["step"][peak(run["steps"])],
+    "after_12": lambda run: run["steps"]["expected_reward"][11],
+    "last": lambda run: run["steps"]["expected_reward"][-1],
+    "median_k3": lambda run: statistics.median(run["steps"]["k3"]),
+    "mean_k3": lambda run: statistics.mean(run["steps"]["k3"]),
+}
+"""Figures of a single run. Rewards are those of the trainer's policy."""
+
+
+class Figures:
+    """Figures of runs, for sentences.
+
+    `{VARIANT.COLUMN:FORMAT}` is the mean of a column of the summary, or a column of `OF_RUNS` for each seed. `VARIANT at LR`
+    is that of one learning rate, `COLUMN@SEED` that of one seed, and `FILE/VARIANT` that of another file.
+    `{FILE>VARIANT.COLUMN}` counts the seeds for which the other file has the higher figure.
+    """
+
+    def __init__(self, results: dict[str, dict], name: str) -> None:
+        self._results, self._name = results, name
 
     def fill(self, text: str) -> str:
-        """Put `{VARIANT.COLUMN:FORMAT}` into words."""
-        return re.sub(r"\{([^}.]+)\.(\w+):([^}]+)\}", self._figure, text)
+        """Put figures into words."""
+        text = re.sub(r"\{(\w+)>([^}.]+)\.(\w+)\}", self._count, text)
+        return re.sub(r"\{(?:(\w+)/)?([^}.]+)\.(\w+)(?:@(\d+))?:([^}]+)\}", self._figure, text)
 
     def _figure(self, found: re.Match[str]) -> str:
-        variant, column, form = found.groups()
-        return format(self._rows[variant][column][1], form)
+        file, variant, column, seed, form = found.groups()
+        if column not in OF_RUNS:
+            (row,) = self._chosen("summary", file or self._name, variant)
+            return format(row[column][1], form)
+        values = self._by_seed(file or self._name, variant, column)
+        *others, last = (format(value, form) for key, value in values.items() if seed in (None, str(key)))
+        return f"{', '.join(others)} and {last}" if others else last
+
+    def _count(self, found: re.Match[str]) -> str:
+        file, variant, column = found.groups()
+        ours, theirs = (self._by_seed(name, variant, column) for name in (self._name, file))
+        return str(sum(theirs[seed] > value for seed, value in ours.items()))
+
+    def _by_seed(self, file: str, variant: str, column: str) -> dict[int, float]:
+        runs = sorted(self._chosen("runs", file, variant), key=lambda run: run["seed"])
+        return {run["seed"]: OF_RUNS[column](run) for run in runs}
+
+    def _chosen(self, kind: str, file: str, variant: str) -> list[dict]:
+        name, _, lr = variant.partition(" at ")
+        rows = self._results[file][kind]
+        return [row for row in rows if row["variant"] == name and (not lr or row["lr"] == float(lr))]
 
 
 def rewards_table(summary: Sequence[dict]) -> str:

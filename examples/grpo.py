@@ -15,7 +15,7 @@ PRECISION[-stale][+CORRECTION].
 One engine serves all variants and seeds of a precision: every run begins with a refit. With `--at-once`, seeds run in
 parallel processes with an engine each: that is faster, but makes the times meaningless. `OUT/grpo.json` holds every
 step of every finished run; plots are next to it. The same command continues with what is missing, also after
-`--minutes`.
+`--minutes`. Other variants, seeds and learning rates may be added; other settings need another `--out`.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from grpo_engines import ENGINES, MAX_CALIBRATION, Engine, Rollouts
-from grpo_results import add_run, describe, draw, read_results
+from grpo_results import FILE, add_run, describe, draw, read_results
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -295,7 +295,6 @@ class Run:
             if step % self.options.save_every == 0:
                 self.save()
             yield record
-        self.state_file.unlink(missing_ok=True)
 
     def step(self) -> dict[str, float]:
         """Sample, learn, refit."""
@@ -333,12 +332,14 @@ class Run:
     def save(self) -> None:
         """Save the run's state atomically."""
         state = {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state["settings"] = settings_of(self.options)
         part = self.state_file.with_suffix(".part")
         torch.save(state | {"generator": self.generator.get_state(), "records": self.records}, part)
         part.replace(self.state_file)
 
     def load(self) -> None:
         state = torch.load(self.state_file, map_location=DEVICE)
+        check_settings(self.state_file, state.get("settings", {}), self.options)
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"].cpu())
@@ -381,10 +382,50 @@ def run_precision(precision: str, options: argparse.Namespace) -> bool:
                 if time.monotonic() > options.deadline_s and record["step"] < options.steps:
                     run.save()
                     return False
-            with FileLock(options.out / ".lock"):
-                add_run(options.out, about_run(run), run.records, about_all(engine))
+            finish(run)
             progress.remove_task(task)
     return True
+
+
+def finish(run: Run) -> None:
+    """Add a run to the results, and only then delete its state: whenever this process dies, one of them is left."""
+    out = run.options.out
+    with FileLock(out / ".lock"):
+        add_run(out, about_run(run), run.records, about_all(run.engine))
+    run.state_file.unlink(missing_ok=True)
+
+
+def settings_of(options: argparse.Namespace) -> dict:
+    """What must be the same for all runs in a folder."""
+    return {
+        "engine": options.engine,
+        "size": options.size,
+        "num_steps": options.steps,
+        "prompts": options.prompts,
+        "updates": options.updates,
+        "target": options.target,
+        "engine_options": options.set,
+        "environment": options.environment,
+    }
+
+
+def check_settings(file: Path, found: dict, options: argparse.Namespace) -> None:
+    """Refuse to go on with `file` if it was made with other settings. Those that an older file lacks are not compared."""
+    wanted = settings_of(options)
+    changed = [
+        f"{name} was {found[name]}, now {value}" for name, value in wanted.items() if found.get(name, value) != value
+    ]
+    if changed:
+        raise SystemExit(
+            f"{file} was made with other settings, and its runs cannot be mixed with these: {'; '.join(changed)}; "
+            "use those settings again, or another --out"
+        )
+
+
+def check_results(options: argparse.Namespace) -> None:
+    """Refuse a folder whose finished runs had other settings."""
+    for run in read_results(options.out)["runs"]:
+        check_settings(options.out / FILE, {"num_steps": len(run["steps"]["step"]), **run}, options)
 
 
 def missing_runs(options: argparse.Namespace) -> list[tuple[Variant, int, float]]:
@@ -395,7 +436,7 @@ def missing_runs(options: argparse.Namespace) -> list[tuple[Variant, int, float]
 
 def warmed_up(size: Size, seed: int, options: argparse.Namespace, progress: Progress) -> nn.Module:
     """The policy that every run of a seed starts from."""
-    file = options.out / f"warm-up-{options.size}-{seed}.pt"
+    file = options.out / f"warm-up-{options.size}-{seed}-{options.target}.pt"
     with FileLock(file.with_suffix(".lock")):
         if not file.exists():
             torch.save(warm_up(size, seed, options.target, progress).state_dict(), part := file.with_suffix(".part"))
@@ -422,12 +463,8 @@ def about_run(run: Run) -> dict:
         "seed": run.seed,
         "lr": run.lr,
         "is_alone": not options.beside_others,
-        "prompts": options.prompts,
-        "updates": options.updates,
-        "size": options.size,
-        "engine": options.engine,
+        **settings_of(options),
         "kernels": run.engine.kernels,
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_USE_")},
         "warm_up_reward": run.warm_up_reward,
     }
 
@@ -487,6 +524,7 @@ def read_options() -> argparse.Namespace:
     options.variants = [Variant.of(text) for text in options.variants.split(",")]
     options.seeds = [int(seed) for seed in options.seeds.split(",")]
     options.set = {name: json.loads(value) for name, _, value in (text.partition("=") for text in options.set)}
+    options.environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_USE_")}
     size = SIZES[options.size]
     options.lr = [size.lr] if options.lr is None else [float(lr) for lr in options.lr.split(",")]
     options.prompts = size.num_prompts if options.prompts is None else options.prompts
@@ -496,6 +534,7 @@ def read_options() -> argparse.Namespace:
 def main() -> int:
     options = read_options()
     options.out.mkdir(parents=True, exist_ok=True)
+    check_results(options)
     precisions = [p for p in PRECISIONS if any(variant.precision == p for variant in options.variants)]
     code = 0
     if options.at_once > 1:
@@ -506,8 +545,9 @@ def main() -> int:
         code = UNFINISHED
     if options.beside_others:
         return code
-    if code:
+    if code == UNFINISHED:
         print(f"not all runs are finished; run the same command again to continue in {options.out}")
+    if code:
         return code
     results = read_results(options.out)
     draw(results, options.out)

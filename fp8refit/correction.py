@@ -10,16 +10,23 @@ Every function takes these, all of the same shape:
 - `rollout_logprobs`: (B, L), any floating dtype: log q, as the engine reported it.
 - `mask`: (B, L), bool or numbers: which tokens count. Values of other tokens are never read, not even NaN.
 
-Log-ratios are computed in float64 and clamped to +-20 per token, as are their sums. So ratios stay finite and positive
-whatever the engine reported, including -inf; two -inf give a ratio of 1. A NaN in a token that counts is a fault
-upstream: it stays NaN in weights and metrics, where the loss shows it, and every mask drops it. No gradient flows through
-a result: a weight is a change of measure, not part of the objective.
+Log-ratios are computed in float64 and clamped to +-20 per token; only `veto_mask` compares them unclamped. Their sum over
+a sequence is clamped again before it becomes a ratio, but not in `keep_mask`, whose bounds are in nats. So ratios stay
+finite and positive whatever the engine reported, including -inf; two -inf give a ratio of 1. A NaN in a token that counts
+is a fault upstream: it stays NaN in weights and metrics, where the loss shows it, and every mask drops the token. No
+gradient flows through a result: a weight is a change of measure, not part of the objective.
 
-The tests compare with verl's `rollout_corr_helper.py` (0.9.1, Apache-2.0). The differences:
-verl bounds k1 by `[log lower, log upper]` of a ratio; this module by nats. verl clamps only the sum of a sequence's
-log-ratios, and nothing in k1, k3 and perplexities, which matters once a token is beyond 20 nats. Its means over sequences
-count empty sequences, as ratios of 1 or weights of 0. Its ESS is computed from weights cut at the upper bound a second
-time, and it normalizes weights over all ranks. It has no lower clipping, geometric mean, veto, OPSM or adaptive share.
+Formulas are from the papers named at each function, and from these:
+
+- "verl": `docs/algo/rollout_corr_math.md` (2025-11-04), by section, and `rollout_corr_helper.py` (0.9.1, Apache-2.0).
+- "slime": `examples/train_infer_mismatch_helper/mis.py`, and slime's command-line flags.
+
+The tests compare with verl's helper. The differences:
+verl bounds k1 by `[log lower, log upper]` of a ratio; this module by nats. In weights and chi-square of sequences verl
+clamps only the sum of the log-ratios, and in the metrics k1, k3 and perplexity nothing, which matters once a token is
+beyond 20 nats. Its means over sequences count empty sequences, as ratios of 1 or weights of 0. Its ESS is computed from
+weights cut at the upper bound a second time, and it normalizes weights over all ranks. It has no lower clipping, geometric
+mean, veto, OPSM or adaptive share; the geometric mean and the veto of that page were those of an earlier version.
 """
 
 import math
@@ -48,17 +55,18 @@ class Mismatch:
     """How far the engine is from the trainer, over the tokens that count. NaN if none counts."""
 
     k1: float
-    """`mean(-log r)`: KL(q || p), estimated without bias."""
+    """`mean(-log r)`: KL(q || p), estimated without bias (Schulman, kl-approx; verl, 4.1)."""
     k3: float
     """`mean(r - 1 - log r)`: the same, but never negative and with less variance (Schulman, kl-approx)."""
     token_mult_prob_error: float
     """`mean(exp |log r|)`: NeMo RL's token multiplicative probability error. 1 means equal; 1.05 is a lot."""
     ppl_ratio: float
-    """Mean over sequences of `exp(mean(-log r))`: the trainer's perplexity of the samples divided by the engine's."""
+    """Mean over sequences of `exp(mean(-log r))`: the trainer's perplexity of the samples divided by the engine's (verl,
+    4.2)."""
     chi2_token: float
-    """`mean(r^2) - 1`: the chi-square divergence of p from q, per token."""
+    """`mean(r^2) - 1`: the chi-square divergence of p from q, per token (verl, 4.3)."""
     chi2_sequence: float
-    """`mean((prod r)^2) - 1`, per sequence."""
+    """`mean((prod r)^2) - 1`: the same, per sequence (verl, 4.3)."""
     ess: float
     """Effective sample size of the weights, as a share of the tokens. See `effective_sample_size`."""
     masked_fraction: float
@@ -78,10 +86,13 @@ def importance_weights(
 ) -> Tensor:
     """Compute a loss weight for each token.
 
-    The ratio R of a token is `r` (`level="token"`), `prod r` over its sequence (`"sequence"`), or `exp(mean log r)`
-    (`"geometric"`). The weight is `clamp(R, lower, upper)` (`outside="clip"`; with `lower=0` this is truncated importance
-    sampling, TIS: Ionides 2008, Yao et al. 2025), or `R` within `[lower, upper]` and 0 outside (`outside="zero"`: IcePop,
-    Ling team 2025; MIS of whole sequences: Li et al. 2025).
+    The ratio R of a token is `r` (`level="token"`; verl, 3.3.1), `prod r` over its sequence (`"sequence"`; verl, 3.3.2), or
+    `exp(mean log r)`, the geometric mean (`"geometric"`; slime's level of that name; verl, 3.3.3, only rejects by it).
+
+    The weight is `clamp(R, lower, upper)` (`outside="clip"`). With `lower=0` this is truncated importance sampling, TIS
+    (Ionides 2008, Yao et al. 2025), which FP8-RL (arXiv 2601.18150) uses per token with `upper=2`. Lower clipping is
+    slime's mode "clip" and its `--tis-clip-low`. With `outside="zero"` the weight is `R` within `[lower, upper]` and 0
+    outside: IcePop (Ling team 2025), and MIS of whole sequences (Li et al. 2025).
 
     Args:
         trainer_logprobs: See the module.
@@ -91,8 +102,9 @@ def importance_weights(
         upper: Largest weight.
         lower: Smallest weight.
         outside: What happens to a ratio outside the bounds.
-        normalize: Divide the weights by their mean: over tokens, or over sequences for the other levels. All-zero weights
-            stay zero. The mean covers only these tensors: pass whole batches, not micro-batches.
+        normalize: Divide the weights by their mean, `w / mean(w)`: over tokens, or over sequences for the other levels
+            (verl, 3.3.1 and 3.3.2, `rollout_is_batch_normalize`). If the mean is 1e-8 or less, weights stay as they
+            are, as in verl. The mean covers only these tensors: pass whole batches, not micro-batches.
 
     Returns:
         (B, L), fp64 if any log-probability was, else fp32. 0 where the mask is 0.
@@ -133,7 +145,9 @@ def keep_mask(
 
     A token's divergence is `k1 = -log r`, `k2 = (log r)^2 / 2` or `k3 = r - 1 - log r` (Schulman, kl-approx). A token is
     kept if its own (`per="token"`), or the sum, mean or maximum over its sequence, is within `[lower, upper]`.
-    `per="max"` applies the bounds to every token of the sequence, so it bounds k1 on both sides.
+    `per="max"` applies the bounds to every token of the sequence, so it bounds k1 on both sides. These are verl's
+    `rollout_rs` options `token_k*`, `seq_sum_k*`, `seq_mean_k*`, `seq_max_k2` and `seq_max_k3`. As there, sums are not
+    clamped.
 
     Args:
         trainer_logprobs: See the module.
@@ -167,14 +181,15 @@ def keep_mask(
 def veto_mask(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, least_ratio: float = 1e-4) -> Tensor:
     """Drop every sequence that holds a token with `r < least_ratio`, which the trainer would hardly sample.
 
-    The veto of verl 0.6 and slime's `mis.py`. Arguments and errors as in `keep_mask`.
+    The veto of verl (3.5) and slime. Like them, it compares unclamped ratios, so `least_ratio` may be as small as you
+    like. Arguments and errors as in `keep_mask`.
 
     Returns:
         (B, L) bool: the tokens of `mask` that are kept.
     """
-    _check(0 < least_ratio < math.exp(LOG_BOUND), f"{least_ratio=} is not a ratio; use a small positive number")
-    counts, logs = _log_ratio(trainer_logprobs, rollout_logprobs, mask)
-    return counts & ((logs >= math.log(least_ratio)) | ~counts).all(-1, keepdim=True)
+    _check(0 < least_ratio < math.inf, f"{least_ratio=} is not a ratio; use a small positive number")
+    counts, ours, theirs = _logprobs(trainer_logprobs, rollout_logprobs, mask)
+    return counts & ((ours >= theirs + math.log(least_ratio)) | ~counts).all(-1, keepdim=True)
 
 
 def opsm_mask(
@@ -182,7 +197,9 @@ def opsm_mask(
 ) -> Tensor:
     """Off-policy sequence masking: drop tokens where `A < 0` and the sequence's mean k1 exceeds `delta`.
 
-    DeepSeek-V3.2 (2025), section 3.1; slime's `--use-opsm --opsm-delta`. Other arguments and errors as in `keep_mask`.
+    DeepSeek-V3.2 (2025), section 3.1; slime's `--use-opsm --opsm-delta`. A token with NaN is dropped whatever its
+    advantage. Its sequence's mean is NaN too, so the sequence's tokens with `A < 0` are dropped with it. Other arguments
+    and errors as in `keep_mask`.
 
     Args:
         trainer_logprobs: See the module.
@@ -197,7 +214,8 @@ def opsm_mask(
     counts, logs = _log_ratio(trainer_logprobs, rollout_logprobs, mask)
     _check(advantages.shape in (counts.shape, counts.shape[:1]), f"advantages have shape {tuple(advantages.shape)}")
     negative = (advantages if advantages.ndim == counts.ndim else advantages[:, None]) < 0
-    return counts & ~(negative & ~(_over_sequence(-logs, counts, mean=True) <= delta))
+    is_close = _over_sequence(-logs, counts, mean=True) <= delta
+    return counts & ~logs.isnan() & (is_close | ~negative)
 
 
 def adaptive_weights(weights: Tensor, mask: Tensor, *, least_ess: float = 0.9) -> tuple[Tensor, Tensor]:
@@ -209,8 +227,8 @@ def adaptive_weights(weights: Tensor, mask: Tensor, *, least_ess: float = 0.9) -
     positive. The rule is ours. AIS (arXiv 2605.13907) inspired it but mixes with a different coefficient.
 
     Args:
-        weights: (B, L), from `importance_weights(..., outside="clip")`. Apply masks afterwards: a zero weight would
-            become `1 - share`.
+        weights: (B, L), any floating dtype, from `importance_weights(..., outside="clip")`. Apply masks afterwards: a
+            zero weight would become `1 - share`.
         mask: (B, L), bool or numbers: which tokens count.
         least_ess: Share of the tokens, in (0, 1]. 1 means no correction.
 
@@ -219,9 +237,10 @@ def adaptive_weights(weights: Tensor, mask: Tensor, *, least_ess: float = 0.9) -
         dtype.
 
     Raises:
-        InvalidCorrectionError: Shapes differ, or `least_ess` is not a share.
+        InvalidCorrectionError: Shapes differ, weights are not floating-point, or `least_ess` is not a share.
     """
     _check(0 < least_ess <= 1, f"{least_ess=} is not a share of the samples; use a number in (0, 1]")
+    _check(weights.is_floating_point(), f"weights are {weights.dtype}, which would cut results to integers; use floats")
     counts, full = _counted(weights, mask)
     mean = _mean(full, counts)
     deviation = _mean((full - mean).square(), counts).sqrt()
@@ -288,14 +307,18 @@ def mismatch(
 
 def _log_ratio(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return which tokens count, (B, L) bool, and log r, (B, L) float64: clamped, and 0 where the mask is 0."""
+    counts, ours, theirs = _logprobs(trainer_logprobs, rollout_logprobs, mask)
+    apart = counts & (ours != theirs)
+    return counts, torch.where(apart, ours - theirs, 0.0).clamp(-LOG_BOUND, LOG_BOUND)
+
+
+def _logprobs(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which tokens count, (B, L) bool, and both log-probabilities, (B, L) float64, without gradient."""
     shapes = [tuple(tensor.shape) for tensor in (trainer_logprobs, rollout_logprobs, mask)]
     _check(
         len(set(shapes)) == 1 and len(shapes[0]) == 2, f"log-probabilities and mask are {shapes}; all must be (B, L)"
     )
-    counts = mask.bool()
-    ours, theirs = trainer_logprobs.detach().double(), rollout_logprobs.detach().double()
-    apart = counts & (ours != theirs)
-    return counts, torch.where(apart, ours - theirs, 0.0).clamp(-LOG_BOUND, LOG_BOUND)
+    return mask.bool(), trainer_logprobs.detach().double(), rollout_logprobs.detach().double()
 
 
 def _counted(weights: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

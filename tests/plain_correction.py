@@ -20,10 +20,15 @@ def cut(log):
     return min(max(log, -BOUND), BOUND)
 
 
-def log_ratios(trainer, rollout, mask):
+def uncut_log_ratios(trainer, rollout, mask):
     """Of the tokens that count, row by row."""
     rows = zip(trainer, rollout, mask, strict=True)
-    return [[0.0 if p == q else cut(p - q) for p, q, counts in zip(*row, strict=True) if counts] for row in rows]
+    return [[0.0 if p == q else p - q for p, q, counts in zip(*row, strict=True) if counts] for row in rows]
+
+
+def log_ratios(trainer, rollout, mask):
+    """The same, within the bound."""
+    return [[cut(log) for log in row] for row in uncut_log_ratios(trainer, rollout, mask)]
 
 
 def spread(rows, mask, masked):
@@ -66,14 +71,19 @@ def kept(trainer, rollout, mask, *, divergence, per, upper, lower):
 
 
 def vetoed(trainer, rollout, mask, *, least_ratio):
-    logs = log_ratios(trainer, rollout, mask)
-    return spread([[min(row) >= math.log(least_ratio)] * len(row) if row else [] for row in logs], mask, False)
+    logs = uncut_log_ratios(trainer, rollout, mask)
+    rows = [[all(log >= math.log(least_ratio) for log in row)] * len(row) for row in logs]
+    return spread(rows, mask, False)
 
 
 def off_policy(trainer, rollout, mask, *, advantages, delta):
+    """`advantages` are one a sequence, or rows of one a token."""
     rows = []
-    for row, advantage in zip(log_ratios(trainer, rollout, mask), advantages, strict=True):
-        rows.append([not (advantage < 0 and -math.fsum(row) / len(row) > delta) for _ in row])
+    for row, counts, given in zip(log_ratios(trainer, rollout, mask), mask, advantages, strict=True):
+        by_token = given if isinstance(given, list) else [given] * len(counts)
+        of_row = [advantage for advantage, c in zip(by_token, counts, strict=True) if c]
+        is_close = bool(row) and -math.fsum(row) / len(row) <= delta
+        rows.append([(is_close or a >= 0) and not math.isnan(log) for log, a in zip(row, of_row, strict=True)])
     return spread(rows, mask, False)
 
 

@@ -68,8 +68,41 @@ def test_nan_in_a_token_that_counts_shows():
     assert correction.veto_mask(*tensors).tolist() == [[False, False], [True, True]]
     negative = torch.tensor([-1.0, -1.0])
     assert correction.opsm_mask(*tensors, advantages=negative, delta=1.0).tolist() == [[False, False], [True, True]]
+    assert correction.opsm_mask(*tensors, advantages=-negative, delta=1.0).tolist() == [[False, True], [True, True]]
     assert math.isnan(correction.mismatch(*tensors).k3) and math.isnan(correction.mismatch(*tensors).ess)
     assert correction.effective_sample_size(torch.tensor([[math.nan, 1.0]]), torch.ones(1, 2)).isnan()
+
+
+@pytest.mark.parametrize(
+    "advantages", [[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [[-1.0, 1.0], [1.0, -1.0], [-1.0, 1.0]]]
+)
+def test_nan_is_dropped_whatever_its_advantage(advantages):
+    tensors = batch([[math.nan, 0.0], [0.0, math.nan], [-3.0, 0.0]], dtype=torch.float64)
+    found = correction.opsm_mask(*tensors, advantages=torch.tensor(advantages), delta=1.0)
+    assert found.tolist() == plain.off_policy(*as_lists(tensors), advantages=advantages, delta=1.0)
+    assert not found[0, 0] and not found[1, 1]
+
+
+@pytest.mark.parametrize("least_ratio", [1e-300, 1e-12, 1e-4, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_veto_sees_ratios_beyond_the_bound(least_ratio, dtype):
+    far = [0.0, -1.0, -20.5, -25.0, -30.0, -1e4, 1e4, -math.inf, math.inf, math.nan]
+    tensors = batch([[0.0, log] for log in far], dtype=dtype)
+    found = correction.veto_mask(*tensors, least_ratio=least_ratio)
+    assert found.tolist() == plain.vetoed(*as_lists(tensors), least_ratio=least_ratio)
+    assert found[far.index(-1e4)].tolist() == [False, False] and found[0].all()
+
+
+def test_a_token_that_neither_could_sample_is_not_vetoed():
+    never = torch.full((1, 2), -math.inf)
+    assert correction.veto_mask(never, never, torch.ones(1, 2)).all()
+
+
+def test_sums_of_divergences_have_no_bound():
+    tensors = batch([[15.0, 15.0], [-15.0, -15.0]], dtype=torch.float64)
+    options = {"divergence": "k1", "per": "sum", "lower": -25.0, "upper": 25.0}
+    assert not correction.keep_mask(*tensors, **options).any()
+    assert correction.keep_mask(*tensors, **options).tolist() == plain.kept(*as_lists(tensors), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -147,11 +180,14 @@ def test_a_policy_that_is_the_trainers_needs_no_correction():
         (lambda p, q, m: correction.keep_mask(p, q, m, upper=-1.0), "do not bound a divergence"),
         (lambda p, q, m: correction.keep_mask(p, q, m, upper=math.nan), "do not bound a divergence"),
         (lambda p, q, m: correction.veto_mask(p, q, m, least_ratio=0.0), "is not a ratio"),
+        (lambda p, q, m: correction.veto_mask(p, q, m, least_ratio=math.inf), "is not a ratio"),
+        (lambda p, q, m: correction.veto_mask(p, q, m, least_ratio=math.nan), "is not a ratio"),
         (
             lambda p, q, m: correction.opsm_mask(p, q, m, advantages=torch.ones(3), delta=0.1),
             "advantages have shape (3,)",
         ),
         (lambda p, q, m: correction.adaptive_weights(p, m, least_ess=0.0), "is not a share"),
+        (lambda p, q, m: correction.adaptive_weights(m.long(), m), "weights are torch.int64"),
         (lambda p, q, m: correction.adaptive_weights(p, m[:, :1]), "both need the same shape"),
         (lambda p, q, m: correction.effective_sample_size(p, m[:1, :1]), "both need the same shape"),
     ],

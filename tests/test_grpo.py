@@ -34,6 +34,10 @@ def options(tmp_path, grpo):
         updates=2,
         steps=3,
         save_every=2,
+        target=0.3,
+        set={},
+        environment={},
+        beside_others=False,
         out=tmp_path,
         deadline_s=math.inf,
     )
@@ -45,7 +49,7 @@ class Teller:
     kernels = ("told",)
 
     def __init__(self, grpo):
-        self.grpo, self.updates = grpo, []
+        self.grpo, self.updates, self.version = grpo, [], {}
 
     def update(self, policy, calibration):
         self.updates.append((policy.lm_head.weight.detach().clone(), calibration))
@@ -168,7 +172,74 @@ def test_a_run_goes_on_from_its_last_saved_step(grpo, options):
     records = list(resumed.steps())
     assert [record["step"] for record in resumed.records] == [1, 2, 3] and len(records) == 1
     torch.testing.assert_close(resumed.policy.state_dict(), whole.policy.state_dict())
-    assert not resumed.state_file.exists()
+
+
+def test_a_runs_state_is_kept_until_its_result_is_written(grpo, options, monkeypatch):
+    monkeypatch.setenv(grpo.COMMAND, "python")
+    run = make_run(grpo, options)
+    list(run.steps())
+
+    def die(*arguments):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space"):
+        patched.setattr(grpo, "add_run", die)
+        grpo.finish(run)
+    again = make_run(grpo, options)
+    assert [record["step"] for record in again.steps()] == [3]  # the step after the last saved one
+    grpo.finish(again)
+    assert not run.state_file.exists()
+    (result,) = json.loads((options.out / "grpo.json").read_text())["runs"]
+    assert result["steps"]["step"] == [1, 2, 3]
+
+
+OTHER_SETTINGS = {
+    "engine": ("vllm", "engine was transformers, now vllm"),
+    "size": ("small", "size was tiny, now small"),
+    "steps": (4, "num_steps was 3, now 4"),
+    "prompts": (3, "prompts was 2, now 3"),
+    "updates": (1, "updates was 2, now 1"),
+    "target": (0.5, "target was 0.3, now 0.5"),
+    "set": ({"dtype": "float16"}, "engine_options was {}, now {'dtype': 'float16'}"),
+    "environment": ({"VLLM_USE_DEEP_GEMM": "0"}, "environment was {}, now {'VLLM_USE_DEEP_GEMM': '0'}"),
+}
+
+
+@pytest.fixture
+def other(request, options):
+    """The options with one other setting, and what is said of it."""
+    value, said = OTHER_SETTINGS[request.param]
+    return argparse.Namespace(**vars(options) | {request.param: value}), said
+
+
+@pytest.mark.parametrize("other", OTHER_SETTINGS, indirect=True)
+def test_runs_of_other_settings_are_not_taken_for_these(grpo, options, other, monkeypatch):
+    monkeypatch.setenv(grpo.COMMAND, "python")
+    run = make_run(grpo, options)
+    list(run.steps())
+    grpo.finish(run)
+    grpo.check_results(options)
+    changed, said = other
+    with pytest.raises(SystemExit) as refused:
+        grpo.check_results(changed)
+    assert said in str(refused.value) and "grpo.json" in str(refused.value) and "another --out" in str(refused.value)
+
+
+@pytest.mark.parametrize("other", ["updates"], indirect=True)
+def test_a_run_does_not_go_on_with_other_settings(grpo, options, other):
+    list(make_run(grpo, options).steps())
+    changed, said = other
+    with pytest.raises(SystemExit, match=said):
+        next(make_run(grpo, changed).steps())
+
+
+def test_settings_that_an_older_file_lacks_are_not_compared(grpo, options):
+    run = {"size": "tiny", "steps": {"step": [1.0, 2.0, 3.0]}}
+    (options.out / "grpo.json").write_text(json.dumps({"runs": [run]}))
+    grpo.check_results(options)
+    options.steps = 4
+    with pytest.raises(SystemExit, match="num_steps was 3, now 4"):
+        grpo.check_results(options)
 
 
 def test_density_is_the_share_of_what_changed(grpo):

@@ -114,8 +114,8 @@ def test_fp8_rollouts_learn_too(rows, variant):
 
 
 def test_a_trainer_in_the_engines_precision_lowers_the_mismatch(rows):
-    """Of a small model it does not halve it: its products have few terms to average the rounding of activations over."""
-    assert rows["unified"]["k3"][1] <= 0.8 * rows["fp8"]["k3"][1]
+    """About a hundred times, where it was measured on an H200."""
+    assert rows["unified"]["k3"][1] <= rows["fp8"]["k3"][1] / 10
 
 
 def test_refits_are_a_small_part_of_a_step(alone):
