@@ -463,13 +463,16 @@ def render_traced(results: list[dict[str, Any]]) -> str:
             f"| {found['what'].partition(' shape')[0].replace(', ', ' | ')} | {_card(found['gpu'])} | {compared} "
             f"| {first['wall_s']:.2f} s{compiles} | {found['later_refit_ms_median']:.1f} ms |\n"
         )
+    left = [num for found in results for num in found["twin"].get("left_bytes", ())]
+    shapes = [found["what"].partition(" shape")[0] for found in results if "left_bytes" in found["twin"]]
     return (
         f"The first refit traces the engine's own loader to see where every tensor goes. {_machines(results)}. Each engine is "
         "compared with one booted from a checkpoint that no refit wrote: live bytes, greedy tokens and log-probabilities, with "
         "experts sent one by one and stacked.\n\n"
         "| engine | model | GPU | compared with a fresh boot | first refit | later ones |\n"
         "| --- | --- | --- | --- | ---: | ---: |\n"
-        f"{''.join(rows)}\nTo measure again: `python -m pytest tests/gpu/test_traced.py`.\n"
+        f"{''.join(rows)}\nTracing left at most {max(0, *left)} bytes of GPU memory in use, twice for each of "
+        f"{'; '.join(shapes)}.\n\nTo measure again: `python -m pytest tests/gpu/test_traced.py`.\n"
     )
 
 
