@@ -5,18 +5,27 @@ python -m tests.zoo_table
 
 import json
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from fp8refit import errors
 
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = DOCS / "zoo.md"
 EQUAL, SILENT, REFUSED, NOT_BOOTED = "equal", "equal, without a forward", "refused", "not booted"
-WRONG = "refitted wrongly"
+WRONG, LEFT_BEHIND, FAILED = "refitted wrongly", "left something behind", "failed after it had booted"
 NOT_WALKED = "not walked yet"
+FAILURES = (WRONG, LEFT_BEHIND, FAILED)
+"""Outcomes that fail a walk, unless `EXPECTED` names the model."""
+EXPECTED: dict[tuple[str, str], str] = {}
+"""Engine and architecture of each failure that is no fault of fp8refit's, and why it is none."""
+MOST_PARAMETERS = 2e9
+"""Of a model in a walk: two policies of it, one of them in float32 too, and an engine are in memory at once."""
 IN_BF16 = "to a boot from the BF16 checkpoint, quantized afterwards"
 BACKEND = "the Transformers backend"
 """An engine's class for models that it has none of its own for."""
-OUTCOMES = (EQUAL, SILENT, WRONG, REFUSED, NOT_BOOTED, NOT_WALKED)
+OUTCOMES = (EQUAL, SILENT, *FAILURES, REFUSED, NOT_BOOTED, NOT_WALKED)
 _HEAD = """# Which models refit
 
 Tested here: every causal language model that an engine's registry names and that transformers can build small, and some
@@ -29,9 +38,13 @@ For vision-language models, the last refit sends the language model only and kee
   them and says which. They are compared with a fresh engine that loaded the BF16 checkpoint and whose weights the second
   quantizer then quantized.
 - *equal, without a forward*: every byte is equal. The engine has no CPU kernels for this model, so it generated nothing.
-- *refused*: the engine loads the model. fp8refit says why it does not refit it, and writes nothing.
-- *not booted*: the engine or transformers does not load the model here.
+- *refused*: the engine boots with noise. fp8refit says why it does not refit it, and writes nothing. Where the reason quotes an
+  error of the model's own loader, the engine raises it for this checkpoint too.
+- *not booted*: transformers cannot make the model here, or the engine cannot boot it with noise.
 - *not walked yet*: not tested.
+
+The walk fails if a model is refitted wrongly, if tracing its loader leaves anything behind in the engine, or if a step after
+the boot fails.
 
 `nox -s zoo` renders this page again. Every test run repeats a few models of each engine.
 """
@@ -43,16 +56,70 @@ _SENTENCE = re.compile(r".+?(?=[.!?](?:\s+[A-Z]|$)|$)")
 _OF_PYDANTIC = re.compile(r" \[type=\w+, input_value=.*")
 _PLACE = re.compile(r"/(?:[^\s/']+/)+")
 """Of a file on the machine of a walk."""
-_OUT_OF_TIME = "does not come to an end in the time that a walk gives it"
-_OURS = ("InvalidSourceError", "UnsupportedEngineError")
+_KILLED = "needs more time or memory than a walk has"
+_REFUSALS = ("InvalidSourceError", "UnsupportedEngineError")
+"""Errors of fp8refit that name what they refuse."""
+_OURS = {name for name, error in vars(errors).items() if isinstance(error, type) and issubclass(error, Exception)}
+
+
+class Stage(StrEnum):
+    """What a scenario began last. It writes this down first, as its engine may end it."""
+
+    MAKE = "making the model"
+    BOOT = "boot from noise"
+    LOOK = "tracing the loader"
+    FIRST_REFIT = "first refit"
+    FIRST_FORWARD = "first forward"
+    REFIT = "second refit"
+    FROM_FILES = "refit from files"
+    QUANTIZE = "`quantize --like`"
+    FRESH_BOOT = "fresh boot"
+
+    @property
+    def is_after_the_boot(self) -> bool:
+        return self not in (Stage.MAKE, Stage.BOOT)
+
+
+def check_is_small(architecture: str) -> None:
+    """Refuse a model that transformers makes so large that it would fill the machine. Takes no memory.
+
+    Raises:
+        MemoryError: It has more than `MOST_PARAMETERS`.
+    """
+    import torch
+    import transformers
+
+    from tests import zoo_models, zoo_vision
+
+    is_vision = architecture in zoo_vision.ARCHITECTURES
+    config = (zoo_vision if is_vision else zoo_models).tiny_config(architecture)
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)(config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if num_parameters > MOST_PARAMETERS:
+        raise MemoryError(f"transformers makes it with {num_parameters / 1e9:.1f} billion parameters here")
+
+
+def ended(failure: Exception, notes: Path) -> dict[str, Any]:
+    """What is known of a scenario that ended before it found anything.
+
+    Args:
+        failure: Says what it wrote.
+        notes: The file where it noted its stages. There is none if it never began, which is not a model's fault.
+    """
+    if not notes.exists():
+        raise failure
+    return {"error": str(failure), "stage": Stage(notes.read_text())}
 
 
 def outcome_of(found: dict[str, Any], *, speaks: bool) -> dict[str, Any]:
     """One line of the table, of what a walk found."""
     if "error" in found:
-        is_refused = any(said in found["error"] for said in ("cannot be refitted", *_OURS))
-        kind = REFUSED if is_refused else NOT_BOOTED
-        return {"outcome": kind, "why": shortened(found["error"])}
+        return _outcome_of_end(found["error"], found["stage"])
+    if found["left_behind"]:
+        return {"outcome": LEFT_BEHIND, "why": ", ".join(found["left_behind"][:2])}
+    if "refused" in found:
+        return {"outcome": REFUSED, "why": _first_sentence(found["refused"])}
     (refitted, *_), (fresh, *_) = found["refitted"], found["fresh"]
     unlike = [name for name in fresh if refitted.get(name) != fresh[name]]
     if not found.get("is_quantized_alike", True):
@@ -70,12 +137,19 @@ def outcome_of(found: dict[str, Any], *, speaks: bool) -> dict[str, Any]:
     return line | {"why": f"{IN_BF16}; `quantize --like` refuses {first}"}
 
 
+def _outcome_of_end(error: str, stage: Stage) -> dict[str, Any]:
+    """Of a scenario that ended in `stage`. Only an engine that never ran, and not because of fp8refit, has not booted."""
+    told, why = list(_ERROR.finditer(error)), shortened(error)
+    is_ours = bool(told) and told[-1][1] in _OURS
+    kind = FAILED if stage.is_after_the_boot or is_ours else NOT_BOOTED
+    return {"outcome": kind, "why": f"{stage}: {why}" if kind == FAILED or why == _KILLED else why}
+
+
 def shortened(text: str) -> str:
     """The first sentence of the last error that a text tells of, on one line."""
     told = list(_ERROR.finditer(text))
     if not told:
-        is_late = "ended with -9" in text
-        return _OUT_OF_TIME if is_late else _first_sentence(text.removeprefix("cannot be refitted: "))
+        return _KILLED if "ended with -9" in text else _first_sentence(text)
     kind, message = told[-1].groups()
     if message is not None and (not message or message.endswith(":") or "validation error" in message):
         message = (
@@ -84,7 +158,7 @@ def shortened(text: str) -> str:
     if not message:
         return kind
     said = _first_sentence(message)
-    return said if kind in _OURS else f"{kind}: {said}"
+    return said if kind in _REFUSALS else f"{kind}: {said}"
 
 
 def _first_sentence(text: str) -> str:
@@ -114,9 +188,15 @@ def write(engine: str, version: str, architecture: str, line: dict[str, Any]) ->
     TABLE.write_text(render())
 
 
-def outcomes_of(engine: str) -> list[str]:
-    """What is noted of all models of an engine."""
-    return [model["outcome"] for model in _walk_of(engine)["models"].values()]
+def outcomes_of(engine: str) -> dict[str, str]:
+    """What is noted of each model of an engine."""
+    return {name: model["outcome"] for name, model in _walk_of(engine)["models"].items()}
+
+
+def unexpected_failures(engine: str) -> dict[str, str]:
+    """Failures of an engine's models that `EXPECTED` does not name."""
+    outcomes = outcomes_of(engine).items()
+    return {name: found for name, found in outcomes if found in FAILURES and (engine, name) not in EXPECTED}
 
 
 def classes_of(engine: str) -> set[str]:

@@ -103,15 +103,15 @@ def hidden(scheduler) -> list[str]:
 
 
 def process_state(scheduler) -> dict:
-    """What a twin might leave in this process: hooks, shared rotary embeddings, other parameters, settings."""
+    """What a twin might leave in this process: hooks, shared rotary embeddings, other parameters and buffers, settings."""
     from sglang.srt.layers.rotary_embedding import factory
 
     model, config = _model(scheduler), scheduler.tp_worker.model_runner.model_config
-    modules = dict(model.named_modules())
+    modules, tensors = dict(model.named_modules()), [*model.named_parameters(), *model.named_buffers()]
     return {
         "hooks": {name: [len(each._forward_hooks), len(each._forward_pre_hooks)] for name, each in modules.items()},
         "rotary": {str(key): id(module) for key, module in factory._ROPE_DICT.items()},
-        "parameters": {name: [id(tensor), tensor._version] for name, tensor in model.named_parameters()},
+        "tensors": {name: [id(tensor), tensor._version] for name, tensor in tensors},
         "configs": [
             str(config.hf_config),
             str(vars(getattr(model, "quant_config", None) or object)),

@@ -5,7 +5,6 @@ quantizer. Where no such checkpoint boots, and `quantize` says so, it loads the 
 its loader made of that is quantized here.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import base_loader
 
-from fp8refit import CheckpointError, Refitter
+from fp8refit import CheckpointError, InvalidSourceError, Refitter
 from fp8refit.cli.checkpoint import quantize_checkpoint
 from tests import zoo_models, zoo_vision
+from tests.zoo_table import Stage, check_is_small
 
 UNCACHED = {"enable_prefix_caching": False}
 """On some CPUs vLLM 0.32 keeps states of Mamba-2 inside a prompt for its prefix cache, which its CPU kernels cannot give."""
@@ -26,13 +26,17 @@ UNKNOWN = "vision_tower.vision_model.encoder.layers.7.layer_norm1.bias"
 """No checkpoint has a layer of this number."""
 
 
-def run_zoo(architecture: str, work: str) -> dict:
+def run_zoo(architecture: str, work: str, notes: str) -> dict:
     """What two engines hold and say.
 
     Args:
         architecture: A class of transformers'.
         work: For checkpoints.
+        notes: A file, for the stage that begins.
     """
+    begin = Path(notes).write_text
+    begin(Stage.MAKE)
+    check_is_small(architecture)
     folder = Path(work) / f"zoo-{architecture}"
     if architecture in zoo_vision.ARCHITECTURES:  # else vLLM asks for a processor of images, which no tiny model has
         ModelConfig.supports_multimodal_inputs = False
@@ -40,30 +44,45 @@ def run_zoo(architecture: str, work: str) -> dict:
     policies = zoo_vision.policies_of(architecture, folder / "bf16")
     noise = {"load_format": "dummy", "hf_overrides": {"quantization_config": zoo_models.FP8_CONFIG}, **UNCACHED}
     found: dict[str, Any] = {}
+    begin(Stage.BOOT)
     with booted(folder / "bf16", "fp32", **noise) as llm:
+        begin(Stage.LOOK)
         before = traces_of(llm)
         refitter = Refitter(llm, keep=policies.keep)
         layout = refitter.layout()
-        found |= {"refusals": layout.refusals, "left_nothing": before == traces_of(llm)}
+        after = traces_of(llm)
+        found["left_behind"] = [name for name in before if before[name] != after[name]]
         if layout.refusals:
-            return found | {"error": f"cannot be refitted: {layout.refusals[0]}"}
-        found["ignored"] = refitter.refit(policies.first).ignored
+            return found | {"refused": layout.refusals[0]}
+        begin(Stage.FIRST_REFIT)
+        try:
+            found["ignored"] = refitter.refit(policies.first).ignored
+        except InvalidSourceError as error:
+            if error.written:
+                raise
+            return found | {"refused": error.problems[0]}
         found["unknown"] = refused(refitter.refit, policies.first | {UNKNOWN: torch.ones(128)})
+        begin(Stage.FIRST_FORWARD)
         found["before"] = said_by(llm)
+        begin(Stage.REFIT)
         refitter.refit(policies.second)
         found["generated"] = said_by(llm)
         found["refitted"] = [live_bytes(llm)]
         scribble(llm)
+        begin(Stage.FROM_FILES)
         refitter.refit(folder / "bf16")
         found["from_files"] = [live_bytes(llm)]
     found["is_silent"] = found["generated"] is None
+    begin(Stage.QUANTIZE)
     try:
         quantize_checkpoint(folder / "bf16", folder / "like", like=layout)
     except CheckpointError as error:
+        begin(Stage.FRESH_BOOT)
         fresh = [loaded_and_quantized(folder / "bf16", found["refitted"][0])]
         return found | {"fresh": fresh, "no_checkpoint": error.problems}
     zoo_models.save_block_fp8(folder / "bf16", folder / "fp8", zoo_models.quantized_in(layout), layout.written_as)
     found["is_quantized_alike"] = zoo_models.hashes_in(folder / "like") == zoo_models.hashes_in(folder / "fp8")
+    begin(Stage.FRESH_BOOT)
     with booted(folder / "like", "fp32", **UNCACHED) as llm:
         # Gemma3n's first answer depends on cache memory that nobody has written, and the other engine has spoken before.
         said_by(llm)
@@ -129,21 +148,24 @@ def quantized(weight: Tensor, *, is_w13: bool) -> tuple[Tensor, Tensor]:
     return codes.view(torch.float8_e4m3fn), torch.cat([scale for _, scale in halves], dim=1)
 
 
-def traces_of(llm) -> str:
-    """What a twin might leave in this process: layers that registered themselves, hooks, rotary embeddings that are shared."""
+def traces_of(llm) -> dict[str, str]:
+    """What a twin might leave in this process: layers that registered themselves, hooks, rotary embeddings that are shared.
+
+    Each under its name, as text.
+    """
     from vllm.model_executor.layers import rotary_embedding
 
     config = llm.llm_engine.vllm_config
     compilation = config.compilation_config
-    held = {name: id(layer) for name, layer in compilation.static_forward_context.items()}
-    shared = {str(key): id(module) for key, module in rotary_embedding._ROPE_DICT.items()}
-    names = list(getattr(compilation, "static_all_moe_layers", []))
-    hooks = [
-        (name, len(module._forward_hooks), len(module._forward_pre_hooks))
-        for name, module in model_of(llm).named_modules()
-    ]
-    live = {name: [id(tensor), tensor._version] for name, tensor in model_of(llm).named_parameters()}
-    settings = [str(compilation.mode), str(vars(config.quant_config)), str(config.model_config.hf_config)]
-    defaults = [str(torch.get_default_dtype()), str(torch.get_default_device())]
-    told = json.dumps([held, shared, names, hooks, live, settings, defaults])
-    return hashlib.sha256(told.encode()).hexdigest()
+    model = model_of(llm)
+    modules, tensors = list(model.named_modules()), [*model.named_parameters(), *model.named_buffers()]
+    traces = {
+        "layers": {name: id(layer) for name, layer in compilation.static_forward_context.items()},
+        "rotary": {str(key): id(module) for key, module in rotary_embedding._ROPE_DICT.items()},
+        "experts": list(getattr(compilation, "static_all_moe_layers", [])),
+        "hooks": [(name, len(each._forward_hooks), len(each._forward_pre_hooks)) for name, each in modules],
+        "tensors": {name: [id(tensor), tensor._version] for name, tensor in tensors},
+        "configs": [str(compilation.mode), str(vars(config.quant_config)), str(config.model_config.hf_config)],
+        "defaults": [str(torch.get_default_dtype()), str(torch.get_default_device())],
+    }
+    return {name: json.dumps(trace) for name, trace in traces.items()}
