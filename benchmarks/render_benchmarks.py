@@ -239,17 +239,18 @@ For comparison: FP8-RL ([arXiv 2601.18150](https://arxiv.org/abs/2601.18150)) re
 8B model, 30 to 50 % for Qwen3-30B-A3B, and up to 44 % with an FP8 KV cache. NeMo RL reports 15 to 25 % for an 8B model, and
 48 % with FP8 KV cache and attention. Here, Qwen3-8B gains 14 to 28 % from FP8 weights on an H200, and 24 to 28 % with the FP8
 cache. On an H100, whose memory is slower, it gains 16 to 42 % and 35 to 52 %; the FP8 cache gains most with answers of 16 384
-tokens. Qwen3-30B-A3B on an H200 gains 32 to 52 % at 16 to 256 sequences, and 35 and 44 % with answers of 16 384 tokens. With
-prompts of 16 384 tokens it gains 9 and 12 %: reading them takes 6.1 s in every precision. Attention, which stays in BF16 there,
-is more than half of that work (1.7 of 3.1 x 10^15 operations). Why the rest is no faster was not traced. On Hopper, vLLM runs
-block-FP8 experts by Triton unless they are spread over GPUs.
+tokens. Qwen3-30B-A3B on an H200 gains 32 to 52 % at 16 to 256 sequences, and 35 and 44 % with answers of 16 384 tokens. At 16 x
+512 + 512 the slowest FP8 run was 13 % faster than the fastest BF16 run. With prompts of 16 384 tokens it gains 9 and 12 %:
+reading them takes 6.1 s in every precision. Attention, which stays in BF16 there, is more than half of that work (1.7 of 3.1 x
+10^15 operations). Why the rest of the reading is no faster was not traced. By default, vLLM runs block-FP8 experts by Triton on
+Hopper, unless experts are parallel.
 
 Weights and prompts are random. Engines of Qwen3-30B-A3B hold the same policy in every precision, because routers decide how
-many experts a step reads. With vLLM's dummy weights the BF16 engine read more of them: at 16 sequences it made 1 019 tokens per
-second, and makes 1 303 with the policy. The BF16 engines of Qwen3-8B held dummy weights; how long a dense model takes does not
-depend on them. FlashInfer was not installed; where it is, vLLM multiplies few tokens with a kernel of its own.
-Not measured: 64 or 256 prompts of 16 384 tokens, and 64 or 256 answers of more than 512 tokens by Qwen3-30B-A3B. In
-64 x 512 + 4096, some prompts were in the prefix cache from the case before; that is worth at most 2 % of its time.
+many experts a step reads. Their BF16 rows were measured after the FP8 rows, on another H200. The BF16 engines of Qwen3-8B held
+vLLM's dummy weights; how long a dense model takes does not depend on them. FlashInfer was not installed; where it is, vLLM
+multiplies few tokens with a kernel of its own. Not measured: 64 or 256 prompts of 16 384 tokens, and 64 or 256 answers of more
+than 512 tokens by Qwen3-30B-A3B. In 64 x 512 + 4096, some prompts were in the prefix cache from the case before; that is worth
+at most 2 % of its time.
 
 The last table has the linear layers of one decoder layer, in microseconds: each kernel alone, in a CUDA graph, with weights
 that are in no cache. Quantizing the activations adds to the product's time, unless torch.compile fuses it with the kernel

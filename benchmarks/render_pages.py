@@ -37,7 +37,7 @@ VLLMS_RELOAD, RELOAD_WEIGHTS = "vLLM's own reload", "vLLM's reload_weights"
 STREAMS = "streams_*_h200.json"
 DROP_INS = "drop_in_*_h200.json"
 INTERLEAVED = "interleaved_*.json"
-BOOTS = RESULTS / "server_boots_h200.json"
+BOOTS = "server_boot*.json"
 BUILD_PLACES = {
     "inside": "vLLM in this process",
     "outside": "vLLM in another process",
@@ -77,7 +77,7 @@ def render() -> dict[str, dict[str, str]]:
         "docs/broadcast.md": {"broadcasts": render_broadcasts(broadcasts)},
         "docs/sources.md": {"streams": render_streams(_read_all(STREAMS))},
         "docs/drop-in.md": {"transfers": render_drop_ins(_read_all(DROP_INS))},
-        "docs/speed.md": {"interleaved": render_interleaved(_read_all(INTERLEAVED), json.loads(BOOTS.read_text()))},
+        "docs/speed.md": {"interleaved": render_interleaved(_read_all(INTERLEAVED), _read_all(BOOTS))},
         "docs/servers.md": {"servers": render_servers(servers), "oracle": render_oracle(_read_all(ORACLE))},
     }
 
@@ -467,11 +467,11 @@ def render_traced(results: list[dict[str, Any]]) -> str:
     shapes = [found["what"].partition(" shape")[0] for found in results if "left_bytes" in found["twin"]]
     return (
         f"The first refit traces the engine's own loader to see where every tensor goes. {_machines(results)}. Each engine is "
-        "compared with one booted from a checkpoint that no refit wrote: live bytes, greedy tokens and log-probabilities, with "
-        "experts sent one by one and stacked.\n\n"
+        "compared with one booted from a checkpoint that no refit wrote, unless the table says otherwise: live bytes, greedy "
+        "tokens and log-probabilities, with experts sent one by one and stacked.\n\n"
         "| engine | model | GPU | compared with a fresh boot | first refit | later ones |\n"
         "| --- | --- | --- | --- | ---: | ---: |\n"
-        f"{''.join(rows)}\nTracing left at most {max(0, *left)} bytes of GPU memory in use, twice for each of "
+        f"{''.join(rows)}\nGPU memory that stayed in use after tracing twice more: {max(left)} bytes, for each of "
         f"{'; '.join(shapes)}.\n\nTo measure again: `python -m pytest tests/gpu/test_traced.py`.\n"
     )
 
@@ -585,8 +585,8 @@ def render_drop_ins(results: list[dict[str, Any]]) -> str:
     )
 
 
-def render_interleaved(results: list[dict[str, Any]], servers: dict[str, Any]) -> str:
-    """Refits by several builds in turn. `servers` has boots of vLLM's server, each of two builds side by side."""
+def render_interleaved(results: list[dict[str, Any]], boots: list[dict[str, Any]]) -> str:
+    """Refits by several builds in turn. `boots` are of vLLM's server, each of two builds side by side."""
     rows: list[str] = []
     for found in results:
         words = found["command"].split()
@@ -598,18 +598,17 @@ def render_interleaved(results: list[dict[str, Any]], servers: dict[str, Any]) -
             f"| {where} | {_gpus_of(found)} | {' | '.join(cells)} | {medians['after'] / medians['house']:.3f} x |\n"
         )
     about = next(iter(results[0]["about"].values()))
-    boots = servers["boots"]
-    before, after = ([boot["median_ms"][name] for boot in boots] for name in servers["builds"])
-    ratios = [boot["after_against_before"] for boot in boots]
+    before, after = ([boot["median_ms"][name] for boot in boots] for name in ("before", "after"))
+    ratios = [new / old for old, new in zip(before, after, strict=True)]
     return (
         f"{about['shape']} shape, engines of three builds side by side, refitted in turn; medians. "
         "*Before* is the last build that guessed names, *traced* the first that traced them, *after* version 0.2.0 "
         "as it was when the row was measured.\n\n"
         f"| | GPUs | {' | '.join(BUILDS.values())} | after / traced |\n"
         f"| --- | --- |{' ---: |' * len(BUILDS)} ---: |\n{''.join(rows)}\n"
-        f"vLLM behind its HTTP server, one {servers['gpu']}, in {len(boots)} boots of both builds: *before* took "
+        f"vLLM behind its HTTP server, {_gpus_of(boots[0])}, in {len(boots)} boots of both builds: *before* took "
         f"{min(before):.1f} to {max(before):.1f} ms, *after* {min(after):.1f} to {max(after):.1f} ms. The ratio was "
-        f"{min(ratios):.3f} to {max(ratios):.3f}, and {statistics.median(ratios):.3f} in the middle ({_link(BOOTS.name)}). A "
+        f"{min(ratios):.3f} to {max(ratios):.3f}, and {statistics.median(ratios):.3f} in the middle (`{BOOTS}`). A "
         "server's figure depends on how its processes happen to start, so one boot cannot tell a difference of 2 %.\n\n"
         "To measure again: `python tests/gpu/run_interleaved.py --out FILE NAME=WHEEL ...`.\n"
     )

@@ -24,9 +24,9 @@ class TransformersRollout:
 
     def load_bf16(self, seed: int) -> None:
         """Load policy number `seed`."""
-        state = self.candidate.state_dict()
-        manifest = {name: TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in state.items()}
-        self.candidate.load_state_dict(dict(policies.stream(manifest, seed, self._device)))
+        parameters = self.candidate.named_parameters()  # tied ones once
+        manifest = {name: TensorMeta.of(parameter) for name, parameter in parameters}
+        self.candidate.load_state_dict(dict(policies.stream(manifest, seed, self._device)), strict=False)
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:

@@ -72,10 +72,8 @@ def _built(config: Any) -> Iterator[nn.Module]:
         torch.set_default_dtype(config.model_config.dtype)
         with EmptyOnMeta():
             model = initialize_model(vllm_config=config, model_config=config.model_config)
-            for module in model.modules():
-                if hasattr(module, "_register_bias"):  # the Transformers backend calls it while it loads
-                    module._register_bias()
-                    module._register_bias = lambda: None
+            if type(model).__module__.startswith("vllm.model_executor.models.transformers"):
+                _register_head_bias(model)
         for parameter in model.parameters():
             loader = getattr(parameter, "weight_loader", None)
             if hasattr(loader, "__wrapped__"):  # online quantization, which wraps the loader
@@ -86,6 +84,14 @@ def _built(config: Any) -> Iterator[nn.Module]:
         torch.set_default_dtype(dtype)
         rotary_embedding._ROPE_DICT.clear()
         rotary_embedding._ROPE_DICT.update(known)
+
+
+def _register_head_bias(model: nn.Module) -> None:
+    """Register what the Transformers backend registers while it loads a checkpoint that has it."""
+    for module in model.modules():
+        if hasattr(module, "_register_bias"):
+            module._register_bias()
+            module._register_bias = lambda: None
 
 
 def _keep_none(_: logging.LogRecord) -> bool:

@@ -208,21 +208,25 @@ def test_a_streamed_policy_is_the_one_that_fills_tensors(seed, tmp_path):
     assert all(torch.equal(streamed[name], tensor) for name, tensor in filled.items())
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
-def test_bf16_and_fp8_engines_hold_one_policy(shape, tmp_path):
+def test_bf16_and_fp8_engines_hold_one_policy(shape, is_tied, tmp_path):
     """With other routers, another number of experts would be read for a token."""
     config = RolloutBenchConfig(**TINY | {"model": shape}, seed=3)
     write_config(shape, tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": is_tied}))
     held = {}
     for precision in (Precision.BF16, Precision.FP8):
         engine = rollout._open(config, tmp_path, precision)
         rollout._with_engine(rollout._empty_result(config), engine, precision)
         held[precision] = engine.candidate.state_dict()
-    assert all(torch.equal(held["fp8"][name], held["bf16"][name]) for name in held["fp8"] if "norm" in name)
     layout = Refitter(open_bench_engine("transformers", tmp_path, tp=1).candidate).layout()
     policy = dict(policies.stream(policies.manifest(layout), 3, torch.device("cpu")))
-    assert policy.keys() == held["bf16"].keys()
+    assert policy.keys() | ({"lm_head.weight"} if is_tied else set()) == held["bf16"].keys()
     assert all(torch.equal(held["bf16"][name], tensor) for name, tensor in policy.items())
+    plain = [name for name, tensor in held["fp8"].items() if tensor.dtype is torch.bfloat16]
+    assert plain and all(torch.equal(held["fp8"][name], held["bf16"][name]) for name in plain)
 
 
 def test_an_unknown_engine_is_refused():

@@ -243,8 +243,8 @@ FAULTS = [
     Fault(
         name="what the loader fills and the live model lacks is forgotten",
         path="fp8refit/live/tracing/reading.py",
-        before="            if name not in here and any(",
-        after="            if name in here and any(",
+        before="if name not in here and source not in held)",
+        after="if name in here and source not in held)",
         found_by=TWINS,
     ),
 ]

@@ -1,4 +1,4 @@
-"""An engine of the rollout benchmark that loaded its policy, and one that boots from that policy's checkpoint."""
+"""A BF16 engine of the rollout benchmark that loaded its policy, and one that boots from the policy of an FP8 engine."""
 
 from pathlib import Path
 
@@ -22,6 +22,8 @@ def run_rollouts(work: str) -> dict:
     engine.load_bf16(SEED)
     engine.generate([[101, 102, 103]], 2)
     found["loaded"] = observe(engine)
+    engine.close()
+    engine = booted(model, Precision.FP8)
     policy = policies.stream(policies.manifest(Refitter(engine.candidate).layout()), SEED, torch.device("cpu"))
     save_file(dict(policy), model / "model.safetensors", metadata={"format": "pt"})
     engine.close()
@@ -31,11 +33,9 @@ def run_rollouts(work: str) -> dict:
     return found
 
 
-def booted(model: Path, **options: str) -> VllmRollout:
+def booted(model: Path, precision: Precision = Precision.BF16, **options: str) -> VllmRollout:
     arguments = {"dtype": "bfloat16", "num_gpu_blocks_override": 64, **options}
-    return boot(
-        RolloutBoot(model=model, tp=1, precision=Precision.BF16, max_length=64, max_batch=2, arguments=arguments)
-    )
+    return boot(RolloutBoot(model=model, tp=1, precision=precision, max_length=64, max_batch=2, arguments=arguments))
 
 
 def observe(engine: VllmRollout) -> dict[str, str]:

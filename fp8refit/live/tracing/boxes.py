@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -124,8 +124,9 @@ def count_cover(boxes: Sequence[tuple[Range, ...]], shape: tuple[int, ...]) -> t
         cells[tuple(slice(*end) for end in ends)] += 1
     if bool((cells == 1).all()):
         return 0, 0
-    lengths = [[end - start for start, end in pairwise(marks)] for marks in borders]
-    sizes = torch.tensor([prod(cell) for cell in product(*lengths)], device="cpu").view(cells.shape)
+    sizes = torch.ones((), dtype=torch.int64, device="cpu")
+    for marks in borders:
+        sizes = sizes[..., None] * torch.tensor([end - start for start, end in pairwise(marks)], device="cpu")
     return int(sizes[cells == 0].sum()), int(sizes[cells > 1].sum())
 
 

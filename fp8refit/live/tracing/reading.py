@@ -42,6 +42,9 @@ from fp8refit.live.tracing.stored import (
 from fp8refit.live.tracing.twin import Twin, refresh_of_constant
 from fp8refit.live.tracing.unused import unused_names
 
+NO_BLOCK_FP8 = "holds no block-FP8 weight"
+"""Why an engine without quantized weights is refused."""
+
 
 def read_inventory(model: nn.Module, rules: KernelRules, twin: Twin) -> Inventory:
     """Return everything that a refit of `model` writes, and everything it cannot write.
@@ -109,7 +112,7 @@ class _Reading:
     def inventory(self) -> Inventory:
         """Return what was read."""
         if not self._refusals and not self._has_block_fp8:
-            reason, remedy = "holds no block-FP8 weight", self._rules.remedies.no_block_fp8
+            reason, remedy = NO_BLOCK_FP8, self._rules.remedies.no_block_fp8
             self._refusals.append(Refusal(module=type(self._model).__name__, reason=reason, remedy=remedy))
         naming, held = self._twin.naming, {slot.name for slot in self._slots}
         self._refuse_absent(held)
@@ -143,11 +146,13 @@ class _Reading:
     def _refuse_absent(self, held: Collection[str]) -> None:
         """Refuse what the loader fills and the live model lacks: the engine would serve without it."""
         here = {self._twin.firsts.get(name) for name in self._live}
-        for name, copies in self._copies.items():
-            if name not in here and any(copy.source and copy.source not in held for copy in copies):
-                reason = "is filled by the model's loader, but the live model does not have it"
-                remedy = "Boot the engine from a checkpoint, not with dummy weights"
-                self._refusals.append(Refusal(module=name, reason=reason, remedy=remedy))
+        filled = [(copy.parameter, copy.source) for copy in self._twin.traced.copies if copy.source]
+        for computed in self._twin.traced.computed:
+            filled += [(computed.parameter, base.name) for base in computed.recipe.bases() if not base.is_parameter]
+        for name in dict.fromkeys(name for name, source in filled if name not in here and source not in held):
+            reason = "is filled by the model's loader, but the live model does not have it"
+            remedy = "If the engine was booted with dummy weights, boot it from a checkpoint; if not, ask for support"
+            self._refusals.append(Refusal(module=name, reason=reason, remedy=remedy))
 
     def _tell_of_names(self, partly: Mapping[str, PartlyRead]) -> None:
         """Put checkpoint tensors that the loader did not take first among the refusals: they explain unfilled weights."""

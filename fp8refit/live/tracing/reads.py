@@ -3,7 +3,7 @@
 An engine that skips part of a tensor does not hold the trainer's model, so the refit is refused.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby, product
 from math import prod
@@ -42,7 +42,7 @@ def partly_read(traced: Traced, sources: Mapping[str, TensorMeta]) -> dict[str, 
         for read in _read_by(computed.recipe.reads()) if moved is None else moved:
             reads.setdefault(read.source, []).append(read)
     reasons = {objection.source: objection.reason for objection in traced.objections}
-    known: dict[object, tuple[Box, ...] | None] = {}
+    known: dict[object, tuple[tuple[Box, ...] | None, str]] = {}
     found: dict[str, PartlyRead] = {}
     for name, meta in sources.items():
         mine = reads.get(name, [])
@@ -51,9 +51,8 @@ def partly_read(traced: Traced, sources: Mapping[str, TensorMeta]) -> dict[str, 
         key = meta.shape, tuple((read.start, read.runs) for read in mine)
         if key not in known:
             known[key] = _boxes_of(mine, meta.shape)
-        boxes = known[key]
+        boxes, unknown = known[key]
         if boxes is not None:
-            unknown = "" if all(_read_boxes(read, meta.shape) for read in mine) else _NOT_DESCRIBED
             found[name] = PartlyRead(shape=meta.shape, boxes=boxes, reason=reasons.get(name, unknown))
     return found
 
@@ -131,10 +130,21 @@ def _are_whole(runs: tuple[Run, ...], shape: tuple[int, ...]) -> bool:
     return end == prod(shape)
 
 
-def _boxes_of(reads: Iterable[Copy], shape: tuple[int, ...]) -> tuple[Box, ...] | None:
-    """Return the boxes of a tensor that are read; None if they cover it. A read that no boxes describe counts as none."""
-    found = dict.fromkeys(box for read in reads for box in _read_boxes(read, shape))
-    return tuple(found) if count_cover(list(found), shape)[0] else None
+def _boxes_of(reads: Sequence[Copy], shape: tuple[int, ...]) -> tuple[tuple[Box, ...] | None, str]:
+    """Return the boxes of a tensor that are read, and whether that is not all; None if they cover it.
+
+    A read that no boxes describe counts as none. Of more boxes than can be told apart, only the number of elements counts.
+    """
+    found: dict[Box, None] = {}
+    unknown = ""
+    for read in reads:
+        boxes = _read_boxes(read, shape)
+        unknown = unknown if boxes else _NOT_DESCRIBED
+        found |= dict.fromkeys(boxes)
+        if len(found) > _MOST_BOXES:
+            elements = {(each.start, each.runs): prod(run.size for run in each.runs if run.stride) for each in reads}
+            return (None, "") if sum(elements.values()) == prod(shape) else ((), _NOT_DESCRIBED)
+    return (tuple(found) if count_cover(list(found), shape)[0] else None), unknown
 
 
 def _read_boxes(read: Copy, shape: tuple[int, ...]) -> list[Box]:

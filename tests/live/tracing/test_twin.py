@@ -1,5 +1,6 @@
 """Slots of live models by what the loaders of their twins do."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -75,6 +76,19 @@ def test_what_the_loader_fills_and_the_live_model_lacks_is_refused():
     assert said.startswith("head.bias: is filled by the model's loader, but the live model does not have it")
 
 
+def test_what_the_loader_computes_and_the_live_model_lacks_is_refused():
+    built = model_of(proj=BlockLinear(), head=nn.LayerNorm(256, dtype=BF16))
+    live = model_of(proj=BlockLinear(), head=nn.LayerNorm(256, dtype=BF16, bias=False))
+    named = dict(built.named_parameters())
+
+    def load(tensors):
+        for name, tensor in tensors:
+            named[name].data.copy_(tensor + 1 if name == "head.bias" else tensor)
+
+    said = only_refusal(live, trace_twin(built, naming_of(built), load))
+    assert said.startswith("head.bias: is filled by the model's loader")
+
+
 EVERY_OTHER = {"columns": lambda tensor, first: tensor[:, first::2], "rows": lambda tensor, first: tensor[first::2]}
 
 
@@ -100,6 +114,25 @@ def test_a_tensor_of_which_every_other_row_or_column_is_read_is_refused(part):
     assert interleaved(part, 2) == {}
     (refusal,) = refusals_of([interleaved(part, 1)])
     assert refusal.reason == "6553600 of its 13107200 elements are read by no rank"
+
+
+@pytest.mark.parametrize(("num_read", "num_bare"), [(2, 0), (1, 128 * 5760 * 2880)])
+def test_experts_read_row_by_row_are_judged_by_the_number_of_elements(num_read, num_bare):
+    """In as many boxes as there are rows of them all."""
+    model = model_of(b=nn.Module())
+    model.b.register_parameter("part", nn.Parameter(torch.empty(128, 2880, 2880, dtype=BF16, device="meta")))
+    metas = {"b.weight": TensorMeta(shape=(128, 5760, 2880), dtype=BF16)}
+
+    def load(tensors):
+        for _, tensor in tensors:
+            for expert in range(128):
+                for half in range(num_read):
+                    model.b.part.data[expert].copy_(tensor[expert, half::2])
+
+    start_s = time.perf_counter()
+    refusals = refusals_of([partly_read(trace_twin(model, Naming(tensors=metas), load).traced, metas)])
+    assert [refusal.reason.startswith(f"{num_bare} of its") for refusal in refusals] == [True] * bool(num_bare)
+    assert time.perf_counter() - start_s < 10
 
 
 def test_a_read_that_no_boxes_describe_counts_as_none():
