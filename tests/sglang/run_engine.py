@@ -12,15 +12,24 @@ import torch
 from attacked import run_oracle
 from conformance import run_conformance
 from drop_ins import run_drop_in, run_drop_in_off
+from engines import look
 from experts import run_experts
+from fp8refit_sglang import rollout
 from fresh import run_fresh
 from latent import run_latent
 from precision_runs import run_precision
 from refits import run_refits
-from rollouts import run_rollouts
 from served import run_served
 from updates import run_updates
 from zoo import run_zoo
+
+from tests import rollout_engines
+
+
+def run_rollouts(work: Path) -> dict:
+    """Engines of the benchmark of rollouts."""
+    return rollout_engines.held_by_both(work / "rollouts", rollout.boot, lambda engine: look(engine, "live_bytes"))
+
 
 SCENARIOS = {
     "fresh": run_fresh,

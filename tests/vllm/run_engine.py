@@ -31,6 +31,7 @@ from engines import (
     wrong_tensors,
 )
 from experts import run_expert_ranks, run_experts, run_fresh_experts
+from fp8refit_vllm import rollout
 from killed import run_killed
 from kv_cache import run_kv_cache
 from latent import run_fresh_latent, run_latent
@@ -40,7 +41,6 @@ from lora import run_fresh_lora, run_lora
 from precision_runs import run_precision
 from ray_actors import run_ray, run_ray_executor
 from replicas import run_replicas
-from rollouts import run_rollouts
 from served import run_served
 from updates import run_updates
 from vllm.model_executor.models import registry
@@ -49,7 +49,7 @@ from zoo import run_zoo
 
 from fp8refit import Refitter
 from fp8refit.bench import RefitBenchConfig, run_refit_bench
-from tests import cross_engine, zoo_models
+from tests import cross_engine, rollout_engines, zoo_models
 from tests.tiny_models import save_model
 
 
@@ -146,6 +146,17 @@ def run_bench(online: bool) -> dict:
     cpu_kernel.register("fp32")
     config = RefitBenchConfig(engine="vllm", model="tiny", online=online, rounds=2, warm_up=0)
     return run_refit_bench(config).model_dump(mode="json")
+
+
+def run_rollouts(work: str) -> dict:
+    """Engines of the benchmark of rollouts, in processes of their own."""
+
+    def observe(llm) -> dict:
+        (rank,) = llm.collective_rpc("observe", args=("live_bytes",))
+        return rank["found"]
+
+    options = {"dtype": "bfloat16", "num_gpu_blocks_override": 64}
+    return rollout_engines.held_by_both(Path(work) / "model", rollout.boot, observe, **options)
 
 
 def run_cross_engine(work: str) -> dict:
