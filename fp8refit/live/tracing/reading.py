@@ -115,7 +115,8 @@ class _Reading:
             reason, remedy = NO_BLOCK_FP8, self._rules.remedies.no_block_fp8
             self._refusals.append(Refusal(module=type(self._model).__name__, reason=reason, remedy=remedy))
         naming, held = self._twin.naming, {slot.name for slot in self._slots}
-        self._refuse_absent(held)
+        if not self._refusals:  # a refused layer may hold its weights under other names
+            self._refuse_absent(held)
         partly = partly_read(self._twin.traced, naming.tensors)
         left_out = {name: None for name, read in partly.items() if not (read.boxes or read.reason)}
         unused = set(unused_names(naming.tensors, left_out))
