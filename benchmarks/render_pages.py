@@ -471,7 +471,7 @@ def render_traced(results: list[dict[str, Any]]) -> str:
         "tokens and log-probabilities, with experts sent one by one and stacked.\n\n"
         "| engine | model | GPU | compared with a fresh boot | first refit | later ones |\n"
         "| --- | --- | --- | --- | ---: | ---: |\n"
-        f"{''.join(rows)}\nGPU memory that stayed in use after tracing twice more: {max(left)} bytes, for each of "
+        f"{''.join(rows)}\nGPU memory that stayed in use after tracing twice: at most {max(left)} bytes, for each of "
         f"{'; '.join(shapes)}.\n\nTo measure again: `python -m pytest tests/gpu/test_traced.py`.\n"
     )
 

@@ -3,7 +3,7 @@
     pip wheel . --no-deps -w COMMIT/        # each in a folder named after its commit, so that the result says what ran
     python tests/gpu/run_interleaved.py --out FILE before=COMMIT/fp8refit-0.1.0-py3-none-any.whl after=COMMIT/fp8refit-...whl
     ... --place outside                               # vLLM's engine in a process of its own
-    ... --place server                                # behind vLLM's HTTP server; FILE is server_bootN.json, some of them
+    ... --place server                                # behind vLLM's HTTP server; a server_bootN.json for each of some boots
     ... --place broadcast                             # outside, and policies come by NCCL, from the second GPU if there is one
     ... --engine sglang
 

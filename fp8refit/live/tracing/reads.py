@@ -13,17 +13,17 @@ import torch
 
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.slots import PartlyRead, Refusal, TensorMeta
-from fp8refit.live.tracing.boxes import corner_of, count_cover, written_by
+from fp8refit.live.tracing.boxes import Range, corner_of, count_cover, written_by
 from fp8refit.live.tracing.patterns import row_major
 from fp8refit.live.tracing.records import MOVES, Base, Computed, Copy, Run, Traced
 
 _MOST_MOVED = 1 << 16
 """Up to this many elements, a computation is repeated to see which of them it keeps."""
 _MOST_BOXES = 1 << 14
-"""In how many boxes a read may be described."""
+"""Up to this many boxes of a tensor are compared one by one."""
 _NOT_DESCRIBED = "is read in a pattern that fp8refit cannot describe"
-Box: TypeAlias = tuple[tuple[int, int], ...]
-"""Start and length of a range in each dimension."""
+Box: TypeAlias = tuple[Range, ...]
+"""One range per dimension."""
 
 
 def partly_read(traced: Traced, sources: Mapping[str, TensorMeta]) -> dict[str, PartlyRead]:
@@ -131,9 +131,9 @@ def _are_whole(runs: tuple[Run, ...], shape: tuple[int, ...]) -> bool:
 
 
 def _boxes_of(reads: Sequence[Copy], shape: tuple[int, ...]) -> tuple[tuple[Box, ...] | None, str]:
-    """Return the boxes of a tensor that are read, and whether that is not all; None if they cover it.
+    """Return the boxes of a tensor that are read, None if they cover it; and why there may be more, or nothing.
 
-    A read that no boxes describe counts as none. Of more boxes than can be told apart, only the number of elements counts.
+    A read that no boxes describe counts as none. Beyond `_MOST_BOXES`, the numbers of elements are compared instead.
     """
     found: dict[Box, None] = {}
     unknown = ""
@@ -175,6 +175,6 @@ def _crossed(read: Copy, shape: tuple[int, ...]) -> list[Box]:
     return list(product(*ranges)) if prod(map(len, ranges)) <= _MOST_BOXES else []
 
 
-def _ranges_of(places: Iterable[int]) -> list[tuple[int, int]]:
+def _ranges_of(places: Iterable[int]) -> list[Range]:
     groups = groupby(enumerate(places), key=lambda pair: pair[1] - pair[0])
     return [(stretch[0][1], len(stretch)) for _, group in groups if (stretch := list(group))]
