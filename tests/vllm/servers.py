@@ -1,13 +1,13 @@
 """`vllm serve` in processes of their own, and drivers in others."""
 
 import contextlib
-import io
 import json
 import multiprocessing
 import os
 import runpy
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import urllib.error
@@ -54,22 +54,28 @@ def run_driver(refit: Callable[[], object], *, timeout_s: float = 60) -> int:
 
 
 def run_script(script: Path, *arguments: object, timeout_s: float = 60) -> dict:
-    """A script in a process of its own: its exit status, and what it wrote."""
+    """A script in a process of its own: its exit status, None if it died or did not end, and what it wrote."""
     here, there = FORK.Pipe()
+    with tempfile.TemporaryFile("w+", buffering=1) as output, tempfile.TemporaryFile("w+", buffering=1) as errors:
 
-    def run() -> None:
-        sys.argv = [str(script), *map(str, arguments)]
-        code, output, errors = 0, io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            try:
-                runpy.run_path(str(script), run_name="__main__")
-            except BaseException:  # noqa: BLE001 - reported
-                code = 1
-                traceback.print_exc()
-        there.send({"code": code, "lines": output.getvalue().splitlines(), "log": errors.getvalue()})
+        def run() -> None:
+            sys.argv = [str(script), *map(str, arguments)]
+            code = 0
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+                try:
+                    runpy.run_path(str(script), run_name="__main__")
+                except BaseException:  # noqa: BLE001 - reported
+                    code = 1
+                    traceback.print_exc()
+            for file in (output, errors):
+                file.flush()
+            there.send(code)
 
-    run_driver(run, timeout_s=timeout_s)
-    return here.recv() if here.poll() else {"code": None, "lines": [], "log": "it died, or did not end"}
+        run_driver(run, timeout_s=timeout_s)
+        code = here.recv() if here.poll() else None
+        for file in (output, errors):
+            file.seek(0)
+        return {"code": code, "lines": output.read().splitlines(), "log": errors.read()}
 
 
 class Server:
