@@ -30,12 +30,16 @@ class SmallBlocks(FakeKernelRules):
 
 
 @st.composite
-def chains(draw):
+def chains(draw, *more: str):
     """The shape of a checkpoint tensor, and what a loader does with it before it is copied: names and numbers."""
     shape = tuple(draw(st.lists(SIZES, min_size=1, max_size=3)))
     tensor, steps = torch.empty(shape, device="meta"), []
     for _ in range(draw(st.integers(0, 5))):
-        step = (draw(st.sampled_from(sorted(STEPS))), draw(st.integers(0, 7)), draw(st.integers(0, 7)))
+        step = (
+            draw(st.sampled_from(sorted(STEPS.keys() - MORE) + list(more))),
+            draw(st.integers(0, 7)),
+            draw(st.integers(0, 7)),
+        )
         tensor = apply(tensor, [step])
         steps.append(step)
     return shape, steps
@@ -78,6 +82,12 @@ def turned(tensor: Tensor, a: int, b: int) -> Tensor:
     return torch.cat(parts, dim) if start else tensor
 
 
+def chosen_rows(tensor: Tensor, a: int, b: int) -> Tensor:
+    """Every second of a dimension, the last first."""
+    dim = a % tensor.ndim
+    return tensor.index_select(dim, torch.arange(tensor.shape[dim]).flip(0)[::2])
+
+
 STEPS = {
     "narrow": narrowed,
     "split": split,
@@ -88,7 +98,11 @@ STEPS = {
     "cast": lambda tensor, a, b: tensor.to(torch.float32).clone(),
     "chunk": lambda tensor, a, b: tensor.chunk(2, a % tensor.ndim)[0],
     "turn": turned,
+    "add nothing": lambda tensor, a, b: tensor + 0,
+    "choose": chosen_rows,
 }
+MORE = ("add nothing", "choose")
+"""Those that are no copies."""
 
 
 def apply(tensor: Tensor, steps) -> Tensor:
@@ -258,7 +272,9 @@ ORDERS = {
 }
 
 
-@given(chains(), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=4), st.integers(1, 3), st.data())
+@given(
+    chains(*MORE), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=4), st.integers(1, 3), st.data()
+)
 @example(chain=((4, 4), []), parts=[(0, 0), (0, 1)], num_ranks=2, data=None)
 def test_what_no_rank_reads_is_refused_and_nothing_else(chain, parts, num_ranks, data):
     shape, steps = chain

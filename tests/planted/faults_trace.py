@@ -228,7 +228,7 @@ FAULTS = [
     ),
     Fault(
         name="a run over a part of a tensor is taken for one over all of it",
-        path="fp8refit/live/tracing/reads.py",
+        path="fp8refit/live/tracing/used.py",
         before="    return end == prod(shape)\n",
         after="    return True\n",
         found_by=FUZZER,
@@ -245,6 +245,27 @@ FAULTS = [
         path="fp8refit/live/tracing/reading.py",
         before="if name not in here and source not in held)",
         after="if name in here and source not in held)",
+        found_by=TWINS,
+    ),
+    Fault(
+        name="two tensors in one storage count as one, however each is filled",
+        path="fp8refit/live/tracing/reading.py",
+        before="        if of_mine.keys() != of_theirs.keys() or not",
+        after="        if not",
+        found_by=TWINS,
+    ),
+    Fault(
+        name="all that a computation reads counts as used",
+        path="fp8refit/live/tracing/used.py",
+        before="    _add(used, computed.recipe, computed.value, None)\n",
+        after="    used[id(computed.recipe)] = None\n",
+        found_by=TWINS,
+    ),
+    Fault(
+        name="rows that an index does not choose count as used",
+        path="fp8refit/live/tracing/used.py",
+        before="len(index.unique()) < of.size[dim]",
+        after="False",
         found_by=TWINS,
     ),
 ]

@@ -175,11 +175,13 @@ class _Reading:
         kept = self._rules.kept(module)
         found = {}
         for name, tensor in own.items():
+            if name in kept:
+                continue
             full_name = self._twin_name(prefix, name)
             first = self._seen.setdefault((tensor.data_ptr(), tensor.shape), full_name) if tensor.numel() else full_name
             if first != full_name:
-                self._share(full_name, first)
-            elif name not in kept:
+                self._share(prefix, module, name, first)
+            else:
                 found[name] = tensor
         return found
 
@@ -195,14 +197,21 @@ class _Reading:
         value = self._twin.constants[self._twin_name(prefix, name)]
         self._refreshes.append(refresh_of_constant(f"{prefix}.{name}", tensor, value))
 
-    def _share(self, name: str, first: str) -> None:
-        """Make the checkpoint names loaded into `name` aliases of those loaded into `first`, whose storage it shares."""
-        mine, theirs = ({(c.into, c.runs): c for c in self._copies.get(n, ())} for n in (name, first))
-        self._shared |= {
-            copy.source: theirs[place].source
-            for place, copy in mine.items()
-            if place in theirs and theirs[place].source != copy.source
-        }
+    def _share(self, prefix: str, module: nn.Module, name: str, first: str) -> None:
+        """Make the checkpoint names loaded into a tensor aliases of those loaded into `first`, whose storage it shares."""
+        mine, theirs = (self._twin.firsts.get(each, each) for each in (self._twin_name(prefix, name), first))
+        otherwise = self._computed.keys() | self._reasons.keys()
+        if mine == theirs or mine not in self._copies.keys() | otherwise:
+            return
+        copies = (self._copies.get(each, ()) for each in (mine, theirs))
+        of_mine, of_theirs = ({(c.into, c.start, c.runs): c.source for c in found} for found in copies)
+        if of_mine.keys() != of_theirs.keys() or not otherwise.isdisjoint((mine, theirs)):
+            reason = f"`{name}` shares its memory with `{first}`, but the model's loader fills each in its own way"
+            self._refuse(prefix, module, (reason, "fp8refit does not know what made them one"))
+        else:
+            self._shared |= {
+                source: of_theirs[place] for place, source in of_mine.items() if of_theirs[place] != source
+            }
 
     @staticmethod
     def _twin_name(prefix: str, name: str) -> str:

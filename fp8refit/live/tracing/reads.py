@@ -4,21 +4,17 @@ An engine that skips part of a tensor does not hold the trainer's model, so the 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate, groupby, product
+from itertools import product
 from math import prod
 from typing import TypeAlias
-
-import torch
 
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.slots import PartlyRead, Refusal, TensorMeta
 from fp8refit.live.tracing.boxes import Range, corner_of, count_cover, written_by
 from fp8refit.live.tracing.patterns import row_major
-from fp8refit.live.tracing.records import MOVES, Base, Computed, Copy, Run, Traced
+from fp8refit.live.tracing.records import Copy, Traced
+from fp8refit.live.tracing.used import are_whole, ranges_of, used_by
 
-_MOST_MOVED = 1 << 16
-"""Up to this many elements, a computation is repeated to see which of them it keeps."""
 _MOST_BOXES = 1 << 14
 """Up to this many boxes of a tensor are compared one by one."""
 _NOT_DESCRIBED = "is read in a pattern that fp8refit cannot describe"
@@ -38,15 +34,14 @@ def partly_read(traced: Traced, sources: Mapping[str, TensorMeta]) -> dict[str, 
         if copy.source:
             reads.setdefault(copy.source, []).append(copy)
     for computed in traced.computed:
-        moved = _moved_by(computed, sources)
-        for read in _read_by(computed.recipe.reads()) if moved is None else moved:
+        for read in used_by(computed, sources):
             reads.setdefault(read.source, []).append(read)
     reasons = {objection.source: objection.reason for objection in traced.objections}
     known: dict[object, tuple[tuple[Box, ...] | None, str]] = {}
     found: dict[str, PartlyRead] = {}
     for name, meta in sources.items():
         mine = reads.get(name, [])
-        if any(not read.start and _are_whole(read.runs, meta.shape) for read in mine):
+        if any(not read.start and are_whole(read.runs, meta.shape) for read in mine):
             continue
         key = meta.shape, tuple((read.start, read.runs) for read in mine)
         if key not in known:
@@ -79,55 +74,6 @@ def refusals_of(ranks: Iterable[Mapping[str, PartlyRead]]) -> list[Refusal]:
             )
             refusals.append(Refusal(module=name, reason=f"{reason}: it {said}" if said else reason, remedy=remedy))
     return refusals
-
-
-def _read_by(views: Iterable[tuple[Base, tuple[int, ...], tuple[int, ...], int]]) -> Iterable[Copy]:
-    """Describe views of checkpoint tensors as copies of the elements they cover."""
-    for base, sizes, strides, offset in views:
-        if not base.is_parameter:
-            runs = tuple(
-                Run(size=n, into=stride, stride=stride) for n, stride in zip(sizes, strides, strict=True) if n > 1
-            )
-            yield Copy(parameter="", into=offset, source=base.name, start=offset, runs=runs)
-
-
-def _moved_by(computed: Computed, sources: Mapping[str, TensorMeta]) -> list[Copy] | None:
-    """Return the elements that a computation reads and keeps, as stretches of rows, if all it does is move elements.
-
-    None if it does more than that, or is too large to repeat with positions instead of values. Then all of its inputs count
-    as read.
-    """
-    bases = sorted(computed.recipe.bases(), key=lambda base: base.name)
-    moves = all(step.func in MOVES and not step.constants() for step in computed.recipe.steps())
-    if not moves or any(base.is_parameter or base.name not in sources for base in bases):
-        return None
-    sizes = [prod(sources[base.name].shape) for base in bases]
-    if sum(sizes) > _MOST_MOVED:
-        return None
-    firsts = [0, *accumulate(sizes)]
-    numbers = {base: torch.arange(first, first + size) for base, first, size in zip(bases, firsts, sizes, strict=False)}
-    places = torch.unique(computed.value.moved(numbers)).tolist()
-    found = []
-    for base, first, size in zip(bases, firsts, sizes, strict=False):
-        row = (sources[base.name].shape or (1,))[-1]
-        mine = [place - first for place in places if first <= place < first + size]
-        for _, group in groupby(enumerate(mine), key=lambda pair: (pair[1] - pair[0], pair[1] // row)):
-            stretch = [place for _, place in group]
-            runs = (Run(size=len(stretch), into=1, stride=1),) if len(stretch) > 1 else ()
-            found.append(Copy(parameter="", into=stretch[0], source=base.name, start=stretch[0], runs=runs))
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _are_whole(runs: tuple[Run, ...], shape: tuple[int, ...]) -> bool:
-    """Whether runs that start at a tensor's first element cover all of its elements, in any order."""
-    end = 1
-    for run in sorted(runs, key=lambda run: run.stride):
-        if run.stride == end:
-            end *= run.size
-        elif run.stride:
-            return False
-    return end == prod(shape)
 
 
 def _boxes_of(reads: Sequence[Copy], shape: tuple[int, ...]) -> tuple[tuple[Box, ...] | None, str]:
@@ -171,10 +117,5 @@ def _crossed(read: Copy, shape: tuple[int, ...]) -> list[Box]:
                 return []
             places[dim] = [place + step * index for place in places[dim] for index in range(taken)]
             size, stride = size // taken, stride * taken
-    ranges = [_ranges_of(sorted(set(each))) for each in places]
+    ranges = [ranges_of(sorted(set(each))) for each in places]
     return list(product(*ranges)) if prod(map(len, ranges)) <= _MOST_BOXES else []
-
-
-def _ranges_of(places: Iterable[int]) -> list[Range]:
-    groups = groupby(enumerate(places), key=lambda pair: pair[1] - pair[0])
-    return [(stretch[0][1], len(stretch)) for _, group in groups if (stretch := list(group))]

@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 aten = torch.ops.aten
 
 CLONES = frozenset({aten.clone.default, aten._to_copy.default})
-MOVES = CLONES | {aten.cat.default}
-"""Operations that compute nothing: every output element is an input element, perhaps cast."""
 
 
 class Run(NamedTuple):
@@ -64,11 +62,6 @@ class View:
         base = self.base.made_of(values) if isinstance(self.base, Recipe) else values[self.base]
         return base.as_strided(self.size, self.stride, self.offset)
 
-    def moved(self, places: "Mapping[Base, Tensor]") -> Tensor:
-        """Return the tensor with numbers from `places` instead of values, using only operations in `MOVES`."""
-        base = self.base.moved(places) if isinstance(self.base, Recipe) else places[self.base]
-        return base.as_strided(self.size, self.stride, self.offset)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
@@ -99,16 +92,6 @@ class Recipe:
             return made
         return torch.empty_strided(self.size, self.stride, dtype=made.dtype, device=device).copy_(made)
 
-    def moved(self, places: Mapping[Base, Tensor]) -> Tensor:
-        """Return its result as `View.moved` does. Casts are skipped, as they would round the numbers."""
-        args = tree_map_only(View, lambda view: view.moved(places), self.args)
-        made: Tensor = args[0].clone() if self.func in CLONES else self.func(*args, **self.kwargs)
-        return torch.empty_strided(self.size, self.stride, dtype=made.dtype).copy_(made)
-
-    def constants(self) -> list[Tensor]:
-        """Tensors in it that the loader did not get from a checkpoint."""
-        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
-
     def steps(self) -> "Iterator[Recipe]":
         """Yield this operation and those before it."""
         yield self
@@ -121,16 +104,9 @@ class Recipe:
         leaves = tree_leaves((self.args, dict(self.kwargs)), is_leaf=lambda leaf: isinstance(leaf, View))
         return [leaf for leaf in leaves if isinstance(leaf, View)]
 
-    def reads(self) -> "Iterator[tuple[Base, tuple[int, ...], tuple[int, ...], int]]":
-        """Yield each base, with sizes, strides and offset of what is read from it."""
-        for step in self.steps():
-            for view in step.views():
-                if isinstance(view.base, Base):
-                    yield view.base, view.size, view.stride, view.offset
-
     def bases(self) -> frozenset[Base]:
         """The tensors it starts from."""
-        return frozenset(base for base, *_ in self.reads())
+        return frozenset(view.base for step in self.steps() for view in step.views() if isinstance(view.base, Base))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -135,6 +135,67 @@ def test_experts_read_row_by_row_are_judged_by_the_number_of_elements(num_read, 
     assert time.perf_counter() - start_s < 10
 
 
+LEAVING_OUT = {
+    "rows of a sum": (lambda tensor: (1 + tensor)[:5], 3 * 6),
+    "columns of a sum": (lambda tensor: (tensor.exp() * 2)[:, ::2], 8 * 3),
+    "a part of a joint tensor": (lambda tensor: torch.cat([tensor[4:], -tensor[:4]], 1)[:, 1:], 4),
+    "a part of a sum, later spread": (lambda tensor: (tensor + 1)[:1, :2].expand(4, 2) - 1, 8 * 6 - 2),
+    "a part of what was spread": (lambda tensor: (tensor[:, None] + tensor[:1])[:4, 0], 4 * 6),
+    "overlapping parts of a sum": (lambda tensor: (tensor + 1).flatten().unfold(0, 3, 1)[:4], 8 * 6 - 6),
+    "chosen rows": (lambda tensor: (tensor + 1).index_select(0, torch.tensor([3, 0, 3])), 6 * 6),
+    "chosen rows, a part of them": (lambda tensor: tensor.index_select(0, torch.tensor([3, 0, 5]))[:2] + 1, 6 * 6),
+    "rows that the tensor chooses": (lambda tensor: tensor.index_select(0, tensor[:2, 0].long()) + 1, 0),
+    "two halves of a sum": (lambda tensor: torch.cat([(sum := tensor + 1)[4:], sum[:4]]), 0),
+    "half of a sum twice": (lambda tensor: torch.cat([(sum := tensor + 1)[4:], sum[4:]]), 4 * 6),
+    "a number of a sum": (lambda tensor: (tensor + tensor[2, 2])[:2], 6 * 6 - 1),
+    "nothing of a sum": (lambda tensor: torch.cat([(tensor + 1)[:0], tensor[:3] - 1]), 5 * 6),
+    "rows in another order": (lambda tensor: tensor.index_select(0, torch.tensor([7, 6, 5, 4, 3, 2, 1, 0])) + 1, 0),
+    "a part of turned rows": (lambda tensor: (tensor.roll(2, 0) + 1)[:6], 2 * 6),
+    "both of two that share a sum": (lambda tensor: torch.cat([tensor + 1, -(tensor + 1)])[8:], 0),
+    "a mean": (lambda tensor: (tensor - tensor.mean())[:1], 0),
+    "every element": (lambda tensor: -tensor.exp(), 0),
+}
+
+
+@pytest.mark.parametrize("how", LEAVING_OUT)
+def test_what_a_computation_leaves_out_is_not_read(how):
+    compute, num_bare = LEAVING_OUT[how]
+    metas = {"b.weight": TensorMeta(shape=(8, 6), dtype=BF16)}
+    model = model_of(b=nn.Module())
+    shape = compute(torch.empty(8, 6, device="meta")).shape
+    model.b.register_parameter("weight", nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False))
+
+    def load(tensors):
+        for _, tensor in tensors:
+            model.b.weight.data.copy_(compute(tensor))
+
+    traced = trace_twin(model, Naming(tensors=metas), load).traced
+    assert traced.computed and not traced.copies
+    refusals = refusals_of([partly_read(traced, metas)])
+    reasons = [f"{num_bare} of its 48 elements are read by no rank"] if num_bare else []
+    assert [refusal.reason for refusal in refusals] == reasons
+
+
+@pytest.mark.parametrize("shape", [(40000, 16), (40000, 1, 4), (30, 50, 8), (7,)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_that_keep_a_part_of_a_sum_each_read_it_all_together(shape, num_ranks):
+    metas = {"b.weight": TensorMeta(shape=shape, dtype=BF16)}
+    ranks = []
+    for rank in range(num_ranks):
+        part = slice(rank * shape[0] // 2, (rank + 1) * shape[0] // 2)
+        model = model_of(b=nn.Module())
+        mine = torch.empty(shape, device="meta")[part]
+        model.b.register_parameter("weight", nn.Parameter(mine, requires_grad=False))
+
+        def load(tensors, model=model, part=part):
+            for _, tensor in tensors:
+                model.b.weight.data.copy_((tensor.float() + 1)[part])
+
+        twin = trace_twin(model, Naming(tensors=metas), load, num_ranks=num_ranks)
+        ranks.append(partly_read(twin.traced, metas))
+    assert len(refusals_of(ranks)) == 2 - num_ranks
+
+
 def test_a_read_that_no_boxes_describe_counts_as_none():
     """Down the diagonal."""
     model = model_of(b=nn.Module())
@@ -411,6 +472,37 @@ def test_a_tied_weight_is_a_second_name_and_a_bias_beside_it_a_slot():
     inventory = read(model, trace_twin(model, naming, copying(model)))
     assert inventory.aliases == {"head.weight": "embed.weight"}
     assert [slot.name for slot in inventory.slots] == ["embed.weight", "head.bias", "proj.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [
+        (lambda tensor: tensor, False),
+        (lambda tensor: tensor.t(), True),
+        (lambda tensor: tensor + 1, True),
+        (lambda tensor: tensor.roll(1, 0), True),
+    ],
+    ids=["alike", "transposed", "computed", "turned"],
+)
+def test_two_tensors_in_one_storage_are_filled_alike_or_refused(change, is_refused):
+    built, live = (
+        model_of(
+            a=nn.Linear(8, 8, bias=False, dtype=BF16), b=nn.Linear(8, 8, bias=False, dtype=BF16), proj=BlockLinear()
+        )
+        for _ in range(2)
+    )
+    live.b.weight = live.a.weight
+
+    def load(tensors):
+        for name, tensor in tensors:
+            dict(built.named_parameters())[name].data.copy_(change(tensor) if name == "b.weight" else tensor)
+
+    twin = trace_twin(built, naming_of(built), load)
+    if is_refused:
+        said = "b: `weight` shares its memory with `a.weight`, but the model's loader fills each in its own way"
+        assert only_refusal(live, twin).startswith(said)
+    else:
+        assert read(live, twin).aliases == {"b.weight": "a.weight"}
 
 
 def test_a_layer_that_another_holds_too_has_one_name():

@@ -1,0 +1,195 @@
+"""Finds which elements of checkpoint tensors a loader's computation uses. It is followed backwards from what is written."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import accumulate, groupby
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fp8refit.live.slots import TensorMeta
+from fp8refit.live.tracing.boxes import Range
+from fp8refit.live.tracing.records import CLONES, Computed, Copy, Recipe, Run, View
+
+aten = torch.ops.aten
+
+_REORDER = frozenset(
+    {
+        aten.cat.default,
+        aten.flip.default,
+        aten.index_select.default,
+        aten.repeat.default,
+        aten.roll.default,
+        aten.stack.default,
+    }
+)
+"""Operations whose output elements are input elements. Only `index_select` may leave some out."""
+Part: TypeAlias = Tensor | None
+"""True for each element that is used; None if all are."""
+
+
+def used_by(computed: Computed, sources: Mapping[str, TensorMeta]) -> Iterator[Copy]:
+    """Yield the elements of checkpoint tensors that a computed tensor is made of, as if they were copied.
+
+    Elements are left out by views, and where elements are reordered. All other operations count as using what they are given.
+
+    Args:
+        computed: What a loader wrote.
+        sources: The checkpoint's tensors.
+    """
+    used: dict[int, Part] = {}
+    """Which elements of each operation's result are used, flat. Missing if none is."""
+    _add(used, computed.recipe, computed.value, None)
+    for step in _last_first(computed.recipe):
+        if id(step) not in used:
+            continue
+        flat = used[id(step)]
+        for view, part in _used_inputs(step, None if flat is None else flat.as_strided(step.size, step.stride)):
+            if 0 in view.size:
+                continue
+            if isinstance(view.base, Recipe):
+                _add(used, view.base, view, part)
+            elif not view.base.is_parameter:
+                yield from _reads_of(view.base.name, view, part, sources[view.base.name].shape)
+
+
+def _last_first(recipe: Recipe) -> list[Recipe]:
+    """Return the operations that lead to `recipe`, each after all that use its result."""
+    found: dict[int, Recipe] = {}
+
+    def visit(step: Recipe) -> None:
+        if id(step) not in found:
+            for view in step.views():
+                if isinstance(view.base, Recipe):
+                    visit(view.base)
+            found[id(step)] = step
+
+    visit(recipe)
+    return list(reversed(found.values()))
+
+
+def _used_inputs(step: Recipe, used: Part) -> Iterator[tuple[View, Part]]:
+    """Yield what an operation reads, and which elements of it are used, given those of its result."""
+    views = step.views()
+    if used is None and not _may_leave_out(step):
+        yield from ((view, None) for view in views)
+    elif used is not None and (step.func in CLONES or torch.Tag.pointwise in step.func.tags):
+        yield from ((view, _before_broadcast(used, view.size)) for view in views)
+    elif step.func in _REORDER and not any(isinstance(arg, View) for arg in step.args[1:]):
+        firsts = [0, *accumulate(prod(view.size) for view in views)]
+        numbers = torch.arange(firsts[-1], device="cpu")
+        places = [
+            numbers[first:][: prod(view.size)].view(view.size) for view, first in zip(views, firsts, strict=False)
+        ]
+        by_view = {id(view): found for view, found in zip(views, places, strict=True)}
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), (step.args, dict(step.kwargs)))
+        made = step.func(*tree_map_only(View, lambda view: by_view[id(view)], args), **kwargs)
+        flags = torch.zeros(firsts[-1], dtype=torch.bool, device="cpu")
+        flags[made if used is None else made[used]] = True
+        yield from zip(views, (flags[found] for found in places), strict=True)
+    else:
+        yield from ((view, None) for view in views)
+
+
+def _may_leave_out(step: Recipe) -> bool:
+    """Whether an operation may leave out elements although all of its result are used."""
+    if step.func is not aten.index_select.default:
+        return False
+    of, dim, index = step.args
+    return isinstance(index, View) or len(index.unique()) < of.size[dim]
+
+
+def _before_broadcast(used: Tensor, size: tuple[int, ...]) -> Part:
+    """Return which elements are used of an input of `size` that was broadcast."""
+    if used.ndim < len(size):
+        return None
+    if used.ndim > len(size):
+        used = used.flatten(0, used.ndim - len(size) - 1).any(0)
+    for dim, count in enumerate(size):
+        if count == 1:
+            used = used.any(dim, keepdim=True)
+    return used if tuple(used.shape) == size else None
+
+
+def _add(used: dict[int, Part], step: Recipe, view: View, part: Part) -> None:
+    """Note that a view of an operation's result is used, or a part of it."""
+    if part is None and not view.offset and are_whole(_runs(zip(view.size, view.stride, strict=True)), step.size):
+        used[id(step)] = None
+        return
+    if id(step) not in used:
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(step.size, step.stride, strict=True))
+        used[id(step)] = torch.zeros(extent, dtype=torch.bool, device="cpu")
+    flat = used[id(step)]
+    if flat is not None:
+        used[id(step)] = _marked(flat, view, part)
+
+
+def _marked(flat: Tensor, view: View, part: Part) -> Part:
+    """Set the elements of a flat tensor that a view covers, or the part of them that is used; None if all are set then."""
+    if part is None:
+        size = [n if stride else 1 for n, stride in zip(view.size, view.stride, strict=True)]
+        flat.as_strided(size, view.stride, view.offset).fill_(True)
+    else:
+        places = torch.arange(len(flat), device="cpu").as_strided(view.size, view.stride, view.offset)
+        flat[places[part]] = True
+    return None if flat.all() else flat
+
+
+def _reads_of(source: str, view: View, part: Part, shape: tuple[int, ...]) -> Iterator[Copy]:
+    """Yield reads of the elements of a view, or of the part of them that is used."""
+    if part is None:
+        yield _read(source, view.offset, zip(view.size, view.stride, strict=True))
+        return
+    flat = _marked(torch.zeros(prod(shape), dtype=torch.bool, device="cpu"), view, part)
+    if flat is None:
+        yield _read(source, 0, [(prod(shape), 1)])
+        return
+    row, num_rows = (1, 1, *shape)[-1], (1, 1, *shape)[-2]
+    kinds, counts = torch.unique_consecutive(flat.view(-1, row), dim=0, return_counts=True)
+    first = 0
+    for kind, count in zip(kinds, counts.tolist(), strict=True):
+        for column, width in ranges_of(kind.nonzero().flatten().tolist()):
+            for start, size in _by_matrix(first, count, num_rows):
+                yield _read(source, start * row + column, [(size, row), (width, 1)])
+        first += count
+
+
+def _by_matrix(first: int, count: int, num_rows: int) -> Iterator[Range]:
+    """Split a range of rows into those of a first matrix, those of whole matrices, and those of a last one."""
+    end = first + count
+    if first // num_rows == (end - 1) // num_rows:
+        yield first, count
+        return
+    head, tail = -first % num_rows, end % num_rows
+    parts = ((first, head), (first + head, count - head - tail), (end - tail, tail))
+    yield from (part for part in parts if part[1])
+
+
+def _read(source: str, start: int, dims: Iterable[tuple[int, int]]) -> Copy:
+    """Describe the elements of a view, given sizes and strides, as if they were copied."""
+    return Copy(parameter="", into=start, source=source, start=start, runs=_runs(dims))
+
+
+def _runs(dims: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
+    return tuple(Run(size=size, into=stride, stride=stride) for size, stride in dims if size > 1)
+
+
+@lru_cache(maxsize=4096)
+def are_whole(runs: tuple[Run, ...], shape: tuple[int, ...]) -> bool:
+    """Whether runs that start at a dense tensor's first element cover all of its elements, in any order."""
+    end = 1
+    for run in sorted(runs, key=lambda run: run.stride):
+        if run.stride == end:
+            end *= run.size
+        elif run.stride:
+            return False
+    return end == prod(shape)
+
+
+def ranges_of(places: Iterable[int]) -> list[Range]:
+    """Return sorted numbers as ranges: their first numbers and lengths."""
+    groups = groupby(enumerate(places), key=lambda pair: pair[1] - pair[0])
+    return [(stretch[0][1], len(stretch)) for _, group in groups if (stretch := list(group))]
