@@ -257,15 +257,29 @@ FAULTS = [
     Fault(
         name="all that a computation reads counts as used",
         path="fp8refit/live/tracing/used.py",
-        before="    _add(used, computed.recipe, computed.value, None)\n",
-        after="    used[id(computed.recipe)] = None\n",
+        before="        _add(used, each.recipe, each.value, None)\n",
+        after="        used[id(each.recipe)] = None\n",
         found_by=TWINS,
     ),
     Fault(
         name="rows that an index does not choose count as used",
         path="fp8refit/live/tracing/used.py",
-        before="len(index.unique()) < of.size[dim]",
+        before="len(index.unique()) < (of.size or (1,))[dim]",
         after="False",
+        found_by=TWINS,
+    ),
+    Fault(
+        name="two tensors in one storage count as one, whichever part of a tensor each holds",
+        path="fp8refit/live/tracing/reading.py",
+        before="{(c.into, c.start, c.runs): c.source",
+        after="{(c.into, c.runs): c.source",
+        found_by=TWINS,
+    ),
+    Fault(
+        name="two tensors in one storage count as one, although each is computed",
+        path="fp8refit/live/tracing/reading.py",
+        before=" or not otherwise.isdisjoint((mine, theirs)):",
+        after=":",
         found_by=TWINS,
     ),
 ]

@@ -82,7 +82,7 @@ class _Reading:
         filled = {*self._copies, *self._computed, *self._reasons}
         self._filled = {tensor.data_ptr() for name, tensor in self._live.items() if twin.firsts.get(name) in filled}
         """Addresses of live tensors that a checkpoint fills, under whatever name."""
-        self._seen: dict[tuple[int, torch.Size], str] = {}
+        self._seen: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
         self._slots: list[Slot] = []
         self._stacks: dict[str, Stacked] = {}
         self._padding: list[Tensor] = []
@@ -178,7 +178,8 @@ class _Reading:
             if name in kept:
                 continue
             full_name = self._twin_name(prefix, name)
-            first = self._seen.setdefault((tensor.data_ptr(), tensor.shape), full_name) if tensor.numel() else full_name
+            place = tensor.data_ptr(), tensor.shape, tensor.stride()
+            first = self._seen.setdefault(place, full_name) if tensor.numel() else full_name
             if first != full_name:
                 self._share(prefix, module, name, first)
             else:
@@ -206,7 +207,7 @@ class _Reading:
         copies = (self._copies.get(each, ()) for each in (mine, theirs))
         of_mine, of_theirs = ({(c.into, c.start, c.runs): c.source for c in found} for found in copies)
         if of_mine.keys() != of_theirs.keys() or not otherwise.isdisjoint((mine, theirs)):
-            reason = f"`{name}` shares its memory with `{first}`, but the model's loader fills each in its own way"
+            reason = f"`{name}` shares its memory with `{first}`, but the model's loader may fill each in its own way"
             self._refuse(prefix, module, (reason, "fp8refit does not know what made them one"))
         else:
             self._shared |= {

@@ -33,9 +33,8 @@ def partly_read(traced: Traced, sources: Mapping[str, TensorMeta]) -> dict[str, 
     for copy in traced.copies:
         if copy.source:
             reads.setdefault(copy.source, []).append(copy)
-    for computed in traced.computed:
-        for read in used_by(computed, sources):
-            reads.setdefault(read.source, []).append(read)
+    for read in used_by(traced.computed, sources):
+        reads.setdefault(read.source, []).append(read)
     reasons = {objection.source: objection.reason for objection in traced.objections}
     known: dict[object, tuple[tuple[Box, ...] | None, str]] = {}
     found: dict[str, PartlyRead] = {}

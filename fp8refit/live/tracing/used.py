@@ -1,4 +1,4 @@
-"""Finds which elements of checkpoint tensors a loader's computation uses. It is followed backwards from what is written."""
+"""Finds which elements of checkpoint tensors a loader's computations use, by following them backwards from what is written."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -12,27 +12,30 @@ from torch.utils._pytree import tree_map_only
 
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.tracing.boxes import Range
-from fp8refit.live.tracing.records import CLONES, Computed, Copy, Recipe, Run, View
+from fp8refit.live.tracing.records import CLONES, SHAPED_LIKE, Computed, Copy, Recipe, Run, View
 
 aten = torch.ops.aten
 
-_REORDER = frozenset(
-    {
-        aten.cat.default,
-        aten.flip.default,
-        aten.index_select.default,
-        aten.repeat.default,
-        aten.roll.default,
-        aten.stack.default,
-    }
+_CHOOSE = frozenset({aten.index.Tensor, aten.index_select.default})
+"""Operations that return some elements of their first input."""
+_REORDER = _CHOOSE | {
+    aten.cat.default,
+    aten.flip.default,
+    aten.repeat.default,
+    aten.roll.default,
+    aten.stack.default,
+}
+"""Operations whose output elements are input elements."""
+_MAKE_NEW = frozenset(
+    {aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default, *SHAPED_LIKE}
 )
-"""Operations whose output elements are input elements. Only `index_select` may leave some out."""
+"""Operations that use no value of their inputs."""
 Part: TypeAlias = Tensor | None
 """True for each element that is used; None if all are."""
 
 
-def used_by(computed: Computed, sources: Mapping[str, TensorMeta]) -> Iterator[Copy]:
-    """Yield the elements of checkpoint tensors that a computed tensor is made of, as if they were copied.
+def used_by(computed: Iterable[Computed], sources: Mapping[str, TensorMeta]) -> Iterator[Copy]:
+    """Yield the elements of checkpoint tensors that computed tensors are made of, as if they were copied.
 
     Elements are left out by views, and where elements are reordered. All other operations count as using what they are given.
 
@@ -40,24 +43,36 @@ def used_by(computed: Computed, sources: Mapping[str, TensorMeta]) -> Iterator[C
         computed: What a loader wrote.
         sources: The checkpoint's tensors.
     """
+    computed = list(computed)
     used: dict[int, Part] = {}
     """Which elements of each operation's result are used, flat. Missing if none is."""
-    _add(used, computed.recipe, computed.value, None)
-    for step in _last_first(computed.recipe):
+    partly: dict[str, Tensor] = {}
+    """Which elements of checkpoint tensors are used in parts, flat."""
+    for each in computed:
+        _add(used, each.recipe, each.value, None)
+    for step in _last_first(each.recipe for each in computed):
         if id(step) not in used:
             continue
         flat = used[id(step)]
-        for view, part in _used_inputs(step, None if flat is None else flat.as_strided(step.size, step.stride)):
-            if 0 in view.size:
+        part = None if flat is None or flat.all() else flat.as_strided(step.size, step.stride)
+        for view, part_of_view in _used_inputs(step, part):
+            if 0 in view.size or (part_of_view is not None and not part_of_view.any()):
                 continue
-            if isinstance(view.base, Recipe):
-                _add(used, view.base, view, part)
-            elif not view.base.is_parameter:
-                yield from _reads_of(view.base.name, view, part, sources[view.base.name].shape)
+            base = view.base
+            if isinstance(base, Recipe):
+                _add(used, base, view, part_of_view)
+            elif not base.is_parameter and part_of_view is None:
+                yield _read(base.name, view.offset, zip(view.size, view.stride, strict=True))
+            elif not base.is_parameter:
+                if base.name not in partly:
+                    partly[base.name] = torch.zeros(prod(sources[base.name].shape), dtype=torch.bool, device="cpu")
+                _mark(partly[base.name], view, part_of_view)
+    for name, flat in partly.items():
+        yield from _reads_of(name, flat, sources[name].shape)
 
 
-def _last_first(recipe: Recipe) -> list[Recipe]:
-    """Return the operations that lead to `recipe`, each after all that use its result."""
+def _last_first(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """Return the operations that lead to `recipes`, each after all that use its result."""
     found: dict[int, Recipe] = {}
 
     def visit(step: Recipe) -> None:
@@ -67,18 +82,19 @@ def _last_first(recipe: Recipe) -> list[Recipe]:
                     visit(view.base)
             found[id(step)] = step
 
-    visit(recipe)
+    for recipe in recipes:
+        visit(recipe)
     return list(reversed(found.values()))
 
 
 def _used_inputs(step: Recipe, used: Part) -> Iterator[tuple[View, Part]]:
     """Yield what an operation reads, and which elements of it are used, given those of its result."""
-    views = step.views()
+    views = step.views() if step.func not in _MAKE_NEW else []
     if used is None and not _may_leave_out(step):
         yield from ((view, None) for view in views)
     elif used is not None and (step.func in CLONES or torch.Tag.pointwise in step.func.tags):
         yield from ((view, _before_broadcast(used, view.size)) for view in views)
-    elif step.func in _REORDER and not any(isinstance(arg, View) for arg in step.args[1:]):
+    elif step.func in _REORDER and not (step.func in _CHOOSE and len(views) > 1):
         firsts = [0, *accumulate(prod(view.size) for view in views)]
         numbers = torch.arange(firsts[-1], device="cpu")
         places = [
@@ -97,9 +113,9 @@ def _used_inputs(step: Recipe, used: Part) -> Iterator[tuple[View, Part]]:
 def _may_leave_out(step: Recipe) -> bool:
     """Whether an operation may leave out elements although all of its result are used."""
     if step.func is not aten.index_select.default:
-        return False
+        return step.func in _CHOOSE
     of, dim, index = step.args
-    return isinstance(index, View) or len(index.unique()) < of.size[dim]
+    return isinstance(index, View) or len(index.unique()) < (of.size or (1,))[dim]
 
 
 def _before_broadcast(used: Tensor, size: tuple[int, ...]) -> Part:
@@ -124,29 +140,22 @@ def _add(used: dict[int, Part], step: Recipe, view: View, part: Part) -> None:
         used[id(step)] = torch.zeros(extent, dtype=torch.bool, device="cpu")
     flat = used[id(step)]
     if flat is not None:
-        used[id(step)] = _marked(flat, view, part)
+        _mark(flat, view, part)
 
 
-def _marked(flat: Tensor, view: View, part: Part) -> Part:
-    """Set the elements of a flat tensor that a view covers, or the part of them that is used; None if all are set then."""
+def _mark(flat: Tensor, view: View, part: Part) -> None:
+    """Set the elements of a flat tensor that a view covers, or the part of them that is used."""
+    once = [dim for dim, stride in enumerate(view.stride) if not stride]
+    size = [1 if dim in once else n for dim, n in enumerate(view.size)]
+    covered = flat.as_strided(size, view.stride, view.offset)
     if part is None:
-        size = [n if stride else 1 for n, stride in zip(view.size, view.stride, strict=True)]
-        flat.as_strided(size, view.stride, view.offset).fill_(True)
+        covered.fill_(True)
     else:
-        places = torch.arange(len(flat), device="cpu").as_strided(view.size, view.stride, view.offset)
-        flat[places[part]] = True
-    return None if flat.all() else flat
+        covered.masked_fill_(part.amax(once, keepdim=True) if once else part, True)
 
 
-def _reads_of(source: str, view: View, part: Part, shape: tuple[int, ...]) -> Iterator[Copy]:
-    """Yield reads of the elements of a view, or of the part of them that is used."""
-    if part is None:
-        yield _read(source, view.offset, zip(view.size, view.stride, strict=True))
-        return
-    flat = _marked(torch.zeros(prod(shape), dtype=torch.bool, device="cpu"), view, part)
-    if flat is None:
-        yield _read(source, 0, [(prod(shape), 1)])
-        return
+def _reads_of(source: str, flat: Tensor, shape: tuple[int, ...]) -> Iterator[Copy]:
+    """Yield reads of the elements of a checkpoint tensor that are used."""
     row, num_rows = (1, 1, *shape)[-1], (1, 1, *shape)[-2]
     kinds, counts = torch.unique_consecutive(flat.view(-1, row), dim=0, return_counts=True)
     first = 0

@@ -145,10 +145,22 @@ LEAVING_OUT = {
     "chosen rows": (lambda tensor: (tensor + 1).index_select(0, torch.tensor([3, 0, 3])), 6 * 6),
     "chosen rows, a part of them": (lambda tensor: tensor.index_select(0, torch.tensor([3, 0, 5]))[:2] + 1, 6 * 6),
     "rows that the tensor chooses": (lambda tensor: tensor.index_select(0, tensor[:2, 0].long()) + 1, 0),
+    "rows that the tensor indexes": (lambda tensor: (tensor[tensor[:2, 0].long()] + 1)[:1], 0),
     "two halves of a sum": (lambda tensor: torch.cat([(sum := tensor + 1)[4:], sum[:4]]), 0),
     "half of a sum twice": (lambda tensor: torch.cat([(sum := tensor + 1)[4:], sum[4:]]), 4 * 6),
     "a number of a sum": (lambda tensor: (tensor + tensor[2, 2])[:2], 6 * 6 - 1),
     "nothing of a sum": (lambda tensor: torch.cat([(tensor + 1)[:0], tensor[:3] - 1]), 5 * 6),
+    "indexed rows": (lambda tensor: (tensor + 1)[torch.tensor([3, 0, 3])], 6 * 6),
+    "all rows, indexed": (lambda tensor: (tensor + 1)[torch.arange(8).flip(0)], 0),
+    "a number that is chosen": (lambda tensor: (tensor[0, 0] + 1).index_select(0, torch.tensor([0])), 8 * 6 - 1),
+    "a part of flipped rows": (lambda tensor: (tensor + 1).flip(0)[:5], 3 * 6),
+    "a part of a stack": (lambda tensor: torch.stack([tensor[:4] + 1, tensor[4:] - 1])[:, :3], 2 * 6),
+    "a part of repeated rows": (lambda tensor: (tensor + 1).repeat(2, 1)[2:6], 4 * 6),
+    "only a shape": (lambda tensor: torch.cat([tensor[:4] + 1, tensor[4:].new_zeros(1, 6)]), 4 * 6),
+    "an unknown operation that nothing is taken of": (
+        lambda tensor: torch.cat([tensor[:4].softmax(1), tensor[4:].softmax(1)])[:4],
+        4 * 6,
+    ),
     "rows in another order": (lambda tensor: tensor.index_select(0, torch.tensor([7, 6, 5, 4, 3, 2, 1, 0])) + 1, 0),
     "a part of turned rows": (lambda tensor: (tensor.roll(2, 0) + 1)[:6], 2 * 6),
     "both of two that share a sum": (lambda tensor: torch.cat([tensor + 1, -(tensor + 1)])[8:], 0),
@@ -176,24 +188,77 @@ def test_what_a_computation_leaves_out_is_not_read(how):
     assert [refusal.reason for refusal in refusals] == reasons
 
 
-@pytest.mark.parametrize("shape", [(40000, 16), (40000, 1, 4), (30, 50, 8), (7,)])
+def in_turns(tensor, rank):
+    """A rank's half of the experts, and of these the rows of the first projection before those of the second."""
+    mine = tensor[rank * tensor.shape[0] // 2 :][: tensor.shape[0] // 2]
+    return torch.cat([mine[:, ::2], mine[:, 1::2]], 1)
+
+
+def a_half(tensor, rank):
+    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
+    return rows[rank * len(rows) // 2 : (rank + 1) * len(rows) // 2]
+
+
+def in_pieces(tensor, rank):
+    return torch.cat([each - 1 for each in a_half(tensor, rank).chunk(16)])
+
+
+@pytest.mark.parametrize(
+    ("take", "shape"),
+    [
+        (a_half, (40000, 16)),
+        (a_half, (40000, 1, 4)),
+        (a_half, (31, 50, 8)),
+        (a_half, (7,)),
+        (in_pieces, (64, 512, 512)),
+        (in_turns, (8, 4200, 2)),
+    ],
+)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ranks_that_keep_a_part_of_a_sum_each_read_it_all_together(shape, num_ranks):
+def test_ranks_that_take_a_part_of_a_sum_each_read_it_all_together(take, shape, num_ranks):
     metas = {"b.weight": TensorMeta(shape=shape, dtype=BF16)}
-    ranks = []
+    ranks, start_s = [], time.perf_counter()
     for rank in range(num_ranks):
-        part = slice(rank * shape[0] // 2, (rank + 1) * shape[0] // 2)
         model = model_of(b=nn.Module())
-        mine = torch.empty(shape, device="meta")[part]
+        mine = torch.empty(take(torch.empty(shape, device="meta"), rank).shape, device="meta")
         model.b.register_parameter("weight", nn.Parameter(mine, requires_grad=False))
 
-        def load(tensors, model=model, part=part):
+        def load(tensors, model=model, rank=rank):
             for _, tensor in tensors:
-                model.b.weight.data.copy_((tensor.float() + 1)[part])
+                model.b.weight.data.copy_(take(tensor.float() + 1, rank))
 
         twin = trace_twin(model, Naming(tensors=metas), load, num_ranks=num_ranks)
         ranks.append(partly_read(twin.traced, metas))
     assert len(refusals_of(ranks)) == 2 - num_ranks
+    assert time.perf_counter() - start_s < 10
+
+
+def test_a_tensor_that_is_viewed_as_elements_of_another_size_is_refused():
+    model = model_of(proj=BlockLinear(), other=nn.Linear(256, 256, bias=False, dtype=BF16))
+
+    def load(tensors):
+        for name, tensor in tensors:
+            into = dict(model.named_parameters())[name].data
+            into.copy_(tensor.view(torch.int16).view(torch.uint8)[:, ::2] if name == "other.weight" else tensor)
+
+    refusals = read(model, trace_twin(model, naming_of(model), load)).refusals
+    assert refusals[0].module == "other.weight"
+    assert "is not taken by the model's loader (TypeError: views torch.int16 as torch.uint8)" in refusals[0].reason
+
+
+def test_two_tensors_of_one_sum_read_it_together():
+    model = model_of(b=nn.Module())
+    for half in range(2):
+        model.b.register_parameter(f"half_{half}", nn.Parameter(torch.empty(4, 6, device="meta"), requires_grad=False))
+    metas = {"b.weight": TensorMeta(shape=(8, 6), dtype=BF16)}
+
+    def load(tensors):
+        for _, tensor in tensors:
+            made = tensor + 1
+            model.b.half_0.data.copy_(made[::2])
+            model.b.half_1.data.copy_(made[1::2])
+
+    assert partly_read(trace_twin(model, Naming(tensors=metas), load).traced, metas) == {}
 
 
 def test_a_read_that_no_boxes_describe_counts_as_none():
@@ -480,9 +545,9 @@ def test_a_tied_weight_is_a_second_name_and_a_bias_beside_it_a_slot():
         (lambda tensor: tensor, False),
         (lambda tensor: tensor.t(), True),
         (lambda tensor: tensor + 1, True),
-        (lambda tensor: tensor.roll(1, 0), True),
+        (lambda tensor: tensor[torch.arange(8)], True),
     ],
-    ids=["alike", "transposed", "computed", "turned"],
+    ids=["alike", "transposed", "computed", "indexed"],
 )
 def test_two_tensors_in_one_storage_are_filled_alike_or_refused(change, is_refused):
     built, live = (
@@ -499,10 +564,45 @@ def test_two_tensors_in_one_storage_are_filled_alike_or_refused(change, is_refus
 
     twin = trace_twin(built, naming_of(built), load)
     if is_refused:
-        said = "b: `weight` shares its memory with `a.weight`, but the model's loader fills each in its own way"
+        said = "b: `weight` shares its memory with `a.weight`, but the model's loader may fill each in its own way"
         assert only_refusal(live, twin).startswith(said)
     else:
         assert read(live, twin).aliases == {"b.weight": "a.weight"}
+
+
+@pytest.mark.parametrize("change", [lambda tensor: tensor, lambda tensor: tensor + 1], ids=["copied", "computed"])
+def test_two_tensors_in_one_storage_are_refused_if_each_is_a_half_of_a_third(change):
+    built, live = (
+        model_of(
+            a=nn.Linear(8, 8, bias=False, dtype=BF16), b=nn.Linear(8, 8, bias=False, dtype=BF16), proj=BlockLinear()
+        )
+        for _ in range(2)
+    )
+    live.b.weight = live.a.weight
+    naming = naming_of(built)
+    tensors = {"proj.weight": naming.tensors["proj.weight"], "both.weight": TensorMeta(shape=(16, 8), dtype=BF16)}
+
+    def load(tensors):
+        for name, tensor in tensors:
+            if name == "both.weight":
+                built.a.weight.data.copy_(change(tensor[:8]))
+                built.b.weight.data.copy_(change(tensor[8:]))
+            else:
+                built.proj.weight.data.copy_(tensor)
+
+    twin = trace_twin(built, Naming(tensors=tensors), load)
+    assert "b: `weight` shares its memory with `a.weight`" in only_refusal(live, twin)
+
+
+def test_a_transposed_view_of_a_weight_is_no_second_name_of_it():
+    built, live = (
+        model_of(
+            a=nn.Linear(8, 8, bias=False, dtype=BF16), b=nn.Linear(8, 8, bias=False, dtype=BF16), proj=BlockLinear()
+        )
+        for _ in range(2)
+    )
+    live.b.weight.data = live.a.weight.data.t()
+    assert read(live, identity_twin(built)).aliases == {}
 
 
 def test_a_layer_that_another_holds_too_has_one_name():
