@@ -464,6 +464,7 @@ def render_traced(results: list[dict[str, Any]]) -> str:
             f"| {first['wall_s']:.2f} s{compiles} | {found['later_refit_ms_median']:.1f} ms |\n"
         )
     left = [num for found in results for num in found["twin"].get("left_bytes", ())]
+    most = f"at most {max(left)} bytes" if max(left) else "nothing"
     shapes = [found["what"].partition(" shape")[0] for found in results if "left_bytes" in found["twin"]]
     return (
         f"The first refit traces the engine's own loader to see where every tensor goes. {_machines(results)}. Each engine is "
@@ -471,8 +472,8 @@ def render_traced(results: list[dict[str, Any]]) -> str:
         "tokens and log-probabilities, with experts sent one by one and stacked.\n\n"
         "| engine | model | GPU | compared with a fresh boot | first refit | later ones |\n"
         "| --- | --- | --- | --- | ---: | ---: |\n"
-        f"{''.join(rows)}\nGPU memory that stayed in use after tracing twice: at most {max(left)} bytes, for each of "
-        f"{'; '.join(shapes)}.\n\nTo measure again: `python -m pytest tests/gpu/test_traced.py`.\n"
+        f"{''.join(rows)}\nTracing twice left {most} in GPU memory, with each of {'; '.join(shapes)}.\n\n"
+        "To measure again: `python -m pytest tests/gpu/test_traced.py`.\n"
     )
 
 

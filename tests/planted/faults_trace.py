@@ -228,7 +228,7 @@ FAULTS = [
     ),
     Fault(
         name="a run over a part of a tensor is taken for one over all of it",
-        path="fp8refit/live/tracing/used.py",
+        path="fp8refit/live/tracing/boxes.py",
         before="    return end == prod(shape)\n",
         after="    return True\n",
         found_by=FUZZER,

@@ -1,14 +1,15 @@
 """Computes which box of a checkpoint tensor a copy puts into which box of a parameter."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import groupby, pairwise
 from math import prod
 
 import torch
 
 from fp8refit.live.tracing.patterns import row_major
-from fp8refit.live.tracing.records import Copy
+from fp8refit.live.tracing.records import Copy, Run
 
 _MAX_PIECES = 1024
 Range = tuple[int, int]
@@ -141,3 +142,21 @@ def _dim_of(stride: int, size: int, shape: tuple[int, ...]) -> int | None:
         if found == stride and shape[dim] > 1:
             return dim
     return None
+
+
+@lru_cache(maxsize=4096)
+def are_whole(runs: tuple[Run, ...], shape: tuple[int, ...]) -> bool:
+    """Whether runs that start at a dense tensor's first element cover all of its elements, in any order."""
+    end = 1
+    for run in sorted(runs, key=lambda run: run.stride):
+        if run.stride == end:
+            end *= run.size
+        elif run.stride:
+            return False
+    return end == prod(shape)
+
+
+def ranges_of(places: Iterable[int]) -> list[Range]:
+    """Return sorted numbers as ranges: their first numbers and lengths."""
+    groups = groupby(enumerate(places), key=lambda pair: pair[1] - pair[0])
+    return [(stretch[0][1], len(stretch)) for _, group in groups if (stretch := list(group))]

@@ -83,7 +83,7 @@ def _runs_between(
             inner.append((taken, stride, there))
             stride *= taken
         found += reversed(inner)
-    return _runs(found)
+    return runs_of(found)
 
 
 def _steps(modes: Iterable[Mode], size: int, stride: int) -> list[tuple[int, int]]:
@@ -113,12 +113,12 @@ def _steps(modes: Iterable[Mode], size: int, stride: int) -> list[tuple[int, int
 
 def nothing_into(name: str, into: Tensor) -> Copy:
     """Describe the elements of `into` as a copy that reads nothing."""
-    runs = _runs(zip(into.shape, into.stride(), (0,) * into.ndim, strict=True))
+    runs = runs_of(zip(into.shape, into.stride(), (0,) * into.ndim, strict=True))
     return Copy(parameter=name, into=int(into.storage_offset()), source="", start=0, runs=runs)
 
 
-def _runs(dims: Iterable[tuple[int, int, int]]) -> tuple[Run, ...]:
-    """Merge dimensions, outermost first, into as few runs as possible."""
+def runs_of(dims: Iterable[tuple[int, int, int]]) -> tuple[Run, ...]:
+    """Merge dimensions (size, stride written, stride read), outermost first, into as few runs as possible."""
     merged: list[Run] = []
     for size, into, stride in dims:
         last = merged[-1] if merged else None

@@ -208,7 +208,7 @@ class _Reading:
         of_mine, of_theirs = ({(c.into, c.start, c.runs): c.source for c in found} for found in copies)
         if of_mine.keys() != of_theirs.keys() or not otherwise.isdisjoint((mine, theirs)):
             reason = f"`{name}` shares its memory with `{first}`, but the model's loader may fill each in its own way"
-            self._refuse(prefix, module, (reason, "fp8refit does not know what made them one"))
+            self._refuse(prefix, module, (reason, "fp8refit does not know what made them one; ask for support"))
         else:
             self._shared |= {
                 source: of_theirs[place] for place, source in of_mine.items() if of_theirs[place] != source

@@ -10,10 +10,10 @@ from typing import TypeAlias
 
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.slots import PartlyRead, Refusal, TensorMeta
-from fp8refit.live.tracing.boxes import Range, corner_of, count_cover, written_by
+from fp8refit.live.tracing.boxes import Range, are_whole, corner_of, count_cover, ranges_of, written_by
 from fp8refit.live.tracing.patterns import row_major
 from fp8refit.live.tracing.records import Copy, Traced
-from fp8refit.live.tracing.used import are_whole, ranges_of, used_by
+from fp8refit.live.tracing.used import used_by
 
 _MOST_BOXES = 1 << 14
 """Up to this many boxes of a tensor are compared one by one."""

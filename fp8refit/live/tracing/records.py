@@ -11,9 +11,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 aten = torch.ops.aten
 
 CLONES = frozenset({aten.clone.default, aten._to_copy.default})
-SHAPED_LIKE = frozenset(
-    {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
-)
 
 
 class Run(NamedTuple):

@@ -25,7 +25,7 @@ from fp8refit.live.tracing.patterns import (
     origin_of,
     row_major,
 )
-from fp8refit.live.tracing.records import CLONES, SHAPED_LIKE, Base, Computed, Copy, Objection, Recipe, Traced, View
+from fp8refit.live.tracing.records import CLONES, Base, Computed, Copy, Objection, Recipe, Traced, View
 
 aten = torch.ops.aten
 
@@ -34,6 +34,9 @@ Load: TypeAlias = Callable[[Iterator[tuple[str, Tensor]]], object]
 """A model's `load_weights`."""
 _UNLIKELY = 73856093.1416
 """A number that no loader fills a parameter with by chance."""
+_SHAPED_LIKE = frozenset(
+    {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
+)
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -90,7 +93,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record what an operation does with known tensors.
 
         Raises:
-            TypeError: A tensor is viewed as elements of another size, which strides cannot tell.
+            TypeError: A tensor is viewed as elements of another size, so strides do not say what is read.
         """
         if func is aten.view.dtype and args[1].itemsize != args[0].itemsize:
             raise TypeError(f"views {args[0].dtype} as {args[1]}")
@@ -108,7 +111,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = [storage_of(tensor) for tensor in tensors]
         if any(storage in self._recipes or storage in self._parameters for storage in read):
             for made in tree_leaves(out):
-                if isinstance(made, Tensor) and (writes or storage_of(made) not in read) and func not in SHAPED_LIKE:
+                if isinstance(made, Tensor) and (writes or storage_of(made) not in read) and func not in _SHAPED_LIKE:
                     self._follow(func, args, kwargs or {}, tensors[0], made, is_only=made is out)
         return out
 

@@ -1,8 +1,7 @@
 """Finds which elements of checkpoint tensors a loader's computations use, by following them backwards from what is written."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
-from itertools import accumulate, groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from typing import TypeAlias
 
@@ -11,8 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fp8refit.live.slots import TensorMeta
-from fp8refit.live.tracing.boxes import Range
-from fp8refit.live.tracing.records import CLONES, SHAPED_LIKE, Computed, Copy, Recipe, Run, View
+from fp8refit.live.tracing.boxes import Range, are_whole, ranges_of
+from fp8refit.live.tracing.patterns import runs_of
+from fp8refit.live.tracing.records import CLONES, Computed, Copy, Recipe, Run, View
 
 aten = torch.ops.aten
 
@@ -26,15 +26,13 @@ _REORDER = _CHOOSE | {
     aten.stack.default,
 }
 """Operations whose output elements are input elements."""
-_MAKE_NEW = frozenset(
-    {aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default, *SHAPED_LIKE}
-)
+_MAKE_NEW = frozenset({aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default})
 """Operations that use no value of their inputs."""
 Part: TypeAlias = Tensor | None
 """True for each element that is used; None if all are."""
 
 
-def used_by(computed: Iterable[Computed], sources: Mapping[str, TensorMeta]) -> Iterator[Copy]:
+def used_by(computed: Sequence[Computed], sources: Mapping[str, TensorMeta]) -> Iterator[Copy]:
     """Yield the elements of checkpoint tensors that computed tensors are made of, as if they were copied.
 
     Elements are left out by views, and where elements are reordered. All other operations count as using what they are given.
@@ -43,7 +41,6 @@ def used_by(computed: Iterable[Computed], sources: Mapping[str, TensorMeta]) -> 
         computed: What a loader wrote.
         sources: The checkpoint's tensors.
     """
-    computed = list(computed)
     used: dict[int, Part] = {}
     """Which elements of each operation's result are used, flat. Missing if none is."""
     partly: dict[str, Tensor] = {}
@@ -61,9 +58,11 @@ def used_by(computed: Iterable[Computed], sources: Mapping[str, TensorMeta]) -> 
             base = view.base
             if isinstance(base, Recipe):
                 _add(used, base, view, part_of_view)
-            elif not base.is_parameter and part_of_view is None:
+            elif base.is_parameter:
+                continue
+            elif part_of_view is None:
                 yield _read(base.name, view.offset, zip(view.size, view.stride, strict=True))
-            elif not base.is_parameter:
+            else:
                 if base.name not in partly:
                     partly[base.name] = torch.zeros(prod(sources[base.name].shape), dtype=torch.bool, device="cpu")
                 _mark(partly[base.name], view, part_of_view)
@@ -95,23 +94,27 @@ def _used_inputs(step: Recipe, used: Part) -> Iterator[tuple[View, Part]]:
     elif used is not None and (step.func in CLONES or torch.Tag.pointwise in step.func.tags):
         yield from ((view, _before_broadcast(used, view.size)) for view in views)
     elif step.func in _REORDER and not (step.func in _CHOOSE and len(views) > 1):
-        firsts = [0, *accumulate(prod(view.size) for view in views)]
-        numbers = torch.arange(firsts[-1], device="cpu")
-        places = [
-            numbers[first:][: prod(view.size)].view(view.size) for view, first in zip(views, firsts, strict=False)
-        ]
-        by_view = {id(view): found for view, found in zip(views, places, strict=True)}
-        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), (step.args, dict(step.kwargs)))
-        made = step.func(*tree_map_only(View, lambda view: by_view[id(view)], args), **kwargs)
-        flags = torch.zeros(firsts[-1], dtype=torch.bool, device="cpu")
-        flags[made if used is None else made[used]] = True
-        yield from zip(views, (flags[found] for found in places), strict=True)
+        yield from zip(views, _moved_from(step, views, used), strict=True)
     else:
         yield from ((view, None) for view in views)
 
 
+def _moved_from(step: Recipe, views: Sequence[View], used: Part) -> Iterator[Tensor]:
+    """Repeat an operation that reorders elements with numbers of their places, and yield which of each input are used."""
+    firsts = [0, *accumulate(prod(view.size) for view in views)]
+    numbers = torch.arange(firsts[-1], device="cpu")
+    places = {
+        id(view): numbers[first:][: prod(view.size)].view(view.size) for view, first in zip(views, firsts, strict=False)
+    }
+    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), (step.args, dict(step.kwargs)))
+    made = step.func(*tree_map_only(View, lambda view: places[id(view)], args), **kwargs)
+    flags = torch.zeros(firsts[-1], dtype=torch.bool, device="cpu")
+    flags[made if used is None else made[used]] = True
+    return (flags[places[id(view)]] for view in views)
+
+
 def _may_leave_out(step: Recipe) -> bool:
-    """Whether an operation may leave out elements although all of its result are used."""
+    """Whether an operation may leave out elements although all of its result is used."""
     if step.func is not aten.index_select.default:
         return step.func in _CHOOSE
     of, dim, index = step.args
@@ -183,22 +186,4 @@ def _read(source: str, start: int, dims: Iterable[tuple[int, int]]) -> Copy:
 
 
 def _runs(dims: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
-    return tuple(Run(size=size, into=stride, stride=stride) for size, stride in dims if size > 1)
-
-
-@lru_cache(maxsize=4096)
-def are_whole(runs: tuple[Run, ...], shape: tuple[int, ...]) -> bool:
-    """Whether runs that start at a dense tensor's first element cover all of its elements, in any order."""
-    end = 1
-    for run in sorted(runs, key=lambda run: run.stride):
-        if run.stride == end:
-            end *= run.size
-        elif run.stride:
-            return False
-    return end == prod(shape)
-
-
-def ranges_of(places: Iterable[int]) -> list[Range]:
-    """Return sorted numbers as ranges: their first numbers and lengths."""
-    groups = groupby(enumerate(places), key=lambda pair: pair[1] - pair[0])
-    return [(stretch[0][1], len(stretch)) for _, group in groups if (stretch := list(group))]
+    return runs_of((size, stride, stride) for size, stride in dims)

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -539,6 +540,11 @@ def test_a_tied_weight_is_a_second_name_and_a_bias_beside_it_a_slot():
     assert [slot.name for slot in inventory.slots] == ["embed.weight", "head.bias", "proj.weight"]
 
 
+def two_weights():
+    linear = partial(nn.Linear, 8, 8, bias=False, dtype=BF16)
+    return model_of(a=linear(), b=linear(), proj=BlockLinear())
+
+
 @pytest.mark.parametrize(
     ("change", "is_refused"),
     [
@@ -550,12 +556,7 @@ def test_a_tied_weight_is_a_second_name_and_a_bias_beside_it_a_slot():
     ids=["alike", "transposed", "computed", "indexed"],
 )
 def test_two_tensors_in_one_storage_are_filled_alike_or_refused(change, is_refused):
-    built, live = (
-        model_of(
-            a=nn.Linear(8, 8, bias=False, dtype=BF16), b=nn.Linear(8, 8, bias=False, dtype=BF16), proj=BlockLinear()
-        )
-        for _ in range(2)
-    )
+    built, live = two_weights(), two_weights()
     live.b.weight = live.a.weight
 
     def load(tensors):
@@ -572,12 +573,7 @@ def test_two_tensors_in_one_storage_are_filled_alike_or_refused(change, is_refus
 
 @pytest.mark.parametrize("change", [lambda tensor: tensor, lambda tensor: tensor + 1], ids=["copied", "computed"])
 def test_two_tensors_in_one_storage_are_refused_if_each_is_a_half_of_a_third(change):
-    built, live = (
-        model_of(
-            a=nn.Linear(8, 8, bias=False, dtype=BF16), b=nn.Linear(8, 8, bias=False, dtype=BF16), proj=BlockLinear()
-        )
-        for _ in range(2)
-    )
+    built, live = two_weights(), two_weights()
     live.b.weight = live.a.weight
     naming = naming_of(built)
     tensors = {"proj.weight": naming.tensors["proj.weight"], "both.weight": TensorMeta(shape=(16, 8), dtype=BF16)}
@@ -595,12 +591,7 @@ def test_two_tensors_in_one_storage_are_refused_if_each_is_a_half_of_a_third(cha
 
 
 def test_a_transposed_view_of_a_weight_is_no_second_name_of_it():
-    built, live = (
-        model_of(
-            a=nn.Linear(8, 8, bias=False, dtype=BF16), b=nn.Linear(8, 8, bias=False, dtype=BF16), proj=BlockLinear()
-        )
-        for _ in range(2)
-    )
+    built, live = two_weights(), two_weights()
     live.b.weight.data = live.a.weight.data.t()
     assert read(live, identity_twin(built)).aliases == {}
 
