@@ -121,7 +121,7 @@ class Unified:
         self.model = model
         self._weights = weights
         weights.attach()
-        model.register_forward_pre_hook(_Refresh(weights), prepend=True)
+        weights.watch()
 
     def refresh(self) -> int:
         """Compute codes and scales of weights that changed since the last time. With FSDP, call it on every rank.
@@ -148,21 +148,10 @@ class Unified:
             NonFiniteError: Weights hold NaN or Inf; names them.
         """
         tensors = {strip_wrappers(name): tensor for name, tensor in self.model.state_dict().items()}
-        self._weights.refresh(force=True)
+        self._weights.refresh()
         for weight in self._weights.weights:
             tensors |= weight.served()
         return tensors
-
-
-class _Refresh:
-    """A hook that updates codes before the model computes. Not a method, so that copies of a model get their own."""
-
-    def __init__(self, weights: TrainedWeights) -> None:
-        self._weights = weights
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        self._weights.refresh()
 
 
 def _parameters(model: nn.Module) -> Iterable[tuple[nn.Module, str, str, Tensor]]:

@@ -102,9 +102,8 @@ def _cast(x: Tensor) -> Tensor:
 
 
 def _fresh(weight: TrainedWeight) -> tuple[Tensor, Tensor]:
-    """Return up-to-date codes and scales. In a compiled model, the hook of the whole model has updated them."""
-    if not torch.compiler.is_compiling() and weight.sharded is None and weight.is_stale:
-        weight.owner.refresh()
+    """Return up-to-date codes and scales. In a compiled model, the hook of a module around this one has updated them."""
+    weight.ensure_fresh()
     assert weight.codes is not None and weight.scale is not None, f"{weight.name=}"
     return weight.codes, weight.scale
 

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from fp8refit.fill.kernels.reference import E4M3_MAX, block_scales
 from fp8refit.live.slots import FP8_DTYPE
+from fp8refit.precision.products import has_fp8_products
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -22,25 +23,35 @@ def has_fsdp(model: nn.Module) -> bool:
     return any(hasattr(module, "unshard") and hasattr(module, "reshard") for module in model.modules())
 
 
-def quantize_shards(weights: "Sequence[TrainedWeight]") -> list[str]:
-    """Quantize this rank's rows of each weight. Return the names of those with NaN or Inf on any rank.
+def quantize_shards(weights: "Sequence[TrainedWeight]") -> "tuple[list[TrainedWeight], list[TrainedWeight]]":
+    """Quantize this rank's rows of each weight.
 
-    One collective operation with one number per block. Peak memory: a few fp32 copies of one shard.
+    Two collective operations, with one number per block and one per weight. Peak memory: a few fp32 copies of one shard.
+
+    Returns:
+        On every rank, the weights with NaN or Inf on any, and those of which any rank's codes or scales changed.
     """
     grids = [_own_maxima(weight) for weight in weights]
-    for group, members in _by_group(weights).items():
-        flat = torch.cat([grids[index].flatten() for index in members])
-        torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
-        for index, part in zip(members, torch.split(flat, [grids[index].numel() for index in members]), strict=True):
-            grids[index] = part.view_as(grids[index])
+    _take_largest(weights, grids)
+    flags = []
     for weight, amax in zip(weights, grids, strict=True):
-        scale = block_scales(amax, weight.format.scale_format)
-        if weight.scale is None or weight.scale.device != scale.device:
-            weight.scale = scale
-        weight.scale.copy_(scale)
-        _encode_own_rows(weight)
-    bad = torch.stack([~torch.isfinite(amax).all() for amax in grids]).tolist()
-    return [weight.name for weight, is_bad in zip(weights, bad, strict=True) if is_bad]
+        is_bad, is_changed = ~torch.isfinite(amax).all(), _encode_own_rows(weight, amax)
+        flags.append(torch.stack([is_bad, is_changed]).int())
+    _take_largest(weights, flags)
+    bad, changed = torch.stack(flags, 1).tolist()
+    marked = [weight for weight, is_changed in zip(weights, changed, strict=True) if is_changed]
+    for weight in marked:
+        weight.gathers.reshard()  # what is gathered at the moment is old
+    return [weight for weight, is_bad in zip(weights, bad, strict=True) if is_bad], marked
+
+
+def _take_largest(weights: "Sequence[TrainedWeight]", values: list[Tensor]) -> None:
+    """Replace each value by the elementwise maximum over the ranks that share its weight."""
+    for group, members in _by_group(weights).items():
+        flat = torch.cat([values[index].flatten() for index in members])
+        torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
+        for index, part in zip(members, torch.split(flat, [values[index].numel() for index in members]), strict=True):
+            values[index] = part.view_as(values[index])
 
 
 def _by_group(weights: "Sequence[TrainedWeight]") -> dict[Any, list[int]]:
@@ -98,21 +109,27 @@ def _own_maxima(weight: "TrainedWeight") -> Tensor:
     return grid
 
 
-def _encode_own_rows(weight: "TrainedWeight") -> None:
-    """Quantize like `fp8refit.fill.kernels.reference.quantize_reference`, but use scales of blocks shared with other
-    ranks.
+def _encode_own_rows(weight: "TrainedWeight", amax: Tensor) -> Tensor:
+    """Quantize like `fp8refit.fill.kernels.reference.quantize_reference`, but use maxima of blocks shared with other
+    ranks. Return whether codes or scales are others than before.
     """
     rows, first, chunk = _own_rows(weight)
-    assert weight.scale is not None, f"{weight.name=}"
-    held = weight.local_codes
-    if held is None or held.device != rows.device:
-        held = torch.zeros((chunk, *rows.shape[1:]), dtype=torch.uint8, device=rows.device).view(FP8_DTYPE)
-        weight.local_codes = held
+    scale = block_scales(amax, weight.format.scale_format)
+    if weight.scale is None or weight.local_codes is None or weight.scale.device != scale.device:
+        weight.scale, weight.has_fp8_products = torch.zeros_like(scale), has_fp8_products(scale.device)
+        held = torch.zeros((chunk, *rows.shape[1:]), dtype=torch.uint8, device=rows.device)
+        weight.local_codes = held.view(FP8_DTYPE)
+    is_changed = (weight.scale != scale).any()
+    weight.scale.copy_(scale)
     block_n, block_k = weight.format.block_size
-    inverse = torch.ones_like(weight.scale) / weight.scale
+    inverse = torch.ones_like(scale) / scale
     if rows.ndim == 3:
         inverse, first = inverse[first : first + len(rows)], 0
     row_blocks = torch.arange(first, first + rows.shape[-2], device=rows.device) // block_n
     col_blocks = torch.arange(rows.shape[-1], device=rows.device) // block_k
     inverse = inverse.index_select(-2, row_blocks).index_select(-1, col_blocks)
-    held[: len(rows)] = (rows * inverse).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
+    held = weight.local_codes[: len(rows)].view(torch.uint8)
+    codes = (rows * inverse).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE).view(torch.uint8)
+    is_changed |= (codes != held).any()
+    held.copy_(codes)
+    return is_changed

@@ -1,18 +1,23 @@
-"""The codes and scales of a trainer's weights, recomputed once per step, after the weights changed.
+"""The codes and scales of a trainer's weights, recomputed when they are no longer what the weights give.
 
-One launch quantizes all weights that are whole on a device. With FSDP2, each rank quantizes its own rows; ranks that
-share a block combine their maxima. FSDP then gathers the codes, one byte per weight, instead of the weights.
+Nothing tells reliably that a weight was written: fused optimizers, `parameter.data`, and kernels of one's own leave no trace.
+So each forward pass compares by value. One launch compares, and one quantizes, all weights that are whole on a device. With
+FSDP2, each rank quantizes its own rows; ranks that share a block combine their maxima. FSDP then gathers the codes, one byte per
+weight, instead of the weights.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8refit.errors import NonFiniteError, PrecisionError
-from fp8refit.fill.kernels import Task, WorkTable, compile_table
+from fp8refit.fill.kernels import Action, Task, WorkTable, compile_table
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat
 from fp8refit.precision.products import has_fp8_products
 from fp8refit.precision.shards import has_fsdp, quantize_shards
@@ -48,15 +53,16 @@ class TrainedWeight:
             were gathered last, in memory that FSDP frees and reuses.
         scale: float32, one grid of blocks per matrix; None before the first forward pass.
         has_fp8_products: Whether the device can multiply such blocks.
+        gathers: The module that FSDP gathers the weight for, if it shards it.
     """
 
     def __init__(
         self, name: str, module: nn.Module, key: str, block_format: BlockFormat, owner: "TrainedWeights"
     ) -> None:
         self.name, self.format = name, block_format
-        self._module, self._key, self.owner = module, key, owner
+        self.module, self._key, self.owner = module, key, owner
         self._sharded: DTensor | None = None
-        self._seen: tuple[int, int] | None = None
+        self.gathers: Any = None
         self.codes: Tensor | None = None
         self.scale: Tensor | None = None
         self.has_fp8_products = False
@@ -67,7 +73,7 @@ class TrainedWeight:
     @property
     def parameter(self) -> Tensor:
         """The master weight. With FSDP its shard, whether or not the module holds that at the moment."""
-        held: Any = self._module._parameters[self._key]
+        held: Any = self.module._parameters[self._key]
         if hasattr(held, "placements"):
             self._sharded = held
         parameter: Tensor = held if self._sharded is None else self._sharded
@@ -85,18 +91,22 @@ class TrainedWeight:
         parameter = self.parameter
         return (parameter if self._sharded is None else self._sharded._local_tensor).detach()
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether the master weight was written or moved since its codes were computed."""
-        local = self.local
-        return (local.data_ptr(), local._version) != self._seen
+    def ensure_fresh(self) -> None:
+        """Call before the weight is multiplied with. Compares it by value, unless a module around it did that. Compiled, it
+        does so only after a step of an optimizer, and breaks the graph then.
 
-    def mark_fresh(self) -> None:
-        """Record that the codes match the master weight."""
-        local = self.local
-        self._seen = local.data_ptr(), local._version
-        assert self.scale is not None, f"{self.name=} is quantized"
-        self.has_fp8_products = has_fp8_products(self.scale.device)
+        Raises:
+            PrecisionError: FSDP has not gathered the weight.
+        """
+        owner = self.owner
+        if torch.compiler.is_compiling():
+            if owner.is_due and self._sharded is None:
+                owner.before_forward((self,))
+        elif self.sharded is None:
+            if owner.inside is None:
+                owner.before_forward((self,))
+        elif self.module._parameters[self._key] is self._sharded:
+            raise PrecisionError([f"{self.name}: is not gathered; call the module that fully_shard was called with"])
 
     def served(self) -> Iterable[tuple[str, Tensor]]:
         """Yield codes and scales by checkpoint name. With FSDP, codes are shards."""
@@ -128,7 +138,8 @@ class TrainedWeight:
         self, mesh: object, outer_size: object, outer_stride: object, module: object, mp_policy: object
     ) -> tuple[tuple[Tensor, ...], None]:
         """Return what FSDP gathers: bytes, which every backend can send."""
-        self.owner.refresh()
+        if self.owner.inside is None:
+            self.owner.before_forward((self,))
         assert self.local_codes is not None, f"{self.name=} is quantized"
         return (self.local_codes.view(torch.uint8),), None
 
@@ -147,24 +158,70 @@ class TrainedWeight:
 
 
 class TrainedWeights:
-    """All weights of one model that its engine holds as block FP8."""
+    """All weights of one model that its engine holds as block FP8.
+
+    Attributes:
+        inside: The outermost module that is being called, which has compared its weights; None between calls.
+        is_due: Whether an optimizer, of whatever, stepped since the last comparison. A compiled part of the model looks at
+            this alone, since whatever else it asked would break its graph.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._begins_sharded = model, has_fsdp(model)
         self.weights: list[TrainedWeight] = []
-        self._table: WorkTable | None = None
-        self._table_key: object = None
-        self._task_names: list[str] = []
+        self.inside: nn.Module | None = None
+        self._tables: dict[tuple[TrainedWeight, ...], tuple[object, WorkTable, list[TrainedWeight]]] = {}
         self._empty: list[Tensor] = []
+        self._watch_optimizers()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies of the model, without the table, which holds addresses."""
-        return vars(self) | {"_table": None, "_table_key": None, "_empty": []}
+        """Return the state for copies of the model, without tables, which hold addresses."""
+        return vars(self) | {"_tables": {}, "_empty": [], "inside": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of `__getstate__`."""
+        vars(self).update(state)
+        self._watch_optimizers()
+
+    def _watch_optimizers(self) -> None:
+        self.is_due, me = True, weakref.ref(self)
+
+        def note_step(*_: object) -> None:
+            if (weights := me()) is not None:
+                weights.is_due, weights.inside = True, None
+
+        weakref.finalize(self, register_optimizer_step_post_hook(note_step).remove)
 
     def add(self, name: str, module: nn.Module, key: str, block_format: BlockFormat) -> TrainedWeight:
         """Add the parameter `key` of `module`."""
         self.weights.append(TrainedWeight(name, module, key, block_format, self))
         return self.weights[-1]
+
+    def watch(self) -> None:
+        """Have each module compare the weights in it when it is called.
+
+        Ranks must agree on when they compare shards, so FSDP's modules and those around them do it, and no others.
+        """
+        held: dict[nn.Module, dict[TrainedWeight, None]] = {}
+        for weight in self.weights:
+            held.setdefault(weight.module, {})[weight] = None
+        self._watch(self._model, held, set())
+
+    def _watch(self, module: nn.Module, held: dict[nn.Module, dict[TrainedWeight, None]], seen: set[nn.Module]) -> None:
+        seen.add(module)
+        weights = held.setdefault(module, {})
+        for child in module.children():
+            if child not in seen:
+                self._watch(child, held, seen)
+            weights |= held[child]
+        for weight in weights:
+            if weight.gathers is None and hasattr(module, "reshard"):
+                weight.gathers = module
+        is_part = has_fsdp(module) if self._begins_sharded else any(module.children())
+        if weights and (is_part or module is self._model):
+            call = _Call(self, tuple(weights), is_whole=module is self._model)
+            module.register_forward_pre_hook(call.begin, prepend=True)
+            module.register_forward_hook(call.end, always_call=True)
 
     def attach(self) -> None:
         """Make FSDP gather codes of the weights it shards.
@@ -183,45 +240,100 @@ class TrainedWeights:
             older.untyped_storage().resize_(0)
         self._empty = [empty]
 
-    def refresh(self, *, force: bool = False) -> int:
-        """Compute codes and scales of the weights that changed since the last time, or of all.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before_forward(self, weights: Sequence[TrainedWeight]) -> None:
+        """Call `refresh` before a forward pass, but not before the recomputation of one, which takes the same codes, nor in
+        the capture of a CUDA graph, which cannot wait for an answer.
+        """
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        is_repeated = torch._C._current_graph_task_id() != -1  # a backward pass is under way
+        if not (is_captured or is_repeated) or any(weight.local_codes is None for weight in weights):
+            self.refresh(weights)
+
+    def refresh(self, weights: Sequence[TrainedWeight] | None = None) -> int:
+        """Compare `weights`, or all, with their codes and scales by value, and quantize them where those differ.
 
         A collective call with FSDP.
 
         Returns:
-            How many weights were quantized.
+            How many had changed.
 
         Raises:
             NonFiniteError: Weights hold NaN or Inf; names them.
         """
-        stale = [weight for weight in self.weights if force or weight.is_stale]
-        if not stale:
-            return 0
         self.attach()
+        chosen = self.weights if weights is None else weights
+        whole = tuple(weight for weight in (self.weights if self.is_due else chosen) if weight.sharded is None)
+        shards = [weight for weight in chosen if weight.sharded is not None]
         with torch.inference_mode(False), torch.no_grad():
-            whole = [weight for weight in self.weights if weight.sharded is None]
-            shards = [weight for weight in self.weights if weight.sharded is not None]
-            bad = self._quantize_whole(whole) if any(w.sharded is None for w in stale) else []
-            bad += quantize_shards(shards) if any(w.sharded is not None for w in stale) else []
+            bad, changed = self._quantize_whole(whole) if whole else ([], [])
+            if shards:
+                with torch.autograd._unsafe_preserve_version_counter(_written(shards)):
+                    more_bad, more_changed = quantize_shards(shards)
+                bad, changed = bad + more_bad, changed + more_changed
+        increment_version(_written(changed))  # a backward pass that has saved the old ones is refused
         if bad:
-            raise NonFiniteError(bad, written=False)
-        for weight in stale:
-            weight.mark_fresh()
-        return len(stale)
+            raise NonFiniteError([weight.name for weight in bad], written=False)
+        self.is_due = False
+        return len(changed)
 
-    def _quantize_whole(self, weights: Sequence[TrainedWeight]) -> list[str]:
-        """Quantize unsharded weights in one launch. Return the names of those with NaN or Inf."""
+    def _quantize_whole(
+        self, weights: tuple[TrainedWeight, ...]
+    ) -> tuple[list[TrainedWeight], list[TrainedWeight]]:
+        """Compare unsharded weights in one launch, and quantize them in another if any changed and all are finite.
+
+        Returns:
+            The weights with NaN or Inf, and those that changed.
+        """
+        table, owners = self._table_of(weights)
+        table.launch(check=True, action=Action.COMPARE)
+        bad, changed = (
+            list(dict.fromkeys(owners[index] for index in indexes))
+            for indexes in (table.bad_tasks(), table.differing_tasks())
+        )
+        if changed and not bad:
+            with torch.autograd._unsafe_preserve_version_counter(_written(weights)):
+                table.launch(check=False)
+        return bad, changed
+
+    def _table_of(self, weights: tuple[TrainedWeight, ...]) -> tuple[WorkTable, list[TrainedWeight]]:
+        """Return the table that quantizes some unsharded weights, and the weight of each task."""
         masters = [weight.local for weight in weights]
         key = [(m.data_ptr(), m.shape, m.stride(), m.dtype, m.device) for m in masters]
-        if self._table is None or key != self._table_key:
+        if weights not in self._tables or key != self._tables[weights][0]:
             tasks = [task for pair in zip(weights, masters, strict=True) for task in _tasks(*pair)]
             devices = {task.source.device for task in tasks}
             if len(devices) != 1 or devices & {torch.device("meta")}:
                 raise PrecisionError([f"{_listed(devices)}: all weights must be on one device, with values"])
-            self._table, self._table_key = compile_table(tasks, devices.pop()), key
-            self._task_names = [weight.name for weight, m in zip(weights, masters, strict=True) for _ in _matrices(m)]
-        self._table.launch(check=True)
-        return list(dict.fromkeys(self._task_names[index] for index in self._table.bad_tasks()))
+            owners = [weight for weight, m in zip(weights, masters, strict=True) for _ in _matrices(m)]
+            self._tables[weights] = key, compile_table(tasks, devices.pop()), owners
+        return self._tables[weights][1:]
+
+
+class _Call:
+    """Hooks around the calls of one module: the outermost one compares all weights within, before it computes."""
+
+    def __init__(self, owner: TrainedWeights, weights: tuple[TrainedWeight, ...], *, is_whole: bool) -> None:
+        self._owner, self._weights, self._is_whole = owner, weights, is_whole
+
+    def begin(self, module: nn.Module, inputs: object) -> None:
+        """Compare, unless a module around this one did."""
+        if torch.compiler.is_compiling():
+            if self._is_whole:
+                self._owner.before_forward(self._weights)
+        elif self._is_whole or self._owner.inside in (None, module):  # the same: an interrupt left it there
+            self._owner.before_forward(self._weights)
+            self._owner.inside = module
+
+    def end(self, module: nn.Module, inputs: object, outputs: object) -> None:
+        """The call is over."""
+        if not torch.compiler.is_compiling() and self._owner.inside is module:
+            self._owner.inside = None
+
+
+def _written(weights: Iterable[TrainedWeight]) -> tuple[Tensor, ...]:
+    """What quantizing writes."""
+    return tuple(tensor for weight in weights for tensor in (weight.codes, weight.scale) if tensor is not None)
 
 
 def _matrices(weight: Tensor) -> list[tuple[int, ...]]:
@@ -233,8 +345,8 @@ def _tasks(weight: TrainedWeight, master: Tensor) -> Iterable[Task]:
     """Return the tasks that quantize a weight into its own tensors."""
     if weight.codes is None or weight.codes.device != master.device:
         weight.codes = torch.empty(master.shape, dtype=FP8_DTYPE, device=master.device)
-        weight.scale = torch.empty(weight.format.grid(master.shape), device=master.device)
-        weight.local_codes = weight.codes
+        weight.scale = torch.zeros(weight.format.grid(master.shape), device=master.device)  # no block has this scale
+        weight.local_codes, weight.has_fp8_products = weight.codes, has_fp8_products(master.device)
     assert weight.scale is not None, f"{weight.name=}"
     for select in _matrices(master):
         yield Task(

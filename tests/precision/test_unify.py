@@ -8,6 +8,7 @@ from fp8refit_transformers import to_block_fp8
 from torch import nn
 
 from fp8refit import NonFiniteError, PrecisionError, Refitter, correction, precision, quantize_blockwise
+from fp8refit.fill.kernels import Action
 from fp8refit.live.slots import ScaleFormat
 from tests.precision.models import IDS, layout_of, loss_of, make_trainer, moe_layout, slot
 from tests.tiny_models import make_model
@@ -100,9 +101,12 @@ def test_codes_are_computed_once_a_step():
     model = make_trainer()
     unified = precision.unify(model, like=refitter.layout())
     assert unified.refresh() == 14
-    launches, table = [], unified._weights._table
-    launch = table.launch
-    table.launch = lambda **options: (launches.append(1), launch(**options))
+    ((_, table, _),) = unified._weights._tables.values()
+    launches, launch = [], table.launch
+    table.launch = lambda *, check, action=Action.WRITE: (
+        launches.extend([action] * (action is Action.WRITE)),
+        launch(check=check, action=action),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(1, 4):
         for _ in range(3):
