@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8refit import dequantize_blockwise, precision, quantize_blockwise
 from fp8refit.fill.kernels import quantize_activations
+from tests.precision.changes import OPTIMIZERS, WHOLE_CHANGES
 from tests.precision.models import layout_of, slot
 
 FORMATS = st.sampled_from(["fp32", "ue8m0"])
@@ -67,31 +69,42 @@ class Trainer(RuleBasedStateMachine):
         self.unified = precision.unify(self.model, like=layout(self.model, scale_format))
         self.copies = []
 
-    @rule(number=st.sampled_from([0, 1]))
-    def write(self, number):
-        with torch.no_grad():
-            self.model[number].weight.mul_(-1.5)
+    @rule(change=st.sampled_from([*WHOLE_CHANGES]))
+    def write(self, change):
+        WHOLE_CHANGES[change](self.model)
 
-    @rule()
-    def write_without_a_trace_and_serve(self):
-        self.model[0].weight.data.add_(0.25)
+    @rule(change=st.sampled_from([*WHOLE_CHANGES]))
+    def write_and_serve(self, change):
+        WHOLE_CHANGES[change](self.model)
         self.check_served()
 
-    @rule()
-    def step(self):
-        self.model(torch.ones(2, self.model[0].in_features)).sum().backward()
-        torch.optim.AdamW(self.model.parameters(), lr=0.1).step()
+    @rule(optimizer=st.sampled_from([*OPTIMIZERS]), reentrant=st.sampled_from([None, False, True]))
+    def step(self, optimizer, reentrant):
+        kind, options = OPTIMIZERS[optimizer]
+        x = torch.ones(2, self.model[0].in_features).requires_grad_()
+        for _ in range(2):  # micro-batches
+            y = self.model(x) if reentrant is None else checkpoint(self.model, x, use_reentrant=reentrant)
+            y.sum().backward()
+        kind(self.model.parameters(), lr=0.1, **options).step()
         self.model.zero_grad()
+
+    @rule(optimizer=st.sampled_from([*OPTIMIZERS]))
+    def step_within_the_backward_pass(self, optimizer):
+        kind, options = OPTIMIZERS[optimizer]
+        hooks = [
+            weight.register_post_accumulate_grad_hook(lambda weight: kind([weight], lr=0.1, **options).step())
+            for weight in self.model.parameters()
+        ]
+        x = torch.ones(2, self.model[0].in_features)
+        checkpoint(self.model, x, use_reentrant=False).sum().backward()
+        self.model.zero_grad()
+        for hook in hooks:
+            hook.remove()
 
     @rule(seed=SEEDS)
     def load(self, seed):
         other = make_model(tuple(self.model[0].weight.shape), seed)
         self.model.load_state_dict(other.state_dict())
-
-    @rule()
-    def replace_the_memory(self):
-        for layer in self.model:
-            layer.weight.data = layer.weight.data.clone() + 0.5
 
     @rule()
     def go_on_with_a_copy(self):

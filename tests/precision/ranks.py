@@ -271,6 +271,9 @@ def small_loss(model):
     return model(torch.linspace(-2, 3, 3 * 160, dtype=dtype).view(3, 160)).float().square().mean()
 
 
+KEEP_SCALES = ("flip_signs", "copy_data", "trade_two_values")
+
+
 def change_sharded(rank, layout, dtype):
     """What the next forward pass does not see of every change and every optimizer, also of a pass without gradients before."""
     found = []
@@ -285,7 +288,7 @@ def change_sharded(rank, layout, dtype):
         found += [
             f"{name}: {weight.name} is as before"
             for weight in unified._weights.weights
-            if torch.equal(before[weight.name], weight.scale) and name not in ("flip_signs", "copy_data")
+            if torch.equal(before[weight.name], weight.scale) and name not in KEEP_SCALES
         ]
         model.zero_grad()
     return found
@@ -360,6 +363,7 @@ def recompute_sharded(rank):
     model = shard_small(make_small(), "each", mesh_of(2))
     precision.unify(model, like=small_layout(model, "fp32"))
     x = torch.linspace(-2, 3, 3 * 160).view(3, 160).requires_grad_()
+    small_loss(model)  # FSDP begins with the root
     found, used = [], {}
     for layer in (*model[0], model[1]):
         layer.register_forward_pre_hook(
@@ -388,3 +392,29 @@ def call_what_is_not_gathered(rank):
     except PrecisionError as error:
         return error.problems
     return None
+
+
+def do_sharded(rank, seed, layout, dtype, scale_format, optimizer, actions):
+    """What a sharded trainer does wrong after any of some actions, each a name in `CHANGES` or one of those below."""
+    model = shard_small(make_small(dtype, seed), layout, mesh_of(2))
+    unified = precision.unify(model, like=small_layout(model, scale_format))
+    kind, options = OPTIMIZERS[optimizer]
+    trainer = kind(model.parameters(), lr=0.1, **options)
+    found = []
+    for number, action in enumerate(actions):
+        if action in CHANGES:
+            CHANGES[action](model)
+            trainer = kind(model.parameters(), lr=0.1, **options) if action == "load_by_assigning" else trainer
+        elif action == "train":
+            small_loss(model).backward()
+        elif action == "step":
+            small_loss(model).backward()
+            trainer.step()
+            trainer.zero_grad()
+        elif action == "one rank writes" and rank == 0:
+            model[0][1].trained_weight.local.mul_(-2)
+        elif action == "serve":
+            found += differing(unified.served(), {n: whole(t) for n, t in model.state_dict().items()}, scale_format)
+        with torch.set_grad_enabled(number % 2 == 0):
+            found += [f"{action}: {name}" for name in used_otherwise(model, lambda: small_loss(model), scale_format)]
+    return found

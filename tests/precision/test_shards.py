@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.precision import ranks
-from tests.precision.changes import OPTIMIZERS
+from tests.precision.changes import SHARDED_OPTIMIZERS
 from tests.trainer_ranks import TrainerRanks
 
 
@@ -64,7 +64,7 @@ def test_the_next_forward_pass_computes_with_what_changed(two, layout, dtype):
     assert two.run(ranks.change_sharded, layout, dtype) == [[]] * 2
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", SHARDED_OPTIMIZERS)
 def test_steps_are_those_of_a_trainer_that_quantizes_before_each_pass(two, optimizer):
     assert two.run(ranks.step_sharded, optimizer) == [[]] * 2
 
