@@ -98,15 +98,20 @@ class TrainedWeight:
         Raises:
             PrecisionError: FSDP has not gathered the weight.
         """
-        owner = self.owner
-        if torch.compiler.is_compiling():
-            if owner.is_due and self._sharded is None:
-                owner.before_forward((self,))
-        elif self.sharded is None:
-            if owner.inside is None:
-                owner.before_forward((self,))
-        elif self.module._parameters[self._key] is self._sharded:
+        is_compiled = torch.compiler.is_compiling()
+        if (self._sharded if is_compiled else self.sharded) is None:
+            if self.owner.is_due if is_compiled else self.owner.inside is None:
+                self.owner.before_forward((self,))
+        elif not is_compiled and self.module._parameters[self._key] is self._sharded:
             raise PrecisionError([f"{self.name}: is not gathered; call the module that fully_shard was called with"])
+
+    def make_room(self, master: Tensor) -> Tensor:
+        """Return where the codes of a whole master go. New ones have scales of 0, which no block has."""
+        if self.codes is None or self.codes.device != master.device:
+            self.codes = self.local_codes = torch.empty(master.shape, dtype=FP8_DTYPE, device=master.device)
+            self.scale = torch.zeros(self.format.grid(master.shape), device=master.device)
+            self.has_fp8_products = has_fp8_products(master.device)
+        return self.codes
 
     def served(self) -> Iterable[tuple[str, Tensor]]:
         """Yield codes and scales by checkpoint name. With FSDP, codes are shards."""
@@ -170,6 +175,7 @@ class TrainedWeights:
         self._model, self._begins_sharded = model, has_fsdp(model)
         self.weights: list[TrainedWeight] = []
         self.inside: nn.Module | None = None
+        self._parts: dict[nn.Module, tuple[TrainedWeight, ...]] = {}
         self._tables: dict[tuple[TrainedWeight, ...], tuple[object, WorkTable, list[TrainedWeight]]] = {}
         self._empty: list[Tensor] = []
         self._watch_optimizers()
@@ -198,30 +204,36 @@ class TrainedWeights:
         return self.weights[-1]
 
     def watch(self) -> None:
-        """Have each module compare the weights in it when it is called.
+        """Have the modules around weights compare them when they are called. Those of one linear compare in its product.
 
-        Ranks must agree on when they compare shards, so FSDP's modules and those around them do it, and no others.
+        Ranks must agree on when they compare shards: only FSDP's modules and those around them do.
         """
-        held: dict[nn.Module, dict[TrainedWeight, None]] = {}
-        for weight in self.weights:
-            held.setdefault(weight.module, {})[weight] = None
-        self._watch(self._model, held, set())
+        for module in self._model.modules():
+            if hasattr(module, "reshard"):
+                for weight in self._within(module):
+                    weight.gathers = module  # the innermost comes last
+            if module is self._model or (has_fsdp(module) if self._begins_sharded else any(module.children())):
+                module.register_forward_pre_hook(self._begin, prepend=True)
+                module.register_forward_hook(self._end, always_call=True)
 
-    def _watch(self, module: nn.Module, held: dict[nn.Module, dict[TrainedWeight, None]], seen: set[nn.Module]) -> None:
-        seen.add(module)
-        weights = held.setdefault(module, {})
-        for child in module.children():
-            if child not in seen:
-                self._watch(child, held, seen)
-            weights |= held[child]
-        for weight in weights:
-            if weight.gathers is None and hasattr(module, "reshard"):
-                weight.gathers = module
-        is_part = has_fsdp(module) if self._begins_sharded else any(module.children())
-        if weights and (is_part or module is self._model):
-            call = _Call(self, tuple(weights), is_whole=module is self._model)
-            module.register_forward_pre_hook(call.begin, prepend=True)
-            module.register_forward_hook(call.end, always_call=True)
+    def _within(self, module: nn.Module) -> tuple[TrainedWeight, ...]:
+        if module not in self._parts:
+            modules = {*module.modules()}
+            self._parts[module] = tuple(weight for weight in self.weights if weight.module in modules)
+        return self._parts[module]
+
+    def _begin(self, module: nn.Module, inputs: object) -> None:
+        """Before a call of `module`: the outermost compares. If it already is inside, an interrupt left it there."""
+        if torch.compiler.is_compiling():
+            if module is self._model:
+                self.before_forward(self.weights)
+        elif module is self._model or self.inside in (None, module):
+            self.before_forward(self._within(module))
+            self.inside = module
+
+    def _end(self, module: nn.Module, inputs: object, outputs: object) -> None:
+        if not torch.compiler.is_compiling() and self.inside is module:
+            self.inside = None
 
     def attach(self) -> None:
         """Make FSDP gather codes of the weights it shards.
@@ -266,69 +278,47 @@ class TrainedWeights:
         whole = tuple(weight for weight in (self.weights if self.is_due else chosen) if weight.sharded is None)
         shards = [weight for weight in chosen if weight.sharded is not None]
         with torch.inference_mode(False), torch.no_grad():
-            bad, changed = self._quantize_whole(whole) if whole else ([], [])
-            if shards:
-                with torch.autograd._unsafe_preserve_version_counter(_written(shards)):
-                    more_bad, more_changed = quantize_shards(shards)
-                bad, changed = bad + more_bad, changed + more_changed
+            found = [self._quantize_whole(whole)] if whole else []
+            with torch.autograd._unsafe_preserve_version_counter(_written(shards)):
+                found += [quantize_shards(shards)] if shards else []
+        bad, changed = ([weight for pair in found for weight in pair[which]] for which in (0, 1))
         increment_version(_written(changed))  # a backward pass that has saved the old ones is refused
         if bad:
             raise NonFiniteError([weight.name for weight in bad], written=False)
         self.is_due = False
         return len(changed)
 
-    def _quantize_whole(
-        self, weights: tuple[TrainedWeight, ...]
-    ) -> tuple[list[TrainedWeight], list[TrainedWeight]]:
-        """Compare unsharded weights in one launch, and quantize them in another if any changed and all are finite.
+    def _quantize_whole(self, weights: tuple[TrainedWeight, ...]) -> tuple[list[TrainedWeight], list[TrainedWeight]]:
+        """Compare unsharded weights in one launch. If any changed and all are finite, quantize them in another.
 
         Returns:
             The weights with NaN or Inf, and those that changed.
         """
         table, owners = self._table_of(weights)
         table.launch(check=True, action=Action.COMPARE)
-        bad, changed = (
-            list(dict.fromkeys(owners[index] for index in indexes))
-            for indexes in (table.bad_tasks(), table.differing_tasks())
-        )
+        bad, changed = ({owners[i]: 0 for i in found} for found in (table.bad_tasks(), table.differing_tasks()))
         if changed and not bad:
             with torch.autograd._unsafe_preserve_version_counter(_written(weights)):
                 table.launch(check=False)
-        return bad, changed
+        return [*bad], [] if bad else [*changed]
 
     def _table_of(self, weights: tuple[TrainedWeight, ...]) -> tuple[WorkTable, list[TrainedWeight]]:
         """Return the table that quantizes some unsharded weights, and the weight of each task."""
         masters = [weight.local for weight in weights]
-        key = [(m.data_ptr(), m.shape, m.stride(), m.dtype, m.device) for m in masters]
+        held = [weight.make_room(master) for weight, master in zip(weights, masters, strict=True)]
+        key = [
+            (m.data_ptr(), m.shape, m.stride(), m.dtype, m.device)
+            for pair in zip(masters, held, strict=True)
+            for m in pair
+        ]
         if weights not in self._tables or key != self._tables[weights][0]:
-            tasks = [task for pair in zip(weights, masters, strict=True) for task in _tasks(*pair)]
-            devices = {task.source.device for task in tasks}
+            devices = {master.device for master in masters}
             if len(devices) != 1 or devices & {torch.device("meta")}:
                 raise PrecisionError([f"{_listed(devices)}: all weights must be on one device, with values"])
+            tasks = [task for pair in zip(weights, masters, strict=True) for task in _tasks(*pair)]
             owners = [weight for weight, m in zip(weights, masters, strict=True) for _ in _matrices(m)]
             self._tables[weights] = key, compile_table(tasks, devices.pop()), owners
         return self._tables[weights][1:]
-
-
-class _Call:
-    """Hooks around the calls of one module: the outermost one compares all weights within, before it computes."""
-
-    def __init__(self, owner: TrainedWeights, weights: tuple[TrainedWeight, ...], *, is_whole: bool) -> None:
-        self._owner, self._weights, self._is_whole = owner, weights, is_whole
-
-    def begin(self, module: nn.Module, inputs: object) -> None:
-        """Compare, unless a module around this one did."""
-        if torch.compiler.is_compiling():
-            if self._is_whole:
-                self._owner.before_forward(self._weights)
-        elif self._is_whole or self._owner.inside in (None, module):  # the same: an interrupt left it there
-            self._owner.before_forward(self._weights)
-            self._owner.inside = module
-
-    def end(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        """The call is over."""
-        if not torch.compiler.is_compiling() and self._owner.inside is module:
-            self._owner.inside = None
 
 
 def _written(weights: Iterable[TrainedWeight]) -> tuple[Tensor, ...]:
@@ -343,11 +333,7 @@ def _matrices(weight: Tensor) -> list[tuple[int, ...]]:
 
 def _tasks(weight: TrainedWeight, master: Tensor) -> Iterable[Task]:
     """Return the tasks that quantize a weight into its own tensors."""
-    if weight.codes is None or weight.codes.device != master.device:
-        weight.codes = torch.empty(master.shape, dtype=FP8_DTYPE, device=master.device)
-        weight.scale = torch.zeros(weight.format.grid(master.shape), device=master.device)  # no block has this scale
-        weight.local_codes, weight.has_fp8_products = weight.codes, has_fp8_products(master.device)
-    assert weight.scale is not None, f"{weight.name=}"
+    assert weight.codes is not None and weight.scale is not None, f"{weight.name=}"
     for select in _matrices(master):
         yield Task(
             op=Op.QUANTIZE,
