@@ -508,9 +508,19 @@ def render_precision(mismatches: list[dict[str, Any]], step: dict[str, Any]) -> 
         f"compiled: "
         f"{milliseconds['bf16']:.0f} ms in BF16, {milliseconds['fp32']:.0f} ms unified with fp32 scales "
         f"({step['speedup']['fp32']:.2f} x as fast), {milliseconds['ue8m0']:.0f} ms with UE8M0 "
-        f"({step['speedup']['ue8m0']:.2f} x). Quantizing the weights takes {1e3 * step['quantize_s']:.1f} ms per step, "
-        "not included. "
+        f"({step['speedup']['ue8m0']:.2f} x). {_seeing(step)} "
         f"{step.get('note', '')}\n\nTo measure again: `python -m pytest tests/gpu/test_precision.py`.\n"
+    )
+
+
+def _seeing(step: dict[str, Any]) -> str:
+    """What it takes to see that weights changed."""
+    if "compare_s" not in step:  # measured before weights were compared
+        return f"Quantizing the weights takes {1e3 * step['quantize_s']:.1f} ms per step, not included."
+    compare, both = (1e3 * step[name] for name in ("compare_s", "compare_and_quantize_s"))
+    return (
+        f"Comparing the weights with their codes takes {compare:.1f} ms of it. The first forward pass after a step, which "
+        f"quantizes them too, takes {both - compare:.1f} ms more."
     )
 
 

@@ -1,8 +1,8 @@
-"""The codes and scales of a trainer's weights, recomputed when they are no longer what the weights give.
+"""The codes and scales of a trainer's weights, recomputed when they are not what the weights give.
 
-Nothing tells reliably that a weight was written: fused optimizers, `parameter.data`, and kernels of one's own leave no trace.
-So each forward pass compares by value. One launch compares, and one quantizes, all weights that are whole on a device. With
-FSDP2, each rank quantizes its own rows; ranks that share a block combine their maxima. FSDP then gathers the codes, one byte per
+Nothing tells reliably that a weight was written: fused optimizers, `parameter.data` and other kernels leave no trace. So each
+forward pass compares by value. One launch compares, and one quantizes, all weights that are whole on a device. With FSDP2,
+each rank quantizes its own rows; ranks that share a block combine their maxima. FSDP then gathers the codes, one byte per
 weight, instead of the weights.
 """
 

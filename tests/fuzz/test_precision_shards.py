@@ -1,4 +1,4 @@
-"""A trainer that FSDP2 shards over two ranks, in any order of what trainers do: every pass computes with what the masters are."""
+"""A trainer that FSDP2 shards over two ranks, in any order of what trainers do, against a plain quantizer."""
 
 import pytest
 import torch

@@ -186,14 +186,14 @@ def run_step(options: argparse.Namespace) -> dict:
     models = {"bf16": plain} | {scale_format: copy.deepcopy(plain) for scale_format in ("fp32", "ue8m0")}
     unified = {name: precision.unify(m, like=layout_of(m, name)) for name, m in models.items() if name != "bf16"}
     for one in unified.values():
-        one.refresh()  # only a part of the model is called below
+        one.refresh()
     ids = torch.randint(0, 1024, (options.batch, TOKENS // options.batch), device="cuda")
     for model in models.values():
         for layer in model.model.layers:
             layer.compile()
     wait_for_turn()
     times: dict[str, list[float]] = {name: [] for name in models}
-    quantize_s = []
+    seen: dict[str, list[float]] = {"compare_s": [], "compare_and_quantize_s": []}
     for number in range(WARM_UP + ROUNDS):
         for name, model in models.items():
             seconds = timed(
@@ -202,7 +202,10 @@ def run_step(options: argparse.Namespace) -> dict:
             model.zero_grad(set_to_none=True)
             if number >= WARM_UP:
                 times[name].append(seconds)
-        quantize_s.append(timed(lambda: unified["fp32"]._weights.refresh(force=True)))
+        seen["compare_s"].append(timed(unified["fp32"].refresh))
+        for weight in unified["fp32"]._weights.weights:
+            weight.parameter.data.neg_()
+        seen["compare_and_quantize_s"].append(timed(unified["fp32"].refresh))
         log(f"round {number}")
     profiles = {name: profile(model, ids) for name, model in models.items()}
     medians = {name: statistics.median(values) for name, values in times.items()}
@@ -213,7 +216,7 @@ def run_step(options: argparse.Namespace) -> dict:
         "seconds": times,
         "median_s": medians,
         "speedup": {name: medians["bf16"] / medians[name] for name in unified},
-        "quantize_s": statistics.median(quantize_s),
+        **{name: statistics.median(values[WARM_UP:]) for name, values in seen.items()},
         "profiles": profiles,
     }
 

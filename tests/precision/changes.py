@@ -64,7 +64,7 @@ def write_from_elsewhere(model):
 def write_with_our_kernels(model):
     for master in masters(model):
         data = master.data
-        add_product(data, torch.ones(len(data), 1), torch.full((1, data.shape[1]), 0.3), 1.0, out=data)
+        add_product(data, data.new_ones(len(data), 1), data.new_full((1, data.shape[1]), 0.3), 1.0, out=data)
 
 
 def write_many_at_once(model):
@@ -124,7 +124,7 @@ def write_a_flat_buffer(model):
     flat = torch.cat([layer.weight.detach().flatten() for layer in layers])
     for layer, part in zip(layers, flat.split([layer.weight.numel() for layer in layers]), strict=True):
         layer.weight.data = part.view_as(layer.weight)
-    model(torch.ones(2, layers[0].in_features))  # the codes are those of the views
+    model(torch.ones(2, layers[0].in_features).to(flat))  # the codes are those of the views
     flat.mul_(1.5)
 
 
