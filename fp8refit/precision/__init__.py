@@ -40,15 +40,15 @@ def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
 
     Modules, parameters and state dict stay the same: optimizers, checkpoints and FSDP see the BF16 or fp32 master
     weights. Weights that the engine does not quantize (embeddings, norms, LM head, routers) are cast to the engine's
-    dtype if the master is wider. Codes are computed in the first forward pass after a weight update and by
-    `Unified.served`, not for each micro-batch. Inputs may have any dtype; the engine computes in BF16. On a GPU, BF16
+    dtype if the master is wider. Each forward pass, and `Unified.served`, compares the weights with their codes by value,
+    whatever wrote them, and computes the codes anew if they differ. Inputs may have any dtype; the engine computes in BF16. On a GPU, BF16
     inputs (also from autocast) are multiplied in FP8 if torchao is installed (`pip install fp8refit[precision]`).
     Otherwise operands are dequantized and multiplied in float32. If norms and rotary embeddings of the engine compute
     in float32 and round once (`like.rounds_once`), those of the model do, too.
 
     With FSDP2, call `fully_shard` first; it then gathers codes, one byte per weight. With `torch.compile`, compile after
-    this call. Calling `model` detects changed weights, which costs one graph break at the start. If you call only parts
-    of a compiled model, call `refresh` after each optimizer step.
+    this call. Calling `model` costs one graph break at the start. A compiled part that is called by itself notices only
+    the steps of optimizers; call `refresh` after other changes.
 
     Args:
         model: A causal LM whose parameters have checkpoint names, such as one from transformers. Linears must be
@@ -127,7 +127,7 @@ class Unified:
         """Compute codes and scales of weights that changed since the last time. With FSDP, call it on every rank.
 
         Returns:
-            How many weights were quantized. 0 between two optimizer steps.
+            How many weights had changed.
 
         Raises:
             NonFiniteError: Weights hold NaN or Inf; names them.
@@ -138,8 +138,7 @@ class Unified:
         """Return what `refit` takes: codes and scales as the forward pass uses them, and all other tensors as the model
         holds them.
 
-        Also quantizes weights that may have changed unnoticed (through `parameter.data`). With FSDP, call it on every
-        rank; it then returns DTensors, which `refit` gathers.
+        With FSDP, call it on every rank; it then returns DTensors, which `refit` gathers.
 
         Returns:
             Checkpoint names and tensors, valid until the next step: the codes are not copied.
