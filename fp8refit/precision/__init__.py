@@ -40,10 +40,10 @@ def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
 
     Modules, parameters and state dict stay the same: optimizers, checkpoints and FSDP see the BF16 or fp32 master
     weights. Weights that the engine does not quantize (embeddings, norms, LM head, routers) are cast to the engine's
-    dtype if the master is wider. Each forward pass, and `Unified.served`, compares the weights with their codes by value,
-    whatever wrote them, and computes the codes anew if they differ. Inputs may have any dtype; the engine computes in BF16. On a GPU, BF16
-    inputs (also from autocast) are multiplied in FP8 if torchao is installed (`pip install fp8refit[precision]`).
-    Otherwise operands are dequantized and multiplied in float32. If norms and rotary embeddings of the engine compute
+    dtype if the master is wider. Each forward pass and `Unified.served` compare weights with their codes by value, and
+    compute those that changed. Inputs may have any dtype; the engine computes in BF16. On a GPU, BF16 inputs (also from
+    autocast) are multiplied in FP8 if torchao is installed (`pip install fp8refit[precision]`). Otherwise operands are
+    dequantized and multiplied in float32. If norms and rotary embeddings of the engine compute
     in float32 and round once (`like.rounds_once`), those of the model do, too.
 
     With FSDP2, call `fully_shard` first; it then gathers codes, one byte per weight. With `torch.compile`, compile after

@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from fp8refit.fill.kernels.reference import E4M3_MAX, block_scales
 from fp8refit.live.slots import FP8_DTYPE
-from fp8refit.precision.products import has_fp8_products
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -24,12 +23,9 @@ def has_fsdp(model: nn.Module) -> bool:
 
 
 def quantize_shards(weights: "Sequence[TrainedWeight]") -> "tuple[list[TrainedWeight], list[TrainedWeight]]":
-    """Quantize this rank's rows of each weight.
+    """Quantize this rank's rows of each weight. Return those with NaN or Inf on any rank, and those changed on any.
 
-    Two collective operations, with one number per block and one per weight. Peak memory: a few fp32 copies of one shard.
-
-    Returns:
-        On every rank, the weights with NaN or Inf on any, and those of which any rank's codes or scales changed.
+    Two collective operations, with one number per block and two per weight. Peak memory: a few fp32 copies of one shard.
     """
     grids = [_own_maxima(weight) for weight in weights]
     _take_largest(weights, grids)
@@ -115,10 +111,8 @@ def _encode_own_rows(weight: "TrainedWeight", amax: Tensor) -> Tensor:
     """
     rows, first, chunk = _own_rows(weight)
     scale = block_scales(amax, weight.format.scale_format)
-    if weight.scale is None or weight.local_codes is None or weight.scale.device != scale.device:
-        weight.scale, weight.has_fp8_products = torch.zeros_like(scale), has_fp8_products(scale.device)
-        held = torch.zeros((chunk, *rows.shape[1:]), dtype=torch.uint8, device=rows.device)
-        weight.local_codes = held.view(FP8_DTYPE)
+    held = weight.make_room((chunk, *rows.shape[1:]), rows.device)[: len(rows)].view(torch.uint8)
+    assert weight.scale is not None, f"{weight.name=}"
     is_changed = (weight.scale != scale).any()
     weight.scale.copy_(scale)
     block_n, block_k = weight.format.block_size
@@ -128,7 +122,6 @@ def _encode_own_rows(weight: "TrainedWeight", amax: Tensor) -> Tensor:
     row_blocks = torch.arange(first, first + rows.shape[-2], device=rows.device) // block_n
     col_blocks = torch.arange(rows.shape[-1], device=rows.device) // block_k
     inverse = inverse.index_select(-2, row_blocks).index_select(-1, col_blocks)
-    held = weight.local_codes[: len(rows)].view(torch.uint8)
     codes = (rows * inverse).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE).view(torch.uint8)
     is_changed |= (codes != held).any()
     held.copy_(codes)

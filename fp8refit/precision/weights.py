@@ -1,9 +1,8 @@
 """The codes and scales of a trainer's weights, recomputed when they are not what the weights give.
 
-Nothing tells reliably that a weight was written: fused optimizers, `parameter.data` and other kernels leave no trace. So each
-forward pass compares by value. One launch compares, and one quantizes, all weights that are whole on a device. With FSDP2,
-each rank quantizes its own rows; ranks that share a block combine their maxima. FSDP then gathers the codes, one byte per
-weight, instead of the weights.
+Fused optimizers, `parameter.data` and other kernels leave no trace, so each forward pass compares by value. One launch compares
+and one quantizes all weights that are whole on a device. With FSDP2, each rank quantizes its own rows; ranks that share a
+block combine their maxima. FSDP then gathers the codes, one byte per weight, instead of the weights.
 """
 
 import weakref
@@ -18,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8refit.errors import NonFiniteError, PrecisionError
 from fp8refit.fill.kernels import Action, Task, WorkTable, compile_table
+from fp8refit.fill.kernels.work import source_layout
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat
 from fp8refit.precision.products import has_fp8_products
 from fp8refit.precision.shards import has_fsdp, quantize_shards
@@ -92,8 +92,7 @@ class TrainedWeight:
         return (parameter if self._sharded is None else self._sharded._local_tensor).detach()
 
     def ensure_fresh(self) -> None:
-        """Call before the weight is multiplied with. Compares it by value, unless a module around it did that. Compiled, it
-        does so only after a step of an optimizer, and breaks the graph then.
+        """Compare before a product, unless a module around it did; if compiled, only after a step, with a break in the graph.
 
         Raises:
             PrecisionError: FSDP has not gathered the weight.
@@ -105,13 +104,13 @@ class TrainedWeight:
         elif not is_compiled and self.module._parameters[self._key] is self._sharded:
             raise PrecisionError([f"{self.name}: is not gathered; call the module that fully_shard was called with"])
 
-    def make_room(self, master: Tensor) -> Tensor:
-        """Return where the codes of a whole master go. New ones have scales of 0, which no block has."""
-        if self.codes is None or self.codes.device != master.device:
-            self.codes = self.local_codes = torch.empty(master.shape, dtype=FP8_DTYPE, device=master.device)
-            self.scale = torch.zeros(self.format.grid(master.shape), device=master.device)
-            self.has_fp8_products = has_fp8_products(master.device)
-        return self.codes
+    def make_room(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Return where codes of this rank go. If that is new, scales are 0, which no block has."""
+        if self.local_codes is None or self.local_codes.device != device:
+            self.local_codes = torch.zeros((*shape,), dtype=torch.uint8, device=device).view(FP8_DTYPE)
+            self.scale = torch.zeros(self.format.grid(self.parameter.shape), device=device)
+            self.has_fp8_products = has_fp8_products(device)
+        return self.local_codes
 
     def served(self) -> Iterable[tuple[str, Tensor]]:
         """Yield codes and scales by checkpoint name. With FSDP, codes are shards."""
@@ -143,7 +142,7 @@ class TrainedWeight:
         self, mesh: object, outer_size: object, outer_stride: object, module: object, mp_policy: object
     ) -> tuple[tuple[Tensor, ...], None]:
         """Return what FSDP gathers: bytes, which every backend can send."""
-        if self.owner.inside is None:
+        if self.owner.inside is None or self not in self.owner.within(self.owner.inside):
             self.owner.before_forward((self,))
         assert self.local_codes is not None, f"{self.name=} is quantized"
         return (self.local_codes.view(torch.uint8),), None
@@ -167,8 +166,7 @@ class TrainedWeights:
 
     Attributes:
         inside: The outermost module that is being called, which has compared its weights; None between calls.
-        is_due: Whether an optimizer, of whatever, stepped since the last comparison. A compiled part of the model looks at
-            this alone, since whatever else it asked would break its graph.
+        is_due: Whether any optimizer stepped since the last comparison, which is all that a compiled part can ask.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -185,7 +183,6 @@ class TrainedWeights:
         return vars(self) | {"_tables": {}, "_empty": [], "inside": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of `__getstate__`."""
         vars(self).update(state)
         self._watch_optimizers()
 
@@ -204,22 +201,20 @@ class TrainedWeights:
         return self.weights[-1]
 
     def watch(self) -> None:
-        """Have the modules around weights compare them when they are called. Those of one linear compare in its product.
-
-        Ranks must agree on when they compare shards: only FSDP's modules and those around them do.
-        """
+        """Have modules around weights compare them when called: of FSDP's those on which ranks agree, its own and around."""
         for module in self._model.modules():
             if hasattr(module, "reshard"):
-                for weight in self._within(module):
+                for weight in self.within(module):
                     weight.gathers = module  # the innermost comes last
             if module is self._model or (has_fsdp(module) if self._begins_sharded else any(module.children())):
                 module.register_forward_pre_hook(self._begin, prepend=True)
                 module.register_forward_hook(self._end, always_call=True)
 
-    def _within(self, module: nn.Module) -> tuple[TrainedWeight, ...]:
+    def within(self, module: nn.Module) -> tuple[TrainedWeight, ...]:
+        """Return the weights of a part of the model."""
         if module not in self._parts:
-            modules = {*module.modules()}
-            self._parts[module] = tuple(weight for weight in self.weights if weight.module in modules)
+            inner = {*module.modules()}
+            self._parts[module] = tuple(weight for weight in self.weights if weight.module in inner)
         return self._parts[module]
 
     def _begin(self, module: nn.Module, inputs: object) -> None:
@@ -228,7 +223,7 @@ class TrainedWeights:
             if module is self._model:
                 self.before_forward(self.weights)
         elif module is self._model or self.inside in (None, module):
-            self.before_forward(self._within(module))
+            self.before_forward(self.within(module))
             self.inside = module
 
     def _end(self, module: nn.Module, inputs: object, outputs: object) -> None:
@@ -254,9 +249,7 @@ class TrainedWeights:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(self, weights: Sequence[TrainedWeight]) -> None:
-        """Call `refresh` before a forward pass, but not before the recomputation of one, which takes the same codes, nor in
-        the capture of a CUDA graph, which cannot wait for an answer.
-        """
+        """Call `refresh`, except to recompute a pass, which takes the same codes, or in the capture of a CUDA graph."""
         is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         is_repeated = torch._C._current_graph_task_id() != -1  # a backward pass is under way
         if not (is_captured or is_repeated) or any(weight.local_codes is None for weight in weights):
@@ -289,10 +282,8 @@ class TrainedWeights:
         return len(changed)
 
     def _quantize_whole(self, weights: tuple[TrainedWeight, ...]) -> tuple[list[TrainedWeight], list[TrainedWeight]]:
-        """Compare unsharded weights in one launch. If any changed and all are finite, quantize them in another.
-
-        Returns:
-            The weights with NaN or Inf, and those that changed.
+        """Compare unsharded weights in one launch. If any changed and all are finite, quantize them in another. Return
+        those with NaN or Inf, and those that changed.
         """
         table, owners = self._table_of(weights)
         table.launch(check=True, action=Action.COMPARE)
@@ -305,12 +296,9 @@ class TrainedWeights:
     def _table_of(self, weights: tuple[TrainedWeight, ...]) -> tuple[WorkTable, list[TrainedWeight]]:
         """Return the table that quantizes some unsharded weights, and the weight of each task."""
         masters = [weight.local for weight in weights]
-        held = [weight.make_room(master) for weight, master in zip(weights, masters, strict=True)]
-        key = [
-            (m.data_ptr(), m.shape, m.stride(), m.dtype, m.device)
-            for pair in zip(masters, held, strict=True)
-            for m in pair
-        ]
+        for weight, master in zip(weights, masters, strict=True):
+            weight.codes = weight.make_room(master.shape, master.device)
+        key = [(t.data_ptr(), source_layout(t)) for t in (*masters, *_written(weights))]
         if weights not in self._tables or key != self._tables[weights][0]:
             devices = {master.device for master in masters}
             if len(devices) != 1 or devices & {torch.device("meta")}:
