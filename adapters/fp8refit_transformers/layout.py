@@ -11,6 +11,7 @@ from fp8refit.live.slots import SCALE_SUFFIX, Inventory, KvCache, KvLayer, KvSca
 from fp8refit_transformers.admission import own_class
 from fp8refit_transformers.kv_cache import DTYPE, KINDS, Fp8Kv, fp8_kvs
 from fp8refit_transformers.linear import BlockFp8Linear
+from fp8refit_transformers.naming import declared_beside
 from fp8refit_transformers.prefill import DecoderPrefill
 
 
@@ -33,6 +34,8 @@ def read_inventory(model: nn.Module) -> Inventory:
             aliases[checkpoint_name] = first
         else:
             slots.append(slot)
+    if hasattr(model, "config"):
+        unneeded += declared_beside(model, [slot.name for slot in slots])
     return Inventory(
         slots=tuple(slots),
         aliases=aliases,

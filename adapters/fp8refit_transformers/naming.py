@@ -4,7 +4,8 @@ transformers' own model is built on the meta device, and its own conversion from
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,11 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8refit.fill.plan import is_any_of
+from fp8refit.live.names import without_numbers
 from fp8refit.live.slots import Refusal, Stacked, TensorMeta
 from fp8refit.live.tracing.records import Copy
 from fp8refit.live.tracing.trace import Trace
 from fp8refit.live.tracing.twin import Naming, Twin
 from fp8refit_transformers.layers import Saved, save_alike
+
+
+_DRAFT_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""What configs call the number of layers that draft tokens."""
+_LAYER = re.compile(r"(?:.+?\.)?layers\.(?=\d+\.)")
 
 
 def twin_or_refusal(config: Any, trace: Callable[[], Twin | None]) -> Twin | Refusal:
@@ -138,7 +146,29 @@ def _naming_of(model: Any, *, is_whole: bool = False) -> Naming:
         aliases=aliases,
         stacked=tuple(stacks[name] for name in state if name in stacks),
         others={other: name for other, name in others.items() if other not in tensors},
+        beside=declared_beside(model, tensors),
     )
+
+
+def declared_beside(model: Any, names: Iterable[str]) -> tuple[str, ...]:
+    """Patterns of names that published checkpoints hold and this model does not, such as those of layers that draft tokens.
+
+    The config counts layers after the last one; the model's class says what else `from_pretrained` leaves out.
+
+    Args:
+        model: A model of transformers.
+        names: The model's own names, none of which a pattern matches.
+    """
+    config = model.config.get_text_config()
+    num_layers = getattr(config, "num_hidden_layers", 0)
+    num_drafts = max(getattr(config, count, None) or 0 for count in _DRAFT_COUNTS)
+    stacks = dict.fromkeys(found[0] for name in names if (found := _LAYER.match(name)))
+    declared = [f"{stack}{num_layers + place}.*" for stack in stacks for place in range(num_drafts)]
+    for regex in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ():
+        stem = regex.removeprefix("^").removeprefix(r"(^|\.)").removesuffix(".*").replace("\\", "")
+        if re.fullmatch(r"[\w.]+", stem) and without_numbers(stem) == stem:  # numbers are those of one published model
+            declared.append(f"{stem}*" if regex.startswith("^") else f"*{stem}*")
+    return tuple(pattern for pattern in declared if not any(map(is_any_of([pattern]), names)))
 
 
 def _save(model: Any, state: Mapping[str, Tensor]) -> list[Saved]:

@@ -1,7 +1,7 @@
 """Decides what becomes of each tensor when a checkpoint is quantized: by its name, or by an engine's layout."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fp8refit.errors import CheckpointError
+from fp8refit.fill.plan import are_unneeded
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.slots import (
@@ -118,9 +119,9 @@ def outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> li
         if (slot.scale_format, slot.block_size) != (slots[slot.name].scale_format, slots[slot.name].block_size)
     ]
     stacks = {stack.name: stack for stack in layout.stacked}
-    outputs = []
+    outputs, is_unneeded = [], are_unneeded(layout.unneeded)
     for name, meta in metadata.items():
-        verdict = _judge(layout, name, meta, slots, stacks)
+        verdict = _judge(layout, name, meta, slots, stacks, is_unneeded)
         if isinstance(verdict, str):
             problems.append(f"{name}: {verdict}")
         else:
@@ -134,7 +135,12 @@ def outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> li
 
 
 def _judge(
-    layout: EngineLayout, name: str, meta: TensorMeta, slots: Mapping[str, SlotLayout], stacks: Mapping[str, Stacked]
+    layout: EngineLayout,
+    name: str,
+    meta: TensorMeta,
+    slots: Mapping[str, SlotLayout],
+    stacks: Mapping[str, Stacked],
+    is_unneeded: Callable[[str], bool],
 ) -> Output | str:
     """What becomes of a tensor, or why nothing does."""
     canonical = layout.aliases.get(name, name)
@@ -145,8 +151,7 @@ def _judge(
             return f"this model's checkpoints hold all experts of a layer in one tensor; {_BOOT_BF16}"
         slot = slots[next(iter(stack.parts))]
     if slot is None:
-        is_skipped = is_not_a_weight(name) or name in layout.unneeded
-        return _copied(name, meta, meta.dtype) if is_skipped else "this engine has no such weight"
+        return _copied(name, meta, meta.dtype) if is_unneeded(name) else "this engine has no such weight"
     if slot.is_rearranged:
         return f"this model's checkpoints hold it in an order that does not match its blocks; {_BOOT_BF16}"
     if not written:

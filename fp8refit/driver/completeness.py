@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import RefitError
-from fp8refit.fill.plan import is_any_of
-from fp8refit.live.names import is_kv_scale, is_not_a_weight
+from fp8refit.fill.plan import are_unneeded, is_any_of
+from fp8refit.live.names import is_kv_scale
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory
 from fp8refit.ranks.rank import Rank
 from fp8refit.transport.vote import ErrorRecord, merge_errors
@@ -27,7 +27,7 @@ class Claims(BaseModel):
     optional: frozenset[str] = frozenset()
     """Names that may arrive: KV scales."""
     skipped: frozenset[str] = frozenset()
-    """Names that may arrive and are ignored."""
+    """Names that may arrive and are ignored; see `Inventory.unneeded`."""
     aliases: dict[str, str] = {}
     """Second names of tied tensors, with the first name."""
     stacks: dict[str, tuple[str, ...]] = {}
@@ -78,6 +78,7 @@ class Stream:
 
     def __init__(self, claims: Claims, keep: tuple[str, ...] = ()) -> None:
         self._claims = claims
+        self._is_skipped = are_unneeded(claims.skipped)
         is_kept = is_any_of(keep)
         aliases: dict[str, set[str]] = {}
         for alias, name in claims.aliases.items():
@@ -109,7 +110,7 @@ class Stream:
             return Kind.NEEDED
         if base in claims.needed or base in claims.optional:
             return Kind.OPTIONAL
-        if name in claims.skipped or base in claims.skipped or is_not_a_weight(name):
+        if self._is_skipped(name):
             return Kind.SKIPPED
         return Kind.SKIPPED if is_kv_scale(name) and not claims.optional else Kind.UNKNOWN
 

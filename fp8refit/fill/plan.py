@@ -75,7 +75,7 @@ def compile_plan(
         slots: The inventory's slots.
         sources: Checkpoint name to shape and dtype.
         aliases: Names that share another name's slot.
-        unneeded: Names that a source may send although no slot takes them.
+        unneeded: Names that a source may send although no slot takes them; see `Inventory.unneeded`.
         stacked: Tensors that may replace those of single experts.
         problems: Problems already found in the source (duplicates), to be raised with the others.
         keep: Patterns of names that may be missing.
@@ -93,6 +93,19 @@ def is_any_of(patterns: Sequence[str]) -> Callable[[str], bool]:
     """A function that tells whether a name matches any pattern."""
     matchers = [re.compile(fnmatch.translate(pattern)) for pattern in patterns]
     return lambda name: any(matcher.match(name) for matcher in matchers)
+
+
+def are_unneeded(names: Iterable[str]) -> Callable[[str], bool]:
+    """A function that tells whether a tensor may be sent although no slot takes it.
+
+    Args:
+        names: See `Inventory.unneeded`.
+    """
+    known = frozenset(names)
+    is_like = is_any_of([name for name in known if "*" in name])
+    return lambda name: (
+        name in known or name.removesuffix(SCALE_SUFFIX) in known or is_not_a_weight(name) or is_like(name)
+    )
 
 
 class PlanBuilder:
@@ -113,7 +126,7 @@ class PlanBuilder:
         self._by_name: dict[str, list[int]] = {}
         for index, slot in enumerate(slots):
             self._by_name.setdefault(slot.name, []).append(index)
-        self._unneeded = frozenset(unneeded)
+        self._is_unneeded = are_unneeded(unneeded)
         self._stacked = {stack.name: stack for stack in stacked}
         self._has_kv_scales = any(slot.is_optional for slot in slots)
         self._problems = list(problems)
@@ -140,17 +153,16 @@ class PlanBuilder:
             return self._add_stack(name, meta, self._stacked[canonical], is_scale=is_scale)
         indexes = self._by_name.get(canonical)
         if indexes is None:
-            self._add_unknown(name, weight_name)
+            self._add_unknown(name)
             return []
         if canonical != weight_name and self._is_taken(canonical, is_scale):
             self._ignored.append(name)
             return []
         return self._add_own(name, meta, indexes, is_scale=is_scale)
 
-    def _add_unknown(self, name: str, weight_name: str) -> None:
+    def _add_unknown(self, name: str) -> None:
         """Record a tensor whose name no slot has."""
-        is_unneeded = bool({name, weight_name} & self._unneeded)
-        if is_not_a_weight(name) or is_unneeded or (is_kv_scale(name) and not self._has_kv_scales):
+        if self._is_unneeded(name) or (is_kv_scale(name) and not self._has_kv_scales):
             self._ignored.append(name)
         elif stacked := self._held_stacked(name):
             self._apart[name] = stacked

@@ -81,7 +81,7 @@ class EngineLayout(BaseModel):
     aliases: dict[str, str]
     """Checkpoint names that share another name's slot."""
     unneeded: tuple[str, ...] = ()
-    """Checkpoint names that a source may send but no slot takes."""
+    """Checkpoint names that a source may send but no slot takes; see `Inventory.unneeded`."""
     stacked: tuple[Stacked, ...] = ()
     """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
     written_as: dict[str, tuple[str, ...]] = {}

@@ -258,7 +258,7 @@ class Inventory:
     aliases: dict[str, str] = field(default_factory=dict)
     """Checkpoint names that share another's slot (tied embeddings). A source may send either or both."""
     unneeded: tuple[str, ...] = ()
-    """Checkpoint names that a source may send but no slot takes."""
+    """Checkpoint names that a source may send but no slot takes, and patterns of such names, in which `*` stands for anything."""
     stacked: tuple[Stacked, ...] = ()
     """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
     written_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -134,7 +134,7 @@ class _Reading:
             slots=tuple(self._slots),
             live=live_tensors(self._model),
             aliases={name: first for name, first in aliases.items() if first in names},
-            unneeded=(*unused, *(name for name, first in naming.aliases.items() if first in unused)),
+            unneeded=(*unused, *(name for name, first in naming.aliases.items() if first in unused), *naming.beside),
             stacked=stacked,
             written_as=self._twin.written_as,
             padding=tuple(self._padding),

@@ -3,6 +3,7 @@
 The loader gets meta tensors with a checkpoint's names and shapes, and shows which box of each goes where.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +21,9 @@ from fp8refit.live.tracing.scale_names import ScaleNames
 from fp8refit.live.tracing.trace import Load, storage_of, trace_once
 
 
+_BEFORE_LAYER = re.compile(r"\.\d+\.")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Naming:
     """What a checkpoint of a model holds, and what a state dict may call the same tensors."""
@@ -34,6 +38,8 @@ class Naming:
     """Tensors in a state dict that hold several of a checkpoint's."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Other names that a loader may accept, such as without a base model's prefix, and the checkpoint's names for them."""
+    beside: tuple[str, ...] = ()
+    """Patterns of names that published checkpoints hold beside these, such as `mtp.*`. In a twin: those that its loader skips."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +100,9 @@ def trace_twin(
     naming = replace(naming, tensors=_in_bf16(naming.tensors))
     traced = trace_alike(load, named, naming.tensors)
     traced = replace(traced, objections=(*traced.objections, *_packed(model, firsts)))
-    naming = replace(naming, aliases={**naming.aliases, **_taken_alike(load, named, naming, traced)})
+    aliases = {**naming.aliases, **_taken_alike(load, named, naming, traced)}
+    skipped = tuple(each for each in naming.beside if _skips(load, named, naming, each))
+    naming = replace(naming, aliases=aliases, beside=skipped)
     written_as: dict[str, tuple[str, ...]] = {}
     if block_size is not None:
         asked = ScaleNames(
@@ -192,6 +200,21 @@ def _taken_alike(load: Load, named: Mapping[str, Tensor], naming: Naming, traced
     places = _copies_by_source(traced)
     found = _copies_by_source(others)
     return {other: name for other, name in naming.others.items() if other in found and found[other] == places.get(name)}
+
+
+def _skips(load: Load, named: Mapping[str, Tensor], naming: Naming, pattern: str) -> bool:
+    """Whether the loader leaves out tensors of these names, read and raised nothing: tried with one of each kind of a layer."""
+    stem, asked = pattern.strip("*."), {}
+    for name in {without_numbers(name): name for name in naming.tensors}.values():
+        part, meta = _BEFORE_LAYER.split(name, 1)[-1], naming.tensors[name]
+        asked |= {f"{stem}.{part}": meta, f"{stem}.layers.0.{part}": meta}
+    try:
+        traced = trace_once(load, named, asked)
+    except Exception:  # noqa: BLE001 - as above
+        return False
+    taken = {each.source for found in (traced.copies, traced.objections) for each in found}
+    taken |= {base.name for computed in traced.computed for base in computed.recipe.bases()}
+    return taken.isdisjoint(asked)
 
 
 def _copies_by_source(traced: Traced) -> dict[str, set[Copy]]:

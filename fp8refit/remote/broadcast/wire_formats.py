@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from fp8refit.config import RefitConfig
+from fp8refit.fill.plan import are_unneeded
 from fp8refit.live.layout import EngineLayout, SlotLayout
-from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, ScaleFormat, Stacked, TensorMeta, dtype_name
 from fp8refit.remote.broadcast.sections import Sections
 from fp8refit.sources.row_runs import BLOCK_ROWS
@@ -77,6 +77,7 @@ class _Chooser:
         self._slots: dict[str, list[SlotLayout]] = {}
         self._aliases: dict[str, str] = {}
         self._stacks: dict[str, list[Stacked]] = {}
+        self._is_unneeded = are_unneeded(name for layout in layouts for name in layout.unneeded)
         for layout in layouts:
             self._aliases |= layout.aliases
             for slot in layout.slots:
@@ -89,7 +90,8 @@ class _Chooser:
         weight_name = name.removesuffix(SCALE_SUFFIX)
         canonical = self._aliases.get(weight_name, weight_name)
         is_superseded = canonical != weight_name and canonical in self._metadata
-        travels = not is_superseded and not is_not_a_weight(name)
+        is_held = canonical in self._slots or canonical in self._stacks
+        travels = not is_superseded and (is_held or not self._is_unneeded(name))
         is_transposed, parts = self._parts_of(canonical, meta)
         if not travels or not parts or name != weight_name:
             tensor = self._choose(name, meta, canonical)
