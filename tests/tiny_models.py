@@ -331,3 +331,26 @@ def save_model(family: str, seed: int, folder: Path) -> PreTrainedModel:
     model = make_model(family, seed)
     model.save_pretrained(folder)
     return model
+
+
+def drafting(family: str, policy: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a published checkpoint of `family` holds beside a policy: one layer that drafts tokens, as it is named there."""
+    last = {name: tensor for name, tensor in policy.items() if name.startswith("model.layers.1.")}
+    wide, norm = torch.ones(256, 512, dtype=torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
+    if family == "qwen3_next":
+        layer, joint, norms = "mtp.layers.0.", "mtp.fc.weight", ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        rest = {f"mtp.{each}.weight": norm for each in norms}
+    else:
+        layer, joint = "model.layers.2.", "model.layers.2.eh_proj.weight"
+        rest = {f"{layer}{each}.weight": norm for each in ("enorm", "hnorm", "shared_head.norm")}
+        rest |= {f"{layer}{each}.weight": policy["lm_head.weight"] for each in ("embed_tokens", "shared_head.head")}
+    return {name.replace("model.layers.1.", layer): tensor for name, tensor in last.items()} | {joint: wide} | rest
+
+
+def save_with_draft(family: str, seed: int, folder: Path) -> None:
+    """`save_model`, with a layer that drafts tokens."""
+    from safetensors.torch import save_file
+
+    drafts = drafting(family, save_model(family, seed, folder).state_dict())
+    (folder / "model.safetensors").rename(folder / "model-0.safetensors")
+    save_file({name: tensor.clone() for name, tensor in drafts.items()}, folder / "model-1.safetensors")

@@ -15,6 +15,7 @@ import torch
 from attacked import run_oracle
 from broadcast import run_broadcast
 from conformance import run_conformance
+from drafts import run_drafts, run_fresh_drafts
 from drop_ins import run_drop_in, run_drop_in_boot, run_drop_in_fresh, run_drop_in_fresh_ranks, run_drop_in_refused
 from engines import (
     booted,
@@ -197,6 +198,8 @@ SCENARIOS = {
     "expert ranks": run_expert_ranks,
     "lora": run_lora,
     "fresh lora": run_fresh_lora,
+    "drafts": run_drafts,
+    "fresh drafts": run_fresh_drafts,
     "online": run_online,
     "head bias": run_head_bias,
     "precision": run_precision,
