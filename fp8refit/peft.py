@@ -112,6 +112,11 @@ class Merged:
             yield each.name, out
             del out
 
+    def pick(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the weights with these names, merged."""
+        wanted = set(names)
+        return dict(Merged([each for each in self._weights if each.name in wanted], self._layout))
+
     def pieces(self, max_bytes: int) -> Iterator[Piece]:
         """Yield the weights in pieces, each of which stays valid until the next one is requested."""
         for batch in in_batches(self, self.recipes(max_bytes), Room(max_bytes)):

@@ -117,6 +117,7 @@ class FakeModel(nn.Module):
             slots=tuple(self.slots()),
             live=live_tensors(self),
             aliases={"lm_head.weight": "model.embed_tokens.weight"},
+            unneeded=("mtp.*",),
             padding=(self.embed[VOCAB:],),
             refreshes=(Refresh(name="norm_sum", run=self._refresh),),
             refusals=self.refusals,

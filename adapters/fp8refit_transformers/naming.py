@@ -21,7 +21,6 @@ from fp8refit.live.tracing.trace import Trace
 from fp8refit.live.tracing.twin import Naming, Twin
 from fp8refit_transformers.layers import Saved, save_alike
 
-
 _DRAFT_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """What configs call the number of layers that draft tokens."""
 _LAYER = re.compile(r"(?:.+?\.)?layers\.(?=\d+\.)")

@@ -6,7 +6,6 @@ an existing empty folder, files are moved, `config.json` last.
 """
 
 import json
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +17,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from fp8refit.cli.checkpoint_outputs import (
+    EMBEDDING,
     Output,
     check_quantizable,
+    check_ties,
     one_block_size,
     output_by_name,
     outputs_like,
@@ -36,7 +37,6 @@ from fp8refit.sources.checkpoints import SafetensorsSource
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
 
-_EMBEDDING = re.compile(r"(?:^|\.)(?:embed\w*|\w*embeddings?|wte|wpe)\.weight$")
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
@@ -104,6 +104,7 @@ def quantize_checkpoint(
     dst = free_place(dst)
     source = SafetensorsSource(src)
     metadata = select(source, config, takes_stacks=like is not None)
+    check_ties(source, config, like)
     if like is None:
         outputs = [output_by_name(name, meta, scale_format, block_size) for name, meta in metadata.items()]
     else:
@@ -243,7 +244,7 @@ def _write_config(config: Mapping[str, Any], outputs: list[Output], block_size: 
         if output.scale_format is None
         and output.name.endswith(".weight")
         and len(output.source.shape) == 2
-        and not _EMBEDDING.search(output.name)
+        and not EMBEDDING.search(output.name)
     ]
     quantization_config = {
         "quant_method": "fp8",

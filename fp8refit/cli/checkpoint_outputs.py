@@ -10,6 +10,7 @@ import torch
 
 from fp8refit.errors import CheckpointError
 from fp8refit.fill.plan import are_unneeded
+from fp8refit.fill.ties import untied
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.slots import (
@@ -27,6 +28,7 @@ from fp8refit.sources.checkpoints import SafetensorsSource
 _LINEAR = re.compile(r"_proj(?:_with_mqa)?\.weight$|\.experts\..+\.weight$")
 _STACK = re.compile(r"\.experts\.[a-z]\w*$")
 _LM_HEAD = re.compile(r"(?:^|\.)lm_head\.weight$")
+EMBEDDING = re.compile(r"(?:^|\.)(?:embed\w*|\w*embeddings?|wte|wpe)\.weight$")
 _BOOT_BF16 = "boot the engine from the BF16 checkpoint instead"
 _FP32_SUFFIXES = ("e_score_correction_bias",)
 
@@ -92,6 +94,21 @@ def select(source: SafetensorsSource, config: Mapping[str, Any], *, takes_stacks
         raise CheckpointError("this checkpoint cannot be quantized:", problems)
     is_tied = bool(config.get("tie_word_embeddings", False))
     return {name: meta for name, meta in source.metadata.items() if not (is_tied and _LM_HEAD.search(name))}
+
+
+def check_ties(source: SafetensorsSource, config: Mapping[str, Any], like: EngineLayout | None) -> None:
+    """Check that tensors which an engine holds as one are equal.
+
+    Raises:
+        CheckpointError: The LM head, or another tied tensor, differs.
+    """
+    metadata, firsts = source.metadata, dict(like.aliases) if like is not None else {}
+    if config.get("tie_word_embeddings", False):
+        heads, embeddings = (list(filter(regex.search, metadata)) for regex in (_LM_HEAD, EMBEDDING))
+        firsts |= {head: name for head in heads for name in embeddings if metadata[name].shape == metadata[head].shape}
+    ties = {name: (first, torch.bfloat16) for name, first in firsts.items() if {name, first} <= metadata.keys()}
+    if problems := untied(ties, source):
+        raise CheckpointError("this checkpoint cannot be quantized:", problems)
 
 
 def output_by_name(name: str, meta: TensorMeta, scale_format: ScaleFormat, block_size: tuple[int, int]) -> Output:

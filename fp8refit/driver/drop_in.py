@@ -22,8 +22,10 @@ from torch import Tensor
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.completeness import Kind, Stream, claims_of_all
+from fp8refit.driver.refitter import Refitter
 from fp8refit.driver.update import Update, update
 from fp8refit.errors import EngineDirtyError, InvalidSourceError, RankFailedError, RefitError
+from fp8refit.fill.ties import tie_problem
 from fp8refit.live.slots import SOURCE_DTYPES
 from fp8refit.ranks.rank import Rank
 from fp8refit.report import RefitReport
@@ -89,7 +91,8 @@ class DropIn:
         self._calibration = options.read_calibration()
         self._stream = Stream(claims_of_all(rank, self._config), options.keep)
         self._update: Update | None = None
-        self._tie_error: RefitError | None = None
+        self._skipped: dict[str, None] = {}
+        """Names that arrived while no policy was open, and that no slot takes."""
         self._is_marked = False
         self._bucket: list[tuple[str, Tensor]] = []
         self._samples: list[Tensor] = []
@@ -158,6 +161,8 @@ class DropIn:
                 if not are_together:
                     self._hand_over()
             self._hand_over()
+            if self._update is not None and self._stream.is_whole and not self._is_marked:
+                self._commit()  # only now: what else came with the last tensor belongs to the policy
         except BaseException as error:  # the source failed or was interrupted: end it on every rank
             self._give_up(f"loading it failed ({type(error).__name__}: {error})")
             raise
@@ -204,23 +209,17 @@ class DropIn:
 
     def _take(self, name: str, tensor: Tensor) -> None:
         stream, kind = self._stream, self._stream.kind_of(name)
-        if self._update is None:
-            if not self._begins(name, kind, tensor):
-                return
-        elif not self._is_marked and name in stream.came:
-            self._start_over(name, tensor)
-        if stream.is_second(name):
-            self._hand_over()
-            if self._tie_error is None and not self._rank.target.holds(name, tensor):
-                self._tie_error = _differs(name)  # raised at the end, since other ranks may hold other parts
-            stream.note(name, tensor)
+        if self._update is not None and not self._is_marked and name in stream.came:
+            if stream.is_whole:
+                self._commit()
+            else:
+                self._start_over(name, tensor)
+        if self._update is None and not self._begins(name, kind, tensor):
             return
         if kind in (Kind.NEEDED, Kind.OPTIONAL):
             stream.note(name, tensor)
         self._witness(tensor)
         self._bucket.append((name, tensor))
-        if stream.is_whole and not self._is_marked:
-            self._commit()
 
     def _witness(self, tensor: Tensor) -> None:
         """Record some values, so that ranks notice if they were given different policies under the same names."""
@@ -242,6 +241,7 @@ class DropIn:
             self._is_marked = False
             stream.begin_anew()
         if kind is Kind.SKIPPED:
+            self._skipped[name] = None
             return False
         if kind is Kind.UNKNOWN:
             raise InvalidSourceError([f"{name}: unexpected, this engine has no such weight; leave it out"])
@@ -253,10 +253,20 @@ class DropIn:
         if name in stream.came or not stream.is_second(name):
             problem = f"{name}: came after the policy was whole; the next one has to begin with {stream.first}, as that one did"
             raise InvalidSourceError([problem])
-        if not self._rank.target.holds(name, tensor):
-            raise _differs(name)
+        self._check_is_served(name, tensor)
         stream.note(name, tensor)
         return False
+
+    def _check_is_served(self, name: str, tensor: Tensor) -> None:
+        """Compare a tied tensor with what was committed under its other name. Leaves the engine dirty if it differs.
+
+        Raises:
+            InvalidSourceError: It differs.
+        """
+        config = self._config.model_copy(update={"keep": ("*",)})
+        if not Refitter(self._owner, config).verify({name: tensor}).is_equal:
+            self._open()
+            self._leave(InvalidSourceError([tie_problem(name)], written=True))
 
     def _start_over(self, name: str, tensor: Tensor) -> None:
         """Give up the open policy.
@@ -292,7 +302,7 @@ class DropIn:
     def _open(self) -> None:
         opened = update(self._owner, self._config, calibration=self._calibration)
         opened.__enter__()
-        self._update, self._tie_error, self._rank.witness = opened, None, ""
+        self._update, self._rank.witness = opened, ""
         self._samples.clear()
 
     def _hand_over(self) -> None:
@@ -309,8 +319,6 @@ class DropIn:
         """Commit the complete policy."""
         global _last_report
         self._hand_over()
-        if self._tie_error is not None:
-            self._leave(self._tie_error)
         if self._samples:
             with self._rank.target.live.on_device():
                 self._rank.witness = _digest(self._samples)
@@ -324,7 +332,8 @@ class DropIn:
         assert report is not None, "it is over"
         kv = self._rank.target.live.kv
         num_old = len(kv.names) if kv is not None and report.kv is None else 0
-        report = report.model_copy(update={"num_old_scales": num_old})
+        ignored, self._skipped = tuple(dict.fromkeys((*self._skipped, *report.ignored))), {}
+        report = report.model_copy(update={"num_old_scales": num_old, "ignored": ignored})
         if num_old and not self._has_warned_of_scales:
             self._has_warned_of_scales = True
             self._logger.warning(
@@ -351,7 +360,7 @@ class DropIn:
     def _leave(self, error: BaseException) -> None:
         """End the open update with an error, on every rank."""
         self._bucket.clear()
-        left, self._update, self._tie_error = self._update, None, None
+        left, self._update = self._update, None
         assert left is not None, "one is under way"
         left.__exit__(type(error), error, None)
 
@@ -369,10 +378,6 @@ def _digest(samples: Sequence[Tensor]) -> str:
         for place, part in zip(here, torch.split(together, [samples[place].numel() for place in here]), strict=True):
             values[place] = part.numpy().tobytes()
     return hashlib.sha256(b"".join(values)).hexdigest()
-
-
-def _differs(name: str) -> InvalidSourceError:
-    return InvalidSourceError([f"{name}: is tied, and differs from what came under its other name; send one of them"])
 
 
 def last_report() -> RefitReport | None:

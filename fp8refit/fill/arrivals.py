@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.fill.plan import PlanBuilder, RefitPlan, Step
@@ -9,7 +10,7 @@ from fp8refit.live.slots import TensorMeta
 from fp8refit.sources.row_runs import Piece
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Expected:
     """The expected tensors and their steps."""
 
@@ -22,7 +23,13 @@ class Expected:
     @classmethod
     def of(cls, plan: RefitPlan, metadata: Mapping[str, TensorMeta]) -> "Expected":
         """The tensors of a plan."""
-        return cls(plan=plan, steps=by_source(plan.steps), metadata=metadata)
+        return cls(plan=plan, steps=by_source((*plan.steps, *plan.seconds)), metadata=metadata)
+
+    @cached_property
+    def firsts(self) -> Mapping[str, str]:
+        """Every tensor that comes under two names, and a name that stands for both."""
+        ties = {name: first for name, (first, _) in self.plan.ties.items()}
+        return ties | {first: first for first in ties.values()}
 
 
 class Arrivals:
@@ -54,6 +61,8 @@ class Arrivals:
         self._builder = make_builder() if expected is None else None
         self._tied = aliases.keys() | set(aliases.values())
         self._names: set[str] = set()
+        self._came_as: dict[str, str] = {}
+        """The name under which each tensor came first that has two."""
 
     @property
     def plan(self) -> RefitPlan | None:
@@ -71,12 +80,12 @@ class Arrivals:
         return self._builder is None
 
     def are_new(self, names: Iterable[str]) -> bool:
-        """Whether everything so far was expected, and none of these names has arrived."""
-        return self._builder is None and self._names.isdisjoint(names)
+        """Whether everything so far was expected, none of these names has arrived, and each is the only one of its tensor."""
+        return self._builder is None and self._names.isdisjoint(names) and self._firsts.keys().isdisjoint(names)
 
     def note_new(self, name: str) -> bool:
-        """Note the arrival of an expected tensor; False if tensors are planned on arrival, or it has arrived before."""
-        if self._builder is not None or name in self._names:
+        """Note the arrival of an expected tensor; False if one has to ask for its steps."""
+        if not self.are_new((name,)):
             return False
         self._names.add(name)
         return True
@@ -110,8 +119,19 @@ class Arrivals:
         return self.expected.steps.get(name, ()) if self.expected is not None else ()
 
     def is_settled(self, name: str) -> bool:
-        """Whether a tensor's steps are certain. Which of two names counts for one tensor is known once all have arrived."""
-        return self._builder is None or name not in self._tied
+        """Whether a tensor's steps will be the same in the next stream: it may come first then, or second."""
+        return name not in (self._firsts if self._builder is None else self._tied)
+
+    def is_second(self, name: str) -> bool:
+        """Whether a tensor, whose steps were asked for, has come before under another name."""
+        if self._builder is not None:
+            return name in self._builder.seconds
+        first = self._firsts.get(name)
+        return first is not None and self._came_as.setdefault(first, name) != name
+
+    @property
+    def _firsts(self) -> Mapping[str, str]:
+        return self.expected.firsts if self.expected is not None else {}
 
     def finish(self) -> tuple[Expected, bool]:
         """Check that everything arrived. Returns what arrived, and whether it was planned on arrival.

@@ -23,7 +23,9 @@ class Fill(ABC):
 
     @property
     def differing(self) -> set[str]:
-        """Names of tensors that differ from their slots, as of the last `bad_sources`, if this fill compares."""
+        """Names of tensors that differ from their slots, as of the last `bad_sources`: of all that are compared, or of those
+        that came before under another name.
+        """
         return set()
 
     @property
@@ -70,10 +72,6 @@ class Fill(ABC):
             InvalidSourceError: A tensor arrived twice, incomplete, without bytes, or not as announced.
         """
         raise AssertionError("this fill reads its own source; nothing can be pushed to it")
-
-    def flush(self) -> None:
-        """Write what is still staged."""
-        return
 
     def finish(self) -> None:
         """Check that everything has arrived, and write what is still staged.

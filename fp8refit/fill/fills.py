@@ -20,6 +20,7 @@ from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging, least_bucket_bytes
 from fp8refit.fill.stream import StreamFill
 from fp8refit.fill.tasks import misfit_scales, required_format, scale_problem
+from fp8refit.fill.ties import untied
 from fp8refit.live.collector import collector_paused
 from fp8refit.live.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta
 from fp8refit.sources.handover import HandedSource
@@ -49,11 +50,6 @@ class Prepared:
     def plan(self) -> RefitPlan | None:
         """The plan; None for an unannounced stream until all of it has arrived."""
         return self.fills[-1].plan
-
-    def flush(self) -> None:
-        """Write what is still staged."""
-        for fill in self.fills:
-            fill.flush()
 
     def release(self) -> None:
         """Release what only this refit needs."""
@@ -173,6 +169,7 @@ class Fills:
         if config.on_scale_mismatch == "refuse" and staged:
             names = dict.fromkeys(step.source for step in staged)
             misfits += misfit_scales(staged, slots, ((name, source.tensors[name]) for name in names))
+        misfits += untied(resident.plan.ties, source)
         if misfits:
             raise InvalidSourceError(misfits)
         if not staged:
@@ -207,6 +204,8 @@ class Fills:
                 known, is_first = Expected.of(plan, metadata), True
                 self._expected = config.keep, known
             self._check_scales(known.plan, source, config)
+            if isinstance(source, RandomAccess) and (problems := untied(known.plan.ties, source)):
+                raise InvalidSourceError(problems)
 
         def learn(came: Expected) -> None:
             self._expected = config.keep, came

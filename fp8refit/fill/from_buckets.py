@@ -13,9 +13,10 @@ from typing_extensions import override
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError, TransportError
+from fp8refit.fill.arrivals import by_source
 from fp8refit.fill.fill import Arriving, Fill
-from fp8refit.fill.kernels import Task, WorkTable, compile_table
-from fp8refit.fill.plan import RefitPlan, Step
+from fp8refit.fill.kernels import Action, Task, WorkTable, compile_table
+from fp8refit.fill.plan import RefitPlan
 from fp8refit.fill.row_tasks import cut_to_run
 from fp8refit.fill.tasks import bind
 from fp8refit.live.slots import Slot
@@ -73,14 +74,13 @@ class ReceivedFill(Fill):
     ) -> None:
         self._plan, self._source, self._config = plan, source, config
         self.is_first = True
-        steps: dict[str, list[Step]] = {}
-        for step in plan.steps:
-            steps.setdefault(step.source, []).append(step)
         lacking = {step: prod(step.shape) for step in plan.steps}
-        self._tables: list[WorkTable] = []
-        self._names: list[list[str]] = []
+        seconds = frozenset(plan.seconds)
+        steps = by_source((*plan.steps, *plan.seconds))
+        self._work: list[dict[Action, tuple[WorkTable, list[str]]]] = []
+        """For each bucket, its tables with the source tensor of each task; what came under another name is compared."""
         for ordinal, bucket in enumerate(source.buckets):
-            tasks, names = [], []
+            tasks: dict[Action, list[tuple[Task, str]]] = {Action.WRITE: []}
             portions = bucket.portions(source.buffer(ordinal))
             placed = ((source.tensors[run.tensor], each) for run in bucket.runs for each in run.placements)
             for tensor, part, portion in (
@@ -88,12 +88,18 @@ class ReceivedFill(Fill):
             ):
                 for step in steps.get(part.name, ()):
                     task = _cut(bind(step, slots[step.slot], part.view(portion), config), part)
-                    if task is not None:
-                        tasks.append(task)
-                        names.append(_blamed(tensor, part))
+                    if task is None:
+                        continue
+                    action = Action.COMPARE if step in seconds else Action.WRITE
+                    tasks.setdefault(action, []).append((task, _blamed(tensor, part)))
+                    if action is Action.WRITE:
                         lacking[step] -= task.target.numel()
-            self._tables.append(compile_table(tasks, device))
-            self._names.append(names)
+            self._work.append(
+                {
+                    action: (compile_table([task for task, _ in found], device), [name for _, name in found])
+                    for action, found in tasks.items()
+                }
+            )
         absent = sorted({step.source for step, count in lacking.items() if count})
         if absent:
             raise TransportError(
@@ -103,6 +109,7 @@ class ReceivedFill(Fill):
         self._unread: list[tuple[WorkTable, list[str]]] = []
         """Launched tables whose flags have not been read, with the source tensor of each task."""
         self._num_filled = 0
+        self._differing: set[str] = set()
 
     def renew(self, source: ReceivedSource, config: RefitConfig) -> bool:
         """Prepare for another refit; False if the source or the options are not those this was made for."""
@@ -127,14 +134,14 @@ class ReceivedFill(Fill):
 
         Takes no tensors.
         """
-        table = self._tables[self._num_filled]
-        table.launch(check=self._config.validate_values != "off")
-        self._unread.append((table, self._names[self._num_filled]))
+        for action, (table, names) in self._work[self._num_filled].items():
+            table.launch(check=self._config.validate_values != "off", action=action)
+            self._unread.append((table, names))
         self._num_filled += 1
 
     @override
     def finish(self) -> None:
-        if self._num_filled < len(self._tables):
+        if self._num_filled < len(self._work):
             raise InvalidSourceError(["source: ended before everything that was announced had arrived"])
 
     @override
@@ -142,17 +149,23 @@ class ReceivedFill(Fill):
         """Nothing to do: the trainer has checked the values."""
         return []
 
+    @property
+    @override
+    def differing(self) -> set[str]:
+        return self._differing
+
     def bad_sources(self) -> list[str]:
         """Wait for everything, and return the trainer's names of flagged tensors, including those that overflow only in
         this engine's dtype.
         """
         unread, self._unread = self._unread, []
+        self._differing = {names[index] for table, names in unread for index in table.differing_tasks()} - {""}
         return sorted({names[index] for table, names in unread for index in table.bad_tasks()} - {""})
 
     @property
     def num_device_bytes(self) -> int:
         """Device memory held between refits: tables and buffers."""
-        return sum(table.num_device_bytes for table in self._tables) + sum(
+        return sum(table.num_device_bytes for work in self._work for table, _ in work.values()) + sum(
             buffer.nbytes for buffer in self._source.buffers
         )
 

@@ -13,6 +13,8 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+import torch
+
 from fp8refit.errors import InvalidSourceError
 from fp8refit.fill.fitting import Fit, fit_scale, fit_weight
 from fp8refit.live.names import is_adapter_weight, is_kv_scale, is_not_a_weight, other_spellings, stack_of
@@ -44,6 +46,10 @@ class RefitPlan:
     """Every step of one refit, in slot order."""
 
     steps: tuple[Step, ...]
+    seconds: tuple[Step, ...]
+    """Steps of tensors that came before under another name. Their slots are compared, not written."""
+    ties: Mapping[str, tuple[str, torch.dtype]]
+    """For each of these tensors, the one that came first, and the dtype in which both must be equal."""
     ignored: tuple[str, ...]
     kept: tuple[str, ...]
     """Names of slots that were not sent and keep their values."""
@@ -137,6 +143,8 @@ class PlanBuilder:
         """Tensors of single experts, and the slots that hold all experts."""
         self.seen: dict[str, TensorMeta] = {}
         """All tensors that arrived."""
+        self.seconds: dict[str, list[Step]] = {}
+        """Steps of those that came before under another name."""
         self._weights: dict[int, Step] = {}
         self._scales: dict[int, Step] = {}
 
@@ -154,9 +162,6 @@ class PlanBuilder:
         indexes = self._by_name.get(canonical)
         if indexes is None:
             self._add_unknown(name)
-            return []
-        if canonical != weight_name and self._is_taken(canonical, is_scale):
-            self._ignored.append(name)
             return []
         return self._add_own(name, meta, indexes, is_scale=is_scale)
 
@@ -184,8 +189,13 @@ class PlanBuilder:
             if isinstance(verdict, str):
                 self._problems.append(f"{name}: {verdict}")
                 return []
-            found[index] = _step(name, meta, index, verdict)
-            steps.append(found[index])
+            steps.append(_step(name, meta, index, verdict))
+        if indexes[0] in found:
+            is_alias = name.removesuffix(SCALE_SUFFIX) in self._aliases
+            self._ignored.append(name if is_alias else found[indexes[0]].source)
+            self.seconds[name] = steps
+        else:
+            found.update((step.slot, step) for step in steps)
         return steps
 
     def _add_stack(self, name: str, meta: TensorMeta, stack: Stacked, *, is_scale: bool) -> list[Step]:
@@ -230,7 +240,6 @@ class PlanBuilder:
         Raises:
             InvalidSourceError: Lists every problem found so far and every missing weight.
         """
-        self._drop_superseded_aliases()
         problems = [*self._problems, *self._come_apart(), *self._incomplete()]
         if problems:
             raise InvalidSourceError(problems)
@@ -247,6 +256,8 @@ class PlanBuilder:
             digest.update(repr(said).encode())
         return RefitPlan(
             steps=steps,
+            seconds=tuple(step for second in self.seconds.values() for step in second),
+            ties={name: self._tie(second[0]) for name, second in self.seconds.items()},
             ignored=tuple(self._ignored),
             kept=tuple(self._kept),
             num_sources=len({step.source for step in steps}),
@@ -257,13 +268,10 @@ class PlanBuilder:
             source_digest=hashlib.sha256(repr(sorted(f"{n}|{m}" for n, m in self.seen.items())).encode()).hexdigest(),
         )
 
-    def _is_taken(self, canonical: str, is_scale: bool) -> bool:
-        return (canonical + SCALE_SUFFIX if is_scale else canonical) in self.seen
-
-    def _drop_superseded_aliases(self) -> None:
-        """Report aliases as ignored if the tensor also arrived under its own name."""
-        used = {step.source for step in (*self._weights.values(), *self._scales.values())}
-        self._ignored += [name for name in self.seen if name in self._aliases and name not in used | set(self._ignored)]
+    def _tie(self, second: Step) -> tuple[str, torch.dtype]:
+        is_scale = second.op is Op.COPY_SCALES
+        first = (self._scales if is_scale else self._weights)[second.slot]
+        return first.source, torch.float32 if is_scale else self._slots[second.slot].source_dtype
 
     def _come_apart(self) -> Iterable[str]:
         if self._apart:

@@ -2,7 +2,8 @@
 fills.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import TypeAlias
@@ -96,6 +97,16 @@ class Staging:
             return [(first_row, rows)]
         wanted = range(step.offset[0], step.offset[0] + step.shape[0])
         return self._seams.runs_of_blocks(step.slot, wanted, slot.block_size[0], first_row, rows)
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """While active, compare with what was written; without effect if nothing is written."""
+        action = self._action
+        self.flush()
+        self._action = Action.COMPARE if action is Action.WRITE else action
+        yield
+        self.flush()
+        self._action = action
 
     def _stage(self, name: str, task: Task, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
         self.reserve()

@@ -111,10 +111,6 @@ class StreamFill(Fill):
         self._plan = came.plan
         if self._direct is not None:
             self._direct.end(came.plan)
-        self.flush()
-
-    @override
-    def flush(self) -> None:
         self._taker.flush()
 
     @override

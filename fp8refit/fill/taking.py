@@ -1,6 +1,7 @@
 """Takes the tensors of one stream, one by one or in groups, and fills slots from them directly or through staging."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,8 @@ from fp8refit.fill.arrivals import Arrivals, CutTensor
 from fp8refit.fill.direct import DirectFill, Lying
 from fp8refit.fill.fill import Arriving
 from fp8refit.fill.kernels.products import LowRank
-from fp8refit.fill.staging import Staging
+from fp8refit.fill.plan import Step
+from fp8refit.fill.staging import ReadBox, Staging
 from fp8refit.live.slots import TensorMeta
 from fp8refit.sources.files import StoredTensor
 from fp8refit.sources.pairs import check_readable
@@ -126,7 +128,8 @@ class Taker:
     def _product_of(self, recipe: Recipe) -> LowRank | None:
         """Return the product to add while the tensor is quantized; None if the tensor must be computed first."""
         direct = self._direct
-        if direct is None or self._arrivals.plan is None or not direct.may_merge(recipe.name):
+        is_certain = self._arrivals.plan is not None and self._arrivals.is_settled(recipe.name)
+        if direct is None or not is_certain or not direct.may_merge(recipe.name):
             return None
         return recipe.product
 
@@ -168,6 +171,9 @@ class Taker:
         self.check_is_complete()
         check_readable(name, tensor)
         steps = self._arrivals.steps_of(name, TensorMeta.of(tensor))
+        if self._arrivals.is_second(name):
+            self._stage(name, steps, tensor)
+            return
         is_kept = self._arrivals.is_settled(name)
         self._let_wait(Lying(name=name, tensor=tensor.detach(), steps=steps, is_kept=is_kept), is_lent)
 
@@ -191,12 +197,22 @@ class Taker:
     def _take_whole(self, name: str, tensor: Tensor | StoredTensor) -> None:
         self.check_is_complete()
         if isinstance(tensor, StoredTensor):
-            for step in self._arrivals.steps_of(name, TensorMeta.of(tensor.meta)):
-                self._staging.add(step, tensor.meta, is_stable=False, read_box=tensor.read_box)
+            self._stage(name, self._arrivals.steps_of(name, TensorMeta.of(tensor.meta)), tensor.meta, tensor.read_box)
             return
         check_readable(name, tensor)
-        for step in self._arrivals.steps_of(name, TensorMeta.of(tensor)):
-            self._staging.add(step, tensor, is_stable=self._is_stable)
+        self._stage(name, self._arrivals.steps_of(name, TensorMeta.of(tensor)), tensor)
+
+    def _stage(self, name: str, steps: Sequence[Step], tensor: Tensor, read_box: ReadBox | None = None) -> None:
+        with self._comparing(self._arrivals.is_second(name)):
+            for step in steps:
+                self._staging.add(step, tensor, is_stable=self._is_stable and read_box is None, read_box=read_box)
+
+    def _comparing(self, is_second: bool) -> AbstractContextManager[None]:
+        """While active, what is staged is compared with its slots if it has come before under another name."""
+        if not is_second:
+            return nullcontext()
+        self._fill_waiting()
+        return self._staging.comparing()
 
     def _take_rows(self, piece: Piece, *, is_lent: bool) -> None:
         """Fill from rows as they arrive, without staging if they are on the engine's device."""
@@ -208,14 +224,16 @@ class Taker:
             steps = self._arrivals.steps_of(piece.name, meta)
             cut = self._cut = CutTensor(name=piece.name, full_shape=piece.full_shape, steps=steps)
         cut.check_follows(piece)
-        is_there = self._direct is not None and piece.tensor.device == self._direct.device
-        for step in cut.steps:
-            if is_there:
-                for first_row, run in self._staging.runs_of(step, piece.tensor.detach(), piece.first_row):
-                    lying = Lying(name=piece.name, tensor=run, steps=(step,), first_row=first_row)
-                    self._let_wait(self._recognized(lying), is_lent)
-            else:
-                self._staging.add_rows(step, piece.tensor, piece.first_row)
+        is_second = self._arrivals.is_second(piece.name)
+        is_there = self._direct is not None and piece.tensor.device == self._direct.device and not is_second
+        with self._comparing(is_second):
+            for step in cut.steps:
+                if is_there:
+                    for first_row, run in self._staging.runs_of(step, piece.tensor.detach(), piece.first_row):
+                        lying = Lying(name=piece.name, tensor=run, steps=(step,), first_row=first_row)
+                        self._let_wait(self._recognized(lying), is_lent)
+                else:
+                    self._staging.add_rows(step, piece.tensor, piece.first_row)
         cut.next_row = piece.end_row
         if cut.is_complete:
             self._cut = None
@@ -223,7 +241,7 @@ class Taker:
     def _recognized(self, lying: Lying) -> Lying:
         """A run of rows, with its place in the table of earlier streams, if it has one."""
         lying.is_kept = self._arrivals.is_settled(lying.name)
-        if self._direct is not None and self._arrivals.are_known:
+        if self._direct is not None and self._arrivals.are_known and lying.is_kept:
             lying.place = self._direct.place_of(lying.key, lying.tensor)
         return lying
 

@@ -96,6 +96,11 @@ class Slot:
         return self.scale is not None
 
     @property
+    def source_dtype(self) -> torch.dtype:
+        """The dtype to which a value is rounded before it is held or quantized."""
+        return torch.bfloat16 if self.is_quantized else self.weight.dtype
+
+    @property
     def origin(self) -> tuple[int, ...]:
         """`offset` with one entry per dimension."""
         return self.offset or (0,) * len(self.full_shape)
@@ -258,7 +263,7 @@ class Inventory:
     aliases: dict[str, str] = field(default_factory=dict)
     """Checkpoint names that share another's slot (tied embeddings). A source may send either or both."""
     unneeded: tuple[str, ...] = ()
-    """Checkpoint names that a source may send but no slot takes, and patterns of such names, in which `*` stands for anything."""
+    """Checkpoint names that a source may send but no slot takes, and patterns of such names with `*` for anything."""
     stacked: tuple[Stacked, ...] = ()
     """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
     written_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -5,17 +5,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import EngineAsleepError, EngineLostError, LiveTensorMovedError, UnsupportedEngineError
 from fp8refit.fill.fills import Fills
-from fp8refit.fill.kernels import quantize_blockwise
 from fp8refit.live.collector import collector_paused
 from fp8refit.live.fingerprint import fingerprint
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.overlaps import shared_bytes
-from fp8refit.live.slots import Inventory, Slot
+from fp8refit.live.slots import Inventory
 from fp8refit.ranks.kv.brought import BroughtScales
 from fp8refit.ranks.kv.scales import KvScales, Measured
 
@@ -135,16 +133,6 @@ class LiveModel:
         with self.on_device():
             return fingerprint(inventory)
 
-    def holds(self, name: str, tensor: Tensor) -> bool:
-        """Whether the live weights equal this rank's part of a checkpoint tensor, or of the one it is tied to.
-        Synchronizes.
-        """
-        inventory = self.read()
-        canonical = inventory.aliases.get(name, name)
-        with self.on_device(), torch.inference_mode():
-            slots = [slot for slot in inventory.slots if slot.name == canonical]
-            return all(slot.full_shape == tuple(tensor.shape) and _is_held(slot, tensor) for slot in slots)
-
     def require_kv(self) -> KvScales:
         """The KV scales.
 
@@ -205,14 +193,3 @@ def _device_of(inventory: Inventory) -> torch.device | None:
         places = ", ".join(sorted(map(str, devices)))
         raise UnsupportedEngineError(f"the live weights are on {places}; put the engine onto one device")
     return next(iter(devices), None)
-
-
-def _is_held(slot: Slot, tensor: Tensor) -> bool:
-    """Whether a slot equals its box of a tensor."""
-    for dim, (start, length) in enumerate(zip(slot.origin, slot.weight.shape, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
-    tensor = tensor.to(slot.weight.device, torch.bfloat16 if slot.is_quantized else slot.weight.dtype)
-    if slot.scale is None:
-        return torch.equal(slot.weight, tensor)
-    codes, scale = quantize_blockwise(tensor, block_size=slot.block_size, scale_format=slot.scale_format.value)
-    return torch.equal(slot.weight.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(slot.scale, scale)

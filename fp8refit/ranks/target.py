@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import (
@@ -246,13 +245,6 @@ class Target:
         self._torn.clear()
         self._on_commit()
         return version
-
-    def holds(self, name: str, tensor: Tensor) -> bool:
-        """Whether the live weights, the current write's among them, equal this rank's part of a tensor. Synchronizes."""
-        if self._write is not None:
-            with self.live.on_device(), torch.inference_mode():
-                self._write.prepared.flush()
-        return self.live.holds(name, tensor)
 
     def forget_values(self) -> None:
         """Note that all weights are lost, as after level-2 sleep: the next refit must bring all of them."""

@@ -5,8 +5,10 @@ from collections.abc import Iterable
 
 import torch
 
+from fp8refit.errors import InvalidSourceError
 from fp8refit.fill.fill import Arriving
 from fp8refit.fill.fills import Prepared
+from fp8refit.fill.ties import tie_problem
 from fp8refit.live.slots import Inventory
 from fp8refit.ranks.live_model import LiveModel, assert_in_place
 from fp8refit.report import KvReport, RankReport
@@ -68,6 +70,8 @@ class Write:
         filled_s = time.perf_counter()
         if bad := prepared.bad_sources():
             raise prepared.error_of(bad, written=writes)
+        if writes and (untied := [name for fill in prepared.fills for name in fill.differing]):
+            raise InvalidSourceError(list(map(tie_problem, sorted(untied))))
         plan, brought = prepared.plan, self._live.brought
         assert plan is not None, "a fill that is complete has a plan"
         return self._report(filled_s, brought.write(plan) if writes and brought is not None else None)

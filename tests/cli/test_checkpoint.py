@@ -280,7 +280,7 @@ def test_only_what_the_engine_quantizes_is_quantized(tmp_path, dst):
 
 def test_aliases_and_rotary_tables_fit_any_layout(tmp_path, dst):
     weights = make_weights(extra=False)
-    more = {"lm_head.weight": torch.ones(10, 192), "model.rotary_emb.inv_freq": torch.ones(32)}
+    more = {"lm_head.weight": weights["model.embed_tokens.weight"].clone(), "model.rotary_emb.inv_freq": torch.ones(32)}
     quantize_checkpoint(write_checkpoint(tmp_path / "src", weights | more), dst, like=fake_layout())
     assert read_shards(dst)["model.rotary_emb.inv_freq"].dtype is torch.float32
 

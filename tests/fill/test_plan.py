@@ -108,11 +108,12 @@ def test_rotary_tables_are_ignored(slots, sources):
 
 
 @pytest.mark.parametrize("order", [[EMBED, "lm_head.weight"], ["lm_head.weight", EMBED]])
-def test_a_tied_tensor_sent_twice_is_read_under_its_own_name(order, slots, sources):
+def test_a_tied_tensor_sent_twice_is_read_as_it_came_first_and_then_compared(order, slots, sources):
     rest = {name: source for name, source in sources.items() if name != EMBED}
     plan = compile_plan(slots, {**dict.fromkeys(order, sources[EMBED]), **rest}, aliases=ALIASES)
     assert plan.ignored == ("lm_head.weight",)
-    assert plan.steps[0].source == EMBED
+    assert [step.source for step in (plan.steps[0], *plan.seconds)] == order
+    assert plan.ties == {order[1]: (order[0], torch.bfloat16)}
 
 
 def test_a_tied_tensor_may_come_under_its_alias_alone(slots, sources):

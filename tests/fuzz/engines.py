@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fp8refit import EngineHost, HostedEngine, RefitError, Refitter
+from fp8refit import EngineHost, HostedEngine, RefitError, RefitReport, Refitter
 from fp8refit.live.slots import ScaleFormat
 from tests.fakes import FakeEntryPoint, FakeModel, box_of, live_bytes
 from tests.second_quantizer import quantize_tensor
@@ -48,9 +48,11 @@ class Subject:
         self.is_dirty = False
         self.held = live_bytes(self.model)
 
-    def good(self, state_dict: object, policy: dict[str, torch.Tensor], **options: object) -> None:
+    def good(self, state_dict: object, policy: dict[str, torch.Tensor], **options: object) -> RefitReport:
         """Refit, and check that every byte is that of `policy`, and the version the next one."""
-        self._committed(self.refitter.refit(state_dict, **options).version, policy)
+        report = self.refitter.refit(state_dict, **options)
+        self._committed(report.version, policy)
+        return report
 
     def bad(self, state_dict: object, *, is_seen_before: bool, **options: object) -> RefitError:
         """Refit, and check that it is refused: with a whole policy, the old one, or with none and no requests.

@@ -54,7 +54,35 @@ REPEATABLE = [*MAPPINGS, as_function, as_iterable]
 forms = st.sampled_from([*REPEATABLE, as_iterator])
 names = st.sampled_from(NAMES)
 wrappers = st.sampled_from(["", "module.", "_orig_mod.", "base_model.model."])
+places = st.integers(0, len(NAMES))
 UNFIT = WITHOUT_BYTES | MISFITS
+EMBED = "model.embed_tokens.weight"
+
+
+def off_by_a_bit(tensor):
+    changed = tensor.clone()
+    changed.view(torch.int16)[-1, -1] ^= 1
+    return changed
+
+
+SECONDS = {
+    "the same": (lambda tensor: tensor, True),
+    "a copy": (torch.clone, True),
+    "float32": (torch.Tensor.float, True),
+    "float32 that rounds to it": (lambda tensor: tensor.float() * (1 + 2**-12), True),
+    "strided": (lambda tensor: tensor.mT.contiguous().mT, True),
+    "another bit": (off_by_a_bit, False),
+    "another bit in float32": (lambda tensor: off_by_a_bit(tensor).float(), False),
+    "zeros": (torch.zeros_like, False),
+    "no number": (lambda tensor: torch.full_like(tensor, torch.nan), False),
+}
+"""What comes under the second name of a tied tensor, and whether the engine holds the same for both."""
+
+
+def inserted(policy, place, items):
+    """The items of a policy, with others at a place."""
+    held = list(policy.items())
+    return [*held[:place], *items, *held[place:]]
 
 
 class Sources(RuleBasedStateMachine):
@@ -64,7 +92,7 @@ class Sources(RuleBasedStateMachine):
 
     @initialize(route=st.sampled_from([*ROUTES, "here", "through a bucket"]))
     def start(self, route):
-        self.subject = Subject(route)
+        self.subject, self.route = Subject(route), route
         self.is_broadcast, self.is_strict = route == "broadcast", "twice" in route
         self.kept: dict[str, Tensor] = {}
         self.seed = 0
@@ -153,6 +181,35 @@ class Sources(RuleBasedStateMachine):
                 items = items[:place]
         state_dict, options = form(items)
         self.subject.bad(state_dict, is_seen_before=form in REPEATABLE, **options)
+
+    @rule(
+        form=st.sampled_from([*REPEATABLE, as_iterator, announced]), kind=st.sampled_from(list(SECONDS)), place=places
+    )
+    def send_a_tied_tensor_twice(self, form, kind, place):
+        if not (form is announced or self.can_take(form)) or (self.is_strict and form is announced):
+            return
+        policy = self.policy()
+        make, is_equal = SECONDS[kind]
+        items = inserted(policy, place, [("lm_head.weight", make(policy[EMBED]))])
+        state_dict, options = form(items)
+        if is_equal:
+            self.subject.good(state_dict, policy, **options)
+            return
+        is_seen_before = form in MAPPINGS and self.route != "through a bucket"
+        error = self.subject.bad(state_dict, is_seen_before=is_seen_before, **options)
+        assert "is tied" in str(error) or kind == "no number"
+
+    @rule(
+        form=st.sampled_from([*REPEATABLE, as_iterator, announced]), place=places, kind=st.sampled_from(list(HARMLESS))
+    )
+    def send_what_nobody_needs(self, form, place, kind):
+        if not (form is announced or self.can_take(form)) or (self.is_strict and form is announced):
+            return
+        policy = self.policy()
+        drafts = [(f"mtp.{name}", HARMLESS[kind](tensor)) for name, tensor in list(policy.items())[:3]]
+        state_dict, options = form(inserted(policy, place, drafts))
+        report = self.subject.good(state_dict, policy, **options)
+        assert sorted(report.ignored) == sorted(name for name, _ in drafts)
 
     @rule(name=names, form=forms, odd=st.sampled_from([3, None, ("a",), b"a", "\ud800"]))
     def misname(self, name, form, odd):

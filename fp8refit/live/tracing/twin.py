@@ -20,7 +20,6 @@ from fp8refit.live.tracing.records import Copy, Objection, Traced
 from fp8refit.live.tracing.scale_names import ScaleNames
 from fp8refit.live.tracing.trace import Load, storage_of, trace_once
 
-
 _BEFORE_LAYER = re.compile(r"\.\d+\.")
 
 
@@ -39,7 +38,7 @@ class Naming:
     others: Mapping[str, str] = field(default_factory=dict)
     """Other names that a loader may accept, such as without a base model's prefix, and the checkpoint's names for them."""
     beside: tuple[str, ...] = ()
-    """Patterns of names that published checkpoints hold beside these, such as `mtp.*`. In a twin: those that its loader skips."""
+    """Patterns of what published checkpoints hold beside these, such as `mtp.*`. In a twin: those that its loader skips."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

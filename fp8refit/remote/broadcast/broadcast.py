@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import InvalidSourceError, RefitError, TransportError
+from fp8refit.fill.ties import untied
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.slots import TensorMeta
@@ -23,7 +24,7 @@ from fp8refit.remote.broadcast.sender import Sender, Sending
 from fp8refit.remote.broadcast.wire_formats import Wire, choose_wire
 from fp8refit.remote.source_summary import SourceSummary, summarize
 from fp8refit.report import RankReport
-from fp8refit.sources.source import MappingSource, Source
+from fp8refit.sources.source import MappingSource, RandomAccess, Source
 from fp8refit.transport.collective.communicator import Backend, Communicator
 from fp8refit.transport.error_capture import ErrorCapture
 
@@ -83,7 +84,9 @@ class Broadcast:
         self._config = RefitConfig()
         self._layouts: list[EngineLayout] | None = None
         self._sections = Sections()
-        self._chosen: tuple[list[tuple[str, TensorMeta]], RefitConfig, list[EngineLayout], Wire] | None = None
+        self._chosen: tuple[tuple[list[tuple[str, TensorMeta]], RefitConfig, list[EngineLayout], bool], Wire] | None = (
+            None
+        )
         self._sender: Sender | None = None
         self._heard: _Heard | None = None
         self._offered: tuple[SourceSummary, messages.Broadcast] | None = None
@@ -195,10 +198,15 @@ class Broadcast:
         communicator = await self._join(config, device)
         layouts, sections = await self._known_layouts(), self._sections
         announced = list(said.metadata.items())  # a stream is read in its order
-        if self._chosen is None or self._chosen[:3] != (announced, config, layouts):
+        sends_both = not isinstance(source, RandomAccess)
+        chosen_for = announced, config, layouts, sends_both
+        if self._chosen is None or self._chosen[0] != chosen_for:
             self._sender = self._offered = None
-            self._chosen = announced, config, layouts, choose_wire(said.metadata, layouts, config, sections)
-        wire = self._chosen[3]
+            wire = choose_wire(said.metadata, layouts, config, sections, sends_both=sends_both)
+            self._chosen = chosen_for, wire
+        wire = self._chosen[1]
+        if isinstance(source, RandomAccess) and (problems := untied(wire.ties, source)):
+            raise InvalidSourceError(problems)
         if self._sender is None or self._sender.device != device:
             self._sender = None
             self._sender = Sender(wire, config, device, num_sections=sections.num_sections)

@@ -1,7 +1,7 @@
 """Chooses the form in which each tensor of a policy is sent, from names, shapes, dtypes and layouts."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,6 +38,8 @@ class Wire:
     tensors: tuple[WireTensor, ...]
     origins: tuple[Origin, ...]
     """Origin of each tensor, in the announced order; within a stack, by expert and row."""
+    ties: Mapping[str, tuple[str, torch.dtype]] = field(default_factory=dict)
+    """Tensors that are not sent because another name of theirs is; see `RefitPlan.ties`."""
 
 
 def choose_wire(
@@ -45,6 +47,8 @@ def choose_wire(
     layouts: Sequence[EngineLayout],
     config: RefitConfig,
     sections: Sections | None = None,
+    *,
+    sends_both: bool = False,
 ) -> Wire:
     """Choose a form for everything announced, in order.
 
@@ -57,10 +61,12 @@ def choose_wire(
         layouts: The layouts of every rank of every engine.
         config: Options of the refit.
         sections: Which ranks get only parts of some tensors.
+        sends_both: Whether to send tensors under all of their names, because the trainer cannot compare them.
     """
-    chooser = _Chooser(metadata, layouts, config, sections if sections is not None else Sections())
+    chooser = _Chooser(metadata, layouts, config, sections if sections is not None else Sections(), sends_both)
     chosen = [each for name, meta in metadata.items() for each in chooser.choose(name, meta)]
-    return Wire(tensors=tuple(tensor for tensor, _ in chosen), origins=tuple(origin for _, origin in chosen))
+    tensors, origins = (tuple(each[place] for each in chosen) for place in range(2))
+    return Wire(tensors=tensors, origins=origins, ties=chooser.ties)
 
 
 class _Chooser:
@@ -72,7 +78,10 @@ class _Chooser:
         layouts: Sequence[EngineLayout],
         config: RefitConfig,
         sections: Sections,
+        sends_both: bool,
     ) -> None:
+        self.ties: dict[str, tuple[str, torch.dtype]] = {}
+        self._sends_both = sends_both
         self._metadata, self._config, self._sections = metadata, config, sections
         self._slots: dict[str, list[SlotLayout]] = {}
         self._aliases: dict[str, str] = {}
@@ -89,9 +98,11 @@ class _Chooser:
         """Yield the form of one of the trainer's tensors, or of each matrix of a stack."""
         weight_name = name.removesuffix(SCALE_SUFFIX)
         canonical = self._aliases.get(weight_name, weight_name)
-        is_superseded = canonical != weight_name and canonical in self._metadata
+        first = canonical + name[len(weight_name) :]
+        if first != name and first in self._metadata and canonical in self._slots and not self._sends_both:
+            self.ties[name] = first, _source_dtype(self._slots[canonical][0])
         is_held = canonical in self._slots or canonical in self._stacks
-        travels = not is_superseded and (is_held or not self._is_unneeded(name))
+        travels = name not in self.ties and (is_held or not self._is_unneeded(name))
         is_transposed, parts = self._parts_of(canonical, meta)
         if not travels or not parts or name != weight_name:
             tensor = self._choose(name, meta, canonical)
@@ -152,6 +163,11 @@ class _Chooser:
         if block_size is None or scale_format is None or BLOCK_ROWS % block_size[0]:
             return None  # otherwise runs of rows would cut blocks
         return (block_size, scale_format) if all(_is_on_grid(slot, block_size) for slot in held) else None
+
+
+def _source_dtype(slot: SlotLayout) -> torch.dtype:
+    """See `Slot.source_dtype`."""
+    return torch.bfloat16 if slot.block_size is not None else DTYPES[slot.dtype]
 
 
 def _is_on_grid(slot: SlotLayout, block_size: tuple[int, int]) -> bool:
