@@ -126,6 +126,7 @@ class Shard(nn.Module):
     def __init__(self, parts: Sequence[tuple[str, int, int]]) -> None:
         super().__init__()
         self._slots = [self._make_slot(f"w{index}", *part) for index, part in enumerate(parts)]
+        self._is_tied = any(name == EMBED and abs(count) == 2 for name, _, count in parts)
         self.register_buffer("total", torch.zeros(()))
         self.refusals: tuple[Refusal, ...] = ()
         self.partly_read: dict[str, PartlyRead] = {}
@@ -161,6 +162,8 @@ class Shard(nn.Module):
         return Inventory(
             slots=tuple(self._slots),
             live=live_tensors(self),
+            aliases={HEAD: EMBED} if self._is_tied else {},
+            unneeded=("mtp.*",),
             refreshes=(Refresh(name="total", run=self._refresh),),
             stacked=tuple(self._stacks()),
             refusals=self.refusals,

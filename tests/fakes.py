@@ -99,6 +99,7 @@ class FakeModel(nn.Module):
         self.num_inventories = 0
         self.blocked: str | None = None
         self.refusals: tuple[Refusal, ...] = ()
+        self.aliases = {"lm_head.weight": "model.embed_tokens.weight"}
         self.kv: FakeKvCache | None = None
         self.is_busy = False
         self.flush_fails = False
@@ -116,7 +117,7 @@ class FakeModel(nn.Module):
         return Inventory(
             slots=tuple(self.slots()),
             live=live_tensors(self),
-            aliases={"lm_head.weight": "model.embed_tokens.weight"},
+            aliases=self.aliases,
             unneeded=("mtp.*",),
             padding=(self.embed[VOCAB:],),
             refreshes=(Refresh(name="norm_sum", run=self._refresh),),

@@ -39,7 +39,6 @@ class Arrivals:
         expected: The expected tensors; None if unknown.
         is_announced: Whether anything unexpected is an error; otherwise it is planned on arrival.
         make_builder: Starts a plan for unannounced tensors.
-        aliases: Names that share another name's slot.
 
     Attributes:
         expected: The expected tensors; None while they are planned on arrival.
@@ -52,14 +51,12 @@ class Arrivals:
         *,
         is_announced: bool,
         make_builder: Callable[[], PlanBuilder],
-        aliases: Mapping[str, str],
     ) -> None:
         self.expected = expected
         self.on_surprise: Callable[[], None] = lambda: None
         self._is_announced = is_announced
         self._make_builder = make_builder
         self._builder = make_builder() if expected is None else None
-        self._tied = aliases.keys() | set(aliases.values())
         self._names: set[str] = set()
         self._came_as: dict[str, str] = {}
         """The name under which each tensor came first that has two."""
@@ -120,7 +117,7 @@ class Arrivals:
 
     def is_settled(self, name: str) -> bool:
         """Whether a tensor's steps will be the same in the next stream: it may come first then, or second."""
-        return name not in (self._firsts if self._builder is None else self._tied)
+        return name not in self._firsts
 
     def is_second(self, name: str) -> bool:
         """Whether a tensor, whose steps were asked for, has come before under another name."""

@@ -240,12 +240,12 @@ class Fills:
         Raises:
             StagingMemoryError: There is not enough memory.
         """
-        slots, aliases = self._inventory.slots, self._inventory.aliases
+        slots = self._inventory.slots
 
         def make_builder() -> PlanBuilder:
             return PlanBuilder(
                 slots,
-                aliases=aliases,
+                aliases=self._inventory.aliases,
                 unneeded=foreign.union(self._inventory.unneeded),
                 stacked=self._inventory.stacked,
                 keep=config.keep,
@@ -259,7 +259,7 @@ class Fills:
             return staging
 
         def make(action: Action, **options: Any) -> StreamFill:
-            arrivals = Arrivals(expected, is_announced=is_announced, make_builder=make_builder, aliases=aliases)
+            arrivals = Arrivals(expected, is_announced=is_announced, make_builder=make_builder)
             return StreamFill(source, arrivals, make_staging(action), make_scout=make_scout, **options)
 
         def make_scout() -> StreamFill:

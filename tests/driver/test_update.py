@@ -309,17 +309,26 @@ def test_a_fault_in_a_stream_that_begins_like_the_last_one_is_found(fault, site)
     site.heal()
 
 
-def test_a_tied_name_counts_whoever_came_before_it(monkeypatch):
+def test_a_tied_tensor_may_come_under_its_names_in_any_order_if_both_are_equal(monkeypatch):
     from tests import fakes
 
     monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [fakes.FakeEntryPoint()])
     model = fakes.FakeModel()
     policy = fakes.make_policy(model, 1)
-    head = ("lm_head.weight", torch.full_like(policy["model.embed_tokens.weight"], 7.0))
     embed = "model.embed_tokens.weight"
+    head = "lm_head.weight", policy[embed].clone()
     with_both = [head, *policy.items()], [*policy.items(), head]
     alone = {**{name: tensor for name, tensor in policy.items() if name != embed}, "lm_head.weight": policy[embed]}
     for _ in range(3):
         for items in (*with_both, list(alone.items())):
-            run(model, lambda items=items: [[item] for item in items])
+            for size in (1, len(items)):
+                run(model, lambda items=items, size=size: cut(dict(items), size))
+                fakes.assert_holds(model, policy)
+    odd = "lm_head.weight", torch.full_like(policy[embed], 7.0)
+    for items in ([odd, *policy.items()], [*policy.items(), odd]):
+        for size in (1, len(items)):
+            with pytest.raises(InvalidSourceError, match="is tied, and differs"):
+                run(model, lambda items=items, size=size: cut(dict(items), size))
+            assert fp8refit.Refitter(model).is_dirty
+            run(model, lambda: [policy])
             fakes.assert_holds(model, policy)

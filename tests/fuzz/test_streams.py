@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import fp8refit
 from fp8refit import RefitError, Refitter
-from tests.fake_ranks import LAYOUTS, ClientEntryPoint, Cluster, Drivers, Remote, together
+from tests.fake_ranks import EMBED, HEAD, LAYOUTS, ClientEntryPoint, Cluster, Drivers, Remote, together
 from tests.fakes import assert_slots_hold
 
 BUCKET_BYTES = 1 << 20
@@ -44,7 +44,7 @@ class Streams(RuleBasedStateMachine):
 
     @initialize(layout=st.sampled_from(["tensor", "pipeline"]), is_here=st.booleans())
     def boot(self, layout, is_here):
-        self.cluster = Cluster(layout)
+        self.layout, self.cluster = layout, Cluster(layout)
         self.drivers = Drivers(self.cluster, bucket_bytes=BUCKET_BYTES)
         self.remote = None if is_here else Remote(self.cluster, bucket_bytes=BUCKET_BYTES)
         self.policies = [self.cluster.make_policy(seed) for seed in range(3)]
@@ -70,14 +70,24 @@ class Streams(RuleBasedStateMachine):
         order=st.integers(0, 3),
         sizes=st.lists(st.integers(0, 4), max_size=3),
         place=st.integers(0, 10),
+        second=st.sampled_from([None, None, "same", "other"]),
+        draft=st.none() | st.integers(0, 10),
     )
-    def refit(self, seed, kind, fault, keeps, order, sizes=(), place=0, sends_all=False):
+    def refit(self, seed, kind, fault, keeps, order, sizes=(), place=0, sends_all=False, second=None, draft=None):
         policy = self.policies[seed]
         kept = self.frozen if keeps and not sends_all else set()
         items = [(name, tensor) for name, tensor in policy.items() if name not in kept]
         items = items[order % len(items) :] + items[: order % len(items)]
         sent = {name for name, _ in items}
         items = self.with_fault(items, fault, place)
+        second = second if fault is None and self.layout == "tensor" else None
+        if second is not None:
+            head = policy[EMBED].clone()
+            head[-1, -1] += 1 if second == "other" else 0  # on the last rank alone
+            items.insert(place % (len(items) + 1), (HEAD, head))
+            fault = "untied" if second == "other" else None
+        if draft is not None:
+            items.insert(draft % (len(items) + 1), ("mtp.fc.weight", torch.ones(4, 4)))
         config = {"keep": ("*norm*",) if keeps else (), "bucket_bytes": BUCKET_BYTES, "timeout_s": 300.0}
         outcomes = self.run(kind, items, sizes, config)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -87,12 +97,17 @@ class Streams(RuleBasedStateMachine):
             self.version += 1
             assert all(outcome.version == self.version for outcome in outcomes)
             assert all(set(outcome.kept) == kept for outcome in outcomes)
+            ignored = [HEAD] * (second is not None) + ["mtp.fc.weight"] * (draft is not None)
+            assert all(sorted(outcome.ignored) == ignored for outcome in outcomes)
             self.held = {**(self.held or {}), **dict.fromkeys(sent, seed)}
             self.is_dirty, self.written, self.lost = False, set(), False
             return
         assert len(errors) == len(outcomes), outcomes
         assert all(isinstance(error, RefitError | Broken) for error in errors), errors
-        if is_refused or (kind in ("mapping", "function") and fault != "nan"):
+        is_seen_before = (
+            kind == "mapping" and self.remote is None if fault == "untied" else kind in ("mapping", "function")
+        )
+        if is_refused or (is_seen_before and fault != "nan"):
             return  # which is known before anything is written
         if kind == "generator" and items[0] is None:
             return  # an iterator is looked at whether it has anything

@@ -221,6 +221,49 @@ def test_a_tied_tensor_may_be_sent_under_both_names(make_source, model, tmp_path
     assert_holds(model, policy)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("make_source", ALL)
+def test_a_tied_tensor_that_differs_under_its_second_name_is_refused(
+    make_source, is_last, dtype, target, model, tmp_path
+):
+    policy = make_policy(model, seed=1)
+    head = policy[EMBED].to(dtype, copy=True)
+    head[-1, -1] += 1
+    heads = {"lm_head.weight": head}
+    sent = policy | heads if is_last else heads | policy
+    if make_source in (from_mapping, from_files):
+        refuse(target, model, InvalidSourceError, make_source(sent, tmp_path), "is tied, and differs")
+    else:
+        break_off(target, InvalidSourceError, make_source(sent, tmp_path), "is tied, and differs")
+    head[-1, -1] = policy[EMBED][-1, -1] * (1 + 2**-12) if dtype is torch.float32 else policy[EMBED][-1, -1]
+    refit_target(target, make_source(sent, tmp_path))
+    assert_holds(model, policy)
+
+
+def test_a_tied_tensor_that_differs_is_refused_when_its_layout_is_known(model):
+    target, policy = make_target(model), make_policy(model, seed=1)
+    policy["lm_head.weight"] = policy[EMBED].clone()
+    refit_target(target, as_source(policy))
+    policy["lm_head.weight"][0, 0] += 1
+    refuse(target, model, InvalidSourceError, as_source(policy), "is tied, and differs")
+
+
+def test_codes_and_scales_of_a_tied_weight_are_compared(model):
+    model.aliases = {"twin.weight": Q_PROJ}
+    target, policy = make_target(model), make_policy(model, seed=1)
+    refit_target(target, as_source(make_policy(model, seed=0)))
+    policy = prequantize(policy, Q_PROJ, ScaleFormat.FP32)
+    twin = {f"twin.{leaf}": policy[Q_PROJ.replace("weight", leaf)].clone() for leaf in ("weight", "weight_scale_inv")}
+    twin["twin.weight_scale_inv"][0, 0] *= 2
+    refuse(target, model, InvalidSourceError, as_source(policy | twin), "twin.weight_scale_inv: is tied")
+    break_off(target, InvalidSourceError, as_source(iter((policy | twin).items())), "weight_scale_inv: is tied")
+    twin["twin.weight_scale_inv"][0, 0] /= 2
+    for source in (policy | twin, iter((twin | policy).items())):
+        refit_target(target, as_source(source))
+        assert not target.is_dirty
+
+
 def test_a_tied_tensor_may_be_sent_under_its_alias_alone(model):
     policy = make_policy(model, seed=1)
     sent = {"lm_head.weight" if name == EMBED else name: tensor for name, tensor in policy.items()}
