@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -126,7 +127,16 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_file_that_is_changed_in_place_is_told(change, path):
+@pytest.mark.parametrize("is_in_memory", [False, True])
+def test_a_file_that_is_changed_in_place_is_told(is_in_memory, change, path):
+    if is_in_memory:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            tell_a_change(change, Path(shutil.copy(path, folder)))
+    else:
+        tell_a_change(change, path)
+
+
+def tell_a_change(change, path):
     source = SafetensorsSource(path)
     change(path)
     gc.collect()  # what was written is written
