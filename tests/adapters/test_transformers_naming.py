@@ -167,3 +167,27 @@ def test_what_is_told_comes_where_it_would_have_been_saved(is_sorted):
 
 def test_nothing_is_told_where_no_layer_can_be_left_out():
     assert alike(lambda layer, name: [saved(name, name)], num_layers=2) is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "beside"),
+    [
+        ("Qwen3NextForCausalLM", ("mtp*",)),
+        ("Ernie4_5_MoeForCausalLM", ("*mtp*",)),
+        ("Qwen3ForCausalLM", ()),
+    ],
+)
+def test_what_published_checkpoints_hold_beside_a_model_is_declared(architecture, beside):
+    config = deep_config(architecture, num_layers=2)
+    assert next(namings_of(config)).beside == beside
+
+
+def test_layers_that_draft_are_as_many_as_the_config_says_and_never_the_models_own():
+    glm = deep_config("Glm4MoeForCausalLM", num_layers=2)
+    glm.num_nextn_predict_layers = 1
+    assert next(namings_of(glm)).beside == ("model.layers.2.*",)
+    config = deep_config("DeepseekV3ForCausalLM", num_layers=62)  # layer 61 is a draft only if there are 61 others
+    config.num_nextn_predict_layers = 2
+    assert next(namings_of(config)).beside == ("model.layers.62.*", "model.layers.63.*")
+    config.num_nextn_predict_layers = None
+    assert next(namings_of(config)).beside == ()

@@ -6,6 +6,7 @@ SOURCES = "tests/fuzz/test_sources.py::TestSources"
 AFTER_GOOD = "tests/fuzz/test_sources.py::test_no_bad_tensor_passes_after_good_ones"
 ANNOUNCED = "tests/fuzz/test_sources.py::test_no_bad_tensor_passes_for_what_was_announced"
 FILES = "tests/fuzz/test_files.py"
+TWIN = "tests/live/tracing/test_twin.py"
 OPENED = "tests/fuzz/test_files.py::test_an_engine_opens_what_was_judged"
 
 FAULTS = [
@@ -227,5 +228,89 @@ FAULTS = [
         before="    codes = (blocks * inverse).clamp(",
         after="    codes = (blocks / scale).clamp(",
         found_by="tests/fuzz/test_quantizer.py",
+    ),
+    Fault(
+        name="what a loader takes is called skipped",
+        path="fp8refit/live/tracing/twin.py",
+        before="    return taken.isdisjoint(asked)\n",
+        after="    return True\n",
+        found_by=f"{TWIN} -k declared_beside",
+    ),
+    Fault(
+        name="what a loader raises for is called skipped",
+        path="fp8refit/live/tracing/twin.py",
+        before="        traced = trace_once(load, named, asked)\n    except Exception:  # noqa: BLE001 - as above\n        return False\n",
+        after="        traced = trace_once(load, named, asked)\n    except Exception:  # noqa: BLE001 - as above\n        return True\n",
+        found_by=f"{TWIN} -k declared_beside",
+    ),
+    Fault(
+        name="a pattern of names that no slot takes is a name",
+        path="fp8refit/fill/plan.py",
+        before='    is_like = is_any_of([name for name in known if "*" in name])\n',
+        after="    is_like = is_any_of([])\n",
+        found_by=SOURCES,
+    ),
+    Fault(
+        name="layers that draft are those of one published model",
+        path="adapters/fp8refit_transformers/naming.py",
+        before="and without_numbers(stem) == stem:",
+        after="and stem:",
+        found_by="tests/adapters/test_transformers_naming.py -k layers_that_draft",
+    ),
+    Fault(
+        name="two names of one tensor are not compared before the write",
+        path="fp8refit/fill/fills.py",
+        before="        misfits += untied(resident.plan.ties, source)\n",
+        after="",
+        found_by=SOURCES,
+    ),
+    Fault(
+        name="the second name of a tensor is staged and written",
+        path="fp8refit/fill/staging.py",
+        before="        self._action = Action.COMPARE if action is Action.WRITE else action\n",
+        after="",
+        found_by=SOURCES,
+    ),
+    Fault(
+        name="a tied tensor that differs is committed",
+        path="fp8refit/ranks/write.py",
+        before="        if writes and (untied :=",
+        after="        if not writes and (untied :=",
+        found_by=SOURCES,
+    ),
+    Fault(
+        name="a tied tensor is compared before it is rounded",
+        path="fp8refit/fill/ties.py",
+        before="bytes_of(a.to(dtype)), bytes_of(b.to(a.device, dtype))",
+        after="bytes_of(a.float()), bytes_of(b.to(a.device).float())",
+        found_by=SOURCES,
+    ),
+    Fault(
+        name="a broadcast does not compare what it leaves out",
+        path="fp8refit/remote/broadcast/broadcast.py",
+        before="        if isinstance(source, RandomAccess) and (problems := untied(wire.ties, source)):\n",
+        after="        if False and (problems := untied(wire.ties, source)):\n",
+        found_by=SOURCES,
+    ),
+    Fault(
+        name="a bucket's second name is written",
+        path="fp8refit/fill/from_buckets.py",
+        before='            table.launch(check=self._config.validate_values != "off", action=action)\n',
+        after='            table.launch(check=self._config.validate_values != "off")\n',
+        found_by=SOURCES,
+    ),
+    Fault(
+        name="what came second last time is written if it comes first",
+        path="fp8refit/fill/arrivals.py",
+        before="        return first is not None and self._came_as.setdefault(first, name) != name\n",
+        after="        return first is not None and first != name\n",
+        found_by="tests/driver/test_update.py -k in_any_order",
+    ),
+    Fault(
+        name="the drop-in commits within a call",
+        path="fp8refit/driver/drop_in.py",
+        before="        self._bucket.append((name, tensor))\n",
+        after="        self._bucket.append((name, tensor))\n        if stream.is_whole and not self._is_marked:\n            self._commit()\n",
+        found_by="tests/driver/test_drop_in.py -k differs_under_its_second_name",
     ),
 ]

@@ -800,3 +800,37 @@ def test_a_loader_that_skips_names_without_a_prefix_is_asked_for_one_of_each_kin
     assert inventory.refusals == ()
     assert inventory.aliases == {name: f"model.{name}" for name in names if takes and takes in name}
     assert len(asked) == (0 if takes else 2)
+
+
+LOADERS = {
+    "skips": lambda named: skipping(named, raises=False),
+    "raises": lambda named: skipping(named, raises=True),
+    "takes": lambda named: skipping(named, raises=False, takes="draft.layers.0.weight"),
+    "computes": lambda named: skipping(named, raises=False, takes="draft.layers.0.weight", scale=2.0),
+}
+
+
+def skipping(named, *, raises, takes="", scale=1.0):
+    """A loader that skips what it has no place for, raises for it, or takes some of it."""
+
+    def load(tensors):
+        for name, tensor in tensors:
+            if name in named:
+                named[name].copy_(tensor)
+            elif name == takes:
+                named["layers.0.weight"].copy_(tensor if scale == 1.0 else tensor * scale)
+            elif raises:
+                raise KeyError(name)
+
+    return load
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_what_is_declared_beside_a_model_is_unneeded_if_its_loader_skips_it(kind):
+    model = model_of(layers=nn.ModuleList([BlockLinear(), BlockLinear()]))
+    named = dict(model.named_parameters())
+    naming = replace(naming_of(model), beside=("draft.*", "layers.2.*"))
+    inventory = read(model, trace_twin(model, naming, LOADERS[kind](named)))
+    assert not inventory.refusals
+    skipped = {"skips": ("draft.*", "layers.2.*"), "raises": ()}.get(kind, ("layers.2.*",))
+    assert inventory.unneeded == skipped
