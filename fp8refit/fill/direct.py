@@ -127,15 +127,17 @@ class DirectFill:
         self._new: list[tuple[WorkTable, list[str], list[tuple[str, _Known]]]] = []
         """Tables that this stream compiled, with the source of each task, and the key and layout of each place."""
         self._unread: list[tuple[WorkTable, list[str]]] = []
-        """Tables that ran and whose flags nobody has read, with the source of each task."""
+        """Tables that ran, or began to, and whose flags nobody has read, with the source of each task."""
 
     def begin(self, plan: RefitPlan | None) -> None:
-        """Start a new stream. Flags of earlier streams that nobody has read are dropped.
+        """Start a new stream. Flags of earlier streams are dropped, and what was compiled by one that did not end.
 
         Args:
             plan: The plan; None if it is not made yet. If it differs from the last one, nothing is recognized.
         """
-        self.bad_sources()
+        for table, _ in self._unread:
+            table.forget_flags()
+        self._unread.clear()
         self._new.clear()
         if plan is None or plan is not self._plan:
             self.forget()
@@ -143,9 +145,9 @@ class DirectFill:
 
     def end(self, plan: RefitPlan) -> None:
         """End the stream, and keep what it compiled for streams of this plan."""
-        self._plan = plan
-        new, self._new = self._new, []
+        new, self._new, self._plan = self._new, [], None  # without a plan, the next stream compiles everything again
         if not new:
+            self._plan = plan
             return
         num_places = len(self._known)
         keys = [key for _, _, places in new for key, _ in places]
@@ -163,10 +165,11 @@ class DirectFill:
             [*([self._table] if self._table is not None else []), *(table for table, _, _ in new)]
         )
         self._forget_groups()
+        self._plan = plan
 
     def forget(self) -> None:
         """Drop everything compiled."""
-        self._table, self._sources = None, []
+        self._plan, self._table, self._sources = None, None, []
         self._known.clear()
         self._unmerged.clear()
         self._new.clear()
@@ -249,12 +252,10 @@ class DirectFill:
         products: Sequence[LowRank | None] = (),
     ) -> bool:
         assert self._table is not None, "something was recognized"
-        check, action = self._check, self._action
-        if not self._table.run(place, tensors, addresses, products=products, check=check, action=action):
-            return False
         if not self._unread or self._unread[0][0] is not self._table:
             self._unread.insert(0, (self._table, self._sources))
-        return True
+        check, action = self._check, self._action
+        return self._table.run(place, tensors, addresses, products=products, check=check, action=action)
 
     def _compile(self, lying: Sequence[Lying]) -> None:
         """Compile a new table for tensors that are not recognized, and fill from them."""
@@ -266,8 +267,8 @@ class DirectFill:
             sources = [name for _, name, _ in tasks]
             places = [place for place, _, _ in tasks]
             table = compile_table([task for _, _, task in tasks], self.device, places, num_places=len(part))
-            table.launch(check=self._check, action=self._action)
             self._unread.append((table, sources))
+            table.launch(check=self._check, action=self._action)
             table.release()
             if is_kept:
                 self._new.append(
@@ -288,9 +289,10 @@ class DirectFill:
 
     def bad_sources(self) -> list[str]:
         """Wait for everything, and return the names of flagged tensors."""
-        unread, self._unread = self._unread, []
-        self.differing = {sources[index] for table, sources in unread for index in table.differing_tasks()}
-        return sorted({sources[index] for table, sources in unread for index in table.bad_tasks()})
+        self.differing = {sources[index] for table, sources in self._unread for index in table.differing_tasks()}
+        bad = {sources[index] for table, sources in self._unread for index in table.bad_tasks()}
+        self._unread.clear()
+        return sorted(bad)
 
     @property
     def num_device_bytes(self) -> int:

@@ -107,7 +107,7 @@ class ReceivedFill(Fill):
                 "has changed since it joined the broadcast; refit again"
             )
         self._unread: list[tuple[WorkTable, list[str]]] = []
-        """Launched tables whose flags have not been read, with the source tensor of each task."""
+        """Tables that ran, or began to, and whose flags nobody has read, with the source tensor of each task."""
         self._num_filled = 0
         self._differing: set[str] = set()
 
@@ -123,8 +123,10 @@ class ReceivedFill(Fill):
 
     @override
     def launch(self, begun: torch.cuda.Event | None) -> None:
-        """Start. Nothing has arrived yet; flags of earlier refits that nobody has read are dropped."""
-        self.bad_sources()
+        """Start. Nothing has arrived yet; flags of earlier refits are dropped."""
+        for table, _ in self._unread:
+            table.forget_flags()
+        self._unread.clear()
         self._num_filled = 0
         if begun is not None:
             begun.record()
@@ -135,8 +137,8 @@ class ReceivedFill(Fill):
         Takes no tensors.
         """
         for action, (table, names) in self._work[self._num_filled].items():
-            table.launch(check=self._config.validate_values != "off", action=action)
             self._unread.append((table, names))
+            table.launch(check=self._config.validate_values != "off", action=action)
         self._num_filled += 1
 
     @override
@@ -158,9 +160,10 @@ class ReceivedFill(Fill):
         """Wait for everything, and return the trainer's names of flagged tensors, including those that overflow only in
         this engine's dtype.
         """
-        unread, self._unread = self._unread, []
-        self._differing = {names[index] for table, names in unread for index in table.differing_tasks()} - {""}
-        return sorted({names[index] for table, names in unread for index in table.bad_tasks()} - {""})
+        self._differing = {names[index] for table, names in self._unread for index in table.differing_tasks()} - {""}
+        bad = {names[index] for table, names in self._unread for index in table.bad_tasks()}
+        self._unread.clear()
+        return sorted(bad - {""})
 
     @property
     def num_device_bytes(self) -> int:

@@ -78,8 +78,8 @@ class ResidentFill(Fill):
     def _recognise(self, source: MappingSource) -> None:
         """Remember this source's layout, if it has no problems."""
         place_of = {name: place for place, name in enumerate(source.tensors)}
-        self._places = [place_of[name] for name in self._layouts]
-        self._guard = LayoutGuard(source.sent_names, source.sent)
+        places, guard = [place_of[name] for name in self._layouts], LayoutGuard(source.sent_names, source.sent)
+        self._places, self._guard = places, guard  # one statement, so that no interrupt can separate them
 
     def _fits(self, tensors: Mapping[str, Tensor]) -> bool:
         return (

@@ -49,7 +49,7 @@ class ReferenceTable(WorkTable):
 
     @override
     def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
-        self.bad_tasks()
+        self.forget_flags()
         self._sources = list(sources)
         return True
 
@@ -100,6 +100,10 @@ class ReferenceTable(WorkTable):
                 self._bad.add(index)
             if action is Action.COMPARE and not _have_same_bytes(written, task):
                 self._differing.add(index)
+
+    @override
+    def forget_flags(self) -> None:
+        self._bad, self._differing = set(), set()
 
     @override
     def bad_tasks(self) -> list[int]:

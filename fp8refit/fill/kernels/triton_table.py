@@ -27,6 +27,7 @@ from fp8refit.fill.kernels.work import ALIGNMENT_BYTES, Action, Task, WorkTable
 from fp8refit.live.layout_guard import Addresses, addresses_of
 from fp8refit.live.slots import Op
 
+_NOWHERE = -1
 _FLAGS_ALIGNMENT = 4
 """The number of flags is a multiple of this, because kernels are compiled for pointers that are multiples of 16 bytes."""
 
@@ -68,7 +69,7 @@ class TritonTable(WorkTable):
             self._allocate(rows, tile_rows)
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._has_run = False
-        """Whether `run` has launched work whose flags are not yet being copied to the host."""
+        """Whether work was launched, or begun to be, whose flags are not yet being copied to the host."""
         self._graphs: dict[tuple[bool, Action], torch.cuda.CUDAGraph | None] = {}
         self._launchers: dict[tuple[int, bool, Action], Launcher] = {}
         """By index of the kind."""
@@ -93,18 +94,19 @@ class TritonTable(WorkTable):
 
     @override
     def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
-        self._settle()
-        self._clear_flags()
+        self.forget_flags()
         return self._point(0, addresses if addresses is not None else addresses_of(sources))
 
     @override
     def launch(self, *, check: bool, action: Action = Action.WRITE, begun: torch.cuda.Event | None = None) -> None:
+        self._has_run = True
         with on_device(self._device):
             if self._done is None:
                 self._launch_all(check=check, action=action)
-                return
-            self._launch_or_replay(check=check, action=action, begun=begun)
-            self._done.record(torch.cuda.current_stream(self._device))
+            else:
+                self._launch_or_replay(check=check, action=action, begun=begun)
+                self._done.record(torch.cuda.current_stream(self._device))
+        self._has_run = False
 
     @override
     def run(
@@ -118,7 +120,7 @@ class TritonTable(WorkTable):
         action: Action = Action.WRITE,
     ) -> bool:
         shift = 0
-        if len(sources) == 1:
+        if len(sources) == 1 and self._pointed_at[first] != _NOWHERE:
             key = first, check, action
             launches = self._single_launches.get(key)
             if launches is None:
@@ -133,10 +135,10 @@ class TritonTable(WorkTable):
                 return False
         if any(products):
             self._point_products(first, fields_of(products))
+        self._has_run |= bool(launches)
         with on_device(self._device):
             for launcher, first_tile, num_tiles in launches:
                 launcher.launch(self._arrays, shift, first_tile, num_tiles)
-        self._has_run |= bool(launches)
         return True
 
     def _point(self, first: int, addresses: Addresses) -> bool:
@@ -148,6 +150,7 @@ class TritonTable(WorkTable):
         by_row = addresses[rows.places[start:end] - first]
         if not np.array_equal(by_row % ALIGNMENT_BYTES, rows.alignment[start:end]):
             return False
+        self._pointed_at[first : first + len(addresses)] = _NOWHERE  # until all is done
         self._matrix.here[start:end, SOURCE] = by_row + rows.byte_offsets[start:end]
         self._matrix.upload(start, end)
         self._pointed_at[first : first + len(addresses)] = addresses
@@ -161,6 +164,7 @@ class TritonTable(WorkTable):
             return
         rows, start, end = self._rows, self._first_rows[first], self._first_rows[last]
         by_row = products[rows.places[start:end] - first]
+        self._adds[first:last] = _NOWHERE
         self._products.here[start:end] = of_boxes(by_row, rows.starts[start:end])
         self._products.upload(start, end)
         self._adds[first:last] = products
@@ -239,13 +243,20 @@ class TritonTable(WorkTable):
     def _take_flags(self, which: int) -> list[int]:
         flagged: list[int] = self._status_view[which].nonzero()[0].tolist()
         if flagged:
+            self._has_run = True  # as in `forget_flags`
             self._status[which].zero_()
             self._status_view[which] = 0
+            self._has_run = False
         return flagged
 
-    def _clear_flags(self) -> None:
-        for which in range(2):
-            self._take_flags(which)
+    @override
+    def forget_flags(self) -> None:
+        self._settle()
+        if self._status_view.any():
+            self._has_run = True  # if this is interrupted, they are copied and dropped again
+            self._status.zero_()
+            self._status_view[:] = 0
+            self._has_run = False
 
     @override
     def release(self) -> None:

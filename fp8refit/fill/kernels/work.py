@@ -73,7 +73,7 @@ class WorkTable(Protocol):
     def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
         """Point the tasks at new `sources` with the same `source_layout`. They must have no products; see `run`.
 
-        Waits for a launch whose `bad_tasks` was never called, and drops its flags.
+        Waits for a launch whose `bad_tasks` was never called, and drops its flags, as `forget_flags` does.
 
         Args:
             sources: Readable tensors, one per distinct source.
@@ -125,6 +125,10 @@ class WorkTable(Protocol):
 
     def differing_tasks(self) -> list[int]:
         """Wait like `bad_tasks`, and return the indexes of tasks whose targets hold other bytes than they compute."""
+        ...
+
+    def forget_flags(self) -> None:
+        """Wait for everything that was launched, even in part, and drop its flags: those of a write are never another's."""
         ...
 
     def release(self) -> None:
