@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fp8refit.config import RefitConfig
+from fp8refit.driver.attach import made_once
 from fp8refit.errors import EngineAsleepError, EngineBusyError, RefitError
 from fp8refit.live.slots import Inventory, Refresh, Refusal
 from fp8refit.live.tracing.twin import Twin, refreshes_of_constants
@@ -41,10 +42,7 @@ def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     address = address_in(request)
     if address is None:
         return original(manager, request)
-    endpoint: RankEndpoint | None = getattr(manager.scheduler, _ENDPOINT, None)
-    if endpoint is None:
-        endpoint = RankEndpoint(Scheduler(manager.scheduler))
-        setattr(manager.scheduler, _ENDPOINT, endpoint)
+    endpoint = made_once(manager.scheduler, _ENDPOINT, lambda: RankEndpoint(Scheduler(manager.scheduler)))
     try:
         endpoint.answer(address)
     except RefitError as error:
@@ -95,11 +93,7 @@ class RankEndpoint:
 
 def rank_of(scheduler: Scheduler) -> Rank:
     """The `Rank` of `scheduler`: always the same one, whoever drives it."""
-    rank: Rank | None = getattr(scheduler.itself, _RANK, None)
-    if rank is None:
-        rank = _make_rank(scheduler)
-        setattr(scheduler.itself, _RANK, rank)
-    return rank
+    return made_once(scheduler.itself, _RANK, lambda: _make_rank(scheduler))
 
 
 def _make_rank(scheduler: Scheduler) -> Rank:

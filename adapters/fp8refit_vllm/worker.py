@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8refit.driver.attach import hold
+from fp8refit.driver.attach import hold, made_once
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.slots import Inventory, KvCache, Refresh, Refusal
 from fp8refit.live.tracing.twin import Twin
@@ -68,11 +68,7 @@ class WorkerExtension:
 
 def serve(worker: Any, message: str) -> str:
     """Answer one message of a driver. Never raises."""
-    server: RankServer | None = getattr(worker, _SERVER, None)
-    if server is None:
-        server = RankServer(lambda: rank_of(worker))
-        setattr(worker, _SERVER, server)
-    return server.handle(message)
+    return made_once(worker, _SERVER, lambda: RankServer(lambda: rank_of(worker))).handle(message)
 
 
 def show_flag(worker: Any) -> str:
@@ -85,11 +81,7 @@ def show_flag(worker: Any) -> str:
 
 def flag_of(worker: Any) -> SharedFlag:
     """The flag through which `worker` tells its engine core about updates."""
-    flag: SharedFlag | None = getattr(worker, _FLAG, None)
-    if flag is None:
-        flag = SharedFlag.make()
-        setattr(worker, _FLAG, flag)
-    return flag
+    return made_once(worker, _FLAG, SharedFlag.make)
 
 
 def rank_of(worker: Any) -> Rank:
@@ -98,11 +90,7 @@ def rank_of(worker: Any) -> Rank:
     Raises:
         UnsupportedEngineError: The engine's ranks have no process group of their own.
     """
-    rank: Rank | None = getattr(worker, _RANK, None)
-    if rank is None:
-        rank = _make_rank(worker)
-        setattr(worker, _RANK, rank)
-    return rank
+    return made_once(worker, _RANK, lambda: _make_rank(worker))
 
 
 def _make_rank(worker: Any) -> Rank:

@@ -1,34 +1,38 @@
 """Attaches one adapter to each live engine, and admits one refit at a time."""
 
+import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fp8refit.driver.adapters import connect, find_adapters, name_adapters
 from fp8refit.driver.engine import Engine
+from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import UnsupportedEngineError
+from fp8refit.live.turn import Turn, Turns
+
+T = TypeVar("T")
 
 _ATTACHED = "_fp8refit_engine"
 _HOLDER = "_fp8refit_holder"
 
 
-class Turn:
-    """A lock that one refit at a time holds.
+_guard = threading.Lock()
+_making: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""By the id of an object: the lock of whoever makes something for it."""
 
-    It knows its holder, so `end` is safe to call even if an interrupt hit `take` or `end` halfway.
-    """
 
-    def __init__(self) -> None:
-        self._holders: dict[str, object] = {}
-
-    def take(self, holder: object) -> bool:
-        """Take the lock for `holder`; False if another holder has it."""
-        return self._holders.setdefault("holder", holder) is holder
-
-    def end(self, holder: object) -> None:
-        """Release the lock, if `holder` has it. May be repeated."""
-        if self._holders.get("holder") is holder:
-            del self._holders["holder"]
+def made_once(owner: object, name: str, make: Callable[[], T]) -> T:
+    """The attribute `name` of `owner`, made at the first call. Other threads wait for it. If `make` raises, nothing is kept."""
+    with _guard:
+        lock = _making.setdefault(id(owner), threading.RLock())
+    with lock:
+        found: T | None = getattr(owner, name, None)
+        if found is None:
+            found = make()
+            object.__setattr__(owner, name, found)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,12 @@ class AttachedEngine:
 
     engine: Engine
     turn: Turn = field(default_factory=Turn)
+
+    @property
+    def turns(self) -> Turn:
+        """What a refit holds: the engine, and its live model if that is here, whoever else is attached to it."""
+        ranks = self.engine.ranks
+        return Turns((self.turn, ranks.rank.target.turn)) if isinstance(ranks, LocalRanks) else self.turn
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -74,15 +84,14 @@ def attach_engine(candidate: object) -> AttachedEngine:
         candidate = connect(candidate)
     holder: _Holder | None = getattr(candidate, _HOLDER, None)
     candidate = holder() or candidate if holder is not None else candidate
-    attached: AttachedEngine | None = getattr(candidate, _ATTACHED, None)
-    if attached is not None:
-        return attached
+    return made_once(candidate, _ATTACHED, lambda: AttachedEngine(_adapt(candidate)))
+
+
+def _adapt(candidate: object) -> Engine:
     adapters, broken = find_adapters()
     for adapter in adapters.values():
         if adapter.accepts(candidate):
-            attached = AttachedEngine(adapter(candidate))
-            object.__setattr__(candidate, _ATTACHED, attached)
-            return attached
+            return adapter(candidate)
     kind = type(candidate)
     raise UnsupportedEngineError(
         f"{kind.__module__}.{kind.__qualname__} is not an engine that an installed adapter knows ({name_adapters(adapters)})",

@@ -9,6 +9,7 @@ from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.driver.attach import AttachedEngine
 from fp8refit.driver.engine import Engine
 from fp8refit.errors import EngineBusyError, EngineDirtyError, EngineLostError, InvalidCalibrationError
+from fp8refit.live.turn import IN_USE
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues, order_of
 from fp8refit.report import KvReport, PhaseClock, RefitReport, longest_phases
 from fp8refit.sources.source import Manifest, StateDict, as_source
@@ -153,11 +154,11 @@ async def take_turn(attached: AttachedEngine, steps: Callable[[Attempt], Awaitab
         EngineBusyError: Another refit is running.
         BaseException: Whatever the steps raise.
     """
-    attempt, turn = Attempt(attached.engine), attached.turn
+    attempt, turn = Attempt(attached.engine), attached.turns
     try:
         try:
             if not turn.take(attempt):
-                raise EngineBusyError("another refit of this engine is under way; wait for it")
+                raise EngineBusyError(IN_USE)
             with ErrorCapture() as failed:
                 return await steps(attempt)
             assert failed.error is not None, "it failed"

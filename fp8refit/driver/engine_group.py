@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from fp8refit.config import KvOrder, RefitConfig
-from fp8refit.driver.attach import AttachedEngine, Turn, attach_engine
+from fp8refit.driver.attach import AttachedEngine, attach_engine
 from fp8refit.driver.engine import Engine
 from fp8refit.errors import EngineLostError, RefitError, UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
+from fp8refit.live.turn import Turns
 from fp8refit.ranks.ranks import Ranks
 from fp8refit.remote.broadcast.broadcast import Broadcast
 from fp8refit.remote.ranks import RemoteRanks
@@ -52,7 +53,7 @@ class EngineGroup(Engine):
             )
         self.name = " + ".join(engine.name for engine in self._engines)
         self.ranks = EngineGroupRanks(members, self._together)
-        turns = _Turns([each.turn for each in attached])
+        turns = Turns([each.turn for each in attached])
         self._fp8refit_engine = AttachedEngine(self, turns)
 
     @property
@@ -222,26 +223,6 @@ class EngineGroupRanks(Ranks):
     async def close(self) -> None:
         self._broadcast.close()
         await self._together([member.close() for member in self._members])
-
-
-class _Turns(Turn):
-    """The locks of several engines as one."""
-
-    def __init__(self, turns: Sequence[Turn]) -> None:
-        self._turns = turns
-
-    @override
-    def take(self, holder: object) -> bool:
-        """Take all of them or none."""
-        if all(turn.take(holder) for turn in self._turns):
-            return True
-        self.end(holder)
-        return False
-
-    @override
-    def end(self, holder: object) -> None:
-        for turn in self._turns:
-            turn.end(holder)
 
 
 def _outcome(call: Coroutine[Any, Any, T]) -> T | BaseException:

@@ -5,8 +5,9 @@ It opens no port and imports no framework: the user's framework carries orders, 
 """
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import override
 
@@ -14,7 +15,8 @@ from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import AttachedEngine, attach_engine
 from fp8refit.driver.engine import DelegatingEngine, Engine
 from fp8refit.driver.local_ranks import LocalRanks
-from fp8refit.errors import EngineLostError, UnsupportedEngineError
+from fp8refit.errors import EngineBusyError, EngineLostError, UnsupportedEngineError
+from fp8refit.live.turn import IN_USE
 from fp8refit.ranks.ranks import Ranks
 from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
 from fp8refit.remote.rank_server import RankServer
@@ -22,6 +24,8 @@ from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.connection import Connection
 from fp8refit.remote.servers.order_handler import OrderHandler
 from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
+
+T = TypeVar("T")
 
 
 class EngineHost:
@@ -47,8 +51,10 @@ class EngineHost:
     """
 
     def __init__(self, engine: object) -> None:
-        self._engine = attach_engine(engine).engine
-        self._handler = OrderHandler(_HostControls(self._engine))
+        attached = attach_engine(engine)
+        self._engine = attached.engine
+        self._handler = OrderHandler(_HostControls(attached))
+        self._line = threading.Lock()
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
     def answer(self, message: str) -> str:
@@ -61,7 +67,8 @@ class EngineHost:
             raise UnsupportedEngineError(
                 f"this {self._engine.name} engine is asynchronous; await answer_async in the event loop that drives it"
             )
-        return self._runner.run(self._handler.answer(message)).model_dump_json()
+        with self._line:  # the runner cannot be used by two threads
+            return self._runner.run(self._handler.answer(message)).model_dump_json()
 
     async def answer_async(self, message: str) -> str:
         """`answer` for an asynchronous engine, in the event loop that drives it."""
@@ -118,24 +125,53 @@ class _Asked(Connection):
 
 
 class _HostControls(DelegatingEngine, Pairs):
-    """What a driver elsewhere may do with the engine in this process."""
+    """What a driver elsewhere may do with the engine in this process, unless it is refitted from here.
 
-    def __init__(self, engine: Engine) -> None:
+    A driver that has paused the engine keeps others out until it resumes it, or is silent for the refit's time limit.
+    """
+
+    def __init__(self, attached: AttachedEngine) -> None:
+        engine = attached.engine
         super().__init__(engine, engine.ranks)
-        self.pause = self._pause_if_ready
+        self.pause, self.resume, self.refuse = self._pause, self._resume, self._refuse
+        self._turn, self._paused_s = attached.turn, 0.0
         self._call = _call_of(engine)
         self._pairs: Pairs | None = engine.ranks.asked.pairs if isinstance(engine.ranks, RemoteRanks) else None
 
-    async def _pause_if_ready(self, config: RefitConfig) -> int:
-        await self.check_ready()
-        return await self._driver.pause(config)
+    async def _in_turn(self, step: Callable[[], Awaitable[T]]) -> T:
+        with self._turn.during(self, lambda: self._paused_s) as is_held:
+            if not is_held:
+                raise EngineBusyError(IN_USE)
+            return await step()
+
+    async def _pause(self, config: RefitConfig) -> int:
+        async def pause_if_ready() -> int:
+            await self.check_ready()
+            num_requests = await self._driver.pause(config)
+            self._paused_s = config.timeout_s
+            return num_requests
+
+        return await self._in_turn(pause_if_ready)
+
+    async def _resume(self) -> None:
+        await self._in_turn(self._driver.resume)
+        self._end_pause()
+
+    async def _refuse(self, reason: str) -> None:
+        await self._in_turn(lambda: self._driver.refuse(reason))
+        self._end_pause()
+
+    def _end_pause(self) -> None:
+        self._paused_s = 0.0
+        self._turn.end(self)
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        return await self._call(message, timeout_s=timeout_s)
+        return await self._in_turn(lambda: self._call(message, timeout_s=timeout_s))
 
     async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        if self._pairs is not None:
-            return await self._pairs.call_pair(first, second, timeouts_s=timeouts_s)
+        pairs = self._pairs
+        if pairs is not None:
+            return await self._in_turn(lambda: pairs.call_pair(first, second, timeouts_s=timeouts_s))
         return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
 
 

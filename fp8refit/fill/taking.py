@@ -13,6 +13,7 @@ from fp8refit.fill.kernels.products import LowRank
 from fp8refit.fill.plan import Step
 from fp8refit.fill.staging import ReadBox, Staging
 from fp8refit.live.slots import TensorMeta
+from fp8refit.live.turn import DisplacedError
 from fp8refit.sources.files import StoredTensor
 from fp8refit.sources.pairs import check_readable
 from fp8refit.sources.row_runs import Piece, Recipe
@@ -41,6 +42,7 @@ class Taker:
         self._waiting: list[Lying] = []
         """Tensors on the engine's device that the next launch reads."""
         self._waiting_bytes = 0
+        self._is_released = False
 
     def flush(self) -> None:
         """Write what is staged."""
@@ -48,7 +50,8 @@ class Taker:
             self._staging.flush()
 
     def release(self) -> None:
-        """Let go of tensors."""
+        """Let go of tensors, and take no more."""
+        self._is_released = True
         self._waiting.clear()
 
     def take(self, tensors: Iterable[Arriving | list[Arriving]]) -> None:
@@ -94,13 +97,19 @@ class Taker:
         return rest
 
     def _take_together(self, tensors: Sequence[Any]) -> None:
+        self._check_goes_on()
         are_whole = all(type(each) is tuple for each in tensors)
         if not (are_whole and self._take_group([each[0] for each in tensors], [each[1] for each in tensors])):
             for tensor in tensors:
                 self._take_one(tensor, is_lent=len(tensors) == 1)
             self._fill_waiting(are_together=True)
 
+    def _check_goes_on(self) -> None:
+        if self._is_released:
+            raise DisplacedError
+
     def _take_one(self, tensor: Arriving, *, is_lent: bool) -> None:
+        self._check_goes_on()
         if isinstance(tensor, Piece) and not tensor.is_whole:
             self._take_rows(tensor, is_lent=is_lent)
             return

@@ -44,21 +44,22 @@ class Agreement:
         try:
             return vote(self.group, ballot, error, timeout_s=config.timeout_s)
         except BaseException as verdict:
-            self.target.abandon()
+            self.target.abandon(error)
             if isinstance(verdict, EngineLostError) and self.group.size > 1:
                 self.target.live.lost_because = str(verdict)
             raise
 
     def on_ready(self, kv: KvOrder | None, config: RefitConfig, driver_error: BaseException | None) -> list[Ballot]:
         """Agree that every rank is ready. Nothing is written."""
-        error = driver_error
-        if error is None:
-            error, _ = self.attempt(lambda: self.check_ready(kv, config))
+        error, _ = self.attempt(lambda: self.check_ready(kv, config, driver_error))
         return self.vote("ready", error, config, **self.wanted(kv, config))
 
-    def check_ready(self, kv: KvOrder | None, config: RefitConfig) -> None:
-        """Check that this rank can be written now, and its KV scales set, if `kv` says to."""
+    def check_ready(self, kv: KvOrder | None, config: RefitConfig, driver_error: BaseException | None) -> None:
+        """Check that this rank can be written now, and its KV scales set, if `kv` says to. Gives up an unfinished refit."""
+        if driver_error is not None:
+            raise driver_error
         inventory = self.target.check_ready()
+        self.target.abandon()
         if self.group.size > 1:
             self.names.note(inventory)
         if kv is not None:

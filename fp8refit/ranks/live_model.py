@@ -56,6 +56,12 @@ class LiveModel:
         self.brought: BroughtScales | None = None
         self.has_constants = False
 
+    @property
+    def memory(self) -> frozenset[int]:
+        """Addresses of the weights' storages, as far as known."""
+        slots = self.inventory.slots if self.inventory is not None else ()
+        return frozenset(slot.weight.untyped_storage().data_ptr() for slot in slots) - {0}
+
     @collector_paused()
     def read(self) -> Inventory:
         """The inventory, with slots for KV scales that a source may send.

@@ -76,8 +76,8 @@ class Rank:
         def judge() -> _Judged:
             return self._judge(make_source(), config, kv=kv, compares=compares, on_judged=on_judged)
 
-        if is_known and driver_error is None:
-            return self._prepare_known(judge, kv, config)
+        if is_known:
+            return self._prepare_known(judge, kv, config, driver_error)
         ready = self._agreement.on_ready(kv, config, driver_error)
         self._agreement.learn_names(ready, config)
         error, judged = self._agreement.attempt(judge)
@@ -166,11 +166,13 @@ class Rank:
 
         return self._agree_on_written(complete, prepared, version=version, confirm=confirm)
 
-    def _prepare_known(self, judge: Callable[[], "_Judged"], kv: KvOrder | None, config: RefitConfig) -> Prepared:
+    def _prepare_known(
+        self, judge: Callable[[], "_Judged"], kv: KvOrder | None, config: RefitConfig, driver_error: BaseException | None
+    ) -> Prepared:
         """`prepare` with one vote on readiness and source."""
 
         def check_and_judge() -> _Judged:
-            self._agreement.check_ready(kv, config)
+            self._agreement.check_ready(kv, config, driver_error)
             return judge()
 
         error, judged = self._agreement.attempt(check_and_judge)
@@ -215,7 +217,7 @@ class Rank:
                 confirm(failed.error)
             failed.error = failed.error if failed.error is not None else refused.error
         if failed.error is not None:
-            self.target.abandon()
+            self.target.abandon(failed.error)
             raise failed.take()
         if prepared.writes:
             self.target.commit(max(next_version, version))

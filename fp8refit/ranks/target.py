@@ -7,12 +7,14 @@ the first byte of a write until its commit the rank is dirty; only a later compl
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 import torch
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import (
     EngineAsleepError,
+    EngineBusyError,
     EngineLostError,
     InvalidSourceError,
     LiveTensorMovedError,
@@ -22,12 +24,16 @@ from fp8refit.fill.fill import Arriving
 from fp8refit.fill.fills import Prepared
 from fp8refit.fill.plan import is_any_of
 from fp8refit.live.slots import Inventory
+from fp8refit.live.turn import IN_USE, DisplacedError, Turn
 from fp8refit.ranks.live_model import LiveModel, are_mapped, assert_in_place
 from fp8refit.ranks.write import Write
 from fp8refit.report import RankReport
 from fp8refit.sources.source import PushedSource, Source
 
 logger = logging.getLogger(__name__)
+
+_targets: "WeakValueDictionary[int, Target]" = WeakValueDictionary()
+"""All of this process, by id. The memory of one may be another's too: that of a model, and of a part of it."""
 
 
 class Target:
@@ -45,6 +51,7 @@ class Target:
         live: The live model.
         version: Version of the last committed policy; 0 is what the engine was booted with.
         is_dirty: Whether a write began and was not committed.
+        turn: Whoever prepares, writes or commits holds it, however it came to this target.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class Target:
         self.live = LiveModel(read_inventory, device=device, engine=engine, versions=versions)
         self.version = 0
         self.is_dirty = False
+        self.turn = Turn()
         self._check_engine = check_engine
         self._on_commit = on_commit
         self._write: Write | None = None
@@ -68,19 +76,20 @@ class Target:
         """Names of slots that unfinished refits may have written, while the rank is dirty."""
         self._is_whole = False
         self._has_lost_values = False
+        _targets[id(self)] = self
 
     def check_ready(self) -> Inventory:
-        """Return the inventory, if the rank can be written now.
+        """Return the inventory, if the rank can be written now. Changes nothing.
 
         Raises:
             EngineLostError: A fault ended an earlier refit.
             UnsupportedEngineError: It has layers that cannot be written; names every one.
             EngineAsleepError: Its weights are not mapped.
+            EngineBusyError: Its memory is also another target's, which somebody writes.
             RefitError: Whatever `check_engine` raises.
         """
         if self.live.lost_because is not None:
             raise EngineLostError(self.live.lost_because)
-        self.abandon()
         self._check_engine()
         inventory = self.live.read()
         if inventory.refusals:
@@ -90,6 +99,10 @@ class Target:
             )
         if not are_mapped(inventory):
             raise EngineAsleepError("the weights are asleep: their memory is not mapped; wake them up before refit")
+        others = (reference() for reference in _targets.valuerefs())
+        for busy in (other for other in others if other not in (None, self) and not other.turn.is_free):
+            if not self.live.memory.isdisjoint(busy.live.memory):
+                raise EngineBusyError(IN_USE)
         return inventory
 
     def read_ahead(self) -> None:
@@ -129,6 +142,7 @@ class Target:
         """
         if not is_ready or self.live.fills is None:
             self.check_ready()
+            self.abandon()
         fills = self.live.fills
         assert fills is not None, "ready"
         with self.live.on_device():
@@ -140,10 +154,14 @@ class Target:
                     self.live.brought.check(source, prepared.plan)
                 if config.validate_values == "strict" and not isinstance(source, PushedSource):
                     prepared.check_values()
-            except BaseException:
-                self.abandon()
+            except BaseException as error:
+                self.abandon(error)
                 raise
         return prepared
+
+    def is_current(self, prepared: Prepared) -> bool:
+        """Whether `prepared` is what was prepared last, and neither given up nor finished."""
+        return self.live.fills is not None and self.live.fills.is_current(prepared)
 
     def write(self, prepared: Prepared, *, drain: bool = False) -> RankReport:
         """Write what was prepared, reading its source. The rank is dirty from the first byte until `commit`.
@@ -161,9 +179,13 @@ class Target:
         return self.finish()
 
     def begin(self, prepared: Prepared) -> Write:
-        """Write what needs no staging, and get ready for `push`. The rank is dirty from here until `commit`."""
-        fills = self.live.fills
-        assert fills is not None and fills.is_current(prepared), "begin() follows the prepare() that returned last"
+        """Write what needs no staging, and get ready for `push`. The rank is dirty from here until `commit`.
+
+        Raises:
+            DisplacedError: `prepared` is not current.
+        """
+        if not self.is_current(prepared):
+            raise DisplacedError
         if not are_mapped(prepared.inventory):
             self.abandon()
             raise EngineAsleepError("the weights went to sleep after the refit was prepared; wake them up, then refit")
@@ -184,9 +206,9 @@ class Target:
 
         Raises:
             InvalidSourceError: A tensor arrived twice, incomplete, or not as announced.
+            DisplacedError: The write was given up.
         """
-        write = self._write
-        assert write is not None, "push() follows begin()"
+        write = self._current()
         with self._undone_on_error():
             write.take(tensors, drain=drain)
 
@@ -195,10 +217,10 @@ class Target:
 
         Raises:
             RefitError: See `Write.finish`.
+            DisplacedError: The write was given up.
             EngineLostError: A CUDA fault.
         """
-        write = self._write
-        assert write is not None, "finish() follows begin()"
+        write = self._current()
         with self._undone_on_error():
             report = write.finish()
         self.abandon()
@@ -206,8 +228,13 @@ class Target:
             self._is_whole, self._has_lost_values, self.live.has_constants = True, False, True
         return report
 
-    def abandon(self) -> None:
-        """Drop what was prepared or is being written. A partly written rank stays dirty."""
+    def abandon(self, because: BaseException | None = None) -> None:
+        """Drop what was prepared or is being written, unless `because` says that it is somebody else's.
+
+        A partly written rank stays dirty.
+        """
+        if isinstance(because, EngineBusyError | DisplacedError):
+            return
         self._is_whole = False
         write, self._write = self._write, None
         if write is not None and write.prepared.writes:
@@ -234,7 +261,8 @@ class Target:
 
     def commit(self, version: int | None = None) -> int:
         """Declare the policy whole, after `finish` has returned, and return its version; by default the next one."""
-        assert self._is_whole, "commit() follows a finish() that returned"
+        if not self._is_whole:
+            raise DisplacedError
         version, kv = version if version is not None else self.version + 1, self.live.kv
         # One statement, so that no interrupt can separate them.
         if kv is not None:
@@ -248,6 +276,7 @@ class Target:
 
     def forget_values(self) -> None:
         """Note that all weights are lost, as after level-2 sleep: the next refit must bring all of them."""
+        self.abandon()
         self._has_lost_values, self.live.has_constants = True, False
 
     def close(self) -> None:
@@ -262,12 +291,17 @@ class Target:
             with self.live.on_device():
                 yield
         except BaseException as error:
-            self.abandon()
+            self.abandon(error)
             if isinstance(error, LiveTensorMovedError):
                 self.live.forget()
             if isinstance(error, InvalidSourceError) and self.is_dirty:
                 raise InvalidSourceError(error.problems, written=True) from error
             raise
+
+    def _current(self) -> Write:
+        if self._write is None:
+            raise DisplacedError
+        return self._write
 
     def _check_kept(self, prepared: Prepared) -> None:
         """Check that this rank still has the values it is to keep.

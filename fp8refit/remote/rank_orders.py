@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from fp8refit.errors import RankFailedError
+from fp8refit.errors import EngineBusyError, RankFailedError
 from fp8refit.fill.fills import Prepared
 from fp8refit.live.collector import collector_paused
 from fp8refit.live.slots import TensorMeta
+from fp8refit.live.turn import IN_USE, DisplacedError
 from fp8refit.ranks.rank import Rank
 from fp8refit.remote import messages
 from fp8refit.remote.broadcast.receiver import Receiver
@@ -20,12 +21,14 @@ from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.source import PushedSource, Source
 from fp8refit.transport.memory.importer import Importer
 
-_ABANDONED = "this refit was abandoned: its driver gave it up, another one began, or the engine was closed; refit again"
 _MOST_ABANDONED = 16
 
 
 class RankOrders:
     """The orders to one rank, and what they leave for later ones.
+
+    From the order that prepares a refit until it is over, this object holds the target's turn. It loses it if the driver is
+    silent for the refit's time limit, because the driver may have died; another driver's order takes over at once.
 
     Args:
         rank: The rank.
@@ -49,6 +52,14 @@ class RankOrders:
         Raises:
             RefitError: What this rank could not do.
         """
+        with self.rank.target.turn.during(self, self._lasts_s) as is_held:
+            return self._obey(order, None if is_held else EngineBusyError(IN_USE))
+
+    def _lasts_s(self) -> float:
+        return self._prepared.config.timeout_s if self._prepared is not None else 0.0
+
+    def _obey(self, order: messages.Order, held: EngineBusyError | None) -> dict[str, Any]:
+        """`obey`; if somebody else holds the turn, only what changes nothing."""
         rank = self.rank
         if not (isinstance(order, messages.Take) and order.refit == self._refit):
             self.receiver.recall()
@@ -61,32 +72,36 @@ class RankOrders:
                 return {"fingerprint": rank.target.live.fingerprint()}
             case messages.Do(step="close"):
                 self.forget()
+                if held is not None:
+                    raise held
                 rank.target.close()
             case messages.Do():
                 pass  # every reply says who answers
             case messages.Prepare():
-                self._prepare(order)
+                self._prepare(order, held)
             case messages.Join():
                 self.receiver.join(order)
             case messages.Calibrate(step="check_calibration"):
-                rank.check_calibration(order.kv, order.config)
+                rank.check_calibration(order.kv, order.config, driver_error=held)
             case messages.Calibrate():
-                return {"kv": rank.calibrate(order.kv, order.config)}
+                return {"kv": rank.calibrate(order.kv, order.config, driver_error=held)}
             case messages.RefitStep(step="abandon"):
                 self._abandon(order)
+            case _ if held is not None:
+                raise held
             case _:
                 return self._write(order)
         return {}
 
-    def _prepare(self, order: messages.Prepare) -> None:
+    def _prepare(self, order: messages.Prepare, held: EngineBusyError | None) -> None:
         """Prepare a refit.
 
         Raises:
-            RankFailedError: It was abandoned.
-            RefitError: What this rank could not do.
+            DisplacedError: It was abandoned.
+            RefitError: What this rank could not do; or `held`, on all ranks.
         """
         if order.refit in self._abandoned:
-            raise RankFailedError(_ABANDONED)
+            raise DisplacedError
         self._refit, self._prepared = order.refit, None
 
         def receive() -> None:
@@ -97,6 +112,7 @@ class RankOrders:
             lambda: self._make_source(order),
             order.config,
             kv=order.kv,
+            driver_error=held,
             is_known=order.is_known,
             compares=order.compares,
             on_judged=receive,
@@ -106,13 +122,14 @@ class RankOrders:
         """A step of writing what was prepared.
 
         Raises:
-            RankFailedError: Nothing is prepared, or another refit is.
+            RankFailedError: Nothing is prepared.
+            DisplacedError: Another refit is.
             RefitError: What this rank could not do.
         """
         if order.refit != self._refit:
-            raise RankFailedError(_ABANDONED)
+            raise DisplacedError
         prepared, self._prepared, rank = self._prepared, None, self.rank
-        if prepared is None:
+        if prepared is None or not rank.target.is_current(prepared):
             raise RankFailedError("nothing is prepared on this rank; refit again")
         match order:
             case messages.Write():
@@ -135,9 +152,14 @@ class RankOrders:
     def _abandon(self, order: messages.RefitStep) -> None:
         self._abandoned.append(order.refit)
         if order.refit == self._refit:
-            self._prepared = None
-            self.rank.target.abandon()
+            self._drop()
             self.unmap()
+
+    def _drop(self) -> None:
+        """Drop what is prepared, unless somebody else's refit took its place."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and self.rank.target.is_current(prepared):
+            self.rank.target.abandon()
 
     @collector_paused()
     def _make_source(self, order: messages.Prepare) -> Source:
@@ -158,8 +180,8 @@ class RankOrders:
 
     def forget(self) -> None:
         """Abandon the current refit, and unmap everything."""
-        self._refit, self._prepared = "", None
-        self.rank.target.abandon()
+        self._refit = ""
+        self._drop()
         self.unmap()
         self.receiver.forget()
 

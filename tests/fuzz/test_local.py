@@ -159,7 +159,7 @@ class World:
 
     @torch.no_grad()
     def check(self, *, thoroughly=False):
-        assert self.engine._fp8refit_engine.turn._holders == {}, "nobody holds its turn"
+        assert self.engine._fp8refit_engine.turns.is_free, "nobody holds its turn"
         if self.is_dirty:
             for entry in (lambda: self.engine(PROMPT), lambda: self.engine.model(PROMPT), *self.compiled):
                 with pytest.raises(EngineDirtyError, match="the last refit failed part way"):
@@ -533,7 +533,7 @@ class TwoRanks(RuleBasedStateMachine):
         clients = [self.side.client] if self.is_remote else self.side.clients
         refitters = [self.side.refitter] if self.is_remote else self.side.refitters
         for client, refitter in zip(clients, refitters, strict=True):
-            assert client._fp8refit_engine.turn._holders == {}
+            assert client._fp8refit_engine.turns.is_free
             assert (refitter.is_dirty, refitter.version) == (self.is_dirty, self.version)
             assert ("failed part way" in (client.blocked or "")) == self.is_dirty
             assert (client.blocked is None) != self.is_dirty
