@@ -154,16 +154,12 @@ class _HostControls(DelegatingEngine, Pairs):
         return await self._in_turn(pause_if_ready)
 
     async def _resume(self) -> None:
+        self._paused_s = 0.0
         await self._in_turn(self._driver.resume)
-        self._end_pause()
 
     async def _refuse(self, reason: str) -> None:
-        await self._in_turn(lambda: self._driver.refuse(reason))
-        self._end_pause()
-
-    def _end_pause(self) -> None:
         self._paused_s = 0.0
-        self._turn.end(self)
+        await self._in_turn(lambda: self._driver.refuse(reason))
 
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         return await self._in_turn(lambda: self._call(message, timeout_s=timeout_s))

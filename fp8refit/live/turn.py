@@ -22,7 +22,7 @@ class DisplacedError(RankFailedError):
 
 
 class _Hold:
-    """A turn of one holder, which stays over once it is, and the next one."""
+    """A turn of one holder. It is over for good once there is a next one."""
 
     __slots__ = ("holder", "is_over", "next", "until_s")
 
@@ -47,11 +47,13 @@ class Turn:
         hold = self._last()
         return hold.is_over or time.monotonic() > hold.until_s
 
-    def take(self, holder: object, *, for_s: float = math.inf) -> bool:
-        """Take the lock for `holder`, which loses it `for_s` later to whoever wants it. False if somebody else has it."""
+    def take(self, holder: object, *, for_s: float = math.inf, after: object = None) -> bool:
+        """Take the lock for `holder`, directly `after` another one if given. False if somebody else has it.
+
+        `for_s` later the holder loses it to whoever wants it.
+        """
         hold = self._last()
-        while hold.is_over or (hold.holder is not holder and time.monotonic() > hold.until_s):
-            hold.is_over = True
+        while hold.is_over or hold.holder is not holder and (hold.holder is after or time.monotonic() > hold.until_s):
             hold = hold.next.setdefault("next", _Hold(holder, time.monotonic() + for_s))
         return hold.holder is holder
 
@@ -65,16 +67,15 @@ class Turn:
     def during(self, owner: object, lasts_s: Callable[[], float]) -> Iterator[bool]:
         """Hold it for one order of `owner`, which then has it for `lasts_s()` to wait for the next. Gives whether it is held."""
         order = object()
-        self.end(owner)
         try:
+            is_held = self.take(order, after=owner)
             try:
-                yield self.take(order)
+                yield is_held
             finally:
-                self.end(order)
+                if is_held and (seconds := lasts_s()):
+                    self.take(owner, for_s=seconds, after=order)
         finally:
             self.end(order)
-            if seconds := lasts_s():
-                self.take(owner, for_s=seconds)
 
     def _last(self) -> _Hold:
         hold = self._hold
@@ -96,9 +97,9 @@ class Turns(Turn):
         return all(turn.is_free for turn in self._turns)
 
     @override
-    def take(self, holder: object, *, for_s: float = math.inf) -> bool:
+    def take(self, holder: object, *, for_s: float = math.inf, after: object = None) -> bool:
         """Take all of them or none."""
-        if all(turn.take(holder, for_s=for_s) for turn in self._turns):
+        if all(turn.take(holder, for_s=for_s, after=after) for turn in self._turns):
             return True
         self.end(holder)
         return False
