@@ -1,5 +1,6 @@
 """What ranks of a trainer do in the tests of `fp8refit.sources.sharded.gather`. Each function runs on every rank at once."""
 
+import gc
 import os
 import re
 import time
@@ -23,6 +24,7 @@ from fp8refit import RefitError, Refitter, gathered
 from fp8refit.megatron import MegatronNames, global_names
 from fp8refit.sources.sharded import batches
 from fp8refit.sources.sharded.gather import Gathered, Piece
+from fp8refit.sources.sharded.trainer_group import _voting, trainer_group
 from tests.fakes import FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy
 from tests.test_megatron import GROUPS, HEAD, checkpoint, megatron
 
@@ -507,3 +509,109 @@ def refit_from_a_stream(rank: int, fault: str | None) -> tuple[str, int, bool]:
     if fault in ("raise", "end", "die") and (late_s := time.monotonic() - start_s - STREAM_TIMEOUT_S) > SLACK_S:
         told = f"nothing for {late_s:.1f} s beyond its time limit, then {told}"
     return told, num_read, rank == 3 and Refitter(model).is_dirty
+
+
+def leave_others_in_a_gather(rank: int, num_elements: int, *, when: int, timeout_s: float = STREAM_TIMEOUT_S) -> tuple:
+    """One rank's function raises while the other ranks are in an all-gather of the default group.
+
+    Gives what each rank is told, whether in time, and whether all of them can vote after that.
+    """
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for number in range(40):
+            if rank == 1 and number == when:
+                raise MemoryError("no room")
+            whole = [torch.empty(num_elements) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(whole, torch.full((num_elements,), float(rank)))
+            yield f"w{number}", torch.cat(whole)
+
+    told, start_s = "nothing", time.monotonic()
+    try:
+        with gathered(stream, timeout_s=timeout_s) as weights:
+            if rank == 0:
+                for _ in weights:
+                    pass
+    except Exception as error:  # noqa: BLE001
+        told = error_of(error)
+    is_in_time = time.monotonic() - start_s < timeout_s + SLACK_S
+    heard = trainer_group(None).exchange(f"{rank}".encode(), timeout_s=20.0)
+    return told, is_in_time, [int(message) for message in heard]
+
+
+def gather_whole(rank: int, fault: str, *, is_apart: bool) -> str:
+    """Tensors that are whole on every rank, and shards. What each rank is told."""
+    _, sharded = policy_and_shards(FakeModel(), 5)
+    whole = torch.arange(40_000.0).to(torch.bfloat16)
+    if fault == "other value" and rank == 2:
+        whole[-1] = 0
+    elif fault == "other order" and rank == 1:
+        whole[:2] = whole[:2].flip(0)
+    replicated = DTensor.from_local(
+        torch.arange(24.0) + (rank == 3 and fault == "replicated"), mesh_of(4), [Replicate()]
+    )
+    held = sharded | {"whole": whole[1:], "replicated": replicated}
+    try:
+        with gathered(held, torch.distributed.group.WORLD, is_apart=is_apart, timeout_s=20) as source:
+            if rank == 0:
+                found = dict(source)
+                assert torch.equal(found["whole"], whole[1:])
+    except RefitError as error:
+        return error_of(error)
+    return "nothing"
+
+
+def gather_in_pairs(rank: int) -> list[str]:
+    """Two pairs of ranks at once, each in a group of its own, and again after one pair had an error."""
+    group = mesh_of(2, 2)["inner"].get_group()
+    wrong = []
+    for attempt in range(3):
+        whole = {f"w{rank // 2}": torch.arange(3000.0) + attempt}
+        try:
+            with gathered(whole, group, timeout_s=20) as source:
+                if rank % 2 == 0:
+                    wrong += put_together(source.pieces(3000), whole, 3000)
+                if attempt == 1 and rank == 1:
+                    raise ValueError("of one pair")
+        except (ValueError, RefitError) as error:
+            wrong += [] if attempt == 1 and rank < 2 else [error_of(error)]
+    return wrong
+
+
+def come_alone_first(rank: int) -> list[str]:
+    """Rank 0 asks the others to vote and they do not come; then rank 3 does; then all of them do."""
+    told = []
+    for alone in (0, 3):
+        if rank == alone:
+            try:
+                trainer_group(None).exchange(b"", timeout_s=0.5)
+            except RefitError as error:
+                told.append(type(error).__name__)
+        torch.distributed.barrier()
+    for attempt in range(2):
+        heard = trainer_group(None).exchange(f"{rank} {attempt}".encode(), timeout_s=20.0)
+        told += [] if heard == [f"{other} {attempt}".encode() for other in range(4)] else [str(heard)]
+    if rank == 0:
+        try:
+            trainer_group(None).exchange(b"", timeout_s=0.5)
+        except RefitError as error:
+            told.append(type(error).__name__)
+    torch.distributed.barrier()
+    try:  # the others still have the connections that rank 0 has given up
+        trainer_group(None).exchange(b"", timeout_s=5.0 if rank else 0.5)
+    except RefitError:
+        torch.distributed.barrier()
+    heard = trainer_group(None).exchange(b"", timeout_s=20.0)
+    return told + ([] if len(heard) == 4 else [str(heard)])
+
+
+def begin_anew(rank: int, store: str) -> tuple[int, list[str]]:
+    """The default group is destroyed, and there is another one. Gives how many groups are kept for votes in between."""
+    before = gather_whole(rank, "", is_apart=False)
+    mesh_of.cache_clear()
+    torch.distributed.destroy_process_group()
+    gc.collect()
+    num_kept = len(_voting)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=60)
+    )
+    return num_kept, [before, gather_whole(rank, "", is_apart=False)]

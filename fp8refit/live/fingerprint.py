@@ -3,7 +3,6 @@ weights.
 """
 
 import hashlib
-from collections.abc import Iterable
 from itertools import chain
 
 import torch
@@ -12,24 +11,22 @@ from torch import Tensor
 from fp8refit.live.parameters import LiveTensor
 from fp8refit.live.slots import Inventory, dtype_name
 
-_CHUNK_WORDS = 1 << 24
-"""Four-byte words summed at a time: 64 MiB, plus 128 MiB of work space."""
+_COLUMNS = 1 << 12
 _WEIGHTS = 65521
-"""Words this far apart get the same factor. A prime, so that no common stride is a multiple of it."""
+"""Sums this far apart get the same factor. A prime, so that no common stride is a multiple of it."""
 
 
 @torch.inference_mode()
 def fingerprint(inventory: Inventory) -> str:
     """Return a SHA-256 over the name, dtype, shape and checksum of every live tensor that a refit writes.
 
-    A checksum is the sum of four-byte words times their positions, in 64-bit integers. It tells policies and broken
-    refits apart, but does not resist somebody who constructs a collision. Reads every weight and synchronizes once.
+    Reads every weight twice and synchronizes once.
     """
     written = _storages(inventory)
     live = [entry for entry in inventory.live if entry.tensor.untyped_storage().data_ptr() in written]
     if not live:
         return hashlib.sha256().hexdigest()
-    sums = torch.stack([_checksum(entry.tensor) for entry in live]).tolist()
+    sums = torch.stack([checksum(entry.tensor) for entry in live]).tolist()
     digest = hashlib.sha256()
     for entry, value in sorted(zip(live, sums, strict=True), key=lambda pair: pair[0].name):
         digest.update(f"{_title(entry)}|{value}\n".encode())
@@ -48,17 +45,20 @@ def _title(entry: LiveTensor) -> str:
     return f"{entry.name}|{dtype_name(entry.tensor.dtype)}|{list(entry.tensor.shape)}"
 
 
-def _checksum(tensor: Tensor) -> Tensor:
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a 64-bit integer on the tensor's device. Reads it twice, on a GPU at the speed of its memory.
+
+    Four-byte words are put into a matrix; its row sums and column sums count times their positions. That tells policies
+    and broken refits apart, but does not resist somebody who constructs a collision.
+    """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    odd = raw.numel() % 4
-    words, rest = raw[: raw.numel() - odd], raw[raw.numel() - odd :]
-    total = rest.to(torch.int64).sum()
-    for start, chunk in _chunks(words.view(torch.int32)):
-        places = (torch.arange(chunk.numel(), device=chunk.device) + start) % _WEIGHTS + 1
-        total = total * 31 + (chunk.to(torch.int64) * places).sum()
-    return total
+    if raw.storage_offset() % 4:
+        raw = raw.clone()
+    odd = raw.numel() % (4 * _COLUMNS)
+    words, rest = raw[: raw.numel() - odd].view(torch.int32).view(-1, _COLUMNS), raw[raw.numel() - odd :]
+    columns, rows = (words.sum(dim, dtype=torch.int64) for dim in (0, 1))
+    return (_weighed(columns) * 31 + _weighed(rows)) * 31 + _weighed(rest.to(torch.int64))
 
 
-def _chunks(words: Tensor) -> Iterable[tuple[int, Tensor]]:
-    for start in range(0, words.numel(), _CHUNK_WORDS):
-        yield start, words[start : start + _CHUNK_WORDS]
+def _weighed(sums: Tensor) -> Tensor:
+    return (sums * (torch.arange(sums.numel(), device=sums.device) % _WEIGHTS + 1)).sum()

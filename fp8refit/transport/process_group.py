@@ -2,13 +2,16 @@
 
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
 from fp8refit.errors import EngineLostError
+
+if TYPE_CHECKING:  # not in every build
+    from torch.distributed import ProcessGroupGloo
 
 _HEADER_BYTES = 8
 _MAX_BYTES = 1 << 28
@@ -23,14 +26,11 @@ class ProcessGroupExchange:
 
     Args:
         group: The process group. Nothing else may use it during an exchange.
-        device: Where messages are stored; for NCCL this rank's GPU.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device | None = None) -> None:
+    def __init__(self, group: "ProcessGroup | ProcessGroupGloo") -> None:
         self._group = group
-        self._device = device if device is not None else torch.device("cpu")
-        self.rank = torch.distributed.get_rank(group)
-        self.size = torch.distributed.get_world_size(group)
+        self.rank, self.size = group.rank(), group.size()
 
     def exchange(self, message: bytes, *, timeout_s: float) -> list[bytes]:
         """Send `message` to every rank and return all, in rank order."""
@@ -47,21 +47,15 @@ class ProcessGroupExchange:
     def _gather(self, frame: bytes, num_bytes: int, timeout_s: float) -> list[bytes]:
         """Return the first `num_bytes` of every rank's frame, zero-padded."""
         own = torch.frombuffer(bytearray(frame[:num_bytes].ljust(num_bytes, b"\0")), dtype=torch.uint8)
-        own = own.to(self._device)
-        gathered = [torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(self.size)]
+        gathered = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(self.size)]
         try:
-            work = torch.distributed.all_gather(gathered, own, group=self._group, async_op=True)
-            assert work is not None, "asynchronous"
-            if self._device.type == "cpu":
-                work.wait(timedelta(seconds=timeout_s))
-            else:
-                wait_for(work, timeout_s)
+            self._group.allgather([gathered], [own]).wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise EngineLostError(
                 f"rank {self.rank} of {self.size} did not hear from every other rank within {timeout_s:g} s, or one of them "
                 f"died ({error}). Every rank must call refit; restart the engine"
             ) from error
-        return [bytes(tensor.cpu().numpy()) for tensor in gathered]
+        return [bytes(tensor.numpy()) for tensor in gathered]
 
 
 def wait_for(work: Any, timeout_s: float) -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fp8refit.live.fingerprint import _CHUNK_WORDS, _checksum, fingerprint
+from fp8refit.live.fingerprint import _COLUMNS, checksum, fingerprint
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import Inventory
 from tests.fakes import FakeModel
@@ -40,21 +40,43 @@ def test_an_engine_without_slots_has_one_too():
     assert len(fingerprint(Inventory(slots=(), live=live_tensors(torch.nn.Linear(2, 2))))) == 64
 
 
-def test_words_that_change_places_change_it():
-    words = torch.arange(1, 300, dtype=torch.int32)
-    found = {int(_checksum(words))}
-    for left, right in ((0, 1), (0, 298), (100, 200)):
-        swapped = words.clone()
-        swapped[[left, right]] = words[[right, left]]
-        found.add(int(_checksum(swapped)))
-    assert len(found) == 4
+SIZES = (1, 7, 299, 4 * _COLUMNS, 3 * 4 * _COLUMNS + 13)
 
 
-def test_chunks_are_no_matter_of_luck(monkeypatch):
-    words = torch.randint(-(2**31), 2**31, (1000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    assert int(_checksum(words.view(torch.uint8)[:-3])) != int(_checksum(words))
-    monkeypatch.setattr("fp8refit.live.fingerprint._CHUNK_WORDS", 100)
-    blocks = words.view(10, 100)
-    swapped = torch.cat([blocks[1:2], blocks[:1], blocks[2:]])
-    assert int(_checksum(swapped)) != int(_checksum(words))
-    assert _CHUNK_WORDS * 4 == 64 << 20
+@pytest.mark.parametrize("size", SIZES)
+def test_bytes_that_change_or_change_places_change_it(size):
+    raw = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found, expected = {int(checksum(raw))}, 1
+    for left in {0, size // 2, size - 1, max(0, size - 14)}:
+        changed = raw.clone()
+        changed[left] += 1
+        found.add(int(checksum(changed)))
+        expected += 1
+    for left, right in ((0, 1), (0, size - 1), (4, 8), (0, 4 * _COLUMNS), (5, 4 * _COLUMNS + 16)):
+        if right < size and raw[left] != raw[right]:
+            changed = raw.clone()
+            changed[[left, right]] = raw[[right, left]]
+            found.add(int(checksum(changed)))
+            expected += 1
+    assert len(found) == expected
+
+
+def test_rows_that_change_places_change_it():
+    rows = torch.randn(6, 2 * _COLUMNS, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    assert int(checksum(rows[[1, 0, 2, 3, 4, 5]])) != int(checksum(rows)) == int(checksum(rows.clone()))
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+def test_where_bytes_lie_does_not_change_it(offset):
+    raw = torch.randint(256, (5 * 4 * _COLUMNS + 16,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    view = raw[offset:]
+    assert int(checksum(view)) == int(checksum(view.clone()))
+    matrix = torch.arange(70_000.0).view(7, 10_000)
+    assert int(checksum(matrix.t())) == int(checksum(matrix.t().contiguous())) != int(checksum(matrix))
+
+
+def test_no_values_are_its_business():
+    """NaN is a value like others, and the two zeros are two."""
+    values = torch.tensor([torch.nan, 0.0, 1.0])
+    assert int(checksum(values)) == int(checksum(values.clone())) != int(checksum(torch.tensor([torch.nan, -0.0, 1.0])))
+    assert int(checksum(torch.empty(0))) == 0

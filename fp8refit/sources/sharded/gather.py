@@ -59,9 +59,10 @@ def gathered(
 
     Args:
         state_dict: Names to DTensors (FSDP2, or any placement on any mesh) and plain tensors, which must be the same
-            everywhere. Or a function that returns a new iterator of pairs. Reading it is a collective operation: every
-            rank must yield the same number of pairs. If one rank refuses a tensor, all stop after some more tensors. If
-            an iterator raises on one rank alone, operations of `group` on the other ranks end after `timeout_s`.
+            everywhere; their checksums are compared before the first gather. Or a function that returns a new iterator
+            of pairs. Reading it is a collective operation: every rank must yield the same number of pairs. If one rank
+            refuses a tensor, all stop after some more tensors. If an iterator raises on one rank alone, operations of
+            `group` in which the others wait for it end after `timeout_s`, and all ranks raise: `group` carries no votes.
         group: All ranks that take part. By default, those of the shards' mesh.
         rename: Turns them into checkpoint tensors; see `Renamer` and `fp8refit.megatron.MegatronNames`.
         is_apart: Set this if ranks hold different tensors, like pipeline stages or ranks with different experts. The
@@ -251,9 +252,14 @@ class Gathered(AbstractContextManager["Gathered"]):
                 self._problems[name] = error.problems[0]
 
     @cached_property
+    def _held(self) -> tuple[Holding, ...]:
+        return tuple(map(Holding.of, self._parts))
+
+    @cached_property
     def _lines(self) -> tuple[str, ...]:
         """What must be equal on every rank."""
-        return (*(f"{part.name}: {part.meta}, {part.placed}" for part in self._parts), *self.problems)
+        held = zip(self._parts, self._held, strict=True)
+        return (*(f"{part.name}: {part.meta}, {holding.placed}" for part, holding in held), *self.problems)
 
     @cached_property
     def _digest(self) -> str:
@@ -266,7 +272,10 @@ class Gathered(AbstractContextManager["Gathered"]):
             RefitError: As in `pieces`.
         """
         self._has_read = self._has_read or step in ("plan", "read")
-        heard = self._trainers.hear(Statement(step=step, max_bytes=max_bytes, digest=self._digest))
+        digest = ""
+        with ErrorCapture() as failed:
+            digest = self._digest if self._trainers.num_ranks > 1 and not self._is_apart else ""
+        heard = self._trainers.hear(Statement(step=step, max_bytes=max_bytes, digest=digest), failed.error)
         is_wanted = any(said.step in ("plan", "read") for said in heard)
         if is_wanted and self._is_apart:
             self._unite()
@@ -285,8 +294,7 @@ class Gathered(AbstractContextManager["Gathered"]):
         if self._shared is not None:
             return
         error = InvalidSourceError(self.problems) if self._problems else None
-        own = tuple(map(Holding.of, self._parts))
-        heard = self._trainers.hear(Statement(step="names", holdings=own), error)
+        heard = self._trainers.hear(Statement(step="names", holdings=self._held), error)
         self._holdings = [said.holdings for said in heard]
         self._shared, problems = unite(self._parts, self._holdings)
         if problems:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fp8refit.errors import RankFailedError
+from fp8refit.live.fingerprint import checksum
 from fp8refit.live.slots import TensorMeta, dtype_name
 from fp8refit.sources.sharded.batches import Batch, PartRows, batches
 from fp8refit.sources.sharded.shards import Part
@@ -39,10 +40,11 @@ class Holding(BaseModel):
 
     @classmethod
     def of(cls, part: Part) -> "Holding":
-        """Describe a part."""
+        """Describe a part. Of a plain tensor, which must be the same on every rank, this reads the values."""
         meta = part.meta
         kind = part.local.device.type
-        return cls(name=part.name, shape=meta.shape, dtype=dtype_name(meta.dtype), placed=part.placed, device=kind)
+        placed = part.placed if part.mesh is not None else f"{part.placed}, checksum {int(checksum(part.local)):x}"
+        return cls(name=part.name, shape=meta.shape, dtype=dtype_name(meta.dtype), placed=placed, device=kind)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -4,20 +4,29 @@ last.
 Each rank makes a statement and hears all others. Then all go on, or all raise the same error.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed
 from pydantic import BaseModel, ConfigDict
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
 from fp8refit.sources.sharded.owned import Holding
 from fp8refit.transport.process_group import ProcessGroupExchange
 from fp8refit.transport.vote import ErrorRecord, Group, SoloGroup, merge_errors
+
+if TYPE_CHECKING:  # not in every build
+    from torch.distributed import ProcessGroupGloo
+
+_POLL_S = 2e-3
 
 Step: TypeAlias = Literal["plan", "read", "batch", "end", "done", "follow", "names"]
 
@@ -118,17 +127,76 @@ def _check_are_in_step(heard: list[Statement]) -> None:
 
 
 def trainer_group(group: ProcessGroup | None) -> Group:
-    """Return the ranks of `group`, or of the default group, over any device it communicates from."""
+    """Return the ranks of `group`, or of the default group. They vote over a group of their own."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return SoloGroup()
     group = group if group is not None else torch.distributed.group.WORLD
     assert group is not None, "initialized"
-    if torch.distributed.get_world_size(group) == 1:
-        return SoloGroup()
-    devices = [part.partition(":")[0] for part in torch.distributed.get_backend_config(group).split(",")]
-    return ProcessGroupExchange(
-        group, torch.device("cpu") if "cpu" in devices else torch.empty(0, device=devices[0]).device
-    )
+    return SoloGroup() if group.size() == 1 else VoteGroup(group)
+
+
+_voting: WeakKeyDictionary[ProcessGroup, "ProcessGroupGloo"] = WeakKeyDictionary()
+"""The group of a trainer's group in which its ranks vote."""
+
+
+class VoteGroup:
+    """Implements `Group` for the ranks of a trainer's process group, apart from it, over gloo, whatever the trainer does there.
+
+    The first vote connects them. The connections end with the trainer's group, and with a vote that failed.
+
+    Args:
+        group: The trainer's group.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = group.rank(), group.size()
+
+    def exchange(self, message: bytes, *, timeout_s: float) -> list[bytes]:
+        """Send `message` to every rank and return all, in rank order."""
+        try:
+            if self._group not in _voting:
+                _voting[self._group] = _connect(self._group, timeout_s)
+            voting = _voting[self._group]
+            if hasattr(voting, "_set_default_timeout"):  # a vote that waits longer than this rank would hold it up
+                voting._set_default_timeout(timedelta(seconds=timeout_s))
+            return ProcessGroupExchange(voting).exchange(message, timeout_s=timeout_s)
+        except (EngineLostError, RuntimeError) as error:
+            _voting.pop(self._group, None)
+            raise error if isinstance(error, EngineLostError) else EngineLostError(str(error)) from error
+
+
+def _connect(group: ProcessGroup, timeout_s: float) -> "ProcessGroupGloo":
+    """Connect the ranks of a group anew. They meet at its store.
+
+    Each rank leaves a new ticket for the first, which answers it with the place to meet. So what an attempt that failed
+    on some ranks has left there does no harm.
+
+    Raises:
+        RuntimeError: They are not all there in time.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    deadline_s, rank, ticket = time.monotonic() + timeout_s, group.rank(), uuid4().hex
+    store = PrefixStore("fp8refit", _get_process_group_store(group))
+
+    def take(key: str) -> str:
+        while not store.check([key]):
+            if time.monotonic() > deadline_s:
+                raise RuntimeError("a rank did not come in time")
+            time.sleep(_POLL_S)
+        value: bytes = store.get(key)
+        store.delete_key(key)
+        return value.decode()
+
+    if rank > 0:
+        store.set(str(rank), ticket)
+        place = take(ticket)
+    else:
+        place = ticket
+        for other in [take(str(other)) for other in range(1, group.size())]:
+            store.set(other, place)
+    return ProcessGroupGloo(PrefixStore(place, store), rank, group.size(), timedelta(seconds=timeout_s))
 
 
 @contextmanager

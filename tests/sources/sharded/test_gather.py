@@ -70,7 +70,7 @@ def test_pipeline_stages_and_experts_that_are_spread_are_one_checkpoint(four, ma
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("shape", "decoder.final_layernorm.weight: on rank 2 float32 [16], whole; on rank 3 float32 [4], whole"),
+        ("shape", "decoder.final_layernorm.weight: on rank 2 float32 [16], whole, checksum "),
         ("unreadable", "decoder.final_layernorm.weight: "),
         ("raise", "no room"),
     ],
@@ -189,6 +189,46 @@ def test_a_pass_takes_two_buckets_beside_the_model(four, placements):
     max_bytes = 1 << 18
     for peak, num_model_bytes in four.run(sharded.peak_bytes, placements, max_bytes):
         assert max_bytes < peak <= 2.5 * max_bytes < num_model_bytes
+
+
+@pytest.mark.parametrize("when", [0, 1, 5, 16, 20])
+@pytest.mark.parametrize("num_elements", [1, 512, 100_000])
+def test_a_function_that_raises_on_one_rank_while_the_others_gather_ends_on_all_in_time(doomed, num_elements, when):
+    """Nobody's process ends, and all of them can vote after it."""
+    found = doomed.run(partial(sharded.leave_others_in_a_gather, when=when), num_elements)
+    assert [heard for _, _, heard in found] == [[0, 1, 2, 3]] * 4
+    assert all(is_in_time for _, is_in_time, _ in found), found
+    assert found[1][0] == "MemoryError: no room"
+    assert not any(told == "nothing" for told, _, _ in found), found
+
+
+@pytest.mark.parametrize("is_apart", [False, True], ids=["alike", "apart"])
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("", None),
+        ("other value", r"whole: on rank 0, 1, 3 bfloat16 \[39999\], whole, checksum .*; on rank 2 bfloat16 "),
+        ("other order", r"whole: on rank 0, 2, 3 bfloat16 \[39999\], whole, checksum .*; on rank 1 bfloat16 "),
+        ("replicated", r"replicated: on rank 0, 1, 2 float32 \[24\], .*Replicate.*; on rank 3 float32 "),
+    ],
+)
+def test_tensors_that_are_whole_on_every_rank_must_be_equal(four, fault, told, is_apart):
+    for found in four.run(partial(sharded.gather_whole, is_apart=is_apart), fault):
+        assert found == "nothing" if told is None else re.search(told, found), found
+        assert told is None or found.startswith("InvalidSourceError")
+
+
+def test_groups_of_some_ranks_gather_at_once(four):
+    assert four.run(sharded.gather_in_pairs) == [[]] * 4
+
+
+def test_ranks_vote_after_votes_to_which_not_all_came(doomed):
+    told = doomed.run(sharded.come_alone_first)
+    assert told == [["EngineLostError"] * 2, [], [], ["EngineLostError"]]
+
+
+def test_votes_end_with_their_group_and_begin_with_another(doomed, tmp_path):
+    assert doomed.run(sharded.begin_anew, str(tmp_path / "other")) == [(0, ["nothing"] * 2)] * 4
 
 
 def test_ranks_that_never_come_are_an_error_in_time(four):
