@@ -37,6 +37,18 @@ IN_SLEEP = (
 )
 """Runs in a scheduler to release memory."""
 
+SEAMS = (
+    "sglang.srt.layers.quantization.kv_cache.BaseKVCacheMethod.create_weights",
+    "sglang.srt.managers.io_struct.UpdateWeightsFromIPCReqInput",
+    "sglang.srt.managers.io_struct.UpdateWeightsFromIPCReqOutput",
+    "sglang.srt.plugins.hook_registry.HookRegistry._hooks",
+    "sglang.srt.plugins.hook_registry.HookRegistry._patched",
+    "sglang.srt.plugins.hook_registry.HookRegistry.register",
+    "sglang.srt.plugins.hook_registry.HookType.AROUND",
+    "sglang.srt.runtime_context.get_server_args",
+)
+"""What the plugin reaches for beside the places above."""
+
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 _HANDLE = "fp8refit"
 _ORDER = "fp8refit.order"

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 NOT_LOADED = (
     "SGLang does not load fp8refit's plugin in the processes of this engine: install fp8refit where they run (a path alone has "
-    "no entry points), and leave it in SGLANG_PLUGINS"
+    "no entry points), and leave it in SGLANG_PLUGINS. If it is there, their log says what this SGLang lacks"
 )
 POLL_S = 0.005
 _SETTLING_S = 1.0

@@ -16,7 +16,7 @@ from torch import nn
 from fp8refit.driver.drop_in import DropIn, DropInOptions
 from fp8refit.errors import RefitError
 from fp8refit.live.slots import FP8_DTYPE
-from fp8refit_sglang.compat import close_session, has_sessions, register_hook, weights_receipt
+from fp8refit_sglang.compat import close_session, has_sessions, weights_receipt
 from fp8refit_sglang.live_scheduler import Scheduler
 from fp8refit_sglang.worker import rank_of
 
@@ -31,17 +31,20 @@ ANSWERED = (
     "update_weights_from_distributed",
     "update_weights_from_tensor",
 )
+SEAMS = (
+    *(f"{IN_UPDATES}.{name}" for name in ANSWERED[2:]),
+    "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess",
+)
+"""What the drop-in reaches for in every version, beside what the plugin does."""
 _HELD = "_fp8refit_drop_in"
 _networks: WeakSet[nn.Module] = WeakSet()
 """Networks in this process with the drop-in. SGLang's loader stays wrapped while there are any."""
 _replaced: dict[str, Any] = {}
 
 
-def register() -> None:
-    """If the drop-in is on, make SGLang answer a failed update with its error. Otherwise wrap nothing."""
-    if DropInOptions.read(os.environ).drop_in:
-        for name in ANSWERED if has_sessions() else ANSWERED[2:]:
-            register_hook(f"{IN_UPDATES}.{name}", _answer_of(name))
+def hooks() -> dict[str, Callable[..., Any]]:
+    """What makes SGLang answer a failed update with its error."""
+    return {f"{IN_UPDATES}.{name}": _answer_of(name) for name in (ANSWERED if has_sessions() else ANSWERED[2:])}
 
 
 def _answer_of(name: str) -> Callable[..., Any]:
@@ -63,8 +66,10 @@ def install(scheduler: Any) -> None:
     If the engine cannot be refitted, the next weight update raises the reason: raising it here would end the engine.
     """
     options = DropInOptions.read(os.environ)
+    if not options.drop_in:
+        return
     network = Scheduler(scheduler).model
-    if not options.drop_in or hasattr(network, _HELD):
+    if hasattr(network, _HELD):
         return
     if not any(parameter.dtype is FP8_DTYPE for parameter in network.parameters()):
         logger.warning("fp8refit: this engine is not block FP8 and loads weights as usual")

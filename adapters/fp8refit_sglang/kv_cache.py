@@ -104,7 +104,7 @@ def give_scales(original: Callable[..., None], layer: Any, *args: Any, **kwargs:
     and are 1 until they are set, so results stay the same.
     """
     original(layer, *args, **kwargs)
-    if layer.quant_method is None and layer.k_scale is None and is_cache_fp8():
+    if getattr(layer, "quant_method", layer) is None and getattr(layer, "k_scale", layer) is None and is_cache_fp8():
         make_kv_scales(layer)
 
 

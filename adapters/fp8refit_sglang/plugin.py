@@ -1,8 +1,11 @@
 """The plugin that SGLang loads in every process of an engine, from the entry-point group `sglang.srt.plugins`."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+from fp8refit.driver.drop_in import DropInOptions
+from fp8refit.errors import UnsupportedEngineError
 from fp8refit_sglang import drop_in
 from fp8refit_sglang.compat import (
     IN_ADMISSION,
@@ -11,6 +14,8 @@ from fp8refit_sglang.compat import (
     IN_SERVER,
     IN_SLEEP,
     IN_START,
+    SEAMS,
+    VERSIONS,
     is_hooked,
     register_hook,
 )
@@ -36,12 +41,25 @@ _DOORS: dict[str, Callable[..., Any]] = {
 
 
 def register() -> None:
-    """Register the hooks that let drivers reach schedulers and servers, and give every FP8 KV cache scales."""
-    for target, hook in _DOORS.items():
+    """Register the hooks that let drivers reach schedulers and servers, and give every FP8 KV cache scales.
+
+    Registers nothing in an SGLang that lacks any of what this needs.
+
+    Raises:
+        SystemExit: It lacks something, and the drop-in is asked for. SGLang serves on after any other error of a plugin.
+    """
+    import sglang
+
+    is_asked = DropInOptions.read(os.environ).drop_in
+    hooks = _DOORS | {IN_ATTENTION: give_scales, IN_SLEEP: note_sleep}
+    seams = (*SEAMS, *hooks, *(drop_in.SEAMS if is_asked else ()))
+    try:
+        if not VERSIONS.admits(sglang.__version__, seams, drop_in.logger, is_asked=is_asked):
+            return
+    except UnsupportedEngineError as error:
+        raise SystemExit(f"FP8REFIT_DROP_IN is set, but {error}") from error
+    for target, hook in (hooks | (drop_in.hooks() if is_asked else {})).items():
         register_hook(target, hook)
-    register_hook(IN_ATTENTION, give_scales)
-    register_hook(IN_SLEEP, note_sleep)
-    drop_in.register()
 
 
 def is_loaded() -> bool:

@@ -1,6 +1,7 @@
 """Drives a single SGLang scheduler from inside, where requests arrive."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from typing_extensions import override
@@ -25,7 +26,8 @@ def admit(original: Callable[..., Any], scheduler: Any, requests: list[Any]) -> 
     """Wraps the scheduler method that receives requests: refuses them during an update and after a failed one."""
     if not is_known(scheduler):
         setattr(scheduler, _IS_HELD, True)
-        hold(Scheduler(scheduler).model, scheduler)
+        with suppress(AttributeError):  # not an engine that could be refitted
+            hold(Scheduler(scheduler).model, scheduler)
     reason = getattr(scheduler, _REASON, None)
     return original(scheduler, requests if reason is None else refuse_requests(scheduler, requests, reason))
 

@@ -51,6 +51,11 @@ class DropInOptions(BaseModel):
     keep: tuple[str, ...] = ()
     """`FP8REFIT_KEEP`: comma-separated patterns of frozen parameters that the trainer never sends."""
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether anything is to change in an engine."""
+        return self.drop_in or self.quantization is not None
+
     @field_validator("keep", mode="before")
     @classmethod
     def _split(cls, patterns: Any) -> Any:

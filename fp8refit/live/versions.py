@@ -1,9 +1,11 @@
 """Which versions of an engine can be refitted, and the errors for older and missing ones."""
 
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 from fp8refit.errors import UnsupportedEngineError
 
@@ -34,6 +36,35 @@ class Versions:
                 f"this is {self.engine} {version}; fp8refit works with {self.engine} {self.oldest} or later (tested up to "
                 f"{self.newest}): install one of those"
             )
+
+    def admits(self, version: str, seams: Iterable[str], logger: logging.Logger, *, is_asked: bool) -> bool:
+        """Whether a plugin can work in this process. Logs one line if it cannot. Changes nothing.
+
+        Args:
+            version: As for `check`.
+            seams: Dotted names of what the plugin reaches for in the engine.
+            logger: Where to log.
+            is_asked: Whether somebody asked by name for what the plugin does.
+
+        Raises:
+            UnsupportedEngineError: It cannot, although it is asked for.
+        """
+        try:
+            self.check(version)
+            for seam in seams:
+                try:
+                    resolve_name(seam)
+                except (ImportError, AttributeError) as error:
+                    raise UnsupportedEngineError(
+                        f"this {self.engine} ({version}) has no {seam}, which fp8refit needs; install "
+                        f"{self.engine} {self.oldest} to {self.newest}, or a newer fp8refit"
+                    ) from error
+        except UnsupportedEngineError as error:
+            if is_asked:
+                raise
+            logger.warning("fp8refit does nothing in this process: %s", error)
+            return False
+        return True
 
     @contextmanager
     def importing(self) -> Iterator[None]:

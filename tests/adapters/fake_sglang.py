@@ -19,9 +19,10 @@ import torch
 from fastapi import Body, FastAPI
 from fastapi.responses import JSONResponse
 from fp8refit_sglang import SglangEngine, plugin
-from fp8refit_sglang.compat import IN_SCHEDULER, IN_SERVER, IN_START
+from fp8refit_sglang.compat import IN_ATTENTION, IN_SCHEDULER, IN_SERVER, IN_SLEEP, IN_START, SEAMS
 from torch import Tensor, nn
 
+from tests.adapters.fake_modules import put_modules
 from tests.fake_ranks import HIDDEN, K_PROJ, LAYOUTS, SHAPES, Meeting, Shard, ThreadGroup, whole
 from tests.fakes import assert_slots_hold, live_bytes
 from tests.loopback_server import LoopbackServer
@@ -174,8 +175,9 @@ def install(monkeypatch) -> None:
         "sglang.srt.entrypoints": {},
         "sglang.srt.entrypoints.http_server": {"app": None},
     }
+    modules = put_modules(monkeypatch, [*SEAMS, *plugin._DOORS, IN_ATTENTION, IN_SLEEP])
     for name, members in contents.items():
-        module = ModuleType(name)
+        module = modules.get(name) or ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(HookRegistry, "_hooks", {})

@@ -1,0 +1,56 @@
+"""An SGLang that lacks anything the plugin reaches for is left alone. A real one: `tests/sglang`."""
+
+import logging
+
+import pytest
+from fp8refit_sglang import compat, drop_in, plugin
+
+from tests.adapters.fake_modules import contents, put_modules
+
+HOOKED = (*plugin._DOORS, compat.IN_ATTENTION, compat.IN_SLEEP)
+ALL = (*compat.SEAMS, *HOOKED, *drop_in.SEAMS)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """The targets of hooks that are registered."""
+    monkeypatch.delenv("FP8REFIT_DROP_IN", raising=False)
+    targets = []
+    monkeypatch.setattr(plugin, "register_hook", lambda target, hook: targets.append(target))
+    return targets
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_what_registration_reaches_for_is_known(is_asked, monkeypatch, registered):
+    if is_asked:
+        monkeypatch.setenv("FP8REFIT_DROP_IN", "1")
+    put_modules(monkeypatch, ALL if is_asked else (*compat.SEAMS, *HOOKED), __version__="0.5.23")
+    plugin.register()
+    assert registered == [*HOOKED, *(name for name in drop_in.SEAMS if drop_in.IN_UPDATES in name and is_asked)]
+
+
+@pytest.mark.parametrize("missing", [*ALL, "nothing but it is too old"])
+def test_an_engine_that_lacks_one_is_left_alone_and_a_line_is_logged(missing, monkeypatch, caplog, registered):
+    modules = put_modules(monkeypatch, set(ALL) - {missing}, __version__="0.5.23" if missing in ALL else "0.5.12")
+    before = contents(modules)
+    with caplog.at_level(logging.INFO):
+        plugin.register()
+    assert contents(modules) == before
+    if missing in drop_in.SEAMS:
+        assert (registered, caplog.records) == ([*HOOKED], [])
+        return
+    assert registered == []
+    (record,) = caplog.records
+    assert "fp8refit does nothing in this process" in record.getMessage()
+    assert (missing if missing in ALL else "SGLang 0.5.12") in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize("missing", [*ALL, "nothing but it is too old"])
+def test_a_boot_that_asks_for_the_drop_in_is_refused(missing, monkeypatch, registered):
+    """By an exit: SGLang logs errors of plugins, and serves."""
+    monkeypatch.setenv("FP8REFIT_DROP_IN", "1")
+    put_modules(monkeypatch, set(ALL) - {missing}, __version__="0.5.23" if missing in ALL else "0.5.12")
+    with pytest.raises(SystemExit, match=missing if missing in ALL else r"this is SGLang 0\.5\.12"):
+        plugin.register()
+    assert registered == []
