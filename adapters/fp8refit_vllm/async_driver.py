@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 from typing_extensions import override
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver.admission import refusal, still_running
+from fp8refit.driver.admission import still_running
 from fp8refit.driver.engine import Driver
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
 from fp8refit.remote.channel import Channel
@@ -33,16 +33,14 @@ class AsyncDriver(Driver, Channel, Pairs):
     Args:
         llm: The AsyncLLM.
         method: Name of the worker method that `call` invokes.
-        refuse_with: Makes the error that refused requests raise, from the reason.
     """
 
     is_asynchronous = True
     worker = None
 
-    def __init__(self, llm: Any, method: str, *, refuse_with: Callable[[str], Exception] = refusal) -> None:
+    def __init__(self, llm: Any, method: str) -> None:
         self._ref = weakref.ref(llm)
         self._method = method
-        self._refuse_with = refuse_with
         self._gate: LlmGate | None = None
         self._was_paused = False
         self._timeout_s = RefitConfig().timeout_s
@@ -195,7 +193,7 @@ class AsyncDriver(Driver, Channel, Pairs):
 
     def _close_gate(self) -> LlmGate:
         if self._gate is None:
-            self._gate = LlmGate(self._llm, self._do_not_stay_paused, self._refuse_with)
+            self._gate = LlmGate(self._llm, self._do_not_stay_paused)
         self._gate.close()
         return self._gate
 

@@ -4,11 +4,11 @@ from typing import Any
 
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_vllm.compat import is_async_client, loads_plugin, num_api_servers
-from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD, WorkerExtension
+from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD
 
 PLUGIN = "fp8refit"
 """Name of our vLLM plugin entry points."""
-_EXTENSION = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
+_EXTENSION = "fp8refit_vllm.worker.WorkerExtension"
 
 
 def method_of(config: Any) -> str:

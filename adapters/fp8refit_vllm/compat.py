@@ -12,12 +12,30 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8refit.driver.admission import refusal
+from fp8refit.errors import EngineDirtyError
 from fp8refit.live.versions import Versions
 
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 VERSIONS = Versions(engine="vLLM", oldest="0.26", newest="0.33")
+
+SEAMS = (
+    "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory.register_engine",
+    "vllm.distributed.weight_transfer.factory.WeightTransferTrainerFactory.register_engine",
+    "vllm.v1.engine.EngineCoreOutput",
+    "vllm.v1.engine.EngineCoreOutputs",
+    "vllm.v1.engine.FinishReason.ABORT",
+    "vllm.v1.engine.core.EngineCore.collective_rpc",
+    "vllm.v1.engine.core.EngineCore.reset_prefix_cache",
+    "vllm.v1.engine.llm_engine.LLMEngine.abort_request",
+    "vllm.v1.engine.llm_engine.LLMEngine.step",
+    "vllm.v1.engine.output_processor.OutputProcessor.abort_requests",
+    "vllm.v1.engine.output_processor.OutputProcessor.process_outputs",
+    "vllm.v1.request.RequestStatus.FINISHED_ABORTED",
+    "vllm.v1.worker.worker_base.WorkerBase",
+)
+"""What the plugin reaches for, whatever it is used for."""
 
 PLUGIN_GROUP = "vllm.general_plugins"
 
@@ -40,14 +58,27 @@ def api_keys(arguments: Any) -> list[str]:
 
 
 def http_refusal(reason: str) -> Exception:
-    """The error that makes a server answer 503, with the reason."""
+    """The `EngineDirtyError` for a request to an `AsyncLLM`. A server answers 503, with the reason."""
     try:
-        from vllm.exceptions import RetryableRequestError as Refused
-    except ImportError:  # 0.26
+        from vllm.exceptions import GracefulHTTPError as Refused
+    except ImportError:  # before 0.29
         from vllm.entrypoints.openai.engine.protocol import GenerationError as Refused
-    error: Exception = Refused(str(refusal(reason)))
-    error.status_code = HTTPStatus.SERVICE_UNAVAILABLE  # type: ignore[attr-defined]
+    methods = {"__init__": lambda *_: None, "__reduce__": lambda error: (EngineDirtyError, error.args)}
+    error: Exception = type("EngineDirtyError", (EngineDirtyError, Refused), methods)(str(refusal(reason)))
+    error.http_status = error.status_code = HTTPStatus.SERVICE_UNAVAILABLE  # type: ignore[attr-defined]
     return error
+
+
+def late_refusal(reason: str) -> Exception:
+    """The same for a request under way: what `AsyncLLM.generate` raises as it is."""
+    import vllm.exceptions
+
+    error = http_refusal(reason)
+    if hasattr(vllm.exceptions, "GracefulHTTPError"):
+        return error
+    from vllm.v1.engine.async_llm import InputStreamError
+
+    return InputStreamError(error)
 
 
 def on_deep_sleep(worker: Any, call: Callable[[], None]) -> None:

@@ -13,7 +13,8 @@ from threading import Thread
 from typing import Any, TypeAlias, TypeVar
 
 from fp8refit.driver.admission import refusal
-from fp8refit_vllm.compat import is_async_client
+from fp8refit.errors import EngineDirtyError
+from fp8refit_vllm.compat import is_async_client, late_refusal
 
 T = TypeVar("T")
 
@@ -113,6 +114,46 @@ def core_beginner(engine: Any) -> Callable[..., Callable[[float], Any]] | None:
     return begin
 
 
+def skip_unread_replies(core: Any) -> None:
+    """Make the executor of an engine core skip replies of workers that it left unread.
+
+    vLLM stops reading at the first error, or when time is up, and would take the rest for replies to its next calls.
+    """
+    executor = core.model_executor
+    if getattr(executor, "response_mqs", None):
+        executor.response_mqs = _AllReplies(map(_Replies, executor.response_mqs))
+
+
+class _AllReplies(list["_Replies"]):
+    """The queues that vLLM reads one after another for the replies to a call."""
+
+    def __iter__(self) -> Iterator["_Replies"]:
+        queues = super().__iter__()
+        try:
+            yield from queues
+        finally:
+            for unread in queues:
+                unread.num_due += 1
+
+
+class _Replies:
+    """One worker's queue of replies."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue, self.num_due = queue, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def dequeue(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the reply to the latest call."""
+        reply, self.num_due = None, self.num_due + 1
+        while self.num_due:
+            reply = self._queue.dequeue(*args, **kwargs)
+            self.num_due -= 1
+        return reply
+
+
 def is_cache_idle(core: Any) -> bool:
     """Whether dropping an engine core's prefix cache cannot fail: no block except the null block is in use."""
     try:
@@ -178,26 +219,39 @@ def refuse_in_core(core: Any, step: Callable[[], StepOutputs], reason: str) -> S
 
 
 def raise_refusals() -> None:
-    """Make every `LLM` of this process raise an error when its engine core refuses a request. May be repeated."""
+    """Make every `LLM` and `AsyncLLM` of this process raise when its engine core refuses a request. May be repeated."""
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor
 
-    original = LLMEngine.step
-    if hasattr(original, "fp8refit_original"):
+    step, process_outputs = LLMEngine.step, OutputProcessor.process_outputs
+    if hasattr(step, "fp8refit_original"):
         return
 
-    @wraps(original)
-    def step(engine: Any) -> Any:
-        outputs = original(engine)
+    @wraps(process_outputs)
+    def process(processor: Any, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        others = []
         for output in outputs:
-            for one in getattr(output, "outputs", None) or ():
-                said = getattr(one, "stop_reason", None)
-                if isinstance(said, str) and said.startswith(_REFUSED):
-                    engine.abort_request(list(engine.output_processor.request_states), internal=True)
-                    raise refusal(said.removeprefix(_REFUSED))
-        return outputs
+            state, said = processor.request_states.get(output.request_id), output.stop_reason
+            if not (isinstance(said, str) and said.startswith(_REFUSED)):
+                others.append(output)
+            elif state is not None and state.queue is None:
+                raise refusal(said.removeprefix(_REFUSED))
+            elif state is not None:  # else it has ended with another answer to the same prompt
+                state.queue.put(late_refusal(said.removeprefix(_REFUSED)))
+                processor.abort_requests([getattr(state.parent_req, "request_id", output.request_id)], internal=True)
+        return process_outputs(processor, others, *args, **kwargs)
 
-    step.fp8refit_original = original  # type: ignore[attr-defined]
-    LLMEngine.step = step  # type: ignore[method-assign]
+    @wraps(step)
+    def step_or_raise(engine: Any) -> Any:
+        try:
+            return step(engine)
+        except EngineDirtyError:
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            raise
+
+    step_or_raise.fp8refit_original = step  # type: ignore[attr-defined]
+    LLMEngine.step = step_or_raise  # type: ignore[method-assign]
+    OutputProcessor.process_outputs = process  # type: ignore[method-assign]
 
 
 def publish_in_core(core: Any, version: int) -> bool:

@@ -37,6 +37,12 @@ _WRAPPED = {
     "process_weights_after_loading": "vllm.model_executor.model_loader.utils",
 }
 """Wrapped functions, all of which take the network first, and the modules that define them."""
+SEAMS = (
+    *(f"{module}.{name}" for name, module in _WRAPPED.items()),
+    "vllm.engine.arg_utils.EngineArgs.create_engine_config",
+    "vllm.transformers_utils.config.get_config",
+)
+"""What the drop-in reaches for, beside what the plugin does."""
 
 
 def options_of(config: Any) -> DropInOptions:
@@ -78,8 +84,6 @@ def install(worker: Any, rank: Callable[[], Rank]) -> None:
     worker.model_runner.reload_weights = _ended_if_it_fails(worker.model_runner.reload_weights, drop_in)
     if (transfer := getattr(worker, "weight_transfer_engine", None)) is not None:
         transfer.receive_weights = drop_in.receiving()(transfer.receive_weights)
-        for name in _MARKS if _answers_for_all(worker) else ():
-            setattr(worker, name, _raised_on_the_last_rank(getattr(worker, name), worker))
     worker.fp8refit_last_report = report
     _networks.add(network)
     _wrap()
@@ -97,8 +101,6 @@ def remove(worker: Any) -> None:
     del worker.model_runner.reload_weights, worker.fp8refit_last_report
     if (transfer := getattr(worker, "weight_transfer_engine", None)) is not None:
         del transfer.receive_weights
-        for name in _MARKS:
-            vars(worker).pop(name, None)
     _networks.discard(network)
     if not _networks:
         _unwrap()
@@ -127,9 +129,7 @@ def _wrap() -> None:
     if _replaced:
         return
     for name, module in _WRAPPED.items():
-        original = getattr(import_module(module), name, None)
-        if original is None:
-            continue
+        original = getattr(import_module(module), name)
         wrapper = _wrapper_of(original, _INSTEAD[name])
         for holder in list(sys.modules.values()):
             names = getattr(holder, "__dict__", {})
@@ -162,34 +162,6 @@ def _ended_if_it_fails(reload_weights: Callable[..., None], drop_in: DropIn) -> 
         except BaseException:
             drop_in.close()
             raise
-
-    return wrapper
-
-
-_MARKS = ("start_weight_update", "finish_weight_update")
-"""Methods of a worker that fail on every rank alike."""
-
-
-def _answers_for_all(worker: Any) -> bool:
-    """Whether one executor reads the answers of several ranks, `worker` among them."""
-    parallel = worker.vllm_config.parallel_config
-    return parallel.world_size > 1 and parallel.distributed_executor_backend != "external_launcher"
-
-
-def _raised_on_the_last_rank(call: Callable[[], None], worker: Any) -> Callable[[], None]:
-    """Let only the last rank raise, and log errors of the others.
-
-    vLLM stops reading answers at the first error, and would take the unread ones for answers to its next calls.
-    """
-
-    @wraps(call)
-    def wrapper() -> None:
-        try:
-            call()
-        except Exception as error:
-            if worker.rank == worker.vllm_config.parallel_config.world_size - 1:
-                raise
-            logger.error("fp8refit: %s", error)
 
     return wrapper
 
@@ -227,11 +199,13 @@ def quantize_at_boot() -> None:
 
     Wraps nothing if the variable is not set. `not_quantize_at_boot` undoes it.
     """
+    quantization = DropInOptions.read(os.environ).quantization
+    if quantization is None:
+        return
     from vllm.engine.arg_utils import EngineArgs
 
-    quantization = DropInOptions.read(os.environ).quantization
     original = EngineArgs.create_engine_config
-    if quantization is None or hasattr(original, _HELD):
+    if hasattr(original, _HELD):
         return
 
     @wraps(original)

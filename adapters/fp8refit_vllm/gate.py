@@ -5,7 +5,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from fp8refit.driver.admission import Gate, refusal
+from fp8refit.driver.admission import Gate
+from fp8refit_vllm.compat import http_refusal, late_refusal
 
 
 class LlmGate(Gate):
@@ -16,15 +17,12 @@ class LlmGate(Gate):
     Args:
         llm: The AsyncLLM.
         on_resume: Called when a user resumes generation.
-        refuse_with: Makes the error that refused requests raise, from the reason.
     """
 
     _ENTRIES = ("generate", "encode", "add_request", "resume_generation", "wake_up")
 
-    def __init__(
-        self, llm: Any, on_resume: Callable[[], None], refuse_with: Callable[[str], Exception] = refusal
-    ) -> None:
-        super().__init__(refuse_with)
+    def __init__(self, llm: Any, on_resume: Callable[[], None]) -> None:
+        super().__init__(http_refusal)
         self._llm = llm
         self._on_resume = on_resume
         for name in self._ENTRIES:
@@ -41,7 +39,7 @@ class LlmGate(Gate):
         super().refuse(reason)
 
         def refuse_late(*_: Any, **__: Any) -> None:
-            raise self._refuse_with(reason)
+            raise late_refusal(reason)
 
         # Every request, and every part of one, passes here after input processing and before the core receives it.
         self._llm.output_processor.__dict__["add_request"] = refuse_late

@@ -11,10 +11,10 @@ from fp8refit.bench.rollout_engine import MEMORY_SHARE, Precision, RolloutBoot
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.live.slots import TensorMeta
 from fp8refit_vllm.compat import VERSIONS
-from fp8refit_vllm.worker import WorkerExtension
+from fp8refit_vllm.worker import Extension
 
 
-class RolloutWorker(WorkerExtension):
+class RolloutWorker(Extension):
     """What is added to vLLM's worker."""
 
     def load_policy(self, shapes: Mapping[str, tuple[Sequence[int], str]], seed: int) -> None:

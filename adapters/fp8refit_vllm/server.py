@@ -18,7 +18,7 @@ from fp8refit.remote.servers.orders import Answer, read_token
 from fp8refit.transport.vote import ErrorRecord
 from fp8refit_vllm.async_driver import AsyncDriver
 from fp8refit_vllm.clients import PLUGIN, check_server, method_of
-from fp8refit_vllm.compat import VERSIONS, api_keys, http_refusal
+from fp8refit_vllm.compat import VERSIONS, api_keys
 
 _ROUTE = "/v1/fp8refit"
 _NOT_LOADED = (
@@ -68,7 +68,7 @@ class RefitEndpoint:
         except UnsupportedEngineError as error:
             self._refused_because = error
             return
-        controls = AsyncDriver(engine_client, method_of(engine_client.vllm_config), refuse_with=http_refusal)
+        controls = AsyncDriver(engine_client, method_of(engine_client.vllm_config))
         self._handler = OrderHandler(controls)
 
     async def _answer(self, message: str) -> Answer:

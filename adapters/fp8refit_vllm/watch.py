@@ -9,10 +9,16 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from fp8refit.errors import TransportError
 from fp8refit.transport.memory.segment import Segment
 from fp8refit.transport.shared_flag import SharedFlag
-from fp8refit_vllm.core_compat import StepOutputs, drop_core_caches, publish_in_core, refuse_in_core
+from fp8refit_vllm.core_compat import (
+    StepOutputs,
+    drop_core_caches,
+    publish_in_core,
+    refuse_in_core,
+    skip_unread_replies,
+)
+from fp8refit_vllm.drop_in import options_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +32,19 @@ STAY = "vLLM did not drop the caches of the previous policy after an update by i
 
 
 def watch(core: Any) -> None:
-    """Make an engine core read its workers' flags before every step."""
+    """Make an engine core read its workers' flags before every step, if it can be refitted at all.
+
+    Raises:
+        Exception: It cannot, and the drop-in is asked for.
+    """
+    skip_unread_replies(core)
     try:
         answers = core.collective_rpc(FLAG_METHOD, _ASKING_S)
         flags = [SharedFlag.find(Segment.model_validate_json(answer)) for answer in answers]
-    except TransportError as error:
-        logger.warning("this engine's workers cannot run updates on their own: %s", error)
+    except Exception as error:  # whatever a worker raises; vLLM wraps it
+        if options_of(core.vllm_config).is_asked:
+            raise
+        logger.warning("fp8refit does nothing in this engine: %s: %s", type(error).__name__, error)
         return
     core.step_fn = Watch(core, flags, core.step_fn).step
 

@@ -5,6 +5,7 @@ worker class and one to the engine core. Without plugins, `worker_extension_cls=
 adds the first of them under another name.
 """
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from fp8refit.driver.attach import hold, made_once
+from fp8refit.driver.drop_in import DropInOptions
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.slots import Inventory, KvCache, Refresh, Refusal
 from fp8refit.live.tracing.twin import Twin
@@ -22,7 +24,9 @@ from fp8refit.remote.rank_server import RankServer
 from fp8refit.transport.process_group import ProcessGroupExchange
 from fp8refit.transport.shared_flag import SharedFlag
 from fp8refit.transport.vote import Group
+from fp8refit_vllm import drop_in
 from fp8refit_vllm.compat import (
+    SEAMS,
     VERSIONS,
     draft_method,
     engine_process_group,
@@ -32,7 +36,6 @@ from fp8refit_vllm.compat import (
 )
 from fp8refit_vllm.core import CORE_METHOD, carry_out
 from fp8refit_vllm.core_compat import add_to_core, on_core_start, raise_refusals
-from fp8refit_vllm.drop_in import install, quantize_at_boot
 from fp8refit_vllm.experts import is_experts, sync_experts
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
 from fp8refit_vllm.layout import read_inventory
@@ -46,20 +49,42 @@ _RANK, _SERVER, _FLAG = "_fp8refit_rank", "_fp8refit_server", "_fp8refit_flag"
 
 
 def register() -> None:
-    """Add our methods to vLLM's workers and engine core, and register our weight-transfer backend."""
+    """Add our methods to vLLM's workers and engine core, and register our weight-transfer backend.
+
+    Touches nothing in a vLLM that lacks any of what this needs.
+
+    Raises:
+        UnsupportedEngineError: It lacks something, and the drop-in is asked for.
+    """
+    import vllm
+
+    is_asked = DropInOptions.read(os.environ).is_asked
+    seams = (*SEAMS, *drop_in.SEAMS) if is_asked else SEAMS
+    if not VERSIONS.admits(vllm.__version__, seams, drop_in.logger, is_asked=is_asked):
+        return
     from vllm.v1.worker.worker_base import WorkerBase
 
+    register_transfer(BACKEND, WORKER_TRANSFER, TRAINER_TRANSFER)
     setattr(WorkerBase, PLUGIN_METHOD, serve)
     setattr(WorkerBase, FLAG_METHOD, show_flag)
     add_to_core(CORE_METHOD, carry_out)
     on_core_start(watch)
     raise_refusals()
-    register_transfer(BACKEND, WORKER_TRANSFER, TRAINER_TRANSFER)
-    quantize_at_boot()
+    drop_in.quantize_at_boot()
 
 
-class WorkerExtension:
-    """For `worker_extension_cls`."""
+def __getattr__(name: str) -> Any:
+    """Return what `worker_extension_cls` names. vLLM looks it up while it boots, where an older one is refused."""
+    if name != "WorkerExtension":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import vllm
+
+    VERSIONS.check(vllm.__version__)
+    return Extension
+
+
+class Extension:
+    """For `worker_extension_cls`, as `WorkerExtension`."""
 
     def fp8refit_extension_call(self, message: str) -> str:
         """Answer one message of a driver. Never raises."""
@@ -75,7 +100,7 @@ def show_flag(worker: Any) -> str:
     """Called by the engine core at boot: prepare `worker` for updates and return where its flag is."""
     hold(WorkerModel(worker).network, worker)
     on_deep_sleep(worker, lambda: rank_of(worker).target.forget_values())
-    install(worker, lambda: rank_of(worker))
+    drop_in.install(worker, lambda: rank_of(worker))
     return flag_of(worker).segment.model_dump_json()
 
 

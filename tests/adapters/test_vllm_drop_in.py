@@ -1,7 +1,5 @@
 """Where a weight update of vLLM's fails at its end, it is over. On real engines: `tests/vllm`."""
 
-from types import SimpleNamespace
-
 import pytest
 from fp8refit_vllm import drop_in as vllm
 
@@ -29,20 +27,3 @@ def test_an_update_of_vllm_that_fails_at_its_end_is_over_and_another_one_may_sta
     assert site.is_dirty
     assert update(list(policy.items())) == [None] * len(site.drop_ins)
     site.assert_holds(policy, 1)
-
-
-def worker_of(rank, num_ranks=2, backend="mp"):
-    parallel = SimpleNamespace(world_size=num_ranks, distributed_executor_backend=backend)
-    return SimpleNamespace(rank=rank, vllm_config=SimpleNamespace(parallel_config=parallel))
-
-
-def test_only_the_last_of_the_ranks_whose_answers_vllm_reads_raises(caplog):
-    def fail():
-        raise RuntimeError("without a matching start")
-
-    vllm._raised_on_the_last_rank(fail, worker_of(0))()
-    assert "without a matching start" in caplog.text
-    with pytest.raises(RuntimeError, match="without a matching start"):
-        vllm._raised_on_the_last_rank(fail, worker_of(1))()
-    workers = [worker_of(0), worker_of(0, num_ranks=1), worker_of(0, backend="external_launcher")]
-    assert [vllm._answers_for_all(worker) for worker in workers] == [True, False, False]

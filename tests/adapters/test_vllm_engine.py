@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import weakref
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from fp8refit_vllm import VllmEngine
@@ -20,6 +20,23 @@ from fp8refit import (
     RefitConfig,
     UnsupportedEngineError,
 )
+
+
+class GracefulHTTPError(Exception):
+    """vLLM's own error with a status."""
+
+    def __init__(self, message, http_status):
+        super().__init__(message)
+        self.http_status = http_status
+
+
+@pytest.fixture(autouse=True)
+def errors_of_vllm(monkeypatch):
+    """What refusals are made of."""
+    exceptions = ModuleType("vllm.exceptions")
+    exceptions.GracefulHTTPError = GracefulHTTPError
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(exceptions=exceptions))
+    monkeypatch.setitem(sys.modules, "vllm.exceptions", exceptions)
 
 
 def make_config(**parallel):

@@ -15,6 +15,7 @@ import torch
 from attacked import run_oracle
 from broadcast import run_broadcast
 from conformance import run_conformance
+from dirty_engines import run_dirty_async, run_trainer_errors
 from drafts import run_drafts, run_fresh_drafts
 from drop_ins import run_drop_in, run_drop_in_boot, run_drop_in_fresh, run_drop_in_fresh_ranks, run_drop_in_refused
 from engines import (
@@ -214,6 +215,8 @@ SCENARIOS = {
     "drop-in fresh": run_drop_in_fresh,
     "drop-in fresh ranks": run_drop_in_fresh_ranks,
     "drop-in refused": run_drop_in_refused,
+    "trainer errors": run_trainer_errors,
+    "dirty async": run_dirty_async,
     "ray": run_ray,
     "ray executor": run_ray_executor,
     "broadcast": run_broadcast,

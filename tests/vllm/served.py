@@ -108,6 +108,12 @@ def try_bad_values(server: Server, refitter: Refitter, folder: Path) -> dict:
     return found | {"status": server.complete(PROMPTS[0]), "seconds": time.perf_counter() - start_s}
 
 
+def try_half_an_update(server: Server, refitter: Refitter, folder: Path) -> dict:
+    """An update that the worker itself begins and cannot end; no driver knows of it."""
+    (answer,) = server.call("observe", "update", FAMILY, 1, "buckets", "nan 1")
+    return {"updated": answer["found"], "said": server.complete(PROMPTS[0])}
+
+
 def try_bad_names(server: Server, refitter: Refitter, folder: Path) -> dict:
     """A policy with a name too many: nothing is written."""
     named = make_policy(FAMILY, 1) | {"model.layers.9.mlp.up_proj.weight": next(iter(make_policy(FAMILY, 1).values()))}
@@ -149,6 +155,7 @@ ATTEMPTS: dict[str, Callable[[Server, Refitter, Path], dict]] = {
     "collective": try_collective,
     "meanwhile": try_meanwhile,
     "bad values": try_bad_values,
+    "half an update": try_half_an_update,
     "bad names": try_bad_names,
     "killed while it writes": try_killed_while_it_writes,
     "killed before it writes": try_killed_before_it_writes,

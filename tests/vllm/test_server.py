@@ -41,6 +41,7 @@ def test_requests_are_answered_by_the_policy_of_the_last_refit(served):
         "collective",
         "meanwhile",
         "bad values",
+        "half an update",
         "bad names",
         "killed while it writes",
         "killed before it writes",
@@ -54,6 +55,13 @@ def test_the_next_refit_gives_the_same_bytes_and_answers_as_before(attempt, serv
 @pytest.mark.parametrize("attempt", ["files", "push", "collective"])
 def test_files_are_read_by_the_server_and_tensors_may_be_broadcast(attempt, served):
     assert served[attempt]["live"] == served["fresh"]["live"]
+
+
+def test_a_server_whose_worker_holds_half_an_update_says_so(served):
+    found = served["half an update"]
+    assert "NaN or Inf" in found["updated"]["message"]
+    assert found["said"]["status"] == 503
+    assert "refuses requests" in found["said"]["body"]["error"]["message"]
 
 
 def test_push_says_what_it_did(served):

@@ -1,0 +1,67 @@
+"""A vLLM that lacks anything the plugin reaches for is left alone. A real one: `tests/vllm/test_seams.py`."""
+
+import logging
+
+import pytest
+from fp8refit_vllm import compat, drop_in, worker
+
+from fp8refit import UnsupportedEngineError
+from tests.adapters.fake_modules import contents, put_modules
+
+ASKED = {"FP8REFIT_DROP_IN": "1", "FP8REFIT_QUANTIZATION": "fp8_per_block"}
+ALL = (*compat.SEAMS, *drop_in.SEAMS)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    for name in ASKED:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("asked", [{}, *({name: value} for name, value in ASKED.items())], ids=["off", *ASKED])
+def test_what_registration_reaches_for_is_known(asked, monkeypatch):
+    """There is nothing else in these modules."""
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    modules = put_modules(monkeypatch, ALL if asked else compat.SEAMS, __version__="0.32.0")
+    before = contents(modules)
+    worker.register()
+    assert contents(modules) != before
+    assert hasattr(modules["vllm.v1.worker.worker_base"].WorkerBase, worker.PLUGIN_METHOD)
+
+
+@pytest.mark.parametrize("missing", [*ALL, "nothing but it is too old"])
+def test_an_engine_that_lacks_one_is_left_alone_and_a_line_is_logged(missing, monkeypatch, caplog):
+    modules = put_modules(monkeypatch, set(ALL) - {missing}, __version__="0.32.0" if missing in ALL else "0.24.0")
+    before = contents(modules)
+    with caplog.at_level(logging.INFO):
+        worker.register()
+    if missing in drop_in.SEAMS:
+        assert not caplog.records
+        return
+    (record,) = caplog.records
+    assert "fp8refit does nothing in this process" in record.getMessage()
+    assert (missing if missing in ALL else "vLLM 0.24") in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert contents(modules) == before
+
+
+@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("missing", [*ALL, "nothing but it is too old"])
+def test_a_boot_that_asks_for_the_drop_in_is_refused(missing, name, monkeypatch):
+    monkeypatch.setenv(name, ASKED[name])
+    modules = put_modules(monkeypatch, set(ALL) - {missing}, __version__="0.32.0" if missing in ALL else "0.24.0")
+    before = contents(modules)
+    with pytest.raises(UnsupportedEngineError, match=missing if missing in ALL else r"this is vLLM 0\.24\.0"):
+        worker.register()
+    assert contents(modules) == before
+
+
+def test_the_worker_extension_is_refused_where_vllm_looks_it_up(monkeypatch):
+    put_modules(monkeypatch, compat.SEAMS, __version__="0.24.0")
+    with pytest.raises(UnsupportedEngineError, match=r"this is vLLM 0\.24\.0"):
+        _ = worker.WorkerExtension
+    put_modules(monkeypatch, compat.SEAMS, __version__="0.32.0")
+    assert hasattr(worker.WorkerExtension, worker.EXTENSION_METHOD)
+    with pytest.raises(AttributeError, match="has no attribute 'Another'"):
+        _ = worker.Another
