@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-LARGEST = {"fp32": 448, "ue8m0": 464}
+LARGEST = {"fp32": 448, "fp32_floored": 448, "ue8m0": 464}
 """What a block's largest value may be after division by its scale: the last one that still rounds to 448 is 464."""
-FLOORS = {"fp32": np.float32(1e-10), "ue8m0": np.float32(1e-4)}
+FLOORS = {"fp32": 1e-10, "fp32_floored": 1e-4, "fp32_reciprocal": 1e-4, "ue8m0": 1e-4}
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -32,9 +32,11 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
 
 def scale_of(amax: np.float32, scale_format: str) -> np.float32:
     """The scale of a block with this largest magnitude."""
-    amax = max(amax, FLOORS[scale_format])
-    if scale_format == "fp32":
-        return np.float32(amax / np.float32(LARGEST["fp32"]))
+    amax = max(amax, np.float32(FLOORS[scale_format]))
+    if scale_format == "fp32_reciprocal":
+        return np.float32(amax * np.float32(1 / 448))
+    if scale_format != "ue8m0":
+        return np.float32(amax / np.float32(LARGEST[scale_format]))
     limit, exact = LARGEST["ue8m0"], Fraction(float(amax))
     power = frexp(amax)[1] - 12
     assert exact > limit * Fraction(2) ** power

@@ -1,5 +1,6 @@
 """Tiny models of the families that engines refit, from configs alone, with the outlier channels that real ones have."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -326,9 +327,23 @@ def fill(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def save_model(family: str, seed: int, folder: Path) -> PreTrainedModel:
-    """`make_model`, saved to `folder`."""
+def add_small_blocks(model: PreTrainedModel) -> None:
+    """Make some blocks of each matrix zeros, and others smaller than the floors of quantizers."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim >= 2:
+                weight[..., :128, :128] = 0
+                weight[..., :128, 128:256] *= 1e-12
+                weight[..., 128:256, :128] *= 1e-6
+
+
+def save_model(
+    family: str, seed: int, folder: Path, *, change: Callable[[PreTrainedModel], None] | None = None
+) -> PreTrainedModel:
+    """`make_model`, changed and saved to `folder`."""
     model = make_model(family, seed)
+    if change is not None:
+        change(model)
     model.save_pretrained(folder)
     return model
 

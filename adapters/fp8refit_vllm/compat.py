@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from fp8refit.driver.admission import refusal
 from fp8refit.errors import EngineDirtyError
+from fp8refit.live.slots import ScaleFormat
 from fp8refit.live.versions import Versions
 
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -184,6 +185,17 @@ def wants_powers_of_two(kernel: object | None) -> bool:
     if flag is None:
         flag = getattr(getattr(kernel, "fallback", None), "use_deep_gemm_e8m0", False)
     return bool(flag)
+
+
+def fp32_format(module: nn.Module) -> ScaleFormat:
+    """The format of a layer's float32 scales: with `fp8_per_block`, that of vLLM's own quantizer (`per_block_cast_to_fp8`).
+
+    It divides block maxima by a Python number, which torch does on a CPU; on a GPU it multiplies by the reciprocal.
+    """
+    if not type(getattr(module, "quant_method", None)).__name__.startswith("Fp8PerBlockOnline"):
+        return ScaleFormat.FP32
+    is_cpu = next(module.parameters(recurse=False)).is_cpu
+    return ScaleFormat.FP32_FLOORED if is_cpu else ScaleFormat.FP32_RECIPROCAL
 
 
 def dequantized(layer: Any, dtype: torch.dtype) -> Tensor:

@@ -6,16 +6,11 @@ from torch import nn
 
 from fp8refit.live.slots import ScaleFormat
 from fp8refit.live.tracing.rules import Kernel, Why
+from fp8refit_vllm.compat import fp32_format
 
-EXPERTS_BACKENDS: dict[str, ScaleFormat | None] = {
-    "TRITON": ScaleFormat.FP32,
-    "BATCHED_TRITON": ScaleFormat.FP32,
-    "FLASHINFER_CUTLASS": ScaleFormat.FP32,
-    "DEEPGEMM": None,
-    "BATCHED_DEEPGEMM": None,
-}
-"""vLLM's expert kernels that read weights in the layout that slots are written in. None: DeepGEMM decides the scale
-format."""
+_DEEP_GEMM = ("DEEPGEMM", "BATCHED_DEEPGEMM")
+EXPERTS_BACKENDS = frozenset({"TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", *_DEEP_GEMM})
+"""vLLM's expert kernels that read weights in the layout that slots are written in."""
 
 _LEAST_FLASHINFER_SCALE = 1e-10
 
@@ -37,16 +32,16 @@ def kernel_of_experts(module: nn.Module) -> Kernel:
     return Kernel(
         name=backend,
         is_row_major=backend in EXPERTS_BACKENDS,
-        scale_format=EXPERTS_BACKENDS.get(backend, ScaleFormat.FP32) or _deep_gemm_scale_format(),
+        scale_format=ScaleFormat.UE8M0 if backend in _DEEP_GEMM and _rounds_scales() else fp32_format(module),
         remedy='Boot with moe_backend="triton"',
     )
 
 
-def _deep_gemm_scale_format() -> ScaleFormat:
-    """The scale format that DeepGEMM's experts get at boot."""
+def _rounds_scales() -> bool:
+    """Whether DeepGEMM's experts get scales that are powers of two at boot."""
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
-    return ScaleFormat.UE8M0 if is_deep_gemm_e8m0_used() else ScaleFormat.FP32
+    return bool(is_deep_gemm_e8m0_used())
 
 
 def why_experts_move(module: Any) -> Why:

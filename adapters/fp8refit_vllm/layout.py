@@ -12,7 +12,7 @@ from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
 from fp8refit.live.tracing import reading
 from fp8refit.live.tracing.rules import Kernel, Remedies, Why
 from fp8refit.live.tracing.twin import Twin
-from fp8refit_vllm.compat import dequantized, linear_kernel, wants_powers_of_two
+from fp8refit_vllm.compat import dequantized, fp32_format, linear_kernel, wants_powers_of_two
 from fp8refit_vllm.experts import experts_backend, is_experts, kernel_of_experts, why_experts_move
 
 ROW_MAJOR_KERNELS = frozenset(
@@ -91,7 +91,7 @@ class VllmRules:
         return Kernel(
             name=name,
             is_row_major=name in ROW_MAJOR_KERNELS or getattr(kernel, ROW_MAJOR_MARK, False) is True,
-            scale_format=ScaleFormat.UE8M0 if wants_powers_of_two(kernel) else ScaleFormat.FP32,
+            scale_format=ScaleFormat.UE8M0 if wants_powers_of_two(kernel) else fp32_format(module),
             remedy=f"Add {name} to VLLM_DISABLED_KERNELS, or choose another with --linear-backend",
         )
 

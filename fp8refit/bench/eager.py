@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8refit.fill.kernels.reference import block_scales
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat
 
@@ -28,10 +29,9 @@ def eager_quantize(weight: Tensor, block_size: tuple[int, int], scale_format: Sc
     blocks = padded.view(padded.shape[0] // block_n, block_n, padded.shape[1] // block_k, block_k)
     amax = blocks.abs().amax(dim=(1, 3))
     if scale_format is ScaleFormat.UE8M0:
-        scale = torch.exp2(torch.ceil(torch.log2(amax.clamp(min=1e-4) / 464)))
+        scale = torch.exp2(torch.ceil(torch.log2(amax.clamp(min=scale_format.amax_floor) / 464)))
     else:
-        # Divide by a tensor: on CUDA, torch turns division by a Python number into multiplication by its reciprocal.
-        scale = amax.clamp(min=1e-10) / torch.full_like(amax, 448.0)
+        scale = block_scales(amax, scale_format)
     codes = (blocks * (torch.ones_like(scale) / scale)[:, None, :, None]).clamp(-448, 448).to(FP8_DTYPE)
     return codes.view(padded.shape)[:rows, :cols].contiguous(), scale
 

@@ -26,7 +26,7 @@ class KernelBenchConfig(BaseModel):
 
     shapes: tuple[tuple[Count, Count], ...] = Field(default=DEFAULT_SHAPES, min_length=1)
     dtypes: tuple[Literal["bfloat16", "float16", "float32"], ...] = Field(default=("bfloat16", "float32"), min_length=1)
-    scale_formats: tuple[ScaleFormat, ...] = Field(default=tuple(ScaleFormat), min_length=1)
+    scale_formats: tuple[ScaleFormat, ...] = Field(default=(ScaleFormat.FP32, ScaleFormat.UE8M0), min_length=1)
     repeats: Count = Field(default=21, ge=3)
     min_bytes: int = Field(default=1 << 30, ge=1)
     """Matrices of one shape are repeated, up to 1024 times, until a launch moves this much. A single small one would stay

@@ -24,12 +24,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class ScaleFormat(StrEnum):
-    """Which values a scale may take. Both are stored as float32."""
+    """How a block's scale follows from `amax`, its largest magnitude. All are stored as float32."""
 
     FP32 = "fp32"
     """Any float32: `amax / 448`."""
     UE8M0 = "ue8m0"
     """Powers of two: the smallest one with `amax / scale <= 464`."""
+    FP32_FLOORED = "fp32_floored"
+    """As FP32, with the higher floor of vLLM's own quantizer."""
+    FP32_RECIPROCAL = "fp32_reciprocal"
+    """As FP32_FLOORED, but `amax * (1 / 448)`: what torch computes on a GPU where vLLM's quantizer divides by 448."""
+
+    @property
+    def amax_floor(self) -> float:
+        """The least `amax`: blocks of zeros or of smaller values get its scale."""
+        return 1e-10 if self is ScaleFormat.FP32 else 1e-4
 
 
 class Op(StrEnum):

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 SHAPES = [(1, 1), (127, 129), (128, 128), (129, 127), (256, 384), (1, 4096), (300, 272), (4096, 11008)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-FORMATS = ["fp32", "ue8m0"]
+FORMATS = [scale_format.value for scale_format in ScaleFormat]
 BLOCKS = [(128, 128), (64, 64), (1, 128), (32, 128), (96, 80)]
 
 
@@ -166,6 +166,19 @@ def test_vllms_requantization_is_the_identity_on_ue8m0():
     fp8_utils.requant_weight_ue8m0_inplace(boot_codes, boot_scale, [128, 128])
     assert torch.equal(boot_scale, scale)
     assert torch.equal(boot_codes.view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("stance", ["default", "force_eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_vllms_own_cast_is_the_reciprocal_format(dtype, stance):
+    deep_gemm = pytest.importorskip("vllm.utils.deep_gemm")
+    for weight in (maxima_of_every_magnitude(), torch.randn(2048, 640, device="cuda") * 0.02):
+        weight = weight.to(dtype)
+        with torch.compiler.set_stance(stance):
+            codes, scale = deep_gemm.per_block_cast_to_fp8(weight, [128, 128], False)
+        own_codes, own_scale = quantize_blockwise(weight, scale_format="fp32_reciprocal")
+        assert_same_bits(own_scale, scale.cpu())
+        assert_same_bits(own_codes, codes.cpu())
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)

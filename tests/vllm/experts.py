@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8refit import Broadcaster, Refitter, quantize_blockwise
 from fp8refit.cli.checkpoint import quantize_checkpoint
+from tests.tiny_models import add_small_blocks, save_model
 
 STACKS = (".experts.gate_up_proj", ".experts.down_proj")
 
@@ -22,11 +23,16 @@ def run_experts(cases: list, work: str) -> dict:
 
 
 def refit_online(family: str, kernel: str, work: Path) -> dict:
-    """An engine that quantizes experts as it loads them, from BF16."""
+    """Engines that quantize experts as they load them, from BF16: one refitted to policy 1, and one booted from it."""
+    policy = save_model(family, 1, work / f"{family}-bf16-1", change=add_small_blocks).state_dict()
     with booted(work / f"{family}-bf16", kernel, quantization="fp8_per_block") as llm:
-        refitter, policy = Refitter(llm), make_policy(family, 1)
+        refitter = Refitter(llm)
         refitter.refit(policy)
-        return {"wrong": wrong_experts(llm, policy, kernel), "num_layers": len(expert_layers(llm))}
+        found = {"live": live_bytes(llm), "wrong": wrong_experts(llm, policy, kernel, "fp32_floored")}
+        slots = [slot for slot in refitter.layout().slots if slot.scale_format is not None]
+        found |= {"num_layers": len(expert_layers(llm)), "formats": sorted({slot.scale_format for slot in slots})}
+    with booted(work / f"{family}-bf16-1", kernel, quantization="fp8_per_block") as llm:
+        return found | {"own": live_bytes(llm)}
 
 
 def refit_experts(family: str, kernel: str, work: Path) -> dict:
@@ -86,8 +92,11 @@ def is_not_square(stack: Tensor) -> bool:
     return stack.shape[1] != stack.shape[2]
 
 
-def wrong_experts(llm, policy: dict[str, Tensor], kernel: str) -> list[str]:
-    """Live tensors of experts whose bytes are not what `policy` makes of them; looks at neither slots nor plan."""
+def wrong_experts(llm, policy: dict[str, Tensor], kernel: str, fp32: str = "fp32") -> list[str]:
+    """Live tensors of experts whose bytes are not what `policy` makes of them; looks at neither slots nor plan.
+
+    `fp32` is the format of scales that are no powers of two.
+    """
     wrong = []
     for prefix, experts in expert_layers(llm):
         name = prefix.removesuffix(".routed_experts").replace(".block_sparse_moe.", ".mlp.")
@@ -96,7 +105,7 @@ def wrong_experts(llm, policy: dict[str, Tensor], kernel: str) -> list[str]:
             for place, matrix in enumerate(stack):
                 halves = matrix.chunk(2) if leaf == "w13" else (matrix,)
                 matrix = torch.cat(halves[::-1] if kernel == "up first" else halves)
-                expected = quantize_blockwise(matrix, scale_format="ue8m0" if kernel == "ue8m0" else "fp32")
+                expected = quantize_blockwise(matrix, scale_format="ue8m0" if kernel == "ue8m0" else fp32)
                 least = 1e-10 if kernel == "up first" else 0  # of FlashInfer's boot
                 same = torch.equal(codes[place].view(torch.uint8), expected[0].view(torch.uint8))
                 if not (same and torch.equal(scales[place], expected[1].clamp(min=least))):

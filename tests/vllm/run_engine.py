@@ -51,8 +51,9 @@ from zoo import run_zoo
 
 from fp8refit import Refitter
 from fp8refit.bench import RefitBenchConfig, run_refit_bench
+from fp8refit.cli.checkpoint import quantize_checkpoint
 from tests import cross_engine, rollout_engines, zoo_models
-from tests.tiny_models import save_model
+from tests.tiny_models import add_small_blocks, save_model
 
 
 def run_refit(cases: list, work: str) -> dict:
@@ -103,17 +104,19 @@ def run_fresh(cases: list, work: str) -> dict:
 
 def run_online(kernel: str, work: str) -> dict:
     """Engines that quantize a BF16 checkpoint as they load it: policy 2 by vLLM's own cast, policy 1 and then our refit."""
-    policy = make_policy("qwen3", 2)
     first, second = Path(work) / "policy-1", Path(work) / "policy-2"
-    for seed, folder in enumerate((first, second), start=1):
-        save_model("qwen3", seed, folder)
+    save_model("qwen3", 1, first)
+    policy = save_model("qwen3", 2, second, change=add_small_blocks).state_dict()
+    scale_format = "fp32_floored" if kernel == "fp32" else kernel
     with booted(second, kernel, quantization="fp8_per_block") as llm:
         found = {"own": live_bytes(llm)}
     with booted(first, kernel, quantization="fp8_per_block") as llm:
         found["booted"] = live_bytes(llm)
         refitter = Refitter(llm)
         refitter.refit(policy)
-        found |= {"refitted": live_bytes(llm), "wrong": wrong_tensors(llm, policy, kernel)}
+        found |= {"refitted": live_bytes(llm), "wrong": wrong_tensors(llm, policy, scale_format)}
+        found["verified"] = refitter.verify(policy).is_equal
+        layout = refitter.layout()
         llm.collective_rpc("reload_weights")
         found["reloaded"] = live_bytes(llm)
         refitter.refit(policy)
@@ -126,7 +129,9 @@ def run_online(kernel: str, work: str) -> dict:
         refitter.refit(policy)
         found["refitted_after_replacement"] = live_bytes(llm)
         found["replaced_is_left_alone"] = bool((old.view(torch.uint8) == 0x55).all())
-        return found
+    quantize_checkpoint(second, Path(work) / "like", like=layout)
+    with booted(Path(work) / "like", kernel) as llm:
+        return found | {"like": live_bytes(llm)}
 
 
 def run_head_bias(work: str) -> dict:

@@ -67,7 +67,9 @@ def test_every_expert_is_that_of_the_policy(name, refitted):
 
 
 def test_experts_that_an_engine_quantized_as_it_loaded_them_are_refitted(refitted):
-    assert refitted["online"] == {"wrong": [], "num_layers": 2}
+    found = refitted["online"]
+    assert (found["wrong"], found["num_layers"], found["formats"]) == ([], 2, ["fp32_floored"])
+    assert found["live"] == found["own"]
 
 
 @every_case

@@ -135,13 +135,19 @@ def test_an_engine_that_quantizes_as_it_loads_is_refitted(online):
     assert found["refitted"] != found["booted"]
 
 
-def test_vllms_own_cast_gives_the_same_bytes_for_fp32_scales(online):
+def test_vllms_own_cast_gives_the_same_bytes_for_fp32_scales_in_blocks_of_zeros_too(online):
     kernel, found = online
     if kernel == "ue8m0":
         # It rounds twice, to fp32 scales and then to powers of two; a refit rounds once.
         assert found["refitted"] != found["own"]
     else:
         assert found["refitted"] == found["own"]
+
+
+def test_what_quantize_writes_for_an_engine_that_quantizes_itself_boots_to_the_same_bytes(online):
+    _, found = online
+    assert found["like"] == found["refitted"]
+    assert found["verified"]
 
 
 def test_a_refit_after_the_engines_own_reload_from_disk(online):

@@ -6,9 +6,6 @@ from torch import Tensor
 from fp8refit.live.slots import FP8_DTYPE, ScaleFormat
 
 E4M3_MAX = 448.0
-AMAX_FLOOR = {ScaleFormat.FP32: 1e-10, ScaleFormat.UE8M0: 1e-4}
-"""Smallest block maximum. 1e-4 is the floor of vLLM's and DeepGEMM's own power-of-two cast (`per_block_cast_to_fp8`)."""
-
 UE8M0_MANTISSA_464 = 0x680000
 """Mantissa bits of 464 = 1.8125 * 2**8, the largest value that still rounds to 448 in E4M3."""
 
@@ -16,11 +13,14 @@ UE8M0_MANTISSA_464 = 0x680000
 def block_scales(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
     """Scales for blocks whose largest magnitude is `amax` (float32).
 
-    `fp32`: `amax / 448`. `ue8m0`: the smallest power of two `s` with `amax / s <= 464`, found from the exponent bits;
-    with 464 instead of 448 vLLM's requantization at boot leaves the codes as they are.
+    `fp32` and `fp32_floored`: `amax / 448`. `fp32_reciprocal`: `amax` times the float32 next to `1 / 448`. `ue8m0`: the
+    smallest power of two `s` with `amax / s <= 464`, found from the exponent bits; with 464 instead of 448 vLLM's
+    requantization at boot leaves the codes as they are.
     """
-    amax = amax.clamp(min=AMAX_FLOOR[scale_format])
-    if scale_format is ScaleFormat.FP32:
+    amax = amax.clamp(min=scale_format.amax_floor)
+    if scale_format is ScaleFormat.FP32_RECIPROCAL:
+        return amax * torch.full_like(amax, 1 / E4M3_MAX)
+    if scale_format is not ScaleFormat.UE8M0:
         # Divide by a tensor: torch on CUDA turns division by a Python number into multiplication by its reciprocal.
         return amax / torch.full_like(amax, E4M3_MAX)
     bits = amax.view(torch.int32)

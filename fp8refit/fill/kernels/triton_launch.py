@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8refit.fill.kernels.reference import AMAX_FLOOR
 from fp8refit.fill.kernels.rows import COPY_TILE, NUM_FIELDS, Kind
 from fp8refit.fill.kernels.triton_products import TRITON_DTYPES, constants_of, product_of_block
 from fp8refit.fill.kernels.work import Action
@@ -116,7 +115,8 @@ def _describe(kind: Kind, *, check: bool, action: Action) -> tuple[int, Launch]:
                 "TILE_N": triton.next_power_of_2(block_n),
                 "TILE_K": triton.next_power_of_2(block_k),
                 "IS_UE8M0": kind.scale_format is ScaleFormat.UE8M0,
-                "AMAX_FLOOR": AMAX_FLOOR[kind.scale_format],
+                "IS_RECIPROCAL": kind.scale_format is ScaleFormat.FP32_RECIPROCAL,
+                "AMAX_FLOOR": kind.scale_format.amax_floor,
                 "ROUND_TO_BF16": kind.round_to_bf16,
                 "SATURATES": isinstance(_quantize_tiles, triton.JITFunction),
             }
@@ -151,8 +151,8 @@ def _quantize_tiles(
     matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles, NUM_BLOCKS: tl.constexpr,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    IS_UE8M0: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr,
-    IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
+    IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
+    SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
     LOW_DTYPE: tl.constexpr, STEP: tl.constexpr, IS_ONE_STEP: tl.constexpr, IS_RANK_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One program quantizes `NUM_BLOCKS` blocks."""
@@ -161,8 +161,8 @@ def _quantize_tiles(
         if first + index < num_tiles:
             _quantize_tile(
                 matrix, tile_rows, status, differs, products, shift, first_tile + first + index, SOURCE, TARGET, NUM_FIELDS,
-                BLOCK_N, BLOCK_K, TILE_N, TILE_K, IS_UE8M0, AMAX_FLOOR, ROUND_TO_BF16, SATURATES, IS_ALIGNED, CHECK, WRITE,
-                COMPARE, LOW_DTYPE, STEP, IS_ONE_STEP, IS_RANK_ALIGNED,
+                BLOCK_N, BLOCK_K, TILE_N, TILE_K, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR, ROUND_TO_BF16, SATURATES, IS_ALIGNED, CHECK,
+                WRITE, COMPARE, LOW_DTYPE, STEP, IS_ONE_STEP, IS_RANK_ALIGNED,
             )  # fmt: skip
 
 
@@ -171,8 +171,8 @@ def _quantize_tile(
     matrix, tile_rows, status, differs, products, shift, tile,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    IS_UE8M0: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr,
-    IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
+    IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
+    SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
     LOW_DTYPE: tl.constexpr, STEP: tl.constexpr, IS_ONE_STEP: tl.constexpr, IS_RANK_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Quantize one block; the arithmetic is `reference.quantize_reference`, bit for bit. If there is a `STEP` along the rank, a
@@ -230,6 +230,8 @@ def _quantize_tile(
             bits = amax.to(tl.int32, bitcast=True)
             exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x680000).to(tl.int32)
             s = (exponent << 23).to(tl.float32, bitcast=True)
+        elif IS_RECIPROCAL:
+            s = amax * (1 / 448)
         else:
             s = tl.div_rn(amax, 448.0)
         inverse = tl.div_rn(1.0, s)

@@ -24,6 +24,8 @@ COMBINATIONS = [
     (torch.bfloat16, ScaleFormat.UE8M0),
     (torch.float32, ScaleFormat.UE8M0),
     (torch.float16, ScaleFormat.FP32),
+    (torch.bfloat16, ScaleFormat.FP32_FLOORED),
+    (torch.bfloat16, ScaleFormat.FP32_RECIPROCAL),
 ]
 LAYOUTS = {
     "dense": lambda wide: wide.contiguous(),
@@ -169,7 +171,7 @@ def test_a_bad_value_flags_its_task_alone(value, dtype, device):
     weights = [random_matrix(129, 127, dtype, seed=seed).to(device) for seed in range(3)]
     weights[1][128, 126] = value
     tasks = [quantize_task(weight, scale_format=scale_format) for scale_format in ScaleFormat for weight in weights]
-    assert assert_same_as_reference(tasks) == [1, 4]
+    assert assert_same_as_reference(tasks) == [1, 4, 7, 10]
 
 
 def test_a_bad_value_is_not_looked_for_unless_asked(device):
@@ -301,9 +303,14 @@ def smallest_power_of_two(amax: Fraction) -> Fraction:
 
 
 def exact_scale(amax: float, scale_format: ScaleFormat) -> Fraction:
-    if scale_format is ScaleFormat.FP32:
-        return nearest_float32(max(Fraction(amax), nearest_float32(Fraction(1, 10**10))) / 448)
-    return smallest_power_of_two(max(Fraction(amax), nearest_float32(Fraction(1, 10**4))))
+    floor = Fraction(1, 10**10 if scale_format is ScaleFormat.FP32 else 10**4)
+    amax = max(Fraction(amax), nearest_float32(floor))
+    match scale_format:
+        case ScaleFormat.UE8M0:
+            return smallest_power_of_two(amax)
+        case ScaleFormat.FP32_RECIPROCAL:
+            return nearest_float32(amax * nearest_float32(Fraction(1, 448)))
+    return nearest_float32(amax / 448)
 
 
 FINITE_FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**127), max_value=2.0**127)
