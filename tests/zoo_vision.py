@@ -31,7 +31,7 @@ TOWER: dict[str, Any] = {
 
 LANGUAGE: dict[str, dict[str, Any]] = {
     "Glm4vForConditionalGeneration": {"attention_bias": True},
-    "Qwen3VLMoeForConditionalGeneration": {"mlp_only_layers": [], "norm_topk_prob": True},
+    "Qwen3VLMoeForConditionalGeneration": {"mlp_only_layers": [], "norm_topk_prob": True, "moe_intermediate_size": 384},
 }
 """What a family's language model wants beyond `zoo_models.SMALL`."""
 _IMAGE_TOKENS = {"image_token_id": 250, "image_token_index": 250, "video_token_id": 251, "video_token_index": 251}
@@ -98,12 +98,32 @@ def build(architecture: str) -> PreTrainedModel:
 def make(architecture: str, seed: int) -> PreTrainedModel:
     """A BF16 model; every seed is another policy of the same shape, with every parameter changed.
 
-    It is saved under published names, as if it had been loaded from a published checkpoint.
+    It is saved under published names, as if it had been loaded from a published checkpoint, and in published shapes, which
+    transformers 5 does not bring back (`check_dims`).
     """
     torch.manual_seed(seed)
     model = fill(build(architecture).to(torch.bfloat16))
     model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    for conversion in model._weight_conversions:
+        for operation in getattr(conversion, "operations", ()):
+            if hasattr(operation, "check_dims"):
+                operation.check_dims = False
     return model
+
+
+def expert_by_expert(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same with stacks of experts cut into the tensors that checkpoints of one tensor per expert have."""
+    cut = {}
+    for name, tensor in state.items():
+        prefix, _, leaf = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(leaf, ())
+        if not (prefix.endswith(".experts") and parts):
+            cut[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                cut[f"{prefix}.{expert}.{part}.weight"] = rows
+    return cut
 
 
 def is_of_tower(name: str) -> bool:

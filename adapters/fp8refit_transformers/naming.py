@@ -75,14 +75,14 @@ def namings_of(config: Any) -> Iterator[Naming]:
     """What checkpoints of the model that `config` describes hold; nothing if transformers does not know its class.
 
     First the names under which transformers saves a model that it made, derived from two layers of each kind. The others are
-    for loaders that raise for these, and come only if they differ: names derived from every layer, and those under which
+    for loaders that raise for these, and come only if they differ: names derived from every layer, those under which
     transformers saves a model from a published checkpoint, with prefixes that it removes on loading, such as a tower's
-    `vision_model`.
+    `vision_model`, and one name per expert, where published stacks are transposed ones (Qwen3-VL-MoE).
 
     Args:
         config: A Hugging Face config.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 
     model_class = _class_of(config)
     if model_class is None:
@@ -104,6 +104,16 @@ def namings_of(config: Any) -> Iterator[Naming]:
         others = dict(zip(whole.tensors, published.tensors, strict=True))
         if any(name != other for name, other in others.items()):
             yield replace(published, aliases={**others, **published.aliases})
+    if any(_has_two_orders(conversion) for conversion in conversions):
+        rest = [conversion for conversion in conversions if not _has_two_orders(conversion)]
+        model._weight_conversions = [*rest, *(get_checkpoint_conversion_mapping("qwen2_moe") or ())]
+        single = _naming_of(model)
+        yield replace(single, stacked=tuple(replace(stack, is_transposed=None) for stack in single.stacked))
+
+
+def _has_two_orders(conversion: Any) -> bool:
+    """Whether transformers loads a tensor as it is or transposed, whichever fits. It always saves it as it is."""
+    return any(getattr(operation, "check_dims", False) for operation in getattr(conversion, "operations", ()))
 
 
 def _naming_of(model: Any, *, is_whole: bool = False) -> Naming:

@@ -128,8 +128,8 @@ class Stacked:
     """Number of experts, and rows and columns of each matrix."""
     parts: Mapping[str, tuple[int, int]]
     """Slots of this rank, each with its expert and the first row of its matrix in the stack."""
-    is_transposed: bool = False
-    """Whether to read a shape that fits both ways as (experts, columns, rows). Models differ."""
+    is_transposed: bool | None = False
+    """Whether to read a shape that fits both ways as (experts, columns, rows). Models differ. None: it may be either."""
 
     @property
     def shape_in_checkpoint(self) -> tuple[int, int, int]:
@@ -140,8 +140,8 @@ class Stacked:
     def is_transposed_in(self, shape: tuple[int, ...]) -> bool | None:
         """Whether a tensor of `shape` has rows and columns swapped; None if it does not fit."""
         experts, rows, cols = self.shape
-        found = {False: (experts, rows, cols), True: (experts, cols, rows)}
-        return next((way for way in (self.is_transposed, not self.is_transposed) if found[way] == shape), None)
+        ways = [way for way, found in ((False, (experts, rows, cols)), (True, (experts, cols, rows))) if found == shape]
+        return self.is_transposed if len(ways) == 2 else next(iter(ways), None)
 
 
 def stored_as(written: Sequence[str], shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:

@@ -65,6 +65,10 @@ def run_zoo(architecture: str, work: Path, notes: str, *, speaks: bool) -> dict:
     begin(Stage.FROM_FILES)
     refitter.refit(folder / "bf16")
     found["from_files"] = look(engine, "live_bytes")
+    if architecture in zoo_vision.ARCHITECTURES:
+        refitter.refit(policies.first)
+        refitter.refit(zoo_vision.expert_by_expert(policies.second))
+        found["from_experts"] = look(engine, "live_bytes")
     engine.shutdown()
     begin(Stage.QUANTIZE)
     try:

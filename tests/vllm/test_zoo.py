@@ -34,6 +34,7 @@ CI = [
     "LlavaForConditionalGeneration",
     "Qwen3NextForCausalLM",
     "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
 ]
 SILENT_IN_CI = ["JambaForCausalLM", "Llama4ForConditionalGeneration"]
 """Those that vLLM has no kernels for on a CPU."""
@@ -74,6 +75,11 @@ def test_the_twin_leaves_nothing_behind(architecture, walked):
 @pytest.mark.parametrize("architecture", [*CI, *SILENT_IN_CI])
 def test_quantize_writes_what_the_second_quantizer_does(architecture, walked):
     assert walked(architecture).get("is_quantized_alike", architecture in IN_ORDERS_OF_THEIR_OWN)
+
+
+def test_experts_may_be_sent_one_by_one_as_well_as_in_stacks_either_way_round(walked):
+    found = walked("Qwen3VLMoeForConditionalGeneration")  # files hold stacks with rows and columns swapped
+    assert found["from_experts"] == found["from_files"] == found["refitted"]
 
 
 def test_the_end_of_a_tower_that_vllm_does_not_build_is_ignored_by_name(walked):
