@@ -40,6 +40,23 @@ def test_published_names_are_told_after_those_that_a_new_model_is_saved_under():
     assert [made.tensors[name] for name in made.tensors] == list(published.tensors.values())
 
 
+def test_experts_whose_published_stacks_are_transposed_are_named_one_by_one():
+    state = zoo_vision.build("Qwen3VLMoeForConditionalGeneration").state_dict()
+    made, single = namings_of(zoo_vision.tiny_config("Qwen3VLMoeForConditionalGeneration"))
+    stack = "model.language_model.layers.1.mlp.experts.gate_up_proj"
+    assert made.tensors[stack].shape == tuple(state[stack].shape) == (4, 768, 256)
+    found = {each.name: each for each in single.stacked}[stack]
+    assert (found.shape, found.is_transposed) == ((4, 768, 256), None)
+    prefix = stack.removesuffix("gate_up_proj")
+    assert found.parts == {
+        f"{prefix}{expert}.{part}.weight": (expert, row)
+        for expert in range(4)
+        for part, row in (("gate_proj", 0), ("up_proj", 384))
+    }
+    assert {single.tensors[part].shape for part in found.parts} == {(384, 256)}
+    assert stack not in single.tensors
+
+
 def test_there_is_one_naming_if_no_prefix_was_ever_taken_away():
     assert len(list(namings_of(zoo_vision.tiny_config("Qwen2VLForConditionalGeneration")))) == 1
 

@@ -56,6 +56,19 @@ def test_these_backends_take_any_scale(backend):
     assert VllmRules().swaps_halves(layer) is (backend == "FLASHINFER_CUTLASS")
 
 
+class Fp8PerBlockOnlineMoEMethod(SimpleNamespace):
+    """The name of vLLM's own."""
+
+
+@pytest.mark.parametrize(
+    ("device", "scale_format"), [("cpu", ScaleFormat.FP32_FLOORED), ("meta", ScaleFormat.FP32_RECIPROCAL)]
+)
+def test_experts_that_vllm_quantized_itself_have_its_quantizers_scales(device, scale_format):
+    layer = RoutedExperts().to(device)
+    layer.quant_method = Fp8PerBlockOnlineMoEMethod(**vars(layer.quant_method))
+    assert VllmRules().kernel_of(layer).scale_format is scale_format
+
+
 @pytest.mark.parametrize("backend", ["MARLIN", "FLASHINFER_TRTLLM", "CPU", "HUMMING", "NONE"])
 def test_a_backend_that_may_repack_is_refused_with_one_that_does_not(backend):
     (refusal,) = read(RoutedExperts(backend=backend)).refusals

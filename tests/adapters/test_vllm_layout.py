@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8refit_vllm import layout
-from fp8refit_vllm.layout import ROW_MAJOR_KERNELS
+from fp8refit_vllm.layout import ROW_MAJOR_KERNELS, VllmRules
 from fp8refit_vllm.worker import WorkerModel
 from torch import nn
 
@@ -62,6 +62,20 @@ def test_the_scale_format_is_the_live_kernel_s():
     model = model_of(a=BlockLinear(), b=BlockLinear(kernel=powers), c=BlockLinear(kernel=behind))
     formats = [slot.scale_format for slot in read_inventory(model).slots]
     assert formats == [ScaleFormat.FP32, ScaleFormat.UE8M0, ScaleFormat.UE8M0]
+
+
+class Fp8PerBlockOnlineLinearMethod(SimpleNamespace):
+    """The name of vLLM's own."""
+
+
+def test_a_layer_that_vllm_quantized_itself_has_its_quantizers_scales_unless_they_are_powers_of_two():
+    powers = TritonFp8BlockScaledMMKernel()
+    powers.use_deep_gemm_e8m0 = True
+    layers = [BlockLinear(), BlockLinear(), BlockLinear(kernel=powers)]
+    for layer in layers:
+        layer.quant_method = Fp8PerBlockOnlineLinearMethod(**vars(layer.quant_method))
+    formats = [VllmRules().kernel_of(layer).scale_format for layer in (layers[0], layers[1].to("meta"), layers[2])]
+    assert formats == [ScaleFormat.FP32_FLOORED, ScaleFormat.FP32_RECIPROCAL, ScaleFormat.UE8M0]
 
 
 def test_a_slot_says_its_kernel_and_its_block_size():

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -307,6 +309,18 @@ def test_a_model_says_which_way_round_a_square_stack_is():
     shape = (2, 128, 128)
     stacks = [Stacked(name="a", shape=shape, parts={}, is_transposed=turned) for turned in (False, True)]
     assert [stack.is_transposed_in(shape) for stack in stacks] == [False, True]
+
+
+def test_a_square_stack_is_refused_where_checkpoints_and_state_dicts_differ(experts, stacked):
+    either = [dataclasses.replace(stack, is_transposed=None) for stack in stacked]
+    turned = {GATE_UP: meta(4, 384, 1024), DOWN_STACK: meta(4, 384, 512)}
+    steps = compile_plan(experts, turned, stacked=either).steps
+    assert {(step.source, step.is_transposed) for step in steps} == {(GATE_UP, True), (DOWN_STACK, False)}
+    down = dataclasses.replace(experts[2], full_shape=(512, 512), offset=(0, 256))
+    down = dataclasses.replace(down, weight=torch.zeros(512, 256, dtype=torch.float8_e4m3fn), scale=torch.ones(4, 2))
+    square = Stacked(name=DOWN_STACK, shape=(4, 512, 512), parts={down.name: (0, 0)}, is_transposed=None)
+    with pytest.raises(InvalidSourceError, match="as many rows as columns.*send it expert by expert"):
+        compile_plan([down], {DOWN_STACK: meta(4, 512, 512)}, stacked=[square])
 
 
 def test_a_stack_of_codes_comes_with_a_stack_of_scales(experts, stacked):

@@ -11,10 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8refit import dequantize_blockwise, precision, quantize_blockwise
 from fp8refit.fill.kernels import quantize_activations
+from fp8refit.live.slots import ScaleFormat
 from tests.precision.changes import OPTIMIZERS, WHOLE_CHANGES
 from tests.precision.models import layout_of, slot
 
-FORMATS = st.sampled_from(["fp32", "ue8m0"])
+FORMATS = st.sampled_from([kind.value for kind in ScaleFormat])
 SHAPES = st.sampled_from([(128, 128), (256, 130), (3, 200), (130, 257)])
 SEEDS = st.integers(0, 1 << 16)
 

@@ -7,6 +7,20 @@ TWINS = "tests/live/tracing/test_twin.py"
 
 FAULTS = [
     Fault(
+        name="experts of published stacks that are transposed have no names of their own",
+        path="adapters/fp8refit_transformers/naming.py",
+        before="    if any(_has_two_orders(conversion) for conversion in conversions):\n",
+        after="    if any(_has_two_orders(conversion) and False for conversion in conversions):\n",
+        found_by="tests/adapters/test_transformers_naming.py",
+    ),
+    Fault(
+        name="a square stack that may be transposed is taken as it is",
+        path="adapters/fp8refit_transformers/naming.py",
+        before="replace(stack, is_transposed=None) for stack",
+        after="replace(stack, is_transposed=False) for stack",
+        found_by="tests/adapters/test_transformers_naming.py",
+    ),
+    Fault(
         name="strides of a checkpoint tensor are not looked at where runs are joined",
         path="fp8refit/live/tracing/patterns.py",
         before="(last.into, last.stride) == (into * size, stride * size)",

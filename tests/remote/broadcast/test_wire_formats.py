@@ -94,9 +94,17 @@ def test_of_a_stack_each_rank_of_expert_parallelism_receives_its_own_experts():
     assert sender.num_bytes_to(0) == sender.num_bytes_to(1) == pytest.approx(codes, rel=0.01)
 
 
-def test_a_stack_that_engines_want_in_different_formats_travels_unquantized():
+@pytest.mark.parametrize("scale_format", ScaleFormat)
+def test_a_trainer_quantizes_in_the_format_of_the_engines(scale_format):
     metadata = {STACK: TensorMeta(shape=(4, 512, HIDDEN), dtype=torch.float32)}
-    replicas = [experts(range(4)), experts(range(4), scale_format=ScaleFormat.UE8M0)]
+    wire, _ = send(metadata, [experts(range(4), scale_format=scale_format)] * 2)
+    assert {(tensor.dtype, tensor.scale_format) for tensor in wire.tensors} == {("float8_e4m3fn", scale_format)}
+
+
+@pytest.mark.parametrize("other", [each for each in ScaleFormat if each is not ScaleFormat.FP32])
+def test_a_stack_that_engines_want_in_different_formats_travels_unquantized(other):
+    metadata = {STACK: TensorMeta(shape=(4, 512, HIDDEN), dtype=torch.float32)}
+    replicas = [experts(range(4)), experts(range(4), scale_format=other)]
     assert {tensor.dtype for tensor in send(metadata, replicas)[0].tensors} == {"bfloat16"}
 
 
