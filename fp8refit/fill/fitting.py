@@ -30,8 +30,10 @@ def fit_weight(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first
     """
     is_transposed = stack.is_transposed_in(meta.shape) if stack is not None else False
     if stack is not None and stack.shape == meta.shape and is_transposed is None:
-        return "has as many rows as columns, and checkpoints and state dicts of this model differ in which is which; " \
+        return (
+            "has as many rows as columns, and checkpoints and state dicts of this model differ in which is which; "
             "send it expert by expert"
+        )
     if stack is not None and is_transposed is None:
         return f"has shape {list(meta.shape)}, this engine's is {list(stack.shape)}, or with rows and columns swapped"
     if stack is None and slot.is_optional and not meta.shape:

@@ -319,7 +319,7 @@ def test_a_square_stack_is_refused_where_checkpoints_and_state_dicts_differ(expe
     down = dataclasses.replace(experts[2], full_shape=(512, 512), offset=(0, 256))
     down = dataclasses.replace(down, weight=torch.zeros(512, 256, dtype=torch.float8_e4m3fn), scale=torch.ones(4, 2))
     square = Stacked(name=DOWN_STACK, shape=(4, 512, 512), parts={down.name: (0, 0)}, is_transposed=None)
-    with pytest.raises(InvalidSourceError, match="as many rows as columns.*send it expert by expert"):
+    with pytest.raises(InvalidSourceError, match=r"as many rows as columns.*send it expert by expert"):
         compile_plan([down], {DOWN_STACK: meta(4, 512, 512)}, stacked=[square])
 
 

@@ -37,9 +37,10 @@ def quantize_blockwise(
 
     For each block (blocks at the edges may be smaller): `amax = max(|x|)`; scale `s = amax / 448` for `fp32`, or the
     smallest power of two with `amax / s <= 464` for `ue8m0` (464 is the largest value that rounds to 448, so that vLLM's own
-    requantization at boot changes nothing), or what vLLM's `fp8_per_block` computes, `amax / 448` for `fp32_floored` (CPU)
-    and `amax * (1 / 448)` for `fp32_reciprocal` (GPU), where `amax` is at least 1e-10 for `fp32` and 1e-4 otherwise; code `e4m3(clamp(x * (1 / s), -448, 448))`, rounded to nearest even. A block of
-    zeros gets zero codes and a small positive scale. CPU and GPU give the same bits.
+    requantization at boot changes nothing); code `e4m3(clamp(x * (1 / s), -448, 448))`, rounded to nearest even. A block of
+    zeros gets zero codes and a small positive scale: `amax` is at least 1e-10 for `fp32`, and 1e-4 otherwise. CPU and GPU
+    give the same bits. vLLM's own quantizer (`fp8_per_block`) computes `amax / 448` on a CPU (`fp32_floored`), and
+    `amax * (1 / 448)` on a GPU (`fp32_reciprocal`).
 
     Args:
         weight: (N, K), bfloat16, float16 or float32, any strides, CPU or CUDA. float32 is quantized as it is.
