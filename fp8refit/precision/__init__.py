@@ -120,7 +120,7 @@ class Unified:
     def __init__(self, model: nn.Module, weights: TrainedWeights) -> None:
         self.model = model
         self._weights = weights
-        weights.attach()
+        weights.attach(weights.weights)
         weights.watch()
 
     def refresh(self) -> int:

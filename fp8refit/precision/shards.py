@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def has_fsdp(model: nn.Module) -> bool:
     """Whether FSDP2 shards any part of a model."""
-    return any(hasattr(module, "unshard") and hasattr(module, "reshard") for module in model.modules())
+    return any(hasattr(type(module), "unshard") for module in model.modules())
 
 
 def quantize_shards(weights: "Sequence[TrainedWeight]") -> "tuple[list[TrainedWeight], list[TrainedWeight]]":

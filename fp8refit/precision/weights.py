@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -101,7 +102,7 @@ class TrainedWeight:
         if (self._sharded if is_compiled else self.sharded) is None:
             if self.owner.is_due if is_compiled else self.owner.inside is None:
                 self.owner.before_forward((self,))
-        elif not is_compiled and self.module._parameters[self._key] is self._sharded:
+        elif not is_compiled and hasattr(self.module._parameters[self._key], "placements"):
             raise PrecisionError([f"{self.name}: is not gathered; call the module that fully_shard was called with"])
 
     def make_room(self, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -230,16 +231,17 @@ class TrainedWeights:
         if not torch.compiler.is_compiling() and self.inside is module:
             self.inside = None
 
-    def attach(self) -> None:
+    def attach(self, weights: Sequence[TrainedWeight]) -> None:
         """Make FSDP gather codes of the weights it shards.
 
         Raises:
             PrecisionError: `fully_shard` ran after `unify` and has already looked for extensions.
         """
-        if has_fsdp(self._model) and not self._begins_sharded:
+        if self._begins_sharded:
+            for weight in weights:
+                weight.attach()
+        elif has_fsdp(self._model):
             raise PrecisionError(["fully_shard was called after unify; call it before, on the plain model"])
-        for weight in self.weights:
-            weight.attach()
 
     def give_back_later(self, empty: Tensor) -> None:
         """Free a tensor of which FSDP needs only the shape, once FSDP has made its views of it."""
@@ -250,7 +252,7 @@ class TrainedWeights:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(self, weights: Sequence[TrainedWeight]) -> None:
         """Call `refresh`, except to recompute a pass, which takes the same codes, or in the capture of a CUDA graph."""
-        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
         is_repeated = torch._C._current_graph_task_id() != -1  # a backward pass is under way
         if not (is_captured or is_repeated) or any(weight.local_codes is None for weight in weights):
             self.refresh(weights)
@@ -266,13 +268,13 @@ class TrainedWeights:
         Raises:
             NonFiniteError: Weights hold NaN or Inf; names them.
         """
-        self.attach()
         chosen = self.weights if weights is None else weights
+        self.attach(chosen)
         whole = tuple(weight for weight in (self.weights if self.is_due else chosen) if weight.sharded is None)
         shards = [weight for weight in chosen if weight.sharded is not None]
         with torch.inference_mode(False), torch.no_grad():
             found = [self._quantize_whole(whole)] if whole else []
-            with torch.autograd._unsafe_preserve_version_counter(_written(shards)):
+            with _unsafe_preserve_version_counter(_written(shards)):
                 found += [quantize_shards(shards)] if shards else []
         bad, changed = ([weight for pair in found for weight in pair[which]] for which in (0, 1))
         increment_version(_written(changed))  # a backward pass that has saved the old ones is refused
@@ -289,7 +291,7 @@ class TrainedWeights:
         table.launch(check=True, action=Action.COMPARE)
         bad, changed = ({owners[i]: 0 for i in found} for found in (table.bad_tasks(), table.differing_tasks()))
         if changed and not bad:
-            with torch.autograd._unsafe_preserve_version_counter(_written(weights)):
+            with _unsafe_preserve_version_counter(_written(weights)):
                 table.launch(check=False)
         return [*bad], [] if bad else [*changed]
 
@@ -298,7 +300,7 @@ class TrainedWeights:
         masters = [weight.local for weight in weights]
         for weight, master in zip(weights, masters, strict=True):
             weight.codes = weight.make_room(master.shape, master.device)
-        key = [(t.data_ptr(), source_layout(t)) for t in (*masters, *_written(weights))]
+        key = [(m.data_ptr(), source_layout(m)) for m in masters], [t.data_ptr() for t in _written(weights)]
         if weights not in self._tables or key != self._tables[weights][0]:
             devices = {master.device for master in masters}
             if len(devices) != 1 or devices & {torch.device("meta")}:
