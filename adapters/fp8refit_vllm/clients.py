@@ -1,9 +1,10 @@
 """Checks which vLLM clients can be refitted, and picks the worker method to call."""
 
+from pkgutil import resolve_name
 from typing import Any
 
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit_vllm.compat import is_async_client, loads_plugin, num_api_servers
+from fp8refit_vllm.compat import WORKER, is_async_client, loads_plugin, num_api_servers
 from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD
 
 PLUGIN = "fp8refit"
@@ -36,11 +37,12 @@ def check_workers(method: str) -> None:
     Raises:
         UnsupportedEngineError: The workers do not load our plugin.
     """
-    if method == PLUGIN_METHOD and not loads_plugin(PLUGIN):
+    is_there = method != PLUGIN_METHOD or (loads_plugin(PLUGIN) and hasattr(resolve_name(WORKER), PLUGIN_METHOD))
+    if not is_there:
         raise UnsupportedEngineError(
             "the workers of this engine run in other processes, where vLLM does not load fp8refit's plugin: install fp8refit "
             f'(a path alone has no entry points), leave it in VLLM_PLUGINS, or boot the engine with worker_extension_cls="'
-            f'{_EXTENSION}"'
+            f'{_EXTENSION}". If vLLM loads it, the log says what this vLLM lacks'
         )
 
 

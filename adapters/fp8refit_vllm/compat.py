@@ -21,7 +21,9 @@ _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 VERSIONS = Versions(engine="vLLM", oldest="0.26", newest="0.33")
 
+WORKER = "vllm.v1.worker.worker_base.WorkerBase"
 SEAMS = (
+    WORKER,
     "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory.register_engine",
     "vllm.distributed.weight_transfer.factory.WeightTransferTrainerFactory.register_engine",
     "vllm.v1.engine.EngineCoreOutput",
@@ -34,7 +36,6 @@ SEAMS = (
     "vllm.v1.engine.output_processor.OutputProcessor.abort_requests",
     "vllm.v1.engine.output_processor.OutputProcessor.process_outputs",
     "vllm.v1.request.RequestStatus.FINISHED_ABORTED",
-    "vllm.v1.worker.worker_base.WorkerBase",
 )
 """What the plugin reaches for, whatever it is used for."""
 

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from fp8refit_vllm import compat, drop_in, worker
+from fp8refit_vllm import clients, compat, drop_in, worker
 
 from fp8refit import UnsupportedEngineError
 from tests.adapters.fake_modules import contents, put_modules
@@ -65,3 +65,13 @@ def test_the_worker_extension_is_refused_where_vllm_looks_it_up(monkeypatch):
     assert hasattr(worker.WorkerExtension, worker.EXTENSION_METHOD)
     with pytest.raises(AttributeError, match="has no attribute 'Another'"):
         _ = worker.Another
+
+
+def test_a_refitter_of_an_engine_without_the_plugin_is_refused_with_where_to_look(monkeypatch):
+    put_modules(monkeypatch, compat.SEAMS, __version__="0.32.0")
+    monkeypatch.setattr(clients, "loads_plugin", lambda name: True)
+    with pytest.raises(UnsupportedEngineError, match="the log says what this vLLM lacks"):
+        clients.check_workers(worker.PLUGIN_METHOD)
+    clients.check_workers(worker.EXTENSION_METHOD)
+    worker.register()
+    clients.check_workers(worker.PLUGIN_METHOD)
