@@ -53,7 +53,7 @@ class Turn:
         `for_s` later the holder loses it to whoever wants it.
         """
         hold = self._last()
-        while hold.is_over or hold.holder is not holder and (hold.holder is after or time.monotonic() > hold.until_s):
+        while hold.is_over or (hold.holder is not holder and (hold.holder is after or time.monotonic() > hold.until_s)):
             hold = hold.next.setdefault("next", _Hold(holder, time.monotonic() + for_s))
         return hold.holder is holder
 
@@ -65,7 +65,7 @@ class Turn:
 
     @contextmanager
     def during(self, owner: object, lasts_s: Callable[[], float]) -> Iterator[bool]:
-        """Hold it for one order of `owner`, which then has it for `lasts_s()` to wait for the next. Gives whether it is held."""
+        """Hold it for one order of `owner`, then for `lasts_s()` until the next one. Gives whether it is held."""
         order = object()
         try:
             is_held = self.take(order, after=owner)

@@ -167,7 +167,11 @@ class Rank:
         return self._agree_on_written(complete, prepared, version=version, confirm=confirm)
 
     def _prepare_known(
-        self, judge: Callable[[], "_Judged"], kv: KvOrder | None, config: RefitConfig, driver_error: BaseException | None
+        self,
+        judge: Callable[[], "_Judged"],
+        kv: KvOrder | None,
+        config: RefitConfig,
+        driver_error: BaseException | None,
     ) -> Prepared:
         """`prepare` with one vote on readiness and source."""
 

@@ -7,20 +7,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
-from torch import nn
 
 from fp8refit import EngineBusyError, EngineHost, HostedEngine, RankFailedError, RefitConfig, Refitter, update
 from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.local_ranks import LocalRanks
-from fp8refit.fill.fills import Prepared
 from fp8refit.live.turn import DisplacedError, Turn
-from fp8refit.ranks.rank import Rank
 from fp8refit.remote import messages
 from fp8refit.remote.messages import Reply, Request
 from fp8refit.remote.rank_server import RankServer
-from fp8refit.sources.source import StreamSource, as_source
-from tests.fake_ranks import Client, ClientEntryPoint, Cluster, Drivers, Remote, together
+from fp8refit.sources.source import as_source
+from tests.fake_ranks import Client, ClientEntryPoint, Cluster, Remote, together
 from tests.fakes import FakeEngine, FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy, make_target
 
 IN_USE = "another refit of this engine is under way"
@@ -442,13 +438,12 @@ def test_of_many_threads_one_at_a_time_has_a_turn():
     def work(index):
         for number in range(2000):
             holder = (index, number)
-            if turn.take(holder, for_s=1e-7 if number % 7 == 0 else 1e9):
-                if number % 7:
-                    inside.append(holder)
-                    most.append(len(inside))
-                    inside.remove(holder)
-                    num_taken[index] += 1
-                    turn.end(holder)
+            if turn.take(holder, for_s=1e-7 if number % 7 == 0 else 1e9) and number % 7:
+                inside.append(holder)
+                most.append(len(inside))
+                inside.remove(holder)
+                num_taken[index] += 1
+                turn.end(holder)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))

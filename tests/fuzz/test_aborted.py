@@ -1,7 +1,7 @@
 """Writes that an error ended at any line, and good ones after them: nothing of the first is in the second.
 
-Neither a flag (finite tensors are not named), nor a difference (`verify` says equal), nor a layout without its rows (every byte is
-that of the good policy).
+Neither a flag (finite tensors are not named), nor a difference (`verify` says equal), nor a layout without its rows (every byte
+is that of the good policy).
 """
 
 import functools
@@ -134,7 +134,9 @@ def test_a_good_write_after_aborted_ones(route, attempts, form, index):
         way, policy = possible(way), engine.policies[number % NUM_POLICIES]
         bad = soiled(policy, {name for place, name in enumerate(policy) if place in names})
 
-        def broken(pairs=list(bad.items())[: number % len(bad)], kind=kind):
+        some = list(bad.items())[: number % len(bad)]
+
+        def broken(pairs=some, kind=kind):
             yield from pairs
             raise kind("on purpose")
 

@@ -1,10 +1,11 @@
 """Writers of one engine at once, in every way and at every moment: one policy is served, whole, or none is.
 
-Whoever comes second is refused before it writes, or takes over from one that then never writes again. In other threads, in tasks
-of one loop, and in the middle of another's source.
+Whoever comes second is refused before it writes, or takes over from one that then never writes again. In other threads, in
+tasks of one loop, and in the middle of another's source.
 """
 
 import asyncio
+import contextlib
 import sys
 import threading
 
@@ -12,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8refit import EngineBusyError, EngineHost, HostedEngine, RankFailedError, Refitter, RefitError, update
+from fp8refit import EngineBusyError, EngineHost, HostedEngine, RankFailedError, RefitError, Refitter, update
 from fp8refit.driver.local_ranks import LocalRanks
-from fp8refit.ranks.rank import Rank
+from fp8refit.sources.source import as_source
 from tests.fake_ranks import Client, ClientEntryPoint, together
 from tests.fakes import FakeEntryPoint, FakeModel, live_bytes, make_policy, make_target, refit_target
-from fp8refit.sources.source import as_source
 
 
 class Clients(ClientEntryPoint):
@@ -214,7 +214,9 @@ def test_writers_in_tasks(starts, cancelled):
 
 @given(
     ends=st.lists(
-        st.tuples(st.sampled_from(["raise", "drop", "interrupt", "elsewhere"]), st.integers(0, 8)), min_size=1, max_size=4
+        st.tuples(st.sampled_from(["raise", "drop", "interrupt", "elsewhere"]), st.integers(0, 8)),
+        min_size=1,
+        max_size=4,
     ),
     way=st.sampled_from(WAYS),
 )
@@ -231,10 +233,8 @@ def test_a_writer_that_is_gone_keeps_nobody_out(ends, way):
             begun.load(list(POLICIES[1][0].items())[:number])
             del begun
             continue
-        try:
+        with contextlib.suppress(RefitError, ConnectionError, KeyboardInterrupt):
             site.write("elsewhere" if end == "elsewhere" else "update", 1, stop)
-        except (RefitError, ConnectionError, KeyboardInterrupt):
-            pass
     version = site.here.version
     site.write(way, 2)
     site.check(2, version + 1)

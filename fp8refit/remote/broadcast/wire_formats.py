@@ -65,8 +65,9 @@ def choose_wire(
     """
     chooser = _Chooser(metadata, layouts, config, sections if sections is not None else Sections(), sends_both)
     chosen = [each for name, meta in metadata.items() for each in chooser.choose(name, meta)]
-    tensors, origins = (tuple(each[place] for each in chosen) for place in range(2))
-    return Wire(tensors=tensors, origins=origins, ties=chooser.ties)
+    return Wire(
+        tensors=tuple(tensor for tensor, _ in chosen), origins=tuple(origin for _, origin in chosen), ties=chooser.ties
+    )
 
 
 class _Chooser:

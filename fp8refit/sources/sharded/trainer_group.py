@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed
 from pydantic import BaseModel, ConfigDict
-from torch.distributed import PrefixStore, ProcessGroup
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
