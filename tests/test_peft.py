@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8refit import RefitReport
 from fp8refit.errors import InvalidSourceError
+from fp8refit.fill.ties import untied
 from fp8refit.live.slots import TensorMeta
 from fp8refit.peft import merged
 from fp8refit.sources.making import Room, in_batches
@@ -387,3 +388,17 @@ def test_tied_weights_with_the_same_adapter_stay_tied():
     found, layer = dict(merged(model)), model.base_model.model.embed_tokens
     expected = (layer.base_layer.weight + layer.get_delta_weight("default")).detach()
     assert_close({name: found[name] for name in TIED}, dict.fromkeys(TIED, expected))
+
+
+def test_a_head_that_was_trained_beside_its_tied_embedding_is_not_taken_for_it():
+    model = tied(target_modules=["up_proj"], modules_to_save=["lm_head"])
+    head, embed = TIED
+    ties = {head: (embed, torch.bfloat16)}
+    source = merged(model)
+    assert untied(ties, source) == []
+    values = source.pick([head])[head]
+    with torch.no_grad():
+        values[0, 0] += 1
+    (problem,) = untied(ties, source)
+    assert problem.startswith(f"{head}: is tied, and differs")
+    assert "tie_word_embeddings=false" in problem

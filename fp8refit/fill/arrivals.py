@@ -58,6 +58,7 @@ class Arrivals:
         self._make_builder = make_builder
         self._builder = make_builder() if expected is None else None
         self._names: set[str] = set()
+        self._firsts = expected.firsts if expected is not None else {}
         self._came_as: dict[str, str] = {}
         """The name under which each tensor came first that has two."""
 
@@ -82,7 +83,7 @@ class Arrivals:
 
     def note_new(self, name: str) -> bool:
         """Note the arrival of an expected tensor; False if one has to ask for its steps."""
-        if not self.are_new((name,)):
+        if self._builder is not None or name in self._names or name in self._firsts:
             return False
         self._names.add(name)
         return True
@@ -126,10 +127,6 @@ class Arrivals:
         first = self._firsts.get(name)
         return first is not None and self._came_as.setdefault(first, name) != name
 
-    @property
-    def _firsts(self) -> Mapping[str, str]:
-        return self.expected.firsts if self.expected is not None else {}
-
     def finish(self) -> tuple[Expected, bool]:
         """Check that everything arrived. Returns what arrived, and whether it was planned on arrival.
 
@@ -163,7 +160,7 @@ class Arrivals:
         """Plan what arrived, and plan the rest on arrival: the stream is not like the last one."""
         assert expected.metadata is not None, "nothing else is judged twice"
         self.on_surprise()
-        self.expected, self._builder = None, self._make_builder()
+        self.expected, self._firsts, self._builder = None, {}, self._make_builder()
         for name in self._names:
             self._builder.add(name, expected.metadata[name])
 

@@ -221,6 +221,17 @@ def test_a_tied_model_is_written_without_its_head(tmp_path, dst):
     assert "lm_head.weight" not in read_json(dst / "model.safetensors.index.json")["weight_map"]
 
 
+@pytest.mark.parametrize("has_layout", [True, False])
+def test_a_tied_model_whose_head_differs_is_refused(has_layout, tmp_path, dst):
+    weights, like = make_weights(extra=False), fake_layout() if has_layout else None
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    same = write_checkpoint(tmp_path / "same", weights, tie_word_embeddings=not has_layout)
+    quantize_checkpoint(same, tmp_path / "of the same", like=like)
+    weights["lm_head.weight"][-1, -1] += 1
+    src = write_checkpoint(tmp_path / "src", weights, tie_word_embeddings=not has_layout)
+    refuse(tmp_path, CheckpointError, "lm_head.weight: is tied, and differs", src, dst, like=like)
+
+
 def test_progress_ends_at_the_bytes_of_the_source(src, dst):
     seen = []
     report = quantize_checkpoint(src, dst, on_progress=lambda done, total: seen.append((done, total)))

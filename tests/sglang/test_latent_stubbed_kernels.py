@@ -41,3 +41,10 @@ def test_fused_projections_are_known_by_their_parts(found):
     assert [slot["shape"] for slot in fused] == [[128, 256], [576, 256]]
     assert {slot["module"] for slot in fused} == {f"{ATTENTION}.fused_qkv_a_proj_with_mqa"}
     assert found["layout"]["aliases"] == {}
+
+
+def test_what_sglang_skips_of_a_checkpoint_with_a_draft_is_ignored(found):
+    drafts = found["drafts"]
+    assert len(drafts["names"]) > 10
+    assert drafts["ignored"] == dict.fromkeys(("first", "last", "stream"), drafts["names"])
+    assert all(drafts["same"].values())

@@ -77,6 +77,7 @@ def refit_dummy(family: str, kernel: str, work: Path) -> dict:
             "kv_scales": kv_scales(llm),
             "padding": num_padding_bytes_set(llm),
             "ignored": report.ignored,
+            "untied": refused(refitter.refit, policy | {name: policy[name] + 1 for name in report.ignored}),
             "layout": refitter.layout().model_dump(mode="json"),
         }
         scribble(llm)

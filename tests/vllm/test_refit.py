@@ -123,6 +123,12 @@ def test_a_tied_lm_head_may_be_sent_or_not(name, refitted):
     assert refitted[name]["live_without_ignored"] == refitted[name]["live"]
 
 
+@pytest.mark.parametrize("name", TIED)
+def test_a_tied_lm_head_that_differs_is_refused(name, refitted):
+    (problem,) = refitted[name]["untied"]["named"]
+    assert problem.startswith(f"{LM_HEAD}: is tied, and differs")
+
+
 def test_biases_are_refitted(refitted):
     slots = [slot for slot in refitted["qwen2-ue8m0"]["layout"]["slots"] if slot["name"].endswith("bias")]
     assert {slot["module"].split(".")[-1] for slot in slots} == {"qkv_proj"}

@@ -15,7 +15,6 @@ from fp8refit.errors import InvalidSourceError, RefitError, TransportError
 from fp8refit.fill.ties import untied
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.layout_guard import LayoutGuard
-from fp8refit.live.slots import TensorMeta
 from fp8refit.remote import messages
 from fp8refit.remote.broadcast.audience import Audience
 from fp8refit.remote.broadcast.receiver import digest_of
@@ -84,9 +83,7 @@ class Broadcast:
         self._config = RefitConfig()
         self._layouts: list[EngineLayout] | None = None
         self._sections = Sections()
-        self._chosen: tuple[tuple[list[tuple[str, TensorMeta]], RefitConfig, list[EngineLayout], bool], Wire] | None = (
-            None
-        )
+        self._chosen: tuple[tuple[object, ...], Wire] | None = None
         self._sender: Sender | None = None
         self._heard: _Heard | None = None
         self._offered: tuple[SourceSummary, messages.Broadcast] | None = None

@@ -101,7 +101,8 @@ class _Chooser:
         canonical = self._aliases.get(weight_name, weight_name)
         first = canonical + name[len(weight_name) :]
         if first != name and first in self._metadata and canonical in self._slots and not self._sends_both:
-            self.ties[name] = first, _source_dtype(self._slots[canonical][0])
+            slot = self._slots[canonical][0]
+            self.ties[name] = first, torch.bfloat16 if slot.block_size is not None else DTYPES[slot.dtype]
         is_held = canonical in self._slots or canonical in self._stacks
         travels = name not in self.ties and (is_held or not self._is_unneeded(name))
         is_transposed, parts = self._parts_of(canonical, meta)
@@ -164,11 +165,6 @@ class _Chooser:
         if block_size is None or scale_format is None or BLOCK_ROWS % block_size[0]:
             return None  # otherwise runs of rows would cut blocks
         return (block_size, scale_format) if all(_is_on_grid(slot, block_size) for slot in held) else None
-
-
-def _source_dtype(slot: SlotLayout) -> torch.dtype:
-    """See `Slot.source_dtype`."""
-    return torch.bfloat16 if slot.block_size is not None else DTYPES[slot.dtype]
 
 
 def _is_on_grid(slot: SlotLayout, block_size: tuple[int, int]) -> bool:
