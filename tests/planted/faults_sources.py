@@ -6,6 +6,7 @@ SOURCES = "tests/fuzz/test_sources.py::TestSources"
 AFTER_GOOD = "tests/fuzz/test_sources.py::test_no_bad_tensor_passes_after_good_ones"
 ANNOUNCED = "tests/fuzz/test_sources.py::test_no_bad_tensor_passes_for_what_was_announced"
 FILES = "tests/fuzz/test_files.py"
+TIED = "tests/ranks/test_target.py -k tied_tensor"
 TWIN = "tests/live/tracing/test_twin.py"
 OPENED = "tests/fuzz/test_files.py::test_an_engine_opens_what_was_judged"
 
@@ -290,7 +291,7 @@ FAULTS = [
         path="fp8refit/fill/fills.py",
         before="        misfits += untied(resident.plan.ties, source)\n",
         after="",
-        found_by=SOURCES,
+        found_by=TIED,
     ),
     Fault(
         name="the second name of a tensor is staged and written",
@@ -311,7 +312,7 @@ FAULTS = [
         path="fp8refit/fill/ties.py",
         before="bytes_of(a.to(dtype)), bytes_of(b.to(a.device, dtype))",
         after="bytes_of(a.float()), bytes_of(b.to(a.device).float())",
-        found_by=SOURCES,
+        found_by=TIED,
     ),
     Fault(
         name="a broadcast does not compare what it leaves out",

@@ -203,8 +203,7 @@ def _taken_alike(load: Load, named: Mapping[str, Tensor], naming: Naming, traced
 
 def _skips(load: Load, named: Mapping[str, Tensor], naming: Naming, pattern: str) -> bool:
     """Whether the loader leaves out tensors of these names, read and raised nothing: tried with one of each kind of a layer."""
-    stem = pattern.strip("*.")
-    asked: dict[str, TensorMeta] = {}
+    stem, asked = pattern.strip("*."), dict[str, TensorMeta]()
     for name in {without_numbers(name): name for name in naming.tensors}.values():
         part, meta = _BEFORE_LAYER.split(name, 1)[-1], naming.tensors[name]
         asked |= {f"{stem}.{part}": meta, f"{stem}.layers.0.{part}": meta}

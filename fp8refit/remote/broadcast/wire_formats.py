@@ -65,9 +65,8 @@ def choose_wire(
     """
     chooser = _Chooser(metadata, layouts, config, sections if sections is not None else Sections(), sends_both)
     chosen = [each for name, meta in metadata.items() for each in chooser.choose(name, meta)]
-    return Wire(
-        tensors=tuple(tensor for tensor, _ in chosen), origins=tuple(origin for _, origin in chosen), ties=chooser.ties
-    )
+    tensors, origins = tuple(tensor for tensor, _ in chosen), tuple(origin for _, origin in chosen)
+    return Wire(tensors=tensors, origins=origins, ties=chooser.ties)
 
 
 class _Chooser:
