@@ -258,9 +258,7 @@ class TrainedWeights:
             self.refresh(weights)
 
     def refresh(self, weights: Sequence[TrainedWeight] | None = None) -> int:
-        """Compare `weights`, or all, with their codes and scales by value, and quantize them where those differ.
-
-        A collective call with FSDP.
+        """Compare `weights`, or all, with codes and scales by value, and quantize if any differ. Collective with FSDP.
 
         Returns:
             How many had changed.
@@ -284,9 +282,7 @@ class TrainedWeights:
         return len(changed)
 
     def _quantize_whole(self, weights: tuple[TrainedWeight, ...]) -> tuple[list[TrainedWeight], list[TrainedWeight]]:
-        """Compare unsharded weights in one launch. If any changed and all are finite, quantize them in another. Return
-        those with NaN or Inf, and those that changed.
-        """
+        """Compare unsharded weights, and quantize them if any changed. Return those with NaN or Inf, and those changed."""
         table, owners = self._table_of(weights)
         table.launch(check=True, action=Action.COMPARE)
         bad, changed = ({owners[i]: 0 for i in found} for found in (table.bad_tasks(), table.differing_tasks()))
