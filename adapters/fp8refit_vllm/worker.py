@@ -110,12 +110,12 @@ def flag_of(worker: Any) -> SharedFlag:
 
 
 def rank_of(worker: Any) -> Rank:
-    """The `Rank` of `worker`: always the same one, whoever drives it.
+    """The `Rank` of `worker`, or of the worker in a wrapper: always the same one, whoever drives it.
 
     Raises:
         UnsupportedEngineError: The engine's ranks have no process group of their own.
     """
-    return made_once(worker, _RANK, lambda: _make_rank(worker))
+    return made_once(worker.model_runner, _RANK, lambda: _make_rank(worker))
 
 
 def _make_rank(worker: Any) -> Rank:

@@ -27,8 +27,8 @@ _MOST_ABANDONED = 16
 class RankOrders:
     """The orders to one rank, and what they leave for later ones.
 
-    From the order that prepares a refit until it is over, this object holds the target's turn. It loses it if the driver is
-    silent for the refit's time limit, because the driver may have died; another driver's order takes over at once.
+    Between the orders of a refit that has begun to write, this object holds the target's turn. It loses it if the driver is
+    silent for the refit's time limit, because the driver may have died; an order that prepares another refit takes over.
 
     Args:
         rank: The rank.
@@ -43,6 +43,8 @@ class RankOrders:
         self._token = ""
         self._refit = ""
         self._prepared: Prepared | None = None
+        self._silence_s = 0.0
+        """How long to wait for the next order of what is being written."""
         self._abandoned: deque[str] = deque(maxlen=_MOST_ABANDONED)
         """Refits that were abandoned. Orders of theirs may still arrive."""
 
@@ -52,11 +54,8 @@ class RankOrders:
         Raises:
             RefitError: What this rank could not do.
         """
-        with self.rank.target.turn.during(self, self._lasts_s) as is_held:
+        with self.rank.target.turn.during(self, lambda: self._silence_s) as is_held:
             return self._obey(order, None if is_held else EngineBusyError(IN_USE))
-
-    def _lasts_s(self) -> float:
-        return self._prepared.config.timeout_s if self._prepared is not None else 0.0
 
     def _obey(self, order: messages.Order, held: EngineBusyError | None) -> dict[str, Any]:
         """`obey`; if somebody else holds the turn, only what changes nothing."""
@@ -102,7 +101,7 @@ class RankOrders:
         """
         if order.refit in self._abandoned:
             raise DisplacedError
-        self._refit, self._prepared = order.refit, None
+        self._refit, self._prepared, self._silence_s = order.refit, None, 0.0
 
         def receive() -> None:
             if order.is_under_way:
@@ -128,7 +127,8 @@ class RankOrders:
         """
         if order.refit != self._refit:
             raise DisplacedError
-        prepared, self._prepared, rank = self._prepared, None, self.rank
+        prepared, rank = self._prepared, self.rank
+        self._prepared, self._silence_s = None, 0.0
         if prepared is None or not rank.target.is_current(prepared):
             raise RankFailedError("nothing is prepared on this rank; refit again")
         match order:
@@ -146,7 +146,7 @@ class RankOrders:
             case messages.Stream():
                 if self.streams.follow(order, prepared):
                     return {"reports": tuple(rank.finish(prepared))}
-        self._prepared = prepared
+        self._prepared, self._silence_s = prepared, prepared.config.timeout_s
         return {}
 
     def _abandon(self, order: messages.RefitStep) -> None:
@@ -157,7 +157,8 @@ class RankOrders:
 
     def _drop(self) -> None:
         """Drop what is prepared, unless somebody else's refit took its place."""
-        prepared, self._prepared = self._prepared, None
+        prepared = self._prepared
+        self._prepared, self._silence_s = None, 0.0
         if prepared is not None and self.rank.target.is_current(prepared):
             self.rank.target.abandon()
 

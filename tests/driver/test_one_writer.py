@@ -242,18 +242,27 @@ def test_a_driver_keeps_others_out_between_its_orders_until_it_is_silent_for_too
     twice = Twice()
     policy, other = twice.policy(1), twice.policy(2)
     order = Order(RankServer(lambda: twice.cluster.ranks[0]))
-    assert not isinstance(order.prepare(folder(policy), timeout_s=50), Exception)
-    with pytest.raises(EngineBusyError, match=IN_USE):
-        Refitter(twice.first).refit(other)
-    order.write()
-    twice.cluster.assert_holds(policy, version=1)
-    order.refit = "b"
-    assert not isinstance(order.prepare(folder(policy), timeout_s=50), Exception)
+    for refit in "ab":
+        order.refit = refit
+        order.prepare(folder(policy), timeout_s=50)
+        assert not isinstance(order(messages.RefitStep(step="begin", refit=refit)), Exception)
+        with pytest.raises(EngineBusyError, match=IN_USE):
+            Refitter(twice.first).refit(other)
     now = time.monotonic()
     monkeypatch.setattr("fp8refit.live.turn.time.monotonic", lambda: now + 51)
     Refitter(twice.first).refit(other)
     assert isinstance(order.write(), RankFailedError)
-    twice.cluster.assert_holds(other, version=2)
+    twice.cluster.assert_holds(other, version=1)
+
+
+def test_what_a_driver_has_only_prepared_keeps_nobody_out_and_is_not_written_later(model, folder):
+    twice = Twice()
+    policy, other = twice.policy(1), twice.policy(2)
+    order = Order(RankServer(lambda: twice.cluster.ranks[0]))
+    order.prepare(folder(policy))
+    Refitter(twice.first).refit(other)
+    assert isinstance(order.write(), RankFailedError)
+    twice.cluster.assert_holds(other, version=1)
 
 
 def test_an_order_of_a_new_driver_takes_over_and_the_old_one_writes_no_more(model, folder):

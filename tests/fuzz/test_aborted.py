@@ -8,6 +8,7 @@ import functools
 import sys
 from pathlib import Path
 
+import hypothesis.internal.conjecture.optimiser  # noqa: F401 - long runs import it, which fails after many interrupts
 import pytest
 import torch
 from hypothesis import given

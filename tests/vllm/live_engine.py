@@ -1,5 +1,7 @@
 """What may happen to one live vLLM engine between two refits. `test_live_engine.py` says what must come of it."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ from engines import (
     wrong_tensors,
 )
 
-from fp8refit import Refitter
+from fp8refit import EngineHost, HostedEngine, Refitter
 from fp8refit.cli.checkpoint import quantize_checkpoint
 from tests.tiny_models import save_model
 
@@ -143,6 +145,58 @@ def try_two_refitters(llm, refitter: Refitter) -> dict:
     return {"versions": [*versions, refitter.version]}
 
 
+def try_writers(llm, refitter: Refitter) -> dict:
+    """Two at a time: through the LLM, its worker, the worker's wrapper, its network, and a host of orders."""
+    wrapper = llm.llm_engine.model_executor.driver_worker
+    host = EngineHost(llm)
+    ways = {
+        "llm": llm,
+        "worker": wrapper.worker,
+        "wrapper": wrapper,
+        "network": wrapper.worker.model_runner.get_model(),
+        "host": HostedEngine(lambda message, _: host.answer(message)),
+    }
+    return {f"{one} and {two}": try_two_writers(llm, ways[one], ways[two]) for one in ways for two in ways if one != two}
+
+
+def try_two_writers(llm, one, two) -> dict:
+    """A stream by one way, and in its middle a refit by another."""
+    policy, refusals = make_policy("qwen3", 3), []
+
+    def stream():
+        for number, item in enumerate(policy.items()):
+            if number == 5:
+                refusals.append(refused(Refitter(two).refit, make_policy("qwen3", 2)))
+            yield item
+
+    Refitter(one).refit(stream())
+    return {
+        "refused": [refusal and refusal["error"] for refusal in refusals],
+        "wrong": wrong_tensors(llm, policy, "fp32"),
+        "serves": refused(generate, llm) is None,
+    }
+
+
+def try_threads(llm, refitter: Refitter) -> dict:
+    """Twenty times, the LLM and its worker at once: each refit that returned was whole until the next."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    policies, found = [make_policy("qwen3", seed) for seed in (2, 3)], []
+    for _ in range(20):
+        start = threading.Barrier(2)
+
+        def refit(index, engine, start=start):
+            start.wait()
+            return Refitter(engine).refit(iter(policies[index].items())).version
+
+        with ThreadPoolExecutor(2) as pool:
+            writers = [pool.submit(refit, index, engine) for index, engine in enumerate((llm, worker))]
+        errors = [type(writer.exception()).__name__ for writer in writers if writer.exception() is not None]
+        done = {writer.result(): index for index, writer in enumerate(writers) if writer.exception() is None}
+        last = policies[done[max(done)]] if done else None
+        found.append((errors, wrong_tensors(llm, last, "fp32") if last is not None else []))
+    return {"errors": [errors for errors, _ in found], "wrong": [wrong for _, wrong in found if wrong]}
+
+
 ATTEMPTS = {
     "bad_values": try_bad_values,
     "bad_names": try_bad_names,
@@ -150,6 +204,8 @@ ATTEMPTS = {
     "asleep": try_asleep,
     "held_block": try_held_block,
     "two_refitters": try_two_refitters,
+    "writers": try_writers,
+    "threads": try_threads,
 }
 
 

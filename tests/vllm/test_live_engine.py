@@ -39,7 +39,7 @@ def test_nothing_is_left_on_the_engine_after_success(rounds):
     assert [found["traces"] for found in rounds] == [[]] * NUM_ROUNDS
 
 
-@pytest.mark.parametrize("name", ["bad_values", "bad_names", "busy", "asleep", "held_block", "two_refitters"])
+@pytest.mark.parametrize("name", ["bad_values", "bad_names", "busy", "asleep", "held_block", "two_refitters", "writers", "threads"])
 def test_the_next_refit_gives_the_same_bytes_and_outputs_as_before(name, live):
     assert live[name]["healed"]
 
@@ -127,3 +127,16 @@ def test_refitters_of_one_engine_share_its_version(live):
 )
 def test_every_kind_of_source_gives_the_same_bytes(kind, live):
     assert live["streams"][kind] == live["good"]["live"]
+
+
+def test_of_two_writers_by_different_ways_the_second_is_refused(live):
+    for way, found in live["writers"].items():
+        if way != "healed":
+            assert found == {"refused": ["EngineBusyError"], "wrong": [], "serves": True}, way
+
+
+def test_an_llm_and_its_worker_in_two_threads_never_mix_their_policies(live):
+    found = live["threads"]
+    assert found["wrong"] == []
+    assert {error for errors in found["errors"] for error in errors} <= {"EngineBusyError"}
+    assert all(len(errors) < 2 for errors in found["errors"])

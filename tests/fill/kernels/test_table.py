@@ -7,6 +7,7 @@ import torch
 
 from fp8refit.fill.kernels.reference_table import ReferenceTable
 from fp8refit.fill.kernels.table import compile_table, join_tables
+from fp8refit.fill.kernels.triton_launch import Launcher
 from fp8refit.fill.kernels.triton_table import TritonTable
 from fp8refit.fill.kernels.work import Action
 from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat
@@ -252,6 +253,51 @@ def test_flags_of_an_interrupted_refit_are_not_the_next_source_s(make_table, dev
     table.refresh([good])
     table.launch(check=True)
     assert table.bad_tasks() == []
+
+
+@pytest.mark.parametrize("is_one_run", [False, True])
+@pytest.mark.parametrize("drops", ["refresh", "forget_flags"])
+def test_flags_of_a_launch_that_was_interrupted_are_dropped(drops, is_one_run, device, monkeypatch):
+    """The kernel has run, and nothing after it."""
+    bad, good = (torch.full((4, 32), value, device=device) for value in (float("nan"), 1.0))
+    task = copy_task(good)  # kept: a table holds addresses
+    table, launch = TritonTable([task], device), Launcher.launch
+
+    def interrupted(launcher, *arguments):
+        launch(launcher, *arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Launcher, "launch", interrupted)
+        table.refresh([bad])
+        with pytest.raises(KeyboardInterrupt):
+            if is_one_run:
+                table.run(0, [bad], check=True)
+            else:
+                table.launch(check=True)
+    if drops == "refresh":
+        table.refresh([good])
+    else:
+        table.forget_flags()
+    assert table.run(0, [good], check=True) and table.bad_tasks() == []
+
+
+def test_a_table_that_was_interrupted_while_it_was_pointed_elsewhere_is_pointed_again(device, monkeypatch):
+    first, second = (torch.full((4, 32), value, device=device) for value in (1.0, 2.0))
+    task = copy_task(first)
+    table = TritonTable([task], device)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    for again in (lambda: table.refresh([first]) and table.launch(check=True), lambda: table.run(0, [first], check=True)):
+        with monkeypatch.context() as patch:
+            patch.setattr("fp8refit.fill.kernels.triton_table._Numbers.upload", fail)
+            with pytest.raises(KeyboardInterrupt):
+                table.refresh([second])
+        again()
+        assert table.bad_tasks() == []
+        assert torch.equal(task.target, first)
 
 
 def test_a_table_refuses_sources_of_another_alignment(device):
