@@ -66,6 +66,17 @@ class VllmUnderTest:
         worker = self.candidate.llm_engine.model_executor.driver_worker.worker
         return look(worker.model_runner.get_model(), lambda: twin_of(worker.vllm_config), read_inventory)
 
+    def look_at_held(self) -> dict:
+        """What the model of an engine in this process holds."""
+        from fp8refit_vllm.twin import _apart, _built
+        from held_cost import look
+        from vllm.config import set_current_vllm_config
+
+        worker = self.candidate.llm_engine.model_executor.driver_worker.worker
+        config = _apart(worker.vllm_config)
+        with set_current_vllm_config(config):
+            return look(worker.model_runner.get_model(), lambda: _built(config))
+
     def reload(self, checkpoint: Path) -> None:
         """It leaves scales of experts that nothing reads, and reads others: a refit has to write both."""
         self.candidate.collective_rpc("observe_reload", args=(str(checkpoint),))
@@ -117,6 +128,12 @@ class SglangUnderTest:
         from sglang_observer import ask
 
         return ask(self.candidate, "loader")[0]
+
+    def look_at_held(self) -> dict:
+        """What the model holds, in the engine's process."""
+        from sglang_observer import ask
+
+        return ask(self.candidate, "held")[0]
 
     def reload(self, checkpoint: Path) -> None:
         success, message, *_ = self.candidate.update_weights_from_disk(str(checkpoint), load_format="auto")

@@ -2,6 +2,7 @@
 
 python run_traced.py refit --shape S --work DIR --out FILE   dummy engine, refitted from noise; writes its FP8 checkpoint
 python run_traced.py fresh --shape S --work DIR --out FILE   boots from `refit`'s FP8 checkpoint
+python run_traced.py held --shape S --work DIR --out FILE    prints what an engine's model holds beside its parameters
 
 `--engine sglang` for SGLang. `--shape tiny-moe` tries the script where an engine runs on a CPU.
 """

@@ -47,6 +47,7 @@ def observe(scheduler, what: str, path: str) -> None:
         "replays": live_model.num_replays,
         "memory": live_model.memory,
         "compile": compile_kernels,
+        "held": lambda: look_at_held(scheduler),
         "loader": lambda: look_at_loader(scheduler),
         "kv_scales": lambda: kv_scales(scheduler.tp_worker.model_runner.model),
         "end_of_work": lambda: torch.cuda.synchronize() if torch.cuda.is_available() else None,
@@ -72,6 +73,24 @@ def look_at_loader(scheduler) -> dict:
     return look(
         held.model, lambda: twin_of(held.model_config, held.load_config, num_ranks=held.num_ranks), read_inventory
     )
+
+
+def look_at_held(scheduler) -> dict:
+    """What its model holds beside parameters."""
+    from contextlib import contextmanager
+
+    from fp8refit_sglang.live_scheduler import Scheduler
+    from fp8refit_sglang.twin import _built
+    from held_cost import look
+
+    held = Scheduler(scheduler)
+
+    @contextmanager
+    def build():
+        with _built(held.model_config, held.load_config) as (model, _):
+            yield model
+
+    return look(held.model, build)
 
 
 def live_state(model) -> dict:

@@ -70,6 +70,23 @@ def run_fresh(args) -> dict:
     return {"fresh": found}
 
 
+def run_held(args) -> dict:
+    """What the model of a noise engine holds beside its parameters, after its boot and after its first forward."""
+    import held_cost
+
+    policies.write_config(args.shape, args.work / "dummy")
+    engine = ENGINES[args.engine](args, args.work / "dummy", is_noise=True)
+    log("booted")
+    found = {"after_boot": engine.look_at_held()}
+    engine.observe()
+    found["after_forward"] = engine.look_at_held()
+    for name, looked in found.items():
+        print(f"=== {args.engine} {args.shape} {name}")
+        held_cost.show(looked)
+    engine.shutdown()
+    return found
+
+
 def write_fp8(shape: str, policy: dict[str, Tensor], layout: EngineLayout, folder: Path) -> None:
     """The block-FP8 checkpoint of a policy, by the specification in torch: what an engine boots from that no refit wrote to."""
     policies.write_config(shape, folder)
@@ -102,7 +119,7 @@ def shards_of(policy: dict[str, Tensor], formats: dict) -> Iterator[dict[str, Te
     yield shard
 
 
-MODES = {"refit": run_refit, "fresh": run_fresh}
+MODES = {"refit": run_refit, "fresh": run_fresh, "held": run_held}
 
 
 def main() -> None:

@@ -1,0 +1,182 @@
+"""Finds every tensor that the modules of a model and their helpers hold, wherever they keep it.
+
+Engines keep tensors in plain attributes, containers, kernel objects, closures, default arguments, and caches of functions and
+classes. Not looked at: variables of Python modules, and memory that only C++ knows.
+"""
+
+import gc
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from itertools import chain
+from logging import Logger
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import ReferenceType, ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_PLAIN = frozenset((bool, bytes, complex, float, int, str, type(None), torch.device, torch.dtype, torch.Size))
+_OPAQUE = (BuiltinFunctionType, CodeType, Enum, Logger, ModuleType, ReferenceType)
+_TENSORS = (Tensor, np.ndarray)
+_FIXED = (FunctionType, MethodType, frozenset, partial, property, tuple)
+_FOREIGN = ("abc", "builtins", "collections", "dataclasses", "enum", "functools", "numpy", "pydantic", "torch")
+_FOREIGN += ("transformers", "typing")
+"""Packages whose classes keep no tensors of a model."""
+
+
+_OURS = "_fp8refit"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Held:
+    """A tensor, and where it was found first."""
+
+    module: str
+    """Name of the module that leads to it."""
+    path: str
+    """The way from there, such as `impl.sinks`."""
+    tensor: Tensor
+    """For an array of numpy, a tensor in the same memory."""
+
+    @property
+    def name(self) -> str:
+        """The whole way."""
+        return f"{self.module}.{self.path}" if self.module else self.path
+
+
+class Holdings:
+    """What a model holds, its parameters and buffers too. It is searched again only if something on a way has changed.
+
+    Args:
+        model: The model.
+        kept: Returns the attributes of a module that are left out.
+    """
+
+    def __init__(self, model: nn.Module, kept: Callable[[nn.Module], Collection[str]] = lambda _: ()) -> None:
+        self._model, self._kept = model, kept
+        self._dicts: list[dict[object, object]] = []
+        self._others: list[object] = []
+        self._empty: list[object] = []
+        """Most of these: modules have a dict for each kind of hook."""
+        self._ids = self._known = [0]
+        """Of all that these hold; before the first search, of nothing."""
+        self._alive: list[object] = []
+        """What has one of these identities, so that nothing else can get it; except tensors, which may be large."""
+        self._tensors: list[ReferenceType[object]] = []
+
+    def have_changed(self) -> bool:
+        """Whether an object on the way to a tensor holds something else than at the last `search`.
+
+        Takes 1 ms for 36 layers.
+        """
+        if any(self._empty) or any(each() is None for each in self._tensors):
+            return True
+        return list(map(id, self._parts())) != self._ids and self._essence() != self._known
+
+    def search(self) -> list[Held]:
+        """Return the tensors of all modules, each once."""
+        self._dicts, self._others, self._tensors, found = [], [], [], []
+        modules = dict(self._model.named_modules())
+        own = {name: vars(module) | module._parameters | module._buffers for name, module in modules.items()}
+        kept = {
+            id(each): each
+            for name, module in modules.items()
+            for key in self._kept(module)
+            if (each := own[name].get(key)) is not None
+        }
+        seen: dict[int, object] = {**kept, **{id(module): module for module in modules.values()}}
+        classes: dict[type, str] = {}
+        for owned in ("_buffers", "_parameters", "__dict__"):  # a tensor is named after its buffer, if it is one
+            for name, module in modules.items():
+                found += self._walk(name, _items(getattr(module, owned)), seen, classes)
+        for name, module in modules.items():
+            self._dicts.append(vars(module))
+            classes.setdefault(type(module), name)
+        while classes:  # they may keep tensors for modules of other models too, which are not looked into
+            kind, name = classes.popitem()
+            if id(kind) not in seen and kind.__module__.partition(".")[0] not in _FOREIGN:
+                found += self._walk(name, [("", kind)], seen, classes, nn.Module)
+        self._empty = [each for each in self._dicts if not each]
+        self._dicts = [each for each in self._dicts if each]
+        parts = list(self._parts())
+        self._ids, self._known = list(map(id, parts)), self._essence()
+        self._alive = [part for part in parts if not (isinstance(part, _TENSORS) or id(part) in kept)]
+        return found
+
+    def _parts(self) -> Iterator[object]:
+        return chain(chain.from_iterable(map(dict.values, self._dicts)), gc.get_referents(*self._others))
+
+    def _essence(self) -> list[int]:
+        """Identities, without those of numbers and words."""
+        return [0 if type(part) in _PLAIN else id(part) for part in self._parts()]
+
+    def _walk(
+        self,
+        module: str,
+        stack: list[tuple[str, object]],
+        seen: dict[int, object],
+        classes: dict[type, str],
+        *closed: type,
+    ) -> Iterator[Held]:
+        stack.reverse()
+        while stack:
+            path, value = stack.pop()
+            if type(value) in _PLAIN or isinstance(value, _OPAQUE + closed) or id(value) in seen:
+                continue
+            if isinstance(value, type) and path:
+                classes.setdefault(value, module)
+                continue
+            seen[id(value)] = value
+            if isinstance(value, _TENSORS):
+                self._tensors.append(ref(value))
+                tensor = value if isinstance(value, Tensor) else _tensor_of(value)
+                yield Held(module=module, path=path.lstrip("."), tensor=tensor)
+            elif not isinstance(value, (dict, type, *_FIXED)):
+                self._others.append(value)
+            if (held := _dict_of(value)) is not None:
+                self._dicts.append(held)
+            stack += [(path + way, part) for way, part in _parts(value)][::-1]
+
+
+def _tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:
+    try:
+        return torch.as_tensor(array)
+    except TypeError:  # such as text
+        return torch.empty(0)
+
+
+def _dict_of(value: object) -> dict[object, object] | None:
+    if isinstance(value, type):
+        return gc.get_referents(vars(value))[0]
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    return held if isinstance(held, dict) else None
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    """What an object holds, and how to write the way there."""
+    if isinstance(value, FunctionType):  # everything but its module's variables
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            yield f".{name}", cell
+        yield from (("", each) for each in (value.__defaults__, value.__kwdefaults__, vars(value)))
+    elif isinstance(value, type):
+        yield from ((f".{key}", each) for key, each in list(vars(value).items()) if not key.startswith("__"))
+        yield from (("", base) for base in value.__bases__)
+    elif isinstance(value, dict):
+        yield from ((f"[{key!r}]", each) for key, each in _items(value))
+        yield from (("", key) for key in list(value))
+    else:
+        held = _dict_of(value)
+        if isinstance(value, list | tuple):
+            yield from ((f"[{index}]", each) for index, each in enumerate(value))
+        elif held is not None:
+            yield from ((f".{key}", each) for key, each in _items(held))
+        yield from (("", each) for each in gc.get_referents(value) if each is not held)
+
+
+def _items(held: dict[Any, object]) -> list[tuple[Any, object]]:
+    """Without what fp8refit itself attached."""
+    return [(key, each) for key, each in list(held.items()) if not (isinstance(key, str) and key.startswith(_OURS))]
