@@ -14,7 +14,7 @@ ROW_MAJOR_RUNNERS = frozenset({"cutlass", "deep_gemm", "triton"})
 """SGLang's expert kernels that read block-FP8 weights in checkpoint layout, on GPUs where scales stay float32."""
 
 _METHOD = "Fp8MoEMethod"
-_ROUTER_COPY = "_weight_fp32"
+ROUTER_COPY = "_weight_fp32"
 _REMEDIES = {
     "KTEPWrapperMethod": "Boot without kt_weight_path: some of its experts are computed on the CPU",
     "PagedExpertsMoEMethod": "Boot without enable_paged_experts",
@@ -58,11 +58,11 @@ def refreshes_of_routers(model: nn.Module) -> tuple[Refresh, ...]:
     return tuple(
         Refresh(name=f"{name}: float32 copy", run=partial(_copy_router, module))
         for name, module in model.named_modules()
-        if _ROUTER_COPY in module._buffers
+        if ROUTER_COPY in module._buffers
     )
 
 
 def _copy_router(router: nn.Module) -> None:
-    copy = router._buffers[_ROUTER_COPY]
+    copy = router._buffers[ROUTER_COPY]
     if copy is not None:
         copy.copy_(router._parameters["weight"].detach())

@@ -15,7 +15,7 @@ from fp8refit.fill.kernels import dequantize_blockwise
 from fp8refit.live.latent import Absorbed
 from fp8refit.live.tracing.rules import Why
 
-_KEYS, _VALUES = "w_kc", "w_vc"
+ABSORBED = _KEYS, _VALUES = "w_kc", "w_vc"
 _KNOWN_RULE = "DeepseekV2WeightLoaderMixin.post_load_weights"
 _SCALES = ("w_scale", "w_scale_k", "w_scale_v")
 _OF_OTHER_RANKS = ("w_kc_qrep", "q_b_proj_qrep", "q_b_proj_qrep_weight")

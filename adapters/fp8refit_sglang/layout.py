@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8refit.live.copies import Copies
 from fp8refit.live.latent import with_absorbed
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
 from fp8refit.live.tracing import reading
 from fp8refit.live.tracing.rules import Kernel, Remedies, Why
-from fp8refit.live.tracing.twin import Twin
-from fp8refit_sglang.experts import is_experts, kernel_of_experts, refreshes_of_routers, why_not_read
-from fp8refit_sglang.latent import absorbed_copies, has_known_rule, is_latent, why_not_absorbed
+from fp8refit.live.tracing.twin import Twin, refreshes_of_constants
+from fp8refit_sglang.experts import ROUTER_COPY, is_experts, kernel_of_experts, refreshes_of_routers, why_not_read
+from fp8refit_sglang.latent import ABSORBED, absorbed_copies, has_known_rule, is_latent, why_not_absorbed
 
 ROW_MAJOR_KERNELS = frozenset(
     {
@@ -31,29 +32,25 @@ ROW_MAJOR_KERNELS = frozenset(
 )
 """SGLang's kernels that read block-FP8 weights in checkpoint layout, on GPUs where scales stay float32."""
 
-_DERIVED_SCALES = ("weight_scale_inv_deepgemm", "weight_scale_inv_shuffled", "weight_scale_inv_swizzled")
-_COPIED_NORMS = (
-    *("_hpc_q_norm_w_fp32", "_hpc_k_norm_w_fp32", "_post_expert_norm_weight"),
-    *("_input_layernorm_weight_bf16", "_post_attention_layernorm_weight_bf16"),
-)
-_SPLIT_WEIGHTS = ("_hc_attn_bf16_parts", "_hc_attn_tf32_parts", "_hc_ffn_bf16_parts", "_hc_ffn_tf32_parts")
 _KV_SCALES = ("k_scale", "v_scale")
-_NOT_YET = "fp8refit does not refresh them yet"
 _ANOTHER_KERNEL = 'Boot with fp8_gemm_runner_backend="triton", "deep_gemm" or "cutlass"'
 
 
-def read_inventory(model: nn.Module, traced: Twin | Refusal) -> Inventory:
+def read_inventory(model: nn.Module, traced: Twin | Refusal, *, has_noise: bool = False) -> Inventory:
     """List everything that a refit of `model` writes, and everything that cannot be refitted.
 
     Args:
         model: The live model.
         traced: The trace of the model's loader, or why it could not be traced.
+        has_noise: Whether the engine was booted with dummy weights.
     """
     if isinstance(traced, Refusal):
         return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
     rules = SglangRules(model)
     found = with_absorbed(reading.read_inventory(model, rules, traced), absorbed_copies(model, rules.block_size_of))
-    return replace(found, refreshes=(*found.refreshes, *refreshes_of_routers(model)))
+    constants = refreshes_of_constants(model, traced) if has_noise else ()
+    found = replace(found, refreshes=(*found.refreshes, *refreshes_of_routers(model), *constants))
+    return replace(found, find_copies=Copies(model, found, built=traced.values, kept=rules.kept).refusals)
 
 
 class SglangRules:
@@ -102,17 +99,14 @@ class SglangRules:
         return False
 
     def kept(self, module: nn.Module) -> Collection[str]:
-        """The KV scales of an attention layer."""
-        return _KV_SCALES if hasattr(module, "k_scale_float") else ()
+        """The KV scales of an attention layer, and what is refreshed: absorbed copies and routers in float32."""
+        return (*ABSORBED, ROUTER_COPY, *(_KV_SCALES if hasattr(module, "k_scale_float") else ()))
 
 
 def _why_derived(module: nn.Module) -> Why:
     """Why a module is refused for tensors that SGLang derived from its weights at boot; None if there are none."""
     if getattr(module, "_block_fp8_bf16_weight", None) is not None:
         return "keeps a BF16 copy of its weight", "Boot with SGLANG_OPT_HOPPER_BLOCK_FP8_BF16=0"
-    for name in (*_DERIVED_SCALES, *_COPIED_NORMS, *_SPLIT_WEIGHTS):
-        if getattr(module, name, None) is not None:
-            return f"keeps copies derived from its weights (`{name}`)", _NOT_YET
     if hasattr(module, "base_layer"):
         return "is wrapped for LoRA", "Boot without enable_lora"
     error = getattr(module, "_derived_weight_cache_error", None)

@@ -16,7 +16,7 @@ from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import made_once
 from fp8refit.errors import EngineAsleepError, EngineBusyError, RefitError
 from fp8refit.live.slots import Inventory, Refresh, Refusal
-from fp8refit.live.tracing.twin import Twin, refreshes_of_constants
+from fp8refit.live.tracing.twin import Twin
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
 from fp8refit.remote.rank_server import RankServer
@@ -108,6 +108,7 @@ def _make_rank(scheduler: Scheduler) -> Rank:
         versions={"sglang": sglang.__version__, "torch": torch.__version__},
         check_engine=model.check_ready,
         on_commit=partial(admit_again, scheduler.itself),
+        has_constants=not scheduler.has_dummy_weights,
     )
     return Rank(target, ProcessGroupExchange(scheduler.process_group) if scheduler.num_ranks > 1 else None)
 
@@ -150,7 +151,7 @@ class SchedulerModel:
         if self._twin is None:
             scheduler = self._scheduler
             self._twin = twin_of(scheduler.model_config, scheduler.load_config, num_ranks=scheduler.num_ranks)
-        inventory = read_inventory(self.network, self._twin)
+        inventory = read_inventory(self.network, self._twin, has_noise=self._scheduler.has_dummy_weights)
         refusals = list(inventory.refusals)
         if self._scheduler.has_draft_model:
             reason = "drafts tokens with its own weights, which a refit would not update"
@@ -163,8 +164,6 @@ class SchedulerModel:
         # Sleep discards the KV scales, and a dummy boot fills them with noise.
         self._scales.read(self.network)
         refreshes = [*inventory.refreshes, Refresh(name="KV scales", run=self._scales.restore)]
-        if self._scheduler.has_dummy_weights and isinstance(self._twin, Twin):
-            refreshes += refreshes_of_constants(self.network, self._twin)
         return replace(
             inventory,
             refusals=tuple(refusals),

@@ -1,13 +1,17 @@
 """Reads the slots of a live Hugging Face model: its state dict names are the checkpoint's names."""
 
+import copy
 import dataclasses
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 
+import torch
 from torch import Tensor, nn
 
+from fp8refit.live.copies import Copies, values_of
 from fp8refit.live.names import attention_name, strip_wrappers
 from fp8refit.live.parameters import LiveTensor, live_tensors
 from fp8refit.live.slots import SCALE_SUFFIX, Inventory, KvCache, KvLayer, KvScale, Refusal, Slot
+from fp8refit.live.tracing.twin import EmptyOnMeta
 from fp8refit_transformers.admission import own_class
 from fp8refit_transformers.kv_cache import DTYPE, KINDS, Fp8Kv, fp8_kvs
 from fp8refit_transformers.linear import BlockFp8Linear
@@ -36,13 +40,36 @@ def read_inventory(model: nn.Module) -> Inventory:
             slots.append(slot)
     if hasattr(model, "config"):
         unneeded += declared_beside(model, [slot.name for slot in slots])
-    return Inventory(
+    inventory = Inventory(
         slots=tuple(slots),
         aliases=aliases,
         unneeded=tuple(unneeded),
         live=tuple(_live(model)),
         kv=_kv_cache(model),
     )
+    return dataclasses.replace(
+        inventory, find_copies=Copies(model, inventory, built=_built_values(model), kept=_kept).refusals
+    )
+
+
+def _built_values(model: nn.Module) -> dict[str, Tensor]:
+    """What a model of this class and config holds that has no weights."""
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(getattr(model, "dtype", dtype))
+        with EmptyOnMeta():
+            return values_of(own_class(model)(copy.deepcopy(model.config)))
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def _kept(module: nn.Module) -> Collection[str]:
+    """KV scales, which are set apart, and the frequencies of rotary embeddings, which may depend on the longest sequence."""
+    if isinstance(module, Fp8Kv):
+        return [f"{kind}_scale" for kind in KINDS]
+    return [
+        key for key in (*vars(module), *module._buffers) if key.endswith("inv_freq") and hasattr(module, "rope_type")
+    ]
 
 
 def _kv_cache(model: nn.Module) -> KvCache:

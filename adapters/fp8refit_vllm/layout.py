@@ -1,19 +1,22 @@
 """Reads the slots of a live vLLM model, and tells the core what vLLM's kernels do to weights after loading."""
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from fp8refit.live.copies import Copies
 from fp8refit.live.latent import Absorbed, with_absorbed
 from fp8refit.live.parameters import live_tensors
-from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
+from fp8refit.live.slots import Inventory, Refresh, Refusal, ScaleFormat
 from fp8refit.live.tracing import reading
 from fp8refit.live.tracing.rules import Kernel, Remedies, Why
-from fp8refit.live.tracing.twin import Twin
+from fp8refit.live.tracing.twin import Twin, refreshes_of_constants
 from fp8refit_vllm.compat import dequantized, fp32_format, linear_kernel, wants_powers_of_two
-from fp8refit_vllm.experts import experts_backend, is_experts, kernel_of_experts, why_experts_move
+from fp8refit_vllm.experts import experts_backend, is_experts, kernel_of_experts, sync_experts, why_experts_move
 
 ROW_MAJOR_KERNELS = frozenset(
     {
@@ -32,18 +35,53 @@ ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 """Out-of-tree kernel classes set this attribute to True to declare the same."""
 
 _ABSORBED_KEYS, _ABSORBED_VALUES = "W_UK_T", "W_UV"
+_JOINED_GATES = "_combined_gate_weight"
+_KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu")
+_KV_SCALES += ("q_range", "k_range", "v_range")
+_KEPT = frozenset((_ABSORBED_KEYS, _ABSORBED_VALUES, _JOINED_GATES, "kv_cache", *_KV_SCALES))
+_KEPT_BY_LORA = frozenset(("punica_wrapper", "adapter_enabled"))
 
 
-def read_inventory(model: nn.Module, traced: Twin | Refusal) -> Inventory:
+def read_inventory(model: nn.Module, traced: Twin | Refusal, *, has_noise: bool = False) -> Inventory:
     """List everything that a refit of `model` writes, and everything that cannot be refitted.
 
     Args:
         model: The live model.
         traced: The trace of the model's loader, or why it could not be traced.
+        has_noise: Whether the engine was booted with dummy weights.
     """
     if isinstance(traced, Refusal):
         return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
-    return with_absorbed(reading.read_inventory(model, VllmRules(), traced), _absorbed_copies(model))
+    rules = VllmRules()
+    inventory = with_absorbed(reading.read_inventory(model, rules, traced), _absorbed_copies(model))
+    constants = refreshes_of_constants(model, traced) if has_noise else ()
+    inventory = replace(inventory, refreshes=(*inventory.refreshes, *_refreshes(model), *constants))
+    return replace(inventory, find_copies=Copies(model, inventory, built=traced.values, kept=rules.kept).refusals)
+
+
+def _refreshes(model: nn.Module) -> Iterator[Refresh]:
+    """What vLLM's experts, routers and attention derive from weights at boot or at their first forward."""
+    for name, module in model.named_modules():
+        layer: Any = module
+        if is_experts(module):
+            config = layer.quant_method.moe_quant_config
+            scales = tuple(each for each in (config.w1_scale, config.w2_scale) if each is not None)
+            yield Refresh(name=f"{name} scales", run=partial(sync_experts, module), written=scales)
+        if hasattr(module, _JOINED_GATES):
+            yield Refresh(name=f"{name}: joined gates", run=partial(_join_gates, module))
+        impl = getattr(module, "impl", None)
+        source = getattr(impl, "_sinks_source", None)
+        if impl is not None and source is not None and impl.sinks is not source:  # FlashInfer wants them in float32
+            yield Refresh(name=f"{name}: sinks", run=partial(_copy, impl.sinks, source), written=(impl.sinks,))
+
+
+def _join_gates(layer: Any) -> None:
+    if layer._combined_gate_weight is not None:
+        layer._combined_gate_weight.copy_(torch.cat([layer.gate.weight, layer.shared_expert_gate.weight]))
+
+
+def _copy(copy: Tensor, weight: Tensor) -> None:
+    copy.copy_(weight)
 
 
 def _absorbed_copies(model: nn.Module) -> Iterator[Absorbed]:
@@ -106,5 +144,7 @@ class VllmRules:
         return experts_backend(module) == "FLASHINFER_CUTLASS"
 
     def kept(self, module: nn.Module) -> Collection[str]:
-        """The absorbed copies. KV scales need no mention: they are buffers once a model is loaded."""
-        return (_ABSORBED_KEYS, _ABSORBED_VALUES) if hasattr(module, _ABSORBED_KEYS) else ()
+        """Absorbed copies and joined gates, which are refreshed; KV caches and their scales; LoRA adapters."""
+        own = vars(module) | module._buffers | module._parameters
+        is_adapted = "base_layer" in module._modules
+        return [key for key in own if key in _KEPT or (is_adapted and ("lora" in key or key in _KEPT_BY_LORA))]

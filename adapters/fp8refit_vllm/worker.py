@@ -36,7 +36,6 @@ from fp8refit_vllm.compat import (
 )
 from fp8refit_vllm.core import CORE_METHOD, carry_out
 from fp8refit_vllm.core_compat import add_to_core, on_core_start, raise_refusals
-from fp8refit_vllm.experts import is_experts, sync_experts
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
 from fp8refit_vllm.layout import read_inventory
 from fp8refit_vllm.letters import BACKEND, TRAINER_TRANSFER, WORKER_TRANSFER
@@ -129,6 +128,7 @@ def _make_rank(worker: Any) -> Rank:
         engine="vllm",
         versions={"vllm": vllm.__version__, "torch": torch.__version__},
         on_commit=partial(_lower, worker),
+        has_constants=not has_dummy_weights(worker.vllm_config),
     )
     return Rank(target, _group_of(worker))
 
@@ -173,7 +173,9 @@ class WorkerModel:
         """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
         if self._twin is None:
             self._twin = twin_of(self._worker.vllm_config)
-        inventory = replace(read_inventory(self.network, self._twin), kv=self._read_kv_cache())
+        has_noise = has_dummy_weights(self._worker.vllm_config)
+        inventory = read_inventory(self.network, self._twin, has_noise=has_noise)
+        inventory = replace(inventory, kv=self._read_kv_cache())
         method = draft_method(self._worker.vllm_config)
         if method is not None:
             draft = Refusal(
@@ -182,9 +184,6 @@ class WorkerModel:
                 remedy="Boot without speculative_config",
             )
             inventory = replace(inventory, refusals=(*inventory.refusals, draft))
-        experts = [(name, module) for name, module in self.network.named_modules() if is_experts(module)]
-        syncs = (Refresh(name=f"{name} scales", run=partial(sync_experts, module)) for name, module in experts)
-        inventory = replace(inventory, refreshes=(*inventory.refreshes, *syncs))
         if self._has_dummy_scales:
             refresh = Refresh(name="KV scales of a dummy boot", run=self._reset_dummy_scales)
             inventory = replace(inventory, refreshes=(*inventory.refreshes, refresh))

@@ -194,6 +194,8 @@ class Refresh:
     """Live weights it writes that no slot covers."""
     is_constant: bool = False
     """Whether only a dummy boot or sleep can make it necessary again."""
+    restores: bool = False
+    """Whether it writes the values that the model was built with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -286,6 +288,9 @@ class Inventory:
     partly_read: Mapping[str, PartlyRead] = field(default_factory=dict)
     """Checkpoint tensors that this rank reads only in part. Together, the ranks must read them whole."""
     kv: KvCache | None = None
+    find_copies: Callable[[bool], Sequence[Refusal]] = lambda _: ()
+    """Refuses copies of weights that the engine keeps now and no refresh writes. Takes whether tensors whose initial values a
+    refit restores hold them."""
     rounds_once: bool = False
     """Whether norms and rotary embeddings compute in float32 and round once, as GPU kernels do."""
 

@@ -13,7 +13,7 @@ from fp8refit.live.collector import collector_paused
 from fp8refit.live.fingerprint import fingerprint
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.overlaps import shared_bytes
-from fp8refit.live.slots import Inventory
+from fp8refit.live.slots import Inventory, Refusal
 from fp8refit.ranks.kv.brought import BroughtScales
 from fp8refit.ranks.kv.scales import KvScales, Measured
 
@@ -71,7 +71,8 @@ class LiveModel:
         """
         inventory = self.inventory
         if inventory is None or inventory.watch.was_any_replaced():
-            self.forget()
+            if inventory is not None:
+                self.forget()
             inventory = self._read_inventory()
             inventory = replace(inventory, refusals=(*inventory.refusals, *shared_bytes(inventory.slots)))
             self.device = _device_of(inventory) or self.device
@@ -82,6 +83,14 @@ class LiveModel:
             self.fills = Fills(inventory, self.device)
             self.inventory = inventory
         return inventory
+
+    def refusals(self) -> tuple[Refusal, ...]:
+        """Why the model cannot be refitted: how it was built, or copies of weights that it has made since."""
+        inventory = self.read()
+        if inventory.refusals or not are_mapped(inventory):
+            return inventory.refusals
+        with self.on_device():
+            return tuple(inventory.find_copies(self.has_constants))
 
     def read_mapped(self) -> Inventory:
         """`read`, for callers that access the weights.
@@ -126,7 +135,8 @@ class LiveModel:
 
     def layout(self) -> EngineLayout:
         """Describe slots, kernels, formats and refusals."""
-        return EngineLayout.of(self.read(), engine=self._engine, versions=self._versions, device=str(self.device))
+        inventory = replace(self.read(), refusals=self.refusals())
+        return EngineLayout.of(inventory, engine=self._engine, versions=self._versions, device=str(self.device))
 
     def fingerprint(self) -> str:
         """Digest of the current weights; see `fp8refit.live.fingerprint`.

@@ -5,7 +5,7 @@ the first byte of a write until its commit the rank is dirty; only a later compl
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
@@ -23,7 +23,7 @@ from fp8refit.errors import (
 from fp8refit.fill.fill import Arriving
 from fp8refit.fill.fills import Prepared
 from fp8refit.fill.plan import is_any_of
-from fp8refit.live.slots import Inventory
+from fp8refit.live.slots import Inventory, Refusal
 from fp8refit.live.turn import IN_USE, DisplacedError, Turn
 from fp8refit.ranks.live_model import LiveModel, are_mapped, assert_in_place
 from fp8refit.ranks.write import Write
@@ -46,6 +46,7 @@ class Target:
         versions: Package versions, for layouts.
         check_engine: Raises if the engine cannot be written now.
         on_commit: Called when a policy is declared whole.
+        has_constants: Whether the engine was booted with weights; a dummy boot fills everything with noise.
 
     Attributes:
         live: The live model.
@@ -63,8 +64,10 @@ class Target:
         versions: Mapping[str, str],
         check_engine: Callable[[], None] = lambda: None,
         on_commit: Callable[[], None] = lambda: None,
+        has_constants: bool = False,
     ) -> None:
         self.live = LiveModel(read_inventory, device=device, engine=engine, versions=versions)
+        self.live.has_constants = has_constants
         self.version = 0
         self.is_dirty = False
         self.turn = Turn()
@@ -92,11 +95,7 @@ class Target:
             raise EngineLostError(self.live.lost_because)
         self._check_engine()
         inventory = self.live.read()
-        if inventory.refusals:
-            raise UnsupportedEngineError(
-                "this engine cannot be refitted, and nothing was written:",
-                [str(refusal) for refusal in inventory.refusals],
-            )
+        self._refuse(self.live.refusals())
         if not are_mapped(inventory):
             raise EngineAsleepError("the weights are asleep: their memory is not mapped; wake them up before refit")
         others = (reference() for reference in _targets.valuerefs())
@@ -190,6 +189,8 @@ class Target:
             self.abandon()
             raise EngineAsleepError("the weights went to sleep after the refit was prepared; wake them up, then refit")
         if prepared.writes:
+            with self._undone_on_error():
+                self._refuse(self.live.refusals())  # requests may have run since it was prepared
             self._torn |= _names(prepared.inventory) - set(_kept(prepared))
             self.is_dirty = True
         with self._undone_on_error():
@@ -302,6 +303,11 @@ class Target:
         if self._write is None:
             raise DisplacedError
         return self._write
+
+    def _refuse(self, refusals: Sequence[Refusal]) -> None:
+        if refusals:
+            reasons = [str(refusal) for refusal in refusals]
+            raise UnsupportedEngineError("this engine cannot be refitted, and nothing was written:", reasons)
 
     def _check_kept(self, prepared: Prepared) -> None:
         """Check that this rank still has the values it is to keep.

@@ -140,18 +140,6 @@ def marlin_method() -> Fp8LinearMethod:
             "its `weight_scale_inv` is uint8 [2, 2]",
         ),
         (block_layer(_block_fp8_bf16_weight=torch.zeros(1)), "SGLANG_OPT_HOPPER_BLOCK_FP8_BF16=0"),
-        (
-            block_layer(weight_scale_inv_swizzled=torch.zeros(1)),
-            "derived from its weights (`weight_scale_inv_swizzled`)",
-        ),
-        (
-            block_layer(weight_scale_inv_shuffled=torch.zeros(1)),
-            "derived from its weights (`weight_scale_inv_shuffled`)",
-        ),
-        (
-            block_layer(weight_scale_inv_deepgemm=torch.zeros(1)),
-            "derived from its weights (`weight_scale_inv_deepgemm`)",
-        ),
         (block_layer(_derived_weight_cache_error="Restart without it"), "derived from its weights. Restart without it"),
         (block_layer(use_intel_amx_backend=True), "packed for Intel AMX"),
     ],
@@ -166,9 +154,6 @@ def test_what_cannot_be_refitted_is_refused_by_name(module, reason):
     ("name", "value", "reason"),
     [
         ("w_kc", None, "absorbs its latent projections in a way of its own"),
-        ("_hpc_q_norm_w_fp32", torch.zeros(1), "derived from its weights (`_hpc_q_norm_w_fp32`)"),
-        ("_input_layernorm_weight_bf16", torch.zeros(1), "derived from its weights (`_input_layernorm_weight_bf16`)"),
-        ("_hc_attn_tf32_parts", (torch.zeros(1),), "derived from its weights (`_hc_attn_tf32_parts`)"),
         ("_derived_weight_cache_error", "Restart without it", "Restart without it"),
     ],
 )
@@ -178,6 +163,32 @@ def test_derived_copies_are_seen_on_modules_without_parameters(name, value, reas
     refusal = only_refusal(model_of(attention=attention, proj=block_layer()))
     assert refusal.startswith("attention: ")
     assert reason in refusal
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        ("proj", "weight_scale_inv_deepgemm", torch.ones(1)),
+        ("proj", "weight_scale_inv_swizzled", torch.ones(1)),
+        ("attention", "_hpc_q_norm_w_fp32", torch.ones(1)),
+        ("attention", "_hc_attn_tf32_parts", (torch.ones(1),)),
+    ],
+)
+def test_copies_that_the_engine_made_after_it_was_built_are_refused(module, name, value):
+    model = model_of(attention=nn.Module(), proj=block_layer())
+    twin = identity_twin(model)
+    setattr(getattr(model, module), name, value)
+    (refusal,) = read_inventory(model, twin).find_copies(True)
+    assert refusal.module == module
+    assert f"keeps `{name}" in refusal.reason
+
+
+def test_scales_of_the_kv_cache_and_routers_in_float32_are_known():
+    model = model_of(attention=nn.Module(), proj=block_layer())
+    twin = identity_twin(model)
+    model.attention.k_scale_float, model.attention.k_scale = 2.0, torch.tensor(2.0)
+    model.proj.register_buffer("_weight_fp32", torch.ones(2), persistent=False)
+    assert read_inventory(model, twin).find_copies(True) == []
 
 
 class DeepseekV2WeightLoaderMixin:

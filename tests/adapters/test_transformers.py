@@ -462,3 +462,39 @@ def test_nan_activations_stay_visible():
     x[1, 0] = torch.nan
     y = layer(x)
     assert torch.isfinite(y[0]).all() and torch.isnan(y[1]).all()
+
+
+def join_norms(way):
+    """Have an attention join two norms at its first forward, and keep them."""
+
+    def hook(attention, arguments, keywords):
+        if not vars(attention).get("has_joined"):
+            attention.has_joined = True
+            way(attention, torch.cat([attention.q_norm.weight, attention.k_norm.weight]).detach())
+
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("way", "named"),
+    [
+        (lambda layer, joined: setattr(layer, "joined", joined), "joined"),
+        (lambda layer, joined: setattr(layer, "held", {"norms": joined}), "held['norms']"),
+        (lambda layer, joined: layer.register_buffer("joined", joined, persistent=False), "joined"),
+        (lambda layer, joined: setattr(layer, "read", lambda: joined), "read.joined"),
+    ],
+    ids=["attribute", "dict", "buffer", "closure"],
+)
+def test_copies_that_a_model_makes_at_its_first_forward_are_refused_by_name(way, named):
+    engine = make_engine(make_policy())
+    for layer in engine.model.layers:
+        layer.self_attn.register_forward_pre_hook(join_norms(way), with_kwargs=True)
+    with Refitter(engine) as refitter:
+        refitter.refit(make_policy(seed=1).state_dict())
+        said = engine(PROMPT).logits
+        with pytest.raises(UnsupportedEngineError) as refused:
+            refitter.refit(make_policy(seed=2).state_dict())
+        assert [f"model.layers.{layer}.self_attn: keeps `{named}`" in str(refused.value) for layer in (0, 1)] == [
+            True
+        ] * 2
+        assert torch.equal(engine(PROMPT).logits, said)

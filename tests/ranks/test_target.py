@@ -1298,3 +1298,48 @@ def test_what_a_refit_that_failed_has_written_is_not_kept(target, model):
             refit_target(target, as_source(without(second, *frozen)), keep=FROZEN[:1])
         refit_target(target, as_source(second))
         assert_holds(model, second)
+
+
+def test_copies_made_after_a_refit_was_prepared_are_refused():
+    model = FakeModel()
+    policy = make_policy(model, seed=1)
+    copies: list[Refusal] = []
+
+    def read_inventory():
+        return dataclasses.replace(model.read_inventory(), find_copies=lambda _: tuple(copies))
+
+    target = Target(read_inventory, device=torch.device("cpu"), engine="fake", versions={})
+    before = live_bytes(model)
+    prepared = target.prepare(as_source(policy), RefitConfig())
+    copies.append(Refusal(module="layers.0", reason="keeps `joined`", remedy="Boot without it"))
+    with pytest.raises(UnsupportedEngineError, match="keeps `joined`"):
+        target.begin(prepared)
+    assert not target.is_dirty
+    assert live_bytes(model) == before
+    assert target.live.layout().refusals == ("layers.0: keeps `joined`. Boot without it",)
+    copies.clear()
+    refit_target(target, as_source(policy))
+    assert_holds(model, policy)
+
+
+@pytest.mark.parametrize("was_booted_with_weights", [False, True])
+def test_whether_constants_hold_their_values_is_told(was_booted_with_weights):
+    model, told = FakeModel(), []
+    policy = make_policy(model, seed=1)
+
+    def tell(hold):
+        told.append(hold)
+        return ()
+
+    def read_inventory():
+        return dataclasses.replace(model.read_inventory(), find_copies=tell)
+
+    target = Target(
+        read_inventory, device=torch.device("cpu"), engine="fake", versions={}, has_constants=was_booted_with_weights
+    )
+    refit_target(target, as_source(policy))
+    assert set(told) == {was_booted_with_weights}
+    target.check_ready()
+    target.forget_values()
+    target.check_ready()
+    assert told[-2:] == [True, False]

@@ -4,18 +4,22 @@ vLLM's own method, loaders and post-processing run unmodified, those of the GPU 
 for; only the product is torch's. Where a backend asks DeepGEMM for a layout, it keeps the one it has, as on Hopper.
 """
 
+from weakref import WeakKeyDictionary
+
 import torch
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
 from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.utils import deep_gemm
 
+_last: WeakKeyDictionary = WeakKeyDictionary()
+"""What each layer's experts dequantized last, from which bytes. Not on the experts, as in `cpu_kernel.py`."""
+
 
 class ReferenceExperts(CPUExpertsFp8):
     """Multiplies by dequantized experts, gate above up; leaves storage as it was loaded."""
 
     is_up_first = False
-    last_bytes: tuple = ()
 
     @staticmethod
     def _supports_current_device():
@@ -44,10 +48,11 @@ class ReferenceExperts(CPUExpertsFp8):
     def _dequantized(self, *codes):
         """Made again only if a byte has changed: most of a tiny engine's time would go into it."""
         held = (*(c.view(torch.uint8) for c in codes), self.w1_scale, self.w2_scale)
-        if len(self.last_bytes) != 4 or not all(map(torch.equal, held, self.last_bytes)):
-            self.last_bytes = tuple(tensor.clone() for tensor in held)
-            self.last_weights = [_dequantize(c, s) for c, s in zip(codes, held[2:], strict=True)]
-        return self.last_weights
+        last = _last.get(self)
+        if last is None or not all(map(torch.equal, held, last[0])):
+            weights = [_dequantize(c, s) for c, s in zip(codes, held[2:], strict=True)]
+            last = _last[self] = tuple(tensor.clone() for tensor in held), weights
+        return last[1]
 
 
 class UpFirstExperts(ReferenceExperts):

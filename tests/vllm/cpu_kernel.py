@@ -4,6 +4,8 @@ vLLM's own method, loaders and post-processing run unmodified; only the product 
 through vLLM's real power-of-two requantization when the engine boots, as DeepGEMM layers do on Hopper.
 """
 
+from weakref import WeakKeyDictionary
+
 import cpu_experts
 import cpu_fp8_cache
 import torch
@@ -13,13 +15,15 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
 from vllm.platforms import PlatformEnum
 
+_last: WeakKeyDictionary = WeakKeyDictionary()
+"""What each kernel dequantized last, from which bytes. Not on the kernel: an engine that keeps copies of weights is refused."""
+
 
 class ReferenceBlockKernel(Fp8BlockScaledMMLinearKernel):
     """Multiplies by the dequantized weight; leaves storage as it was loaded."""
 
     apply_input_quant = False
     reads_row_major_block_fp8 = True
-    last_codes = last_scale = torch.empty(0)
 
     @classmethod
     def is_supported(cls, compute_capability=None):
@@ -30,13 +34,14 @@ class ReferenceBlockKernel(Fp8BlockScaledMMLinearKernel):
 
     def _dequantized(self, codes, scale):
         """Made again only if a byte has changed: most of a tiny engine's time would go into it."""
-        if not (torch.equal(codes, self.last_codes) and torch.equal(scale, self.last_scale)):
+        last = _last.get(self)
+        if last is None or not (torch.equal(codes, last[0]) and torch.equal(scale, last[1])):
             block_n, block_k = self.weight_group_shape
             n, k = codes.shape
             scale_of_each = scale.repeat_interleave(block_n, 0)[:n].repeat_interleave(block_k, 1)[:, :k]
-            self.last_codes, self.last_scale = codes.clone(), scale.clone()
-            self.last_weight = (codes.view(torch.float8_e4m3fn).float() * scale_of_each).double()
-        return self.last_weight
+            weight = (codes.view(torch.float8_e4m3fn).float() * scale_of_each).double()
+            last = _last[self] = codes.clone(), scale.clone(), weight
+        return last[2]
 
 
 class PowerOfTwoBlockKernel(ReferenceBlockKernel):
@@ -54,6 +59,9 @@ class RepackingBlockKernel(ReferenceBlockKernel):
 
     reads_row_major_block_fp8 = False
 
+
+STOCK_DISPATCH = utils.dispatch_cpu_unquantized_gemm
+"""How vLLM itself packs BF16 linears on a CPU."""
 
 KERNELS = {
     "fp32": ReferenceBlockKernel,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fp8refit.live.copies import is_uniform, values_of
 from fp8refit.live.names import without_numbers
 from fp8refit.live.slots import Refresh, Stacked, TensorMeta
 from fp8refit.live.tracing.alike import trace_alike
@@ -54,6 +55,8 @@ class Twin:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     """Initial values of tensors that the model's loader never writes: persistent buffers, and parameters that are one number
     throughout."""
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the twin and its helpers hold, by name, if it has values without a checkpoint."""
     written_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names under which a weight with block scales is written; see `Inventory.written_as`."""
     is_alone: bool = True
@@ -114,6 +117,7 @@ def trace_twin(
         tensors={name: TensorMeta.of(tensor) for name, tensor in named.items()},
         firsts=firsts,
         constants=dict(_constants(model, traced, firsts)),
+        values=values_of(model),
         written_as=written_as,
         is_alone=num_ranks == 1,
     )
@@ -162,9 +166,7 @@ def _constants(model: nn.Module, traced: Traced, firsts: Mapping[str, str]) -> I
             if tensor is None or tensor.is_meta or not tensor.is_floating_point() or firsts[full_name] in written:
                 continue
             is_persistent = name in module._buffers and name not in module._non_persistent_buffers_set
-            if is_persistent or (
-                name in module._parameters and tensor.numel() and bool((tensor == tensor.flatten()[0]).all())
-            ):
+            if is_persistent or (name in module._parameters and tensor.numel() and is_uniform(tensor)):
                 yield full_name, tensor.detach()
 
 
@@ -225,7 +227,8 @@ def _copies_by_source(traced: Traced) -> dict[str, set[Copy]]:
 
 def refresh_of_constant(name: str, tensor: Tensor, value: Tensor) -> Refresh:
     """Return the step that gives a live tensor the value that it was built with."""
-    return Refresh(name=f"{name}: constant", run=partial(_bring_back, tensor, value), written=(tensor,))
+    run = partial(_bring_back, tensor, value)
+    return Refresh(name=f"{name}: constant", run=run, written=(tensor,), restores=True)
 
 
 @torch.inference_mode()

@@ -1,0 +1,131 @@
+"""Finds copies of weights that an engine keeps and that no refit would update.
+
+A tensor is none if it shares memory with a weight, if a refresh writes it, or if it has the values of the twin, which was built
+without weights. Every other tensor is refused by name.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fp8refit.live.held import Held, Holdings
+from fp8refit.live.slots import Inventory, Refusal, TensorMeta
+from fp8refit.live.storage import has_memory
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROUNDING = 0.02
+"""How much tables may differ that different devices computed, as a part of their largest value."""
+
+
+class Copies:
+    """What a live model holds beside its weights.
+
+    Args:
+        model: The live model.
+        inventory: What a refit writes.
+        built: What the twin holds, by name.
+        kept: Returns the attributes of a module that hold no weights, such as its KV cache.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inventory: Inventory,
+        *,
+        built: Mapping[str, Tensor],
+        kept: Callable[[nn.Module], Collection[str]] = lambda _: (),
+    ) -> None:
+        self._holdings, self._built = Holdings(model, kept), built
+        restored = [tensor for each in inventory.refreshes if each.restores for tensor in each.written]
+        written = [tensor for each in inventory.refreshes if not each.restores for tensor in each.written]
+        slots = [part for slot in inventory.slots for part in (slot.weight, slot.scale) if part is not None]
+        self._restored = set(map(_storage_of, restored))
+        self._current = set(map(_storage_of, (*model.parameters(), *slots, *written))) - self._restored - {0}
+        self._parameters = {id(parameter) for parameter in model.parameters()}
+        self._beside: list[Held] = []
+        self._sums: set[tuple[str, int]] = set()
+        """Of tensors that had the twin's values when they were last compared."""
+
+    @torch.inference_mode()
+    def refusals(self, are_restored: bool) -> list[Refusal]:
+        """Refuse every tensor that may be a copy. Synchronizes.
+
+        Args:
+            are_restored: Whether the tensors of which a refit restores the initial values have these values now.
+        """
+        if self._holdings.have_changed():
+            self._beside = [held for held in self._holdings.search() if self._is_beside(held.tensor)]
+        passed = self._current if are_restored else self._current | self._restored
+        unknown = [held for held in self._beside if _storage_of(held.tensor) not in passed]
+        pairs = [((held.name, int(_bits_of(held.tensor).sum(dtype=torch.int64))), held) for held in unknown]
+        self._sums = built = {each for each, held in pairs if each in self._sums or self._is_built(held)}
+        tables = {_storage_of(held.tensor) for each, held in pairs if each in built and _is_whole(held.tensor)}
+        return [_refusal(held) for each, held in pairs if each not in built and _storage_of(held.tensor) not in tables]
+
+    def _is_beside(self, tensor: Tensor) -> bool:
+        is_weight = id(tensor) in self._parameters and _storage_of(tensor) not in self._restored
+        return not is_weight and not _is_empty(tensor)
+
+    def _is_built(self, held: Held) -> bool:
+        """Whether a tensor has the twin's values, perhaps followed by more rows: tables grow with sequences."""
+        built, tensor = self._built.get(held.name.replace(".base_layer", "")), held.tensor
+        if built is None or built.dtype is not tensor.dtype or built.shape[1:] != tensor.shape[1:]:
+            return False
+        if is_uniform(built):
+            first = tensor.flatten()[0].cpu()
+            return built.shape == tensor.shape and is_uniform(tensor) and built.flatten()[0].equal(first)
+        if built.is_complex():
+            built, tensor = torch.view_as_real(built), torch.view_as_real(tensor)
+        tensor = tensor[: len(built)].cpu()
+        if not built.is_floating_point() or built.shape != tensor.shape:
+            return built.equal(tensor)
+        rounding = _ROUNDING * float(built.double().nan_to_num(0, 0, 0).abs().max())
+        return torch.allclose(built.double(), tensor.double(), rtol=0, atol=rounding, equal_nan=True)
+
+
+def values_of(twin: nn.Module) -> dict[str, Tensor]:
+    """Return what a model holds that was built without weights, by name."""
+    found = {held.name: held.tensor.detach() for held in Holdings(twin).search() if not _is_empty(held.tensor)}
+    return {name: _compact(tensor) for name, tensor in found.items()}
+
+
+def is_uniform(tensor: Tensor) -> bool:
+    """Whether a tensor is one number throughout."""
+    bits = _bits_of(tensor)
+    return bool((bits == bits.flatten()[0]).all())
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    return tensor.flatten()[0].clone().expand(tensor.shape) if is_uniform(tensor) else tensor
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    """Whether a tensor has no values: fake ones only say that they are on a device."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return not tensor.numel()
+    return tensor.untyped_storage().device.type == "meta" or not has_memory(tensor)
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether nothing else is in its storage."""
+    return tensor.layout is torch.strided and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _bits_of(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach() if tensor.layout is torch.strided else tensor.to_dense()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view(_BITS[tensor.itemsize])
+
+
+def _refusal(held: Held) -> Refusal:
+    what = f"keeps `{held.path}` ({TensorMeta.of(held.tensor)}), which may be a copy of weights"
+    return Refusal(
+        module=held.module or "the model",
+        reason=f"{what}, and a refit would not update it",
+        remedy="Boot without what makes it, or ask for support",
+    )
