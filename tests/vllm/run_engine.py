@@ -34,6 +34,7 @@ from engines import (
 )
 from experts import run_expert_ranks, run_experts, run_fresh_experts
 from fp8refit_vllm import rollout
+from kept_copies import run_gates, run_joined, run_packed_head, run_sinks
 from killed import run_killed
 from kv_cache import run_kv_cache
 from latent import run_fresh_latent, run_latent
@@ -239,6 +240,10 @@ SCENARIOS = {
     "fresh layout": run_fresh_layout,
     "conformance": run_conformance,
     "zoo": run_zoo,
+    "joined copies": run_joined,
+    "packed head": run_packed_head,
+    "sinks": run_sinks,
+    "joined gates": run_gates,
 }
 
 
