@@ -1,0 +1,103 @@
+"""Copies of weights that could be overlooked, and other tensors that could be taken for some."""
+
+from tests.planted.fault import Fault
+
+FUZZER = "tests/fuzz/test_copies.py"
+HELD = "tests/live/test_held.py"
+COPIES = "tests/live/test_copies.py"
+
+FAULTS = [
+    Fault(
+        name="a model is searched for copies only once",
+        path="fp8refit/live/held.py",
+        before="        return list(map(id, self._parts())) != self._ids and self._essence() != self._known\n",
+        after="        return self._ids == [0]\n",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="what a dead tensor's identity says of another one is believed",
+        path="fp8refit/live/held.py",
+        before="        if any(each() is None for each in self._tensors):\n            return True\n",
+        after="",
+        found_by=f"{HELD}::test_a_tensor_in_another_ones_place_is_noticed",
+    ),
+    Fault(
+        name="closures are not looked into",
+        path="fp8refit/live/held.py",
+        before='            yield f".{name}", cell\n',
+        after="            pass\n",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="default arguments are not looked into",
+        path="fp8refit/live/held.py",
+        before="(value.__defaults__, value.__kwdefaults__, vars(value))",
+        after="(vars(value),)",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="objects without a dict are not looked into",
+        path="fp8refit/live/held.py",
+        before='        yield from (("", each) for each in gc.get_referents(value) if each is not held)\n',
+        after="",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="attributes of weights are not looked into",
+        path="fp8refit/live/held.py",
+        before="            stack += [(path + way, part) for way, part in _parts(value)][::-1]\n",
+        after="            if not isinstance(value, Tensor):\n"
+        "                stack += [(path + way, part) for way, part in _parts(value)][::-1]\n",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="caches of classes are not looked into",
+        path="fp8refit/live/held.py",
+        before="        while classes:  #",
+        after="        while False:  #",
+        found_by=HELD,
+    ),
+    Fault(
+        name="a tensor that the twin has too passes whatever it holds",
+        path="fp8refit/live/copies.py",
+        before="if each in self._sums or self._is_built(held)}",
+        after="if held.name in self._built}",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="a tensor that once had the twin's values is never compared again",
+        path="fp8refit/live/copies.py",
+        before="((held.name, int(_bits_of(held.tensor).sum(dtype=torch.int64))), held)",
+        after="((held.name, 0), held)",
+        found_by=f"{FUZZER} {COPIES}",
+    ),
+    Fault(
+        name="views of weights are taken for copies",
+        path="fp8refit/live/copies.py",
+        before="if _storage_of(held.tensor) not in passed]",
+        after="]",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="norms near one pass as a vector of ones",
+        path="fp8refit/live/copies.py",
+        before="        if is_uniform(built):\n",
+        after="        if False:\n",
+        found_by=f"{COPIES}::test_norms_near_one_are_not_taken_for_a_vector_of_ones",
+    ),
+    Fault(
+        name="copies that requests made after a refit was prepared are not looked for",
+        path="fp8refit/ranks/target.py",
+        before="            self._refuse(self.live.refusals())  # requests may have run since it was prepared\n",
+        after="            pass\n",
+        found_by="tests/ranks/test_target.py::test_copies_made_after_a_refit_was_prepared_are_refused",
+    ),
+    Fault(
+        name="sinks that FlashInfer cast keep the old policy",
+        path="adapters/fp8refit_vllm/layout.py",
+        before="    copy.copy_(weight)\n",
+        after="    pass\n",
+        found_by="tests/vllm/test_kept_copies.py -k sinks",
+        session="vllm",
+    ),
+]
