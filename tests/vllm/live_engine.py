@@ -156,7 +156,9 @@ def try_writers(llm, refitter: Refitter) -> dict:
         "network": wrapper.worker.model_runner.get_model(),
         "host": HostedEngine(lambda message, _: host.answer(message)),
     }
-    return {f"{one} and {two}": try_two_writers(llm, ways[one], ways[two]) for one in ways for two in ways if one != two}
+    return {
+        f"{one} and {two}": try_two_writers(llm, ways[one], ways[two]) for one in ways for two in ways if one != two
+    }
 
 
 def try_two_writers(llm, one, two) -> dict:

@@ -39,7 +39,9 @@ def test_nothing_is_left_on_the_engine_after_success(rounds):
     assert [found["traces"] for found in rounds] == [[]] * NUM_ROUNDS
 
 
-@pytest.mark.parametrize("name", ["bad_values", "bad_names", "busy", "asleep", "held_block", "two_refitters", "writers", "threads"])
+@pytest.mark.parametrize(
+    "name", ["bad_values", "bad_names", "busy", "asleep", "held_block", "two_refitters", "writers", "threads"]
+)
 def test_the_next_refit_gives_the_same_bytes_and_outputs_as_before(name, live):
     assert live[name]["healed"]
 

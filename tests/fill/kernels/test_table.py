@@ -290,7 +290,10 @@ def test_a_table_that_was_interrupted_while_it_was_pointed_elsewhere_is_pointed_
     def fail(*_):
         raise KeyboardInterrupt
 
-    for again in (lambda: table.refresh([first]) and table.launch(check=True), lambda: table.run(0, [first], check=True)):
+    for again in (
+        lambda: table.refresh([first]) and table.launch(check=True),
+        lambda: table.run(0, [first], check=True),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr("fp8refit.fill.kernels.triton_table._Numbers.upload", fail)
             with pytest.raises(KeyboardInterrupt):
