@@ -65,7 +65,7 @@ class Turn:
 
     @contextmanager
     def during(self, owner: object, lasts_s: Callable[[], float]) -> Iterator[bool]:
-        """Hold it for one order of `owner`, then for `lasts_s()` until the next one. Gives whether it is held."""
+        """Hold it for one order of `owner`, which then keeps it for `lasts_s()`, for the next. Gives whether it is held."""
         order = object()
         try:
             is_held = self.take(order, after=owner)

@@ -135,10 +135,8 @@ def test_a_good_write_after_aborted_ones(route, attempts, form, index):
         way, policy = possible(way), engine.policies[number % NUM_POLICIES]
         bad = soiled(policy, {name for place, name in enumerate(policy) if place in names})
 
-        some = list(bad.items())[: number % len(bad)]
-
-        def broken(pairs=some, kind=kind):
-            yield from pairs
+        def broken(bad=bad, number=number, kind=kind):
+            yield from list(bad.items())[: number % len(bad)]
             raise kind("on purpose")
 
         with raising(kind("on purpose"), at=number if end != "part" else -1):
