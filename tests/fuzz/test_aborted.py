@@ -21,6 +21,8 @@ from tests.fakes import live_bytes, make_policy
 from tests.fuzz.engines import ROUTES, Subject, assert_holds_exactly, fake_engine  # noqa: F401
 from tests.fuzz.line_faults import lines_of, raising
 
+# An error in front of the first step of a coroutine leaves it unawaited.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 FILL = Path(fp8refit.__file__).parent / "fill"
 FILES = [str(FILL / name) for name in ("direct.py", "resident.py", "kernels/reference_table.py")]
 """What is kept from one write to the next."""
