@@ -324,3 +324,15 @@ def test_a_saved_mixture_of_experts_is_told_in_one_line(layers, experts, parent,
     said, *others = raised.value.problems
     assert "state_dict()" in said and "leave it out" not in str(raised.value)
     assert others == ["norm.weight: missing"] * missing
+
+
+@pytest.mark.parametrize("form", [*REPEATABLE, as_iterator, announced])
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_second_name_of_a_tied_tensor_is_compared(route, form):
+    """On every way: at either end of what is sent, with a bit more and with what rounds to the same."""
+    machine = Sources()
+    machine.start(route)
+    for kind in ("float32 that rounds to it", "another bit"):
+        for place in (0, len(NAMES)):
+            machine.send_a_tied_tensor_twice(form, kind, place)
+    machine.teardown()

@@ -6,7 +6,7 @@ SOURCES = "tests/fuzz/test_sources.py::TestSources"
 AFTER_GOOD = "tests/fuzz/test_sources.py::test_no_bad_tensor_passes_after_good_ones"
 ANNOUNCED = "tests/fuzz/test_sources.py::test_no_bad_tensor_passes_for_what_was_announced"
 FILES = "tests/fuzz/test_files.py"
-TIED = "tests/ranks/test_target.py -k tied_tensor"
+SECOND_NAME = "tests/fuzz/test_sources.py::test_the_second_name_of_a_tied_tensor_is_compared"
 TWIN = "tests/live/tracing/test_twin.py"
 OPENED = "tests/fuzz/test_files.py::test_an_engine_opens_what_was_judged"
 
@@ -291,7 +291,7 @@ FAULTS = [
         path="fp8refit/fill/fills.py",
         before="        misfits += untied(resident.plan.ties, source)\n",
         after="",
-        found_by=TIED,
+        found_by=SECOND_NAME,
     ),
     Fault(
         name="the second name of a tensor is staged and written",
@@ -312,21 +312,21 @@ FAULTS = [
         path="fp8refit/fill/ties.py",
         before="bytes_of(a.to(dtype)), bytes_of(b.to(a.device, dtype))",
         after="bytes_of(a.float()), bytes_of(b.to(a.device).float())",
-        found_by=TIED,
+        found_by=SECOND_NAME,
     ),
     Fault(
         name="a broadcast does not compare what it leaves out",
         path="fp8refit/remote/broadcast/broadcast.py",
         before="        if isinstance(source, RandomAccess) and (problems := untied(wire.ties, source)):\n",
         after="        if False and (problems := untied(wire.ties, source)):\n",
-        found_by=SOURCES,
+        found_by=SECOND_NAME,
     ),
     Fault(
         name="a bucket's second name is written",
         path="fp8refit/fill/from_buckets.py",
         before='            table.launch(check=self._config.validate_values != "off", action=action)\n',
         after='            table.launch(check=self._config.validate_values != "off")\n',
-        found_by=SOURCES,
+        found_by=SECOND_NAME,
     ),
     Fault(
         name="what came second last time is written if it comes first",

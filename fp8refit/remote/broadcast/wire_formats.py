@@ -81,6 +81,7 @@ class _Chooser:
         sends_both: bool,
     ) -> None:
         self.ties: dict[str, tuple[str, torch.dtype]] = {}
+        self._firsts: dict[str, str] = {}
         self._sends_both = sends_both
         self._metadata, self._config, self._sections = metadata, config, sections
         self._slots: dict[str, list[SlotLayout]] = {}
@@ -98,8 +99,8 @@ class _Chooser:
         """Yield the form of one of the trainer's tensors, or of each matrix of a stack."""
         weight_name = name.removesuffix(SCALE_SUFFIX)
         canonical = self._aliases.get(weight_name, weight_name)
-        first = canonical + name[len(weight_name) :]
-        if first != name and first in self._metadata and canonical in self._slots and not self._sends_both:
+        first = self._firsts.setdefault(canonical + name[len(weight_name) :], name)  # ranks take the first to come, too
+        if first != name and canonical in self._slots and not self._sends_both:
             slot = self._slots[canonical][0]
             self.ties[name] = first, torch.bfloat16 if slot.block_size is not None else DTYPES[slot.dtype]
         is_held = canonical in self._slots or canonical in self._stacks
