@@ -64,6 +64,9 @@ ARCHITECTURES = [
     "SmolVLMForConditionalGeneration",
 ]
 
+EXPERT_BY_EXPERT = ("Qwen3VLMoeForConditionalGeneration",)
+"""Those whose experts come in stacks that engines' loaders take one by one too."""
+
 TOWERS = ("*visual*", "*vision*", "*multi_modal_projector*", "*connector*", "*image_newline*")
 """Patterns of the names, in a state dict and in a checkpoint, of all that is not a language model."""
 

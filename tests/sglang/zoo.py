@@ -65,7 +65,7 @@ def run_zoo(architecture: str, work: Path, notes: str, *, speaks: bool) -> dict:
     begin(Stage.FROM_FILES)
     refitter.refit(folder / "bf16")
     found["from_files"] = look(engine, "live_bytes")
-    if architecture in zoo_vision.ARCHITECTURES:
+    if architecture in zoo_vision.EXPERT_BY_EXPERT:
         refitter.refit(policies.first)
         refitter.refit(zoo_vision.expert_by_expert(policies.second))
         found["from_experts"] = look(engine, "live_bytes")

@@ -72,7 +72,7 @@ def run_zoo(architecture: str, work: str, notes: str) -> dict:
         begin(Stage.FROM_FILES)
         refitter.refit(folder / "bf16")
         found["from_files"] = [live_bytes(llm)]
-        if architecture in zoo_vision.ARCHITECTURES:
+        if architecture in zoo_vision.EXPERT_BY_EXPERT:
             refitter.refit(policies.first)
             refitter.refit(zoo_vision.expert_by_expert(policies.second))
             found["from_experts"] = [live_bytes(llm)]

@@ -24,7 +24,7 @@ from fp8refit.errors import RankFailedError, UnsupportedEngineError
 from fp8refit.remote.messages import Message, first_problem
 from fp8refit.transport.vote import ErrorRecord
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Version of these messages; both sides must use the same."""
 MAX_BYTES = 1 << 28
 """Maximum size of an answer."""
