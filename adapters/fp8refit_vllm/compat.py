@@ -80,7 +80,8 @@ def late_refusal(reason: str) -> Exception:
         return error
     from vllm.v1.engine.async_llm import InputStreamError
 
-    return InputStreamError(error)
+    late: Exception = InputStreamError(error)
+    return late
 
 
 def on_deep_sleep(worker: Any, call: Callable[[], None]) -> None:

@@ -29,7 +29,7 @@ class ProcessGroupExchange:
     """
 
     def __init__(self, group: "ProcessGroup | ProcessGroupGloo") -> None:
-        self._group: Any = group  # either has `allgather`
+        self._group: Any = group
         self.rank, self.size = group.rank(), group.size()
 
     def exchange(self, message: bytes, *, timeout_s: float) -> list[bytes]:
