@@ -17,7 +17,7 @@ FAULTS = [
     Fault(
         name="what a dead tensor's identity says of another one is believed",
         path="fp8refit/live/held.py",
-        before="        if any(each() is None for each in self._tensors):\n            return True\n",
+        before=" or any(each() is None for each in self._tensors)",
         after="",
         found_by=f"{HELD}::test_a_tensor_in_another_ones_place_is_noticed",
     ),
@@ -33,7 +33,7 @@ FAULTS = [
         path="fp8refit/live/held.py",
         before="(value.__defaults__, value.__kwdefaults__, vars(value))",
         after="(vars(value),)",
-        found_by=FUZZER,
+        found_by=HELD,
     ),
     Fault(
         name="objects without a dict are not looked into",
