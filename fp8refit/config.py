@@ -90,6 +90,11 @@ class RefitConfig(BaseModel):
     """Patterns (`*` and `?`) of checkpoint names that may be missing, such as frozen parameters: the engine keeps its
     values. Weights discarded by sleep mode or overwritten by a failed refit cannot be kept."""
 
+    prove_trace: bool = True
+    """Whether the first refit of an engine compares what fp8refit knows of the engine's own loader with what the loader does:
+    it loads random values into one layer of each kind, apart from the live model. What differs is refused by name. Takes about
+    a second, and memory for one layer; `layout` and `fp8refit inspect` do it too. `False` leaves it out."""
+
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Size of one staging buffer, for tensors that are not on the engine's device. A rank holds at most two. A trainer
     holds two more if its engine runs in other processes, and keeps them between refits. A broadcast uses three on each

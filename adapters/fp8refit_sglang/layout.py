@@ -17,6 +17,7 @@ from fp8refit.live.latent import with_absorbed
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
 from fp8refit.live.tracing import reading
+from fp8refit.live.tracing.proof import with_proof
 from fp8refit.live.tracing.rules import Kernel, Remedies, Why
 from fp8refit.live.tracing.twin import Twin, refreshes_of_constants
 from fp8refit_sglang.experts import ROUTER_COPY, is_experts, kernel_of_experts, refreshes_of_routers, why_not_read
@@ -47,7 +48,8 @@ def read_inventory(model: nn.Module, traced: Twin | Refusal, *, has_noise: bool 
     if isinstance(traced, Refusal):
         return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
     rules = SglangRules(model)
-    found = with_absorbed(reading.read_inventory(model, rules, traced), absorbed_copies(model, rules.block_size_of))
+    found = with_proof(reading.read_inventory(model, rules, traced), model, rules, traced)
+    found = with_absorbed(found, absorbed_copies(model, rules.block_size_of))
     constants = refreshes_of_constants(model, traced) if has_noise else ()
     found = replace(found, refreshes=(*found.refreshes, *refreshes_of_routers(model), *constants))
     return replace(found, find_copies=Copies(model, found, built=traced.values, kept=rules.kept).refusals)

@@ -26,20 +26,29 @@ def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
         num_ranks: Number of ranks that share a checkpoint.
     """
 
+    @contextmanager
+    def build(mode: EmptyOnMeta) -> Iterator[nn.Module]:
+        with _built(config, load_config, mode) as (model, _):
+            yield model
+
     def trace() -> Twin | None:
         overrides = config.model_override_args or {}
         options = {"revision": config.revision, "trust_remote_code": False}
         namings = namings_of(plain_config(config.model_path, config.hf_config, overrides, **options))
-        with _built(config, load_config) as (model, quantization):
+        mode = EmptyOnMeta()
+        with _built(config, load_config, mode) as (model, quantization):
             blocks = weight_block_size(quantization)
-            return trace_as_named(model, namings, num_ranks=num_ranks, block_size=blocks)
+            return trace_as_named(model, namings, num_ranks=num_ranks, block_size=blocks, build=build, mode=mode)
 
     return twin_or_refusal(config.hf_config, trace)
 
 
 @contextmanager
-def _built(config: Any, load_config: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """Build the model on the meta device, without processing after loading. Yields it with its quantization config."""
+def _built(config: Any, load_config: Any, mode: EmptyOnMeta) -> Iterator[tuple[nn.Module, Any]]:
+    """Build the model on the meta device, but for what `mode` says, without processing after loading.
+
+    Yields it with its quantization config.
+    """
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.model_loader import loader
 
@@ -51,7 +60,7 @@ def _built(config: Any, load_config: Any) -> Iterator[tuple[nn.Module, Any]]:
         os.environ[_MAY_DOWNCAST] = "true"
         torch.set_default_dtype(config.dtype)
         quantization = loader._get_quantization_config(config, load_config)
-        with EmptyOnMeta():
+        with mode:
             model = loader._initialize_model(config, load_config, quantization)
         for module in model.modules():
             if hasattr(module, "post_load_weights"):  # absorbs latent projections, which needs values

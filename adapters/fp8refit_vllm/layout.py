@@ -13,6 +13,7 @@ from fp8refit.live.latent import Absorbed, with_absorbed
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import Inventory, Refresh, Refusal, ScaleFormat
 from fp8refit.live.tracing import reading
+from fp8refit.live.tracing.proof import with_proof
 from fp8refit.live.tracing.rules import Kernel, Remedies, Why
 from fp8refit.live.tracing.twin import Twin, refreshes_of_constants
 from fp8refit_vllm.compat import dequantized, fp32_format, linear_kernel, wants_powers_of_two
@@ -53,7 +54,8 @@ def read_inventory(model: nn.Module, traced: Twin | Refusal, *, has_noise: bool 
     if isinstance(traced, Refusal):
         return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
     rules = VllmRules()
-    inventory = with_absorbed(reading.read_inventory(model, rules, traced), _absorbed_copies(model))
+    inventory = with_proof(reading.read_inventory(model, rules, traced), model, rules, traced)
+    inventory = with_absorbed(inventory, _absorbed_copies(model))
     constants = refreshes_of_constants(model, traced) if has_noise else ()
     inventory = replace(inventory, refreshes=(*inventory.refreshes, *_refreshes(model), *constants))
     return replace(inventory, find_copies=Copies(model, inventory, built=traced.values, kept=rules.kept).refusals)

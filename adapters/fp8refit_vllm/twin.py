@@ -23,16 +23,21 @@ def twin_of(config: Any) -> Twin | Refusal:
     """
     from vllm.config import set_current_vllm_config
 
-    config = _apart(config)
+    @contextmanager
+    def build(mode: EmptyOnMeta) -> Iterator[nn.Module]:
+        apart = _apart(config)
+        # Models of the Transformers backend need it while they are built.
+        with set_current_vllm_config(apart), _built(apart, mode) as model:
+            yield model
 
     def trace() -> Twin | None:
-        namings = namings_of(_plain_config(config.model_config))
-        with _built(config) as model:
+        namings, mode = namings_of(_plain_config(config.model_config)), EmptyOnMeta()
+        with build(mode) as model:
             num_ranks, blocks = config.parallel_config.world_size, weight_block_size(config.quant_config)
-            return trace_as_named(model, namings, num_ranks=num_ranks, block_size=blocks)
+            options = {"num_ranks": num_ranks, "block_size": blocks, "build": build, "mode": mode}
+            return trace_as_named(model, namings, **options)
 
-    with set_current_vllm_config(config):  # models of the Transformers backend need it while they are built
-        return twin_or_refusal(config.model_config.hf_config, trace)
+    return twin_or_refusal(config.model_config.hf_config, trace)
 
 
 def _apart(config: Any) -> Any:
@@ -59,8 +64,8 @@ def _plain_config(config: Any) -> Any:
 
 
 @contextmanager
-def _built(config: Any) -> Iterator[nn.Module]:
-    """Build the model on the meta device."""
+def _built(config: Any, mode: EmptyOnMeta) -> Iterator[nn.Module]:
+    """Build the model on the meta device, but for what `mode` says."""
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
 
@@ -70,7 +75,7 @@ def _built(config: Any) -> Iterator[nn.Module]:
     logger.addFilter(_keep_none)  # it warns about every tensor whose dtype differs from its parameter's
     try:
         torch.set_default_dtype(config.model_config.dtype)
-        with EmptyOnMeta():
+        with mode:
             model = initialize_model(vllm_config=config, model_config=config.model_config)
             if type(model).__module__.startswith("vllm.model_executor.models.transformers"):
                 _register_head_bias(model)

@@ -33,6 +33,8 @@ def show_layout(layout: EngineLayout) -> None:
             console.print(
                 f"KV scales cannot be set: {refusal}", style="yellow", markup=False, highlight=False, soft_wrap=True
             )
+    if layout.is_proved:
+        console.print("The engine's own loader puts random values where these slots say.", highlight=False)
     for refusal in layout.refusals:
         console.print(f"cannot be refitted: {refusal}", style="red", markup=False, highlight=False, soft_wrap=True)
 

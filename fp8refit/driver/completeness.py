@@ -157,6 +157,8 @@ def claims_of_all(rank: Rank, config: RefitConfig) -> Claims:
     """
     try:
         said = _Said(claims=Claims.of(rank.target.check_ready()))
+        if config.prove_trace:
+            rank.target.check_proved()
     except RefitError as error:
         said = _Said(error=ErrorRecord.of(error))
     answers = rank.group.exchange(said.model_dump_json().encode(), timeout_s=config.timeout_s)

@@ -116,7 +116,7 @@ class LocalRanks(Ranks):
 
     @override
     async def layout(self) -> EngineLayout:
-        return self._rank.target.live.layout()
+        return self._rank.target.layout()
 
     @override
     async def fingerprints(self) -> Sequence[str]:

@@ -36,7 +36,7 @@ def differ(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     dtype = FP8_DTYPE if one.dtype is FP8_DTYPE else dtype
     rows = [each.detach().reshape(each.shape or (1,)) for each in (one, other)]
     num_rows = max(1, _CHUNK_BYTES // max(1, rows[0][:1].nbytes))
-    pairs = zip(*(each.split(num_rows) for each in rows), strict=True)
+    pairs = zip(*(torch.split(each, num_rows) for each in rows), strict=True)
     return any(not torch.equal(bytes_of(a.to(dtype)), bytes_of(b.to(a.device, dtype))) for a, b in pairs)
 
 

@@ -23,11 +23,10 @@ _PLAIN = frozenset((bool, bytes, complex, float, int, str, type(None), torch.dev
 _OPAQUE = (BuiltinFunctionType, CodeType, Enum, Logger, ModuleType, ReferenceType)
 _TENSORS = (Tensor, np.ndarray)
 _FIXED = (FunctionType, MethodType, frozenset, partial, property, tuple)
-_FOREIGN = ("abc", "builtins", "collections", "dataclasses", "enum", "functools", "numpy", "pydantic", "torch")
-_FOREIGN += ("transformers", "typing")
+_FOREIGN = frozenset(
+    "abc builtins collections dataclasses enum functools numpy pydantic torch transformers typing".split()  # noqa: SIM905
+)
 """Packages whose classes keep no tensors of a model."""
-
-
 _OURS = "_fp8refit"
 
 
@@ -79,7 +78,8 @@ class Holdings:
 
     def search(self) -> list[Held]:
         """Return the tensors of all modules, each once."""
-        self._dicts, self._others, self._tensors, found = [], [], [], []
+        self._dicts, self._others, self._tensors = [], [], []
+        found: list[Held] = []
         modules = dict(self._model.named_modules())
         own = {name: vars(module) | module._parameters | module._buffers for name, module in modules.items()}
         kept = {
@@ -94,7 +94,7 @@ class Holdings:
             for name, module in modules.items():
                 found += self._walk(name, _items(getattr(module, owned)), seen, classes)
         for name, module in modules.items():
-            self._dicts.append(vars(module))
+            self._dicts.append(module.__dict__)
             classes.setdefault(type(module), name)
         while classes:  # they may keep tensors for modules of other models too, which are not looked into
             kind, name = classes.popitem()
@@ -150,9 +150,10 @@ def _tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:
 
 
 def _dict_of(value: object) -> dict[object, object] | None:
-    if isinstance(value, type):
-        return gc.get_referents(vars(value))[0]
-    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if isinstance(value, type):  # what is behind the proxy
+        held = gc.get_referents(vars(value))[0]
+    else:
+        held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     return held if isinstance(held, dict) else None
 
 

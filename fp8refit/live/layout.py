@@ -91,6 +91,8 @@ class EngineLayout(BaseModel):
     """None if the engine has no KV cache that fp8refit knows."""
     rounds_once: bool = False
     """Whether norms and rotary embeddings compute in float32 and round once."""
+    is_proved: bool | None = None
+    """Whether the engine's own loader put random values where the slots say; None if that was not looked at."""
 
     @classmethod
     def of(cls, inventory: Inventory, *, engine: str, versions: dict[str, str], device: str) -> "EngineLayout":
@@ -140,6 +142,7 @@ class EngineLayout(BaseModel):
         written_as: dict[str, tuple[str, ...]] = {}
         for name, written in (item for rank in ranks for item in rank.written_as.items()):
             written_as[name] = written if written_as.get(name, written) == written else ()
+        proved = [rank.is_proved for rank in ranks]
         return ranks[0].model_copy(
             update={
                 "written_as": written_as,
@@ -148,5 +151,6 @@ class EngineLayout(BaseModel):
                 "unneeded": tuple(dict.fromkeys(name for rank in ranks for name in rank.unneeded if name not in slots)),
                 "aliases": {name: slot for rank in ranks for name, slot in rank.aliases.items()},
                 "refusals": tuple(dict.fromkeys(refusal for rank in ranks for refusal in rank.refusals)),
+                "is_proved": None if None in proved else all(proved),
             }
         )

@@ -265,6 +265,10 @@ class KvCache:
     """Runs after scales have changed, to recapture graphs."""
 
 
+Write: TypeAlias = Callable[["Inventory", Mapping[str, Tensor]], None]
+"""Writes a policy into the slots of an inventory, as a refit does."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inventory:
     """Everything an adapter reads from one rank's live model."""
@@ -293,6 +297,9 @@ class Inventory:
     refit restores hold them."""
     rounds_once: bool = False
     """Whether norms and rotary embeddings compute in float32 and round once, as GPU kernels do."""
+    prove: Callable[[Write, torch.device], tuple[Refusal, ...]] | None = None
+    """Compares what the engine's own loader makes of random values with what a refit does, and returns what differs. None if
+    the slots do not come from a loader."""
 
     @cached_property
     def watch(self) -> Watch:

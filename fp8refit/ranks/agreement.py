@@ -60,6 +60,8 @@ class Agreement:
             raise driver_error
         inventory = self.target.check_ready()
         self.target.abandon()
+        if config.prove_trace:
+            self.target.check_proved()
         if self.group.size > 1:
             self.names.note(inventory)
         if kv is not None:

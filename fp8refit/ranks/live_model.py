@@ -13,7 +13,7 @@ from fp8refit.live.collector import collector_paused
 from fp8refit.live.fingerprint import fingerprint
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.overlaps import shared_bytes
-from fp8refit.live.slots import Inventory, Refusal
+from fp8refit.live.slots import Inventory, Refusal, Write
 from fp8refit.ranks.kv.brought import BroughtScales
 from fp8refit.ranks.kv.scales import KvScales, Measured
 
@@ -35,6 +35,7 @@ class LiveModel:
         kv: The scales of its KV cache, if it has any.
         brought: Receives KV scales that are sent with the weights.
         has_constants: Whether its constants hold their values; a dummy boot and sleep lose them.
+        unproved: What the engine's loader does otherwise than the inventory says; None if that was not looked at.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class LiveModel:
         self.kv: KvScales | None = None
         self.brought: BroughtScales | None = None
         self.has_constants = False
+        self.unproved: tuple[Refusal, ...] | None = None
 
     @property
     def memory(self) -> frozenset[int]:
@@ -92,6 +94,22 @@ class LiveModel:
         with self.on_device():
             return tuple(inventory.find_copies(self.has_constants))
 
+    @collector_paused()
+    def prove(self, write: Write) -> tuple[Refusal, ...]:
+        """Return what the engine's loader does otherwise than the inventory says. Looks at it once for an inventory.
+
+        Args:
+            write: Writes a policy into another inventory.
+
+        Raises:
+            EngineLostError: A CUDA fault.
+        """
+        inventory = self.read()
+        if inventory.prove is not None and self.unproved is None:
+            with self.on_device():
+                self.unproved = inventory.prove(write, self.device)
+        return self.unproved or ()
+
     def read_mapped(self) -> Inventory:
         """`read`, for callers that access the weights.
 
@@ -105,7 +123,7 @@ class LiveModel:
 
     def forget(self) -> None:
         """Read the model again next time."""
-        self.inventory = self.fills = None
+        self.inventory = self.fills = self.unproved = None
         self.has_constants = False
 
     def close(self) -> None:
@@ -135,8 +153,11 @@ class LiveModel:
 
     def layout(self) -> EngineLayout:
         """Describe slots, kernels, formats and refusals."""
-        inventory = replace(self.read(), refusals=self.refusals())
-        return EngineLayout.of(inventory, engine=self._engine, versions=self._versions, device=str(self.device))
+        unproved = self.unproved
+        is_proved = None if unproved is None else not unproved
+        inventory = replace(self.read(), refusals=(*self.refusals(), *(unproved or ())))
+        layout = EngineLayout.of(inventory, engine=self._engine, versions=self._versions, device=str(self.device))
+        return layout.model_copy(update={"is_proved": is_proved})
 
     def fingerprint(self) -> str:
         """Digest of the current weights; see `fp8refit.live.fingerprint`.

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import (
@@ -23,12 +24,13 @@ from fp8refit.errors import (
 from fp8refit.fill.fill import Arriving
 from fp8refit.fill.fills import Prepared
 from fp8refit.fill.plan import is_any_of
+from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Inventory, Refusal
 from fp8refit.live.turn import IN_USE, DisplacedError, Turn
 from fp8refit.ranks.live_model import LiveModel, are_mapped, assert_in_place
 from fp8refit.ranks.write import Write
 from fp8refit.report import RankReport
-from fp8refit.sources.source import PushedSource, Source
+from fp8refit.sources.source import MappingSource, PushedSource, Source
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,7 @@ class Target:
             raise EngineLostError(self.live.lost_because)
         self._check_engine()
         inventory = self.live.read()
-        self._refuse(self.live.refusals())
+        _check(self.live.refusals())
         if not are_mapped(inventory):
             raise EngineAsleepError("the weights are asleep: their memory is not mapped; wake them up before refit")
         others = (reference() for reference in _targets.valuerefs())
@@ -103,6 +105,25 @@ class Target:
             if not self.live.memory.isdisjoint(busy.live.memory):
                 raise EngineBusyError(IN_USE)
         return inventory
+
+    def check_proved(self) -> None:
+        """Check that the engine's own loader does what the inventory says. Looks at it once for an inventory.
+
+        Raises:
+            EngineLostError: A CUDA fault.
+            UnsupportedEngineError: It does not; names every tensor.
+        """
+        _check(self.live.prove(_write_apart))
+
+    def layout(self) -> EngineLayout:
+        """Describe slots, kernels, formats and refusals, and whether the engine's loader does what they say.
+
+        Raises:
+            EngineLostError: A CUDA fault.
+        """
+        if not self.live.read().refusals:
+            self.live.prove(_write_apart)
+        return self.live.layout()
 
     def read_ahead(self) -> None:
         """Read the inventory for a refit that is about to be prepared. If it cannot be read now, `check_ready` says why."""
@@ -142,6 +163,8 @@ class Target:
         if not is_ready or self.live.fills is None:
             self.check_ready()
             self.abandon()
+            if config.prove_trace:
+                self.check_proved()
         fills = self.live.fills
         assert fills is not None, "ready"
         with self.live.on_device():
@@ -190,7 +213,7 @@ class Target:
             raise EngineAsleepError("the weights went to sleep after the refit was prepared; wake them up, then refit")
         if prepared.writes:
             with self._undone_on_error():
-                self._refuse(self.live.refusals())  # requests may have run since it was prepared
+                _check(self.live.refusals())  # requests may have run since it was prepared
             self._torn |= _names(prepared.inventory) - set(_kept(prepared))
             self.is_dirty = True
         with self._undone_on_error():
@@ -304,11 +327,6 @@ class Target:
             raise DisplacedError
         return self._write
 
-    def _refuse(self, refusals: Sequence[Refusal]) -> None:
-        if refusals:
-            reasons = [str(refusal) for refusal in refusals]
-            raise UnsupportedEngineError("this engine cannot be refitted, and nothing was written:", reasons)
-
     def _check_kept(self, prepared: Prepared) -> None:
         """Check that this rank still has the values it is to keep.
 
@@ -323,6 +341,20 @@ class Target:
             problems = [f"{name}: kept, but sleep mode has discarded this engine's values; send it" for name in kept]
         if problems:
             raise InvalidSourceError(problems)
+
+
+def _check(refusals: Sequence[Refusal]) -> None:
+    if refusals:
+        raise UnsupportedEngineError(
+            "this engine cannot be refitted, and nothing was written:", [str(refusal) for refusal in refusals]
+        )
+
+
+def _write_apart(inventory: Inventory, policy: Mapping[str, Tensor]) -> None:
+    """Write a policy into tensors that no engine serves."""
+    device = inventory.slots[0].weight.device
+    target = Target(lambda: inventory, device=device, engine="", versions={})
+    target.write(target.prepare(MappingSource(policy), RefitConfig(prove_trace=False)))
 
 
 def _names(inventory: Inventory) -> set[str]:

@@ -66,7 +66,7 @@ class RankOrders:
             case messages.Do(step="read"):
                 rank.target.read_ahead()
             case messages.Do(step="describe"):
-                return {"layout": rank.target.live.layout()}
+                return {"layout": rank.target.layout()}
             case messages.Do(step="fingerprint"):
                 return {"fingerprint": rank.target.live.fingerprint()}
             case messages.Do(step="close"):

@@ -4,7 +4,8 @@ python run_traced.py refit --shape S --work DIR --out FILE   dummy engine, refit
 python run_traced.py fresh --shape S --work DIR --out FILE   boots from `refit`'s FP8 checkpoint
 python run_traced.py held --shape S --work DIR --out FILE    prints what an engine's model holds beside its parameters
 
-`--engine sglang` for SGLang. `--shape tiny-moe` tries the script where an engine runs on a CPU.
+`--engine sglang` for SGLang. `--no-proof` leaves out the proof of the trace, to compare first refits.
+`--shape tiny-moe` tries the script where an engine runs on a CPU.
 """
 
 from surroundings import set_up

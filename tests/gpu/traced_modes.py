@@ -37,7 +37,7 @@ def run_refit(args) -> dict:
     result: dict = {"compile_s": engine.compile_kernels()}
     stacked = policies.allocate(args.shape)
     single = policies.expert_by_expert(stacked)
-    refitter = Refitter(engine.candidate)
+    refitter = Refitter(engine.candidate, prove_trace=not args.no_proof)
     policies.fill_policy(stacked, 2)
     result["first_refit"] = timed_refit(refitter, single)
     log(f"first refit: {result['first_refit']}")
@@ -47,7 +47,7 @@ def run_refit(args) -> dict:
     for index in range(NUM_REFITS):
         policies.fill_policy(stacked, 1 + (NUM_REFITS - 1 - index) % 2)  # the last is policy 1
         result["later_refits"].append(timed_refit(refitter, single))
-    result["num_tensors"] = len(single)
+    result["num_tensors"], result["is_proved"] = len(single), not args.no_proof
     result["single"] = engine.observe()
     result["moved"] = places != engine.places()
     layout = refitter.layout()
@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--shape", required=True)
     parser.add_argument("--attention")
     parser.add_argument("--wait", action="store_true")
+    parser.add_argument("--no-proof", action="store_true")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

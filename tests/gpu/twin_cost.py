@@ -4,10 +4,12 @@ import time
 from collections.abc import Callable
 
 import torch
+from measuring import timed
 from torch import nn
 
 from fp8refit.live.slots import Inventory, Refusal
 from fp8refit.live.tracing.twin import Twin
+from fp8refit.ranks.target import Target
 
 NUM_LOOKS = 2
 
@@ -15,11 +17,12 @@ NUM_LOOKS = 2
 def look(
     model: nn.Module, trace: Callable[[], Twin | Refusal], read: Callable[[nn.Module, Twin | Refusal], Inventory]
 ) -> dict:
-    """Trace a model's loader again and again, and give the seconds, the refusals, and the bytes of GPU memory left in use.
+    """Trace and prove a model's loader again and again, and give the seconds, the refusals, the bytes of GPU memory that the
+    proof takes at most, and those left in use.
 
     Nothing is collected as garbage in between: what is left is what a trainer would see.
     """
-    found: dict = {"left_bytes": [], "trace_s": [], "slots_s": [], "refusals": []}
+    found: dict = {"left_bytes": [], "trace_s": [], "slots_s": [], "proof_s": [], "proof_bytes": [], "refusals": []}
     for _ in range(NUM_LOOKS):
         held = allocated()
         start_s = time.perf_counter()
@@ -28,8 +31,12 @@ def look(
         inventory = read(model, twin)
         found["slots_s"].append(time.perf_counter() - traced_s)
         found["trace_s"].append(traced_s - start_s)
-        found["refusals"] += map(str, inventory.refusals)
-        del twin, inventory
+        target = Target(lambda held=inventory: held, device=next(model.parameters()).device, engine="", versions={})
+        layout, proof_s, proof_bytes = timed(target.layout)
+        found["proof_s"].append(proof_s)
+        found["proof_bytes"].append(proof_bytes)
+        found["refusals"] += layout.refusals
+        del twin, inventory, target
         found["left_bytes"].append(allocated() - held)
     return found
 

@@ -4,6 +4,8 @@ from tests.planted.fault import Fault
 
 FUZZER = "tests/fuzz/test_trace.py"
 TWINS = "tests/live/tracing/test_twin.py"
+LOADERS = "tests/fuzz/test_loaders.py"
+PROOF = "tests/live/tracing/test_proof.py"
 
 FAULTS = [
     Fault(
@@ -79,8 +81,8 @@ FAULTS = [
     Fault(
         name="a layer that places its experts otherwise is taken for one like the first",
         path="fp8refit/live/tracing/alike.py",
-        before="if a_layouts != b_layouts or ",
-        after="if ",
+        before="            if (a.into, a.start, a.runs) != (b.into, b.start, b.runs):\n                return None\n",
+        after="",
         found_by=FUZZER,
     ),
     Fault(
@@ -295,5 +297,54 @@ FAULTS = [
         before=" or not otherwise.isdisjoint((mine, theirs)):",
         after=":",
         found_by=TWINS,
+    ),
+    Fault(
+        name="what a loader makes of random values is not compared with what a refit does",
+        path="fp8refit/live/tracing/proof.py",
+        before="if not self._is_as_loaded(held, loaded)]",
+        after="if held.twin_name not in loaded]",
+        found_by=LOADERS,
+    ),
+    Fault(
+        name="a trace is not proved",
+        path="fp8refit/ranks/agreement.py",
+        before="        if config.prove_trace:\n            self.target.check_proved()\n",
+        after="",
+        found_by="tests/ranks/test_rank.py -k proved",
+    ),
+    Fault(
+        name="layers of one model count as alike, whatever their loader does",
+        path="fp8refit/live/tracing/kinds.py",
+        before="shared, frozenset(loaded.get(name, ())))\n",
+        after="shared)\n",
+        found_by=LOADERS,
+    ),
+    Fault(
+        name="casts of a loader do not tell layers apart",
+        path="fp8refit/live/tracing/kinds.py",
+        before=", frozenset(casts.get(copy.source, ()))\n",
+        after="\n",
+        found_by=f"{PROOF} -k cast_in_one",
+    ),
+    Fault(
+        name="blocks of scales are not proved",
+        path="fp8refit/live/tracing/proof.py",
+        before="return _are_equal(tensor, weight) and _are_equal(loaded.get(held.twin_name + SCALE_SUFFIX), scale)",
+        after="return _are_equal(tensor, weight)",
+        found_by=f"{PROOF} -k scales_that_go_elsewhere",
+    ),
+    Fault(
+        name="what a loader writes besides its first argument is not seen",
+        path="fp8refit/live/tracing/trace.py",
+        before="if place < len(args)], [kwargs[name] for name in names if name in kwargs]",
+        after="if place < 1], []",
+        found_by=f"{PROOF} -k in_one_layer",
+    ),
+    Fault(
+        name="random values repeat within a tensor's rows",
+        path="fp8refit/live/tracing/random_values.py",
+        before="_NUM_VALUES = (1 << 20) - 3",
+        after="_NUM_VALUES = 4",
+        found_by=f"{PROOF} -k says_another_thing",
     ),
 ]

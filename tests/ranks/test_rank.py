@@ -5,6 +5,7 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -440,6 +441,24 @@ def test_a_source_that_one_rank_cannot_make_is_no_rank_s(drivers, cluster):
     assert_agreed(outcomes, InvalidSourceError, "/nowhere: does not exist")
     assert_untouched(cluster, before)
     assert_heals(drivers)
+
+
+def test_a_rank_whose_layout_is_not_proved_is_refused_on_every_rank_unless_nobody_asks(drivers, cluster):
+    live, refusal = cluster.targets[1].live, Refusal(module="embed", reason="is loaded otherwise", remedy="Ask")
+    read = live._read_inventory
+    live._read_inventory = lambda: replace(read(), prove=lambda write, device: (refusal,))
+    live.forget()
+    before = cluster.live_bytes()
+    outcomes = drivers.refit({"state_dict": cluster.make_policy(1)})
+    assert_agreed(outcomes, UnsupportedEngineError, "embed: is loaded otherwise. Ask")
+    assert_untouched(cluster, before)
+    together(
+        [
+            partial(rank.prepare, partial(as_source, cluster.make_policy(1)), RefitConfig(prove_trace=False))
+            for rank in cluster.ranks
+        ]
+    )
+    assert [target.layout().is_proved for target in cluster.targets] == [None, False]
 
 
 # Ranks out of step.

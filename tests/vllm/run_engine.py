@@ -15,6 +15,7 @@ import torch
 from attacked import run_oracle
 from broadcast import run_broadcast
 from conformance import run_conformance
+from custom_loaders import LOADERS, booted_with
 from dirty_engines import run_dirty_async, run_trainer_errors
 from drafts import run_drafts, run_fresh_drafts
 from drop_ins import run_drop_in, run_drop_in_boot, run_drop_in_fresh, run_drop_in_fresh_ranks, run_drop_in_refused
@@ -186,6 +187,7 @@ def run_refusals(work: str) -> dict:
         "repacking kernel": booted_dummy(bf16, "repacking"),
         "bfloat16": booted(bf16, "fp32"),
         "repacked experts": booted_dummy(moe, "repacking"),
+        **{loader: booted_with(loader, bf16) for loader in LOADERS},
     }
     found = {}
     for kind, engine in engines.items():
@@ -194,7 +196,12 @@ def run_refusals(work: str) -> dict:
             refitter = Refitter(llm)
             found[kind] = {"refit": refused(refitter.refit, make_policy("qwen3", 2)), "dirty": refitter.is_dirty}
             llm.reset_prefix_cache()
-            found[kind] |= {"untouched": state(llm) == before, "refusals": refitter.layout().refusals}
+            layout = refitter.layout()
+            found[kind] |= {
+                "untouched": state(llm) == before,
+                "refusals": layout.refusals,
+                "is_proved": layout.is_proved,
+            }
     return found
 
 

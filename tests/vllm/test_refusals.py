@@ -10,7 +10,15 @@ def refusals(run_engine, tmp_path_factory):
     return run_engine("refusals", work=tmp_path_factory.mktemp("refusals"))
 
 
-@pytest.mark.parametrize("kind", ["repacking kernel", "bfloat16", "repacked experts"])
+LOADERS = {
+    "halves swapped": "model.layers.0.self_attn.q_norm.weight",
+    "data replaced": "model.layers.0.self_attn.q_norm.weight",
+    "rows moved in a thread": "model.layers.0.mlp.gate_up_proj.weight",
+}
+"""What models that users register do while they load, and with what."""
+
+
+@pytest.mark.parametrize("kind", ["repacking kernel", "bfloat16", "repacked experts", *LOADERS])
 def test_a_refused_engine_is_left_as_it_was(kind, refusals):
     assert refusals[kind]["refit"]["error"] == "UnsupportedEngineError"
     assert refusals[kind]["untouched"]
@@ -43,3 +51,10 @@ def test_layers_of_experts_that_a_kernel_repacks_are_named_with_the_setting_that
     for reason in experts:
         assert "its kernel HPC repacks experts" in reason
         assert 'Boot with moe_backend="triton"' in reason
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_what_a_loader_does_that_a_trace_cannot_follow_is_refused_by_name(kind, refusals):
+    (reason,) = refusals[kind]["refusals"]
+    assert reason.startswith(f"{LOADERS[kind]}: the model's loader does something with it that a trace cannot follow")
+    assert refusals[kind]["is_proved"] is False

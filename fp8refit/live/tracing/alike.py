@@ -1,29 +1,22 @@
 """Traces models with many experts faster: one layer shows where a loader puts the tensors of all similar layers.
 
 Only the first of several similar layers is traced whole. Of each later layer, the loader gets one tensor per expert, a
-different one in each layer, and its plain copies of them are compared with those of the first layer. This takes a third of
-the time of a trace. If they match, so does the rest of the layer, because a loader keeps the tensors of an expert together.
-Otherwise the layer is traced whole.
+different one in each layer, and its plain copies of them are compared with those of the first layer. If they match, so does
+the rest of the layer, because a loader keeps the tensors of an expert together. Otherwise the layer is traced whole.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.tracing.records import Copy, Traced
-from fp8refit.live.tracing.trace import Load, by_operation, storage_of, trace_loader
-
-aten = torch.ops.aten
+from fp8refit.live.tracing.trace import Load, trace_loader
 
 Run: TypeAlias = Callable[[Load, Mapping[str, Tensor], Mapping[str, TensorMeta]], Traced]
-Seen: TypeAlias = Mapping[str, Sequence[tuple[str, tuple[object, ...]]]]
-"""For each checkpoint tensor, the parameters it is copied to, with offset, shape and stride on both sides."""
 _EXPERT = re.compile(r"^(.*\.\d+\..*\.)(\d+)(\.[^\d.][^.]*(?:\.[^\d.][^.]*)*)$")
 """A layer, one of its experts, and a tensor of that expert."""
 _NUMBER = re.compile(r"\.\d+\.")
@@ -62,36 +55,41 @@ def trace_alike(
     traced = trace(load, parameters, {name: meta for name, meta in sources.items() if name not in later})
     if not later:
         return traced
-    looked_at = [name for first, *_ in groups for name in first.names.values()]
-    looked_at += (
-        name for _, *others in groups for turn, layer in enumerate(others) for name in layer.one_of_each(turn)
-    )
-    seen = _look(load, parameters, {name: sources[name] for name in looked_at})
-    copies_of = _copies_of(traced)
+    looked_at = {
+        name: sources[name]
+        for _, *others in groups
+        for turn, layer in enumerate(others)
+        for name in layer.one_of_each(turn)
+    }
+    looked = trace(load, parameters, looked_at)
+    copies_of, copies_seen = _copies_of(traced), _copies_of(looked)
     found: list[Copy] = list(traced.copies)
-    unlike: dict[str, TensorMeta] = {}
+    casts, unlike = traced.casts | looked.casts, dict[str, TensorMeta]()
     for first, *others in groups:
         for layer in others:
-            copies = _copied(first, layer, copies_of, seen)
+            copies = _copied(
+                first, layer, copies_of, {n: copies_seen(n) for n in layer.names.values() if n in looked_at}
+            )
             if copies is None:
                 unlike |= {name: sources[name] for name in layer.names.values()}
             else:
                 found += copies
+                names = {first.names[key]: name for key, name in layer.names.items()} if traced.casts else {}
+                casts |= {(names[name], dtype) for name, dtype in traced.casts if name in names}
     rest = trace(load, parameters, unlike) if unlike else Traced(copies=())
-    return Traced(
-        copies=(*found, *rest.copies),
-        computed=(*traced.computed, *rest.computed),
-        objections=(*traced.objections, *rest.objections),
-    )
+    return replace(traced, copies=tuple(found), casts=casts).with_all([rest])
 
 
 def _copies_of(traced: Traced) -> Callable[[str], list[Copy] | None]:
     """Return a function that gives a checkpoint tensor's copies, or None if the loader does anything but copy it."""
     copies: dict[str, list[Copy]] = {}
+    others = {base.name for each in traced.computed for base in each.recipe.bases()}
+    others |= {objection.source for objection in traced.objections}
+    changed = {each.parameter for each in traced.computed} | {each.parameter for each in traced.objections}
     for copy in traced.copies:
         copies.setdefault(copy.source, []).append(copy)
-    bases = {base.name for each in traced.computed for base in each.recipe.bases()}
-    others = bases.union(objection.source for objection in traced.objections)
+        if copy.parameter in changed:
+            others.add(copy.source)
     return lambda source: None if source in others else copies.get(source, [])
 
 
@@ -111,93 +109,27 @@ def _groups(sources: Mapping[str, TensorMeta]) -> list[list[_Layer]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, records plain copies into parameters, and writes to none of them."""
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._parameters: dict[int, str] = {}
-        for name, tensor in parameters.items():
-            self._parameters.setdefault(storage_of(tensor), name)
-        self.copies: list[tuple[int, str, tuple[object, ...]]] = []
-        """The storage that is read, the parameter that is written, and the layouts of both."""
-        self.changed: set[int | str] = set()
-        """Storages and parameters that were changed in another way."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and keeping dynamo out costs as much as an operation
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Record a write."""
-        if not _writes(func):
-            # What calling `func` does, in half the time.
-            return func._op(*args, **kwargs) if kwargs else func._op(*args)
-        into = args[0]
-        name = self._parameters.get(storage_of(into))
-        if name is None:
-            self.changed.add(storage_of(into))
-            return func(*args, **(kwargs or {}))
-        if func is aten.copy_.default:
-            read = args[1]
-            layouts = (
-                into.storage_offset(),
-                into.shape,
-                into.stride(),
-                read.storage_offset(),
-                read.shape,
-                read.stride(),
-            )
-            self.copies.append((storage_of(read), name, layouts))
-        else:
-            self.changed.add(name)
-        return into
-
-
-@by_operation
-def _writes(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
-
-
-def _look(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[str, TensorMeta]) -> Seen:
-    """Return each tensor's plain copies: none if the loader does anything else with it. Empty if the loader fails."""
-    given = [(name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for name, meta in sources.items()]
-    look = _Look(parameters)
-    try:
-        with torch.no_grad(), look:
-            load(iter(given))
-    except Exception:  # noqa: BLE001 - a loader may raise anything; tracing the layers whole reports it
-        return {}
-    names = {storage_of(tensor): name for name, tensor in given}
-    changed = look.changed | {parameter for read, parameter, _ in look.copies if read not in names}
-    seen: dict[str, list[tuple[str, tuple[object, ...]]]] = {name: [] for name in sources}
-    for read, parameter, layouts in look.copies:
-        if read in names and not {read, parameter} & changed:
-            seen[names[read]].append((parameter, layouts))
-    return seen
-
-
 def _copied(
-    first: _Layer, layer: _Layer, copies_of: Callable[[str], list[Copy] | None], seen: Seen
+    first: _Layer,
+    layer: _Layer,
+    copies_of: Callable[[str], list[Copy] | None],
+    seen: Mapping[str, list[Copy] | None],
 ) -> list[Copy] | None:
     """Rename the first layer's copies for another layer; None if tensors go to different places there."""
     renamed: dict[str, str] = {}
-    copies = [(copies_of(first.names[key]), first.names[key], name) for key, name in layer.names.items()]
-    for model, of_first, name in copies:
-        if model is None or of_first not in seen:
+    copies = [(copies_of(first.names[key]), name) for key, name in layer.names.items()]
+    for model, name in copies:
+        found = seen.get(name, model)
+        if model is None or found is None or len(found) != len(model):
             return None
-        if name not in seen:
-            continue
-        if not len(model) == len(seen[of_first]) == len(seen[name]):
-            return None
-        for (a, a_layouts), (b, b_layouts) in zip(seen[of_first], seen[name], strict=True):
-            if a_layouts != b_layouts or renamed.setdefault(a, b) != b:
+        for a, b in zip(model, found, strict=True) if name in seen else ():
+            if (a.into, a.start, a.runs) != (b.into, b.start, b.runs):
                 return None
-    parameters = {copy.parameter for model, *_ in copies for copy in model or ()}
+            if renamed.setdefault(a.parameter, b.parameter) != b.parameter:
+                return None
+    parameters = {copy.parameter for model, _ in copies for copy in model or ()}
     if renamed.keys() != parameters or len(set(renamed.values())) != len(renamed):
         return None
     return [
-        Copy(renamed[copy.parameter], copy.into, name, copy.start, copy.runs)
-        for model, _, name in copies
-        for copy in model or ()
+        copy._replace(parameter=renamed[copy.parameter], source=name) for model, name in copies for copy in model or ()
     ]

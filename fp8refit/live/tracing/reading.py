@@ -5,7 +5,7 @@ It refuses a parameter that copies do not cover exactly once, or that the engine
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,15 +54,37 @@ def read_inventory(model: nn.Module, rules: KernelRules, twin: Twin) -> Inventor
         rules: What its engine's kernels do.
         twin: What the loader of its twin did.
     """
-    reading = _Reading(model, rules, twin)
-    for prefix, module in model.named_modules():
-        reading.add(prefix, module)
-    return reading.inventory()
+    reading = Reading(list(model.named_modules()), rules, twin)
+    return replace(reading.inventory(type(model).__name__), live=live_tensors(model))
 
 
-class _Reading:
-    def __init__(self, model: nn.Module, rules: KernelRules, twin: Twin) -> None:
-        self._model, self._rules, self._twin = model, rules, twin
+def twin_name(prefix: str, name: str) -> str:
+    """The twin's name of a live tensor, without LoRA wrappers around layers."""
+    parts = [part for part in prefix.split(".") if part not in ("", "base_layer")]
+    return ".".join([*parts, name])
+
+
+class Held(NamedTuple):
+    """A live tensor that a refit fills."""
+
+    twin_name: str
+    module: nn.Module
+    name: str
+    weight: Tensor
+    scale: Tensor | None
+
+
+class Reading:
+    """Reads slots of some modules of a live model.
+
+    Args:
+        modules: The modules, each with its name.
+        rules: What the engine's kernels do.
+        twin: What the loader of the model's twin did.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], rules: KernelRules, twin: Twin) -> None:
+        self._rules, self._twin = rules, twin
         self._copies: dict[str, list[Copy]] = {}
         for copy in twin.traced.copies:
             self._copies.setdefault(copy.parameter, []).append(copy)
@@ -74,14 +96,16 @@ class _Reading:
             who = f"`{objection.source}` " if objection.source else ""
             self._reasons.setdefault(objection.parameter, f"{who}{objection.reason}")
         self._live = {
-            self._twin_name(prefix, name): tensor.data
-            for prefix, module in model.named_modules()
+            twin_name(prefix, name): tensor.data
+            for prefix, module in modules
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         }
         filled = {*self._copies, *self._computed, *self._reasons}
         self._filled = {tensor.data_ptr() for name, tensor in self._live.items() if twin.firsts.get(name) in filled}
         """Addresses of live tensors that a checkpoint fills, under whatever name."""
+        self.held: list[Held] = []
+        """What slots and refreshes fill."""
         self._seen: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
         self._slots: list[Slot] = []
         self._stacks: dict[str, Stacked] = {}
@@ -93,8 +117,10 @@ class _Reading:
         self._faults: dict[object, str | None] = {}
         self._boxes: dict[object, list[list[Boxes]] | None] = {}
         """The boxes of all copies into a parameter, keyed by the copies, because many parameters are filled the same way."""
+        for prefix, module in modules:
+            self._add(prefix, module)
 
-    def add(self, prefix: str, module: nn.Module) -> None:
+    def _add(self, prefix: str, module: nn.Module) -> None:
         """Read the tensors of `module`, without its children."""
         own = self._own_tensors(prefix, module)
         for name in [name for name in own if self._is_constant(prefix, name, own)]:
@@ -107,13 +133,29 @@ class _Reading:
             return
         for name, tensor in own.items():
             if not name.endswith(SCALE_SUFFIX):
-                self._add_tensor(prefix, module, name, tensor, own.get(name + SCALE_SUFFIX))
+                held = Held(twin_name(prefix, name), module, name, tensor, own.get(name + SCALE_SUFFIX))
+                self.held.append(held)
+                self._add_tensor(prefix, module, name, tensor, held.scale)
 
-    def inventory(self) -> Inventory:
-        """Return what was read."""
+    def written(self) -> Inventory:
+        """Return what a refit of these modules writes."""
+        return Inventory(
+            slots=tuple(self._slots),
+            stacked=tuple(self._stacks.values()),
+            padding=tuple(self._padding),
+            refreshes=tuple(self._refreshes),
+            refusals=tuple(self._refusals),
+        )
+
+    def inventory(self, model: str) -> Inventory:
+        """Return what was read of all modules of a model.
+
+        Args:
+            model: Its class.
+        """
         if not self._refusals and not self._has_block_fp8:
             reason, remedy = NO_BLOCK_FP8, self._rules.remedies.no_block_fp8
-            self._refusals.append(Refusal(module=type(self._model).__name__, reason=reason, remedy=remedy))
+            self._refusals.append(Refusal(module=model, reason=reason, remedy=remedy))
         naming, held = self._twin.naming, {slot.name for slot in self._slots}
         if not self._refusals:  # a refused layer may hold its weights under other names
             self._refuse_absent(held)
@@ -130,16 +172,12 @@ class _Reading:
         names = held.union(stack.name for stack in stacked)
         second = {name: first for name, first in naming.tied.items() if name not in held} | self._shared
         aliases = second | {name: first for name, first in naming.aliases.items() if name not in names}
-        return Inventory(
-            slots=tuple(self._slots),
-            live=live_tensors(self._model),
+        return replace(
+            self.written(),
             aliases={name: first for name, first in aliases.items() if first in names},
             unneeded=(*unused, *(name for name, first in naming.aliases.items() if first in unused), *naming.beside),
             stacked=stacked,
             written_as=self._twin.written_as,
-            padding=tuple(self._padding),
-            refreshes=tuple(self._refreshes),
-            refusals=tuple(self._refusals),
             partly_read={} if self._twin.is_alone else partly,
             rounds_once=any(slot.weight.is_cuda for slot in self._slots),
         )
@@ -170,14 +208,14 @@ class _Reading:
         """Return the parameters of `module`, and its buffers that the loader writes."""
         own = {name: t.data for name, t in module._parameters.items() if t is not None}
         written = self._copies.keys() | self._computed.keys() | self._reasons.keys()
-        loaded = ((name, t) for name, t in module._buffers.items() if self._twin_name(prefix, name) in written)
+        loaded = ((name, t) for name, t in module._buffers.items() if twin_name(prefix, name) in written)
         own |= {name: tensor for name, tensor in loaded if tensor is not None}
         kept = self._rules.kept(module)
         found = {}
         for name, tensor in own.items():
             if name in kept:
                 continue
-            full_name = self._twin_name(prefix, name)
+            full_name = twin_name(prefix, name)
             place = tensor.data_ptr(), tensor.shape, tensor.stride()
             first = self._seen.setdefault(place, full_name) if tensor.numel() else full_name
             if first != full_name:
@@ -188,19 +226,19 @@ class _Reading:
 
     def _is_constant(self, prefix: str, name: str, own: Mapping[str, Tensor]) -> bool:
         """Whether a new model fills a parameter with one number and no checkpoint does: a norm that only some layers use."""
-        value, tensor = self._twin.constants.get(self._twin_name(prefix, name)), own[name]
+        value, tensor = self._twin.constants.get(twin_name(prefix, name)), own[name]
         if value is None or name.endswith(SCALE_SUFFIX) or name + SCALE_SUFFIX in own:
             return False
         return (value.shape, value.dtype) == (tensor.shape, tensor.dtype) and tensor.data_ptr() not in self._filled
 
     def _add_constant(self, prefix: str, name: str, tensor: Tensor) -> None:
         """Add a step that restores a parameter's initial value, which a dummy boot and sleep overwrite."""
-        value = self._twin.constants[self._twin_name(prefix, name)]
+        value = self._twin.constants[twin_name(prefix, name)]
         self._refreshes.append(refresh_of_constant(f"{prefix}.{name}", tensor, value))
 
     def _share(self, prefix: str, module: nn.Module, name: str, first: str) -> None:
         """Make the checkpoint names loaded into a tensor aliases of those loaded into `first`, whose storage it shares."""
-        mine, theirs = (self._twin.firsts.get(each, each) for each in (self._twin_name(prefix, name), first))
+        mine, theirs = (self._twin.firsts.get(each, each) for each in (twin_name(prefix, name), first))
         otherwise = self._computed.keys() | self._reasons.keys()
         if mine == theirs or mine not in self._copies.keys() | otherwise:
             return
@@ -214,19 +252,13 @@ class _Reading:
                 source: of_theirs[place] for place, source in of_mine.items() if of_theirs[place] != source
             }
 
-    @staticmethod
-    def _twin_name(prefix: str, name: str) -> str:
-        """The twin's name of a live tensor, without LoRA wrappers around layers."""
-        parts = [part for part in prefix.split(".") if part not in ("", "base_layer")]
-        return ".".join([*parts, name])
-
     def _refuse(self, prefix: str, module: nn.Module, why: tuple[str, str]) -> None:
         self._refusals.append(Refusal(module=prefix or type(module).__name__, reason=why[0], remedy=why[1]))
 
     def _why_not_loaded(self, prefix: str, own: Mapping[str, Tensor]) -> Why:
         """Say why the live tensors are not those of the twin, each filled exactly once; None if they are."""
         for name, tensor in own.items():
-            twin = self._twin.tensors.get(self._twin_name(prefix, name))
+            twin = self._twin.tensors.get(twin_name(prefix, name))
             is_scale = name.endswith(SCALE_SUFFIX)
             if is_scale and (twin is None or twin.dtype is tensor.dtype):
                 continue  # scales follow from the values of their weight
@@ -236,7 +268,7 @@ class _Reading:
             if twin.shape != tuple(tensor.shape) or not (twin.dtype is tensor.dtype or is_quantized_later):
                 found = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
                 return f"holds `{name}` as {found}, and was built with {twin}", "fp8refit does not know its kernel yet"
-            fault = self._fault_of(self._twin_name(prefix, name), twin)
+            fault = self._fault_of(twin_name(prefix, name), twin)
             if fault is not None:
                 return f"`{name}`: {fault}", "fp8refit does not know what fills it yet"
         return None
@@ -264,7 +296,7 @@ class _Reading:
 
     def _pieces(self, prefix: str, name: str) -> list[tuple[Copy, Boxes]] | None:
         """Return the boxes that fill a tensor; None if it has none or is computed."""
-        full_name = self._twin_name(prefix, name)
+        full_name = twin_name(prefix, name)
         first, shape = self._twin.firsts[full_name], self._twin.tensors[full_name].shape
         if first in self._computed:
             return None
@@ -312,12 +344,12 @@ class _Reading:
         self._add_padding(prefix, name, weight)
 
     def _is_padded(self, prefix: str, name: str) -> bool:
-        copies = self._copies.get(self._twin.firsts[self._twin_name(prefix, name)], ())
+        copies = self._copies.get(self._twin.firsts[twin_name(prefix, name)], ())
         return any(not copy.source for copy in copies)
 
     def _add_padding(self, prefix: str, name: str, tensor: Tensor) -> None:
         """Record what a loader sets to zero."""
-        full_name = self._twin_name(prefix, name)
+        full_name = twin_name(prefix, name)
         for copy in self._copies[self._twin.firsts[full_name]]:
             if not copy.source:
                 zeros = written_by(copy, self._twin.tensors[full_name].shape)
@@ -327,7 +359,7 @@ class _Reading:
         self, prefix: str, module: nn.Module, name: str, weight: Tensor, scale: Tensor | None, common: dict[str, Any]
     ) -> None:
         """Keep the sources of a tensor that is not a plain copy."""
-        first = self._twin.firsts[self._twin_name(prefix, name)]
+        first = self._twin.firsts[twin_name(prefix, name)]
         computed = self._computed.get(first, [])
         faults = (fault_of_recipe(each, weight.dtype, weight.numel()) for each in computed)
         fault = next((fault for fault in faults if fault is not None), None)

@@ -1,6 +1,6 @@
 """What a trace finds: copies, computations to be repeated, and anything else that a loader does."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -133,3 +133,15 @@ class Traced:
     copies: tuple[Copy, ...]
     computed: tuple[Computed, ...] = ()
     objections: tuple[Objection, ...] = ()
+    casts: frozenset[tuple[str, torch.dtype]] = frozenset()
+    """Checkpoint tensors, and the dtypes that they are cast to on their way. Copies do not tell."""
+
+    def with_all(self, others: "Iterable[Traced]") -> "Traced":
+        """Return what this and other traces found."""
+        every = (self, *others)
+        return Traced(
+            copies=tuple(copy for each in every for copy in each.copies),
+            computed=tuple(computed for each in every for computed in each.computed),
+            objections=tuple(objection for each in every for objection in each.objections),
+            casts=frozenset().union(*(each.casts for each in every)),
+        )

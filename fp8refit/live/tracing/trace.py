@@ -34,6 +34,7 @@ Load: TypeAlias = Callable[[Iterator[tuple[str, Tensor]]], object]
 """A model's `load_weights`."""
 _UNLIKELY = 73856093.1416
 """A number that no loader fills a parameter with by chance."""
+_HOLD_BF16 = (torch.bfloat16, torch.float32, torch.float64)
 _SHAPED_LIKE = frozenset(
     {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 )
@@ -61,6 +62,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.copies: list[Copy] = []
         self.computed: list[Computed] = []
         self.objections: list[Objection] = []
+        self.casts: set[tuple[str, torch.dtype]] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -90,13 +92,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Record what an operation does with known tensors.
-
-        Raises:
-            TypeError: A tensor is viewed as elements of another size, so strides do not say what is read.
-        """
-        if func is aten.view.dtype and args[1].itemsize != args[0].itemsize:
-            raise TypeError(f"views {args[0].dtype} as {args[1]}")
+        """Record what an operation does with known tensors."""
         if _only_views(func):
             # What calling `func` does, in half the time.
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
@@ -104,9 +100,13 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._local_scalar_dense.default and storage_of(args[0]) in self._origins:
             return self._number_for(args[0])
         writes = func._schema.is_mutable
-        if writes and tensors and storage_of(tensors[0]) in self._parameters:
-            self._write(func, tensors, args, kwargs or {})
-            return tensors[0]
+        if writes and (into := [t for t in _written(func, args, kwargs or {}) if storage_of(t) in self._parameters]):
+            if len(into) == 1 and into[0] is tensors[0]:
+                self._write(func, tensors, args, kwargs or {})
+            else:
+                for tensor in into:
+                    self._object(self._parameters[storage_of(tensor)], f"is changed by {func} when it is loaded")
+            return into[0] if func._schema.returns else None
         out = func(*args, **(kwargs or {}))
         read = [storage_of(tensor) for tensor in tensors]
         if any(storage in self._recipes or storage in self._parameters for storage in read):
@@ -218,6 +218,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with suppress(NoPatternError):
                 places = copy_of("", 0, made.stride(), origin, read)
                 self._origins[storage] = origin_of(places)
+                if made.dtype not in _HOLD_BF16:
+                    self.casts.add((origin.source, made.dtype))
         if func is aten.cat.default and made.is_contiguous() and (len(args) < 2 or args[1] == 0):
             with suppress(KeyError, NoPatternError):
                 self._joined[storage] = self._join(args[0])
@@ -281,11 +283,7 @@ def trace_loader(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[
         return trace_once(load, parameters, sources)
     except Exception:  # noqa: BLE001 - a loader may raise anything; the errors of all names are reported together
         found = [_trace_one(load, parameters, name, meta) for name, meta in sources.items()]
-    return Traced(
-        copies=tuple(copy for traced in found for copy in traced.copies),
-        computed=tuple(computed for traced in found for computed in traced.computed),
-        objections=tuple(objection for traced in found for objection in traced.objections),
-    )
+    return Traced(copies=()).with_all(found)
 
 
 def _trace_one(load: Load, parameters: Mapping[str, Tensor], name: str, meta: TensorMeta) -> Traced:
@@ -307,6 +305,7 @@ def trace_once(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[st
         copies=tuple(dict.fromkeys(trace.copies)),
         computed=tuple(trace.computed),
         objections=tuple(dict.fromkeys(trace.objections)),
+        casts=frozenset(trace.casts),
     )
 
 
@@ -321,6 +320,20 @@ def by_operation(judge: Callable[[Any], T]) -> Callable[[Any], T]:
         return found[0]
 
     return judge_once
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the inputs that an operation writes."""
+    places, names = _written_arguments(func)
+    found = [args[place] for place in places if place < len(args)], [kwargs[name] for name in names if name in kwargs]
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+@by_operation
+def _written_arguments(func: Any) -> tuple[list[int], list[str]]:
+    """The places and names of the arguments that an operation writes."""
+    written = [(place, each.name) for place, each in enumerate(func._schema.arguments) if each.is_write]
+    return [place for place, _ in written], [name for _, name in written]
 
 
 @by_operation

@@ -4,10 +4,11 @@ The loader gets meta tensors with a checkpoint's names and shapes, and shows whi
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8refit.live.copies import is_uniform, values_of
 from fp8refit.live.names import without_numbers
-from fp8refit.live.slots import Refresh, Stacked, TensorMeta
+from fp8refit.live.slots import Refresh, Refusal, Stacked, TensorMeta
 from fp8refit.live.tracing.alike import trace_alike
 from fp8refit.live.tracing.records import Copy, Objection, Traced
 from fp8refit.live.tracing.scale_names import ScaleNames
@@ -42,6 +43,41 @@ class Naming:
     """Patterns of what published checkpoints hold beside these, such as `mtp.*`. In a twin: those that its loader skips."""
 
 
+class EmptyOnMeta(TorchFunctionMode):
+    """While active, tensors created without values get no memory, except for some.
+
+    Others keep theirs: some models read values that they computed while being built.
+
+    Args:
+        real: The numbers of those that get memory, counted from 0.
+        device: Where they get it.
+    """
+
+    def __init__(self, real: Collection[int] = (), device: torch.device | None = None) -> None:
+        super().__init__()
+        self._real, self._device = real, device
+        self.made: list[Tensor] = []
+        """What was created."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Create empty tensors on the meta device."""
+        kwargs = kwargs or {}
+        if func not in (torch.empty, torch.empty_strided):
+            return func(*args, **kwargs)
+        device = self._device if len(self.made) in self._real else "meta"
+        self.made.append(func(*args, **{**kwargs, "device": device, "pin_memory": False}))
+        return self.made[-1]
+
+    def numbers_of(self, named: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return which of the tensors created here is the storage of each of `named`."""
+        numbers = {storage_of(tensor): number for number, tensor in enumerate(self.made)}
+        return {name: numbers[storage_of(t)] for name, t in named.items() if storage_of(t) in numbers}
+
+
+Build: TypeAlias = Callable[[EmptyOnMeta], AbstractContextManager[Any]]
+"""Builds a model while a mode is active. Its loader can be run within the context."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Twin:
     """What remains of a twin after its loader ran."""
@@ -61,20 +97,14 @@ class Twin:
     """Names under which a weight with block scales is written; see `Inventory.written_as`."""
     is_alone: bool = True
     """Whether this is the only rank, so that no other rank reads what it leaves out."""
-
-
-class EmptyOnMeta(TorchFunctionMode):
-    """While active, tensors created without values get no memory.
-
-    Others keep theirs: some models read values that they computed while being built.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Create empty tensors on the meta device."""
-        kwargs = kwargs or {}
-        if func in (torch.empty, torch.empty_strided):
-            kwargs = {**kwargs, "device": "meta", "pin_memory": False}
-        return func(*args, **kwargs)
+    build: Build | None = None
+    """Builds it again; None if that is impossible, and what its loader does cannot be proved."""
+    made_by: Mapping[str, int] = field(default_factory=dict)
+    """Names, and the numbers that `EmptyOnMeta` gave their storages."""
+    replaced: frozenset[str] = frozenset()
+    """Names that have another storage after loading."""
+    proved: dict[object, tuple[Refusal, ...]] = field(default_factory=dict)
+    """What was proved of it, and what came out."""
 
 
 def trace_twin(
@@ -84,6 +114,8 @@ def trace_twin(
     *,
     num_ranks: int = 1,
     block_size: tuple[int, int] | None = None,
+    build: Build | None = None,
+    mode: EmptyOnMeta | None = None,
 ) -> Twin:
     """Run the loader of a model on the meta device.
 
@@ -93,8 +125,10 @@ def trace_twin(
         load: Its loader, if it is not `model.load_weights`.
         num_ranks: How many ranks share a checkpoint.
         block_size: Rows and columns of one block, if the model loads block scales.
+        build: Builds the twin again.
+        mode: What was active while it was built.
     """
-    named = dict(_named_tensors(model))
+    named = dict(named_tensors(model))
     known: dict[int, str] = {}
     firsts = {name: known.setdefault(storage_of(tensor), name) for name, tensor in named.items()}
     load = load if load is not None else model.load_weights
@@ -111,6 +145,7 @@ def trace_twin(
             load=load, named=named, sources=naming.tensors, aliases=naming.aliases, block_size=block_size
         )
         written_as = asked.written_as(traced)
+    loaded = dict(named_tensors(model))
     return Twin(
         naming=naming,
         traced=traced,
@@ -120,23 +155,23 @@ def trace_twin(
         values=values_of(model),
         written_as=written_as,
         is_alone=num_ranks == 1,
+        build=build,
+        made_by=mode.numbers_of(named) if mode is not None else {},
+        replaced=frozenset(n for n in named if n not in loaded or storage_of(loaded[n]) != storage_of(named[n])),
     )
 
 
-def trace_as_named(
-    model: Any, namings: Iterable[Naming], *, num_ranks: int, block_size: tuple[int, int] | None = None
-) -> Twin | None:
+def trace_as_named(model: Any, namings: Iterable[Naming], **options: Any) -> Twin | None:
     """Return `trace_twin` for the first naming of which the loader takes every name; if there is none, for the first one.
 
     Args:
         model: The twin.
         namings: What its checkpoints may hold and how they name it. If empty, the result is None.
-        num_ranks: How many ranks share a checkpoint.
-        block_size: Rows and columns of one block, if the model loads block scales.
+        options: See `trace_twin`.
     """
     first = None
     for naming in namings:
-        twin = trace_twin(model, naming, num_ranks=num_ranks, block_size=block_size)
+        twin = trace_twin(model, naming, **options)
         if not any(objection.source and not objection.parameter for objection in twin.traced.objections):
             return twin
         first = first or twin
@@ -236,7 +271,7 @@ def _bring_back(tensor: Tensor, value: Tensor) -> None:
     tensor.copy_(value)
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters under all of their names, then buffers. A buffer that is a view of a parameter counts as one."""
     modules = list(model.named_modules(remove_duplicate=False))
     for held in ("_parameters", "_buffers"):

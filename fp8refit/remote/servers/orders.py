@@ -202,7 +202,7 @@ class Caller(Message):
 class OrderRequest(Message):
     """One order of one driver."""
 
-    protocol: Literal[2] = PROTOCOL
+    protocol: Literal[3] = PROTOCOL
     driver: Caller
     order: AnyOrder
 

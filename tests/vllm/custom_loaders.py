@@ -1,0 +1,65 @@
+"""A model of vLLM's whose `load_weights` does what a trace cannot follow, in the ways of models that users register."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from engines import booted_dummy
+from vllm import LLM, ModelRegistry
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+NORM = "model.layers.0.self_attn.q_norm.weight"
+GATE_UP = "model.layers.0.mlp.gate_up_proj.weight"
+
+
+def swap_halves(model: Qwen3ForCausalLM) -> None:
+    for layer in model.model.layers:
+        weight = layer.self_attn.q_norm.weight.data
+        kept = weight.clone()
+        weight[:64].copy_(kept[64:])
+        weight[64:].copy_(kept[:64])
+
+
+def replace_data(model: Qwen3ForCausalLM) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.weight.data = layer.self_attn.q_norm.weight.data * 8
+
+
+def change_codes_in_thread(model: Qwen3ForCausalLM) -> None:
+    def exchange() -> None:
+        for layer in model.model.layers:
+            codes = layer.mlp.gate_up_proj.weight.data.view(torch.uint8)
+            codes.copy_(codes.roll(128, 0))
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    thread.join()
+
+
+LOADERS = {
+    "halves swapped": (swap_halves, NORM),
+    "data replaced": (replace_data, NORM),
+    "rows moved in a thread": (change_codes_in_thread, GATE_UP),
+}
+"""What each does once all is loaded, and what it does so with."""
+
+
+@contextmanager
+def booted_with(loader: str, model: Path) -> Iterator[LLM]:
+    """An engine of noise whose model loads in such a way."""
+    change, _ = LOADERS[loader]
+
+    class Custom(Qwen3ForCausalLM):
+        def load_weights(self, weights):
+            loaded = super().load_weights(weights)
+            change(self)
+            return loaded
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", Custom)
+    try:
+        with booted_dummy(model, "fp32") as llm:
+            yield llm
+    finally:
+        ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
