@@ -88,7 +88,7 @@ FAULTS = [
     Fault(
         name="copies that requests made after a refit was prepared are not looked for",
         path="fp8refit/ranks/target.py",
-        before="            self._refuse(self.live.refusals())  # requests may have run since it was prepared\n",
+        before="            _check(self.live.refusals())  # requests may have run since it was prepared\n",
         after="            pass\n",
         found_by="tests/ranks/test_target.py::test_copies_made_after_a_refit_was_prepared_are_refused",
     ),
