@@ -4,7 +4,7 @@ A tensor is none if it shares memory with a weight, if a refresh writes it, or i
 without weights. Every other tensor is refused by name.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +44,8 @@ class Copies:
         self._current = set(map(_storage_of, (*model.parameters(), *slots, *written))) - self._restored - {0}
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self._beside: list[Held] = []
-        self._sums: set[tuple[str, int]] = set()
-        """Of tensors that had the twin's values when they were last compared."""
+        self._passed: tuple[list[Held], list[Tensor]] = [], []
+        """What was compared when nothing was refused last, and copies of its values."""
 
     @torch.inference_mode()
     def refusals(self, are_restored: bool) -> list[Refusal]:
@@ -56,12 +56,17 @@ class Copies:
         """
         if self._holdings.have_changed():
             self._beside = [held for held in self._holdings.search() if self._is_beside(held.tensor)]
-        passed = self._current if are_restored else self._current | self._restored
-        unknown = [held for held in self._beside if _storage_of(held.tensor) not in passed]
-        pairs = [((held.name, int(_bits_of(held.tensor).sum(dtype=torch.int64))), held) for held in unknown]
-        self._sums = built = {each for each, held in pairs if each in self._sums or self._is_built(held)}
-        tables = {_storage_of(held.tensor) for each, held in pairs if each in built and _is_whole(held.tensor)}
-        return [_refusal(held) for each, held in pairs if each not in built and _storage_of(held.tensor) not in tables]
+        current = self._current if are_restored else self._current | self._restored
+        unknown = [held for held in self._beside if _storage_of(held.tensor) not in current]
+        values = _joined(held.tensor for held in unknown)
+        if self._passed[0] == unknown and all(map(torch.equal, values, self._passed[1])):
+            return []
+        built = {held.name for held in unknown if self._is_built(held)}
+        tables = {_storage_of(held.tensor) for held in unknown if held.name in built and _is_whole(held.tensor)}
+        refused = [held for held in unknown if held.name not in built and _storage_of(held.tensor) not in tables]
+        if not refused:
+            self._passed = unknown, values
+        return list(map(_refusal, refused))
 
     def _is_beside(self, tensor: Tensor) -> bool:
         is_weight = id(tensor) in self._parameters and _storage_of(tensor) not in self._restored
@@ -109,6 +114,14 @@ def _is_empty(tensor: Tensor) -> bool:
 
 def _storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _joined(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Copy the bits of many tensors into one for each device and type, which takes few launches."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for bits in map(_bits_of, tensors):
+        groups.setdefault((bits.device, bits.dtype), []).append(bits.flatten())
+    return list(map(torch.cat, groups.values()))
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -60,15 +60,15 @@ FAULTS = [
     Fault(
         name="a tensor that the twin has too passes whatever it holds",
         path="fp8refit/live/copies.py",
-        before="if each in self._sums or self._is_built(held)}",
-        after="if held.name in self._built}",
+        before="for held in unknown if self._is_built(held)}",
+        after="for held in unknown if held.name in self._built}",
         found_by=FUZZER,
     ),
     Fault(
         name="a tensor that once had the twin's values is never compared again",
         path="fp8refit/live/copies.py",
-        before="((held.name, int(_bits_of(held.tensor).sum(dtype=torch.int64))), held)",
-        after="((held.name, 0), held)",
+        before=" and all(map(torch.equal, values, self._passed[1])):",
+        after=":",
         found_by=f"{FUZZER} {COPIES}",
     ),
     Fault(
