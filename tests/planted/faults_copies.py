@@ -74,7 +74,7 @@ FAULTS = [
     Fault(
         name="views of weights are taken for copies",
         path="fp8refit/live/copies.py",
-        before="if _storage_of(held.tensor) not in passed]",
+        before="if _storage_of(held.tensor) not in current]",
         after="]",
         found_by=FUZZER,
     ),
