@@ -5,7 +5,7 @@ classes. Not looked at: variables of Python modules, and memory that only C++ kn
 """
 
 import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -65,6 +65,8 @@ class Holdings:
         """Of all that these hold; before the first search, of nothing."""
         self._alive: list[object] = []
         """What has one of these identities, so that nothing else can get it; except tensors, which may be large."""
+        self._left_out: set[int] = set()
+        """Of these objects, too: `kept`."""
         self._tensors: list[ReferenceType[object]] = []
 
     def have_changed(self) -> bool:
@@ -74,7 +76,13 @@ class Holdings:
         """
         if any(self._empty) or any(each() is None for each in self._tensors):
             return True
-        return list(map(id, self._parts())) != self._ids and self._essence() != self._known
+        parts = list(self._parts())
+        if list(map(id, parts)) == self._ids:
+            return False
+        if _essence(parts) != self._known:
+            return True
+        self._remember(parts)  # only numbers or words are others, and the next call need not look at them again
+        return False
 
     def search(self) -> list[Held]:
         """Return the tensors of all modules, each once."""
@@ -102,17 +110,16 @@ class Holdings:
                 found += self._walk(name, [("", kind)], seen, classes, nn.Module)
         self._empty = [each for each in self._dicts if not each]
         self._dicts = [each for each in self._dicts if each]
-        parts = list(self._parts())
-        self._ids, self._known = list(map(id, parts)), self._essence()
-        self._alive = [part for part in parts if not (isinstance(part, _TENSORS) or id(part) in kept)]
+        self._left_out = set(kept)
+        self._remember(list(self._parts()))
         return found
 
     def _parts(self) -> Iterator[object]:
         return chain(chain.from_iterable(map(dict.values, self._dicts)), gc.get_referents(*self._others))
 
-    def _essence(self) -> list[int]:
-        """Identities, without those of numbers and words."""
-        return [0 if type(part) in _PLAIN else id(part) for part in self._parts()]
+    def _remember(self, parts: list[object]) -> None:
+        self._ids, self._known = list(map(id, parts)), _essence(parts)
+        self._alive = [part for part in parts if not (isinstance(part, _TENSORS) or id(part) in self._left_out)]
 
     def _walk(
         self,
@@ -140,6 +147,11 @@ class Holdings:
             if (held := _dict_of(value)) is not None:
                 self._dicts.append(held)
             stack += [(path + way, part) for way, part in _parts(value)][::-1]
+
+
+def _essence(parts: Iterable[object]) -> list[int]:
+    """Return identities, without those of numbers and words."""
+    return [0 if type(part) in _PLAIN else id(part) for part in parts]
 
 
 def _tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:

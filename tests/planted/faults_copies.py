@@ -10,8 +10,8 @@ FAULTS = [
     Fault(
         name="a model is searched for copies only once",
         path="fp8refit/live/held.py",
-        before="        return list(map(id, self._parts())) != self._ids and self._essence() != self._known\n",
-        after="        return self._ids == [0]\n",
+        before="        if list(map(id, parts)) == self._ids:\n",
+        after="        if self._ids != [0]:\n",
         found_by=FUZZER,
     ),
     Fault(
