@@ -10,8 +10,8 @@ FAULTS = [
     Fault(
         name="a model is searched for copies only once",
         path="fp8refit/live/held.py",
-        before="        if list(map(id, parts)) == self._ids:\n",
-        after="        if self._ids != [0]:\n",
+        before="        if self._known is None or any(self._empty)",
+        after="        if self._known is not None:\n            return False\n        if True or any(self._empty)",
         found_by=FUZZER,
     ),
     Fault(
