@@ -53,7 +53,9 @@ def read_inventory(model: nn.Module) -> Inventory:
 
 
 def _built_values(model: nn.Module) -> dict[str, Tensor]:
-    """What a model of this class and config holds that has no weights."""
+    """What a model of this class and config holds that has no weights; nothing if it has no config."""
+    if not hasattr(model, "config"):
+        return {}
     dtype = torch.get_default_dtype()
     try:
         torch.set_default_dtype(getattr(model, "dtype", dtype))
@@ -64,12 +66,15 @@ def _built_values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _kept(module: nn.Module) -> Collection[str]:
-    """KV scales, which are set apart, and the frequencies of rotary embeddings, which may depend on the longest sequence."""
+    """KV scales, which are set apart; integers of the state dict, which no optimizer changes; and the frequencies of rotary
+    embeddings, which may depend on the longest sequence.
+    """
     if isinstance(module, Fp8Kv):
         return [f"{kind}_scale" for kind in KINDS]
-    return [
-        key for key in (*vars(module), *module._buffers) if key.endswith("inv_freq") and hasattr(module, "rope_type")
-    ]
+    saved = {key: module._buffers[key] for key in module._buffers.keys() - module._non_persistent_buffers_set}
+    integers = [key for key, each in saved.items() if each is not None and not each.dtype.is_floating_point]
+    has_rope = hasattr(module, "rope_type")
+    return integers + [key for key in (*vars(module), *module._buffers) if has_rope and key.endswith("inv_freq")]
 
 
 def _kv_cache(model: nn.Module) -> KvCache:

@@ -56,7 +56,7 @@ def read_inventory(model: nn.Module, traced: Twin | Refusal, *, has_noise: bool 
     rules = VllmRules()
     inventory = with_proof(reading.read_inventory(model, rules, traced), model, rules, traced)
     inventory = with_absorbed(inventory, _absorbed_copies(model))
-    constants = refreshes_of_constants(model, traced) if has_noise else ()
+    constants = refreshes_of_constants(model, traced, rules.kept) if has_noise else ()
     inventory = replace(inventory, refreshes=(*inventory.refreshes, *_refreshes(model), *constants))
     return replace(inventory, find_copies=Copies(model, inventory, built=traced.values, kept=rules.kept).refusals)
 

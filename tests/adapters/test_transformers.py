@@ -164,6 +164,7 @@ def test_weights_that_are_tied_without_their_scales_are_refused_by_name(is_late)
     )
     assert all(torch.equal(tensor, before[name]) for name, tensor in live_bytes(engine).items())
     mlp.up_proj.weight_scale_inv = mlp.gate_proj.weight_scale_inv
+    policy.model.layers[0].mlp.up_proj.weight = policy.model.layers[0].mlp.gate_proj.weight
     refitter.refit(policy.state_dict())
     assert refitter.layout().aliases == {f"{prefix}.up_proj.weight": f"{prefix}.gate_proj.weight"}
 

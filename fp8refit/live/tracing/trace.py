@@ -92,7 +92,13 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Record what an operation does with known tensors."""
+        """Record what an operation does with known tensors.
+
+        Raises:
+            TypeError: A tensor is viewed as elements of another size, so strides do not say what is read.
+        """
+        if func is aten.view.dtype and args[1].itemsize != args[0].itemsize:
+            raise TypeError(f"views {args[0].dtype} as {args[1]}")
         if _only_views(func):
             # What calling `func` does, in half the time.
             return func._op(*args, **kwargs) if kwargs else func._op(*args)

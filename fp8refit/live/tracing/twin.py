@@ -205,14 +205,18 @@ def _constants(model: nn.Module, traced: Traced, firsts: Mapping[str, str]) -> I
                 yield full_name, tensor.detach()
 
 
-def refreshes_of_constants(model: nn.Module, twin: Twin) -> tuple[Refresh, ...]:
+def refreshes_of_constants(
+    model: nn.Module, twin: Twin, kept: Callable[[nn.Module], Collection[str]] = lambda _: ()
+) -> tuple[Refresh, ...]:
     """Return steps that restore buffers no checkpoint holds, since a dummy boot fills them with noise.
 
     Args:
         model: The live model.
         twin: Its twin.
+        kept: Returns the attributes of a module that something else sets, such as scales of its KV cache.
     """
-    live = {name: tensor for name, tensor in model.named_buffers() if name in twin.constants}
+    others = {f"{prefix}.{key}" for prefix, module in model.named_modules() for key in kept(module)}
+    live = {name: tensor for name, tensor in model.named_buffers() if name in twin.constants.keys() - others}
     refreshes = (refresh_of_constant(name, tensor, twin.constants[name]) for name, tensor in live.items())
     return tuple(replace(refresh, is_constant=True) for refresh in refreshes)
 
