@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from functools import partial, wraps
 from threading import Thread
 from typing import Any, TypeAlias, TypeVar
@@ -128,6 +129,8 @@ class _AllReplies(list["_Replies"]):
     """The queues that vLLM reads one after another for the replies to a call."""
 
     def __iter__(self) -> Iterator["_Replies"]:
+        for each in super().__iter__():
+            each.catch_up()
         queues = super().__iter__()
         try:
             yield from queues
@@ -144,6 +147,13 @@ class _Replies:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
+
+    def catch_up(self) -> None:
+        """Take the replies that were left unread and are there, since a worker waits while its queue is full."""
+        with suppress(TimeoutError):
+            while self.num_due:
+                self._queue.dequeue(timeout=0)
+                self.num_due -= 1
 
     def dequeue(self, *args: Any, **kwargs: Any) -> Any:
         """Return the reply to the latest call."""

@@ -136,7 +136,7 @@ class Holdings:
         stack.reverse()
         while stack:
             path, value = stack.pop()
-            if type(value) in _PLAIN or isinstance(value, _OPAQUE + closed) or id(value) in seen:
+            if type(value) in _PLAIN or isinstance(value, _OPAQUE + closed) or id(value) in seen or _is_ours(value):
                 continue
             if isinstance(value, type) and path:
                 classes.setdefault(value, module)
@@ -151,6 +151,12 @@ class Holdings:
             if (held := _dict_of(value)) is not None:
                 self._dicts.append(held)
             stack += [(path + way, part) for way, part in _parts(value)][::-1]
+
+
+def _is_ours(value: object) -> bool:
+    """Whether fp8refit attached it, such as the drop-in's `load_weights`. Modules of a model are looked into all the same."""
+    place = value.__globals__.get("__name__") if isinstance(value, FunctionType) else type(value).__module__
+    return str(place).partition(".")[0].startswith("fp8refit")
 
 
 def _tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:

@@ -67,6 +67,15 @@ def test_without_it_vllm_takes_the_unread_replies_for_those_to_the_next_calls():
         executor.call(2)
 
 
+def test_a_worker_never_waits_for_room_however_many_calls_fail(executor):
+    """vLLM's queues have room for ten; a worker that waits for room no longer reads calls."""
+    for number in range(20):
+        with pytest.raises(RuntimeError, match=f"'{number}'"):
+            executor.call(number, failing=[0, 1, 2])
+    assert max(len(queue.replies) for queue in executor.queues) <= 1
+    assert executor.call(20) == [20] * NUM_RANKS
+
+
 @pytest.mark.parametrize("failing", [[0], [1], [2], [0, 1], [1, 2], [0, 1, 2]])
 def test_replies_that_an_error_left_unread_are_skipped(failing, executor):
     for number in range(10, 16, 3):

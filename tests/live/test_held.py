@@ -176,3 +176,15 @@ def test_modules_of_python_are_not_walked_into():
     layer.function = fresh  # its variables hold every name of this file
     layer.module = torch
     assert names(Holdings(layer).search()) == ["table", "weight"]
+
+
+@pytest.mark.parametrize(
+    ("place", "is_found"), [("fp8refit.driver.drop_in", False), ("fp8refit_vllm", False), ("other", True)]
+)
+def test_what_fp8refit_attached_is_left_out(place, is_found):
+    space = {"__name__": place, "wraps": functools.wraps}
+    exec("def wrapped(call, kept):\n    return wraps(call)(lambda: kept)\nclass Helper:\n    pass", space)
+    model, helper = nn.Module(), space["Helper"]()
+    model.load_weights = space["wrapped"](functools.wraps, torch.ones(2))
+    model.helper, helper.kept = helper, torch.ones(3)
+    assert len(Holdings(model).search()) == 2 * is_found
