@@ -11,7 +11,7 @@ tensor, so that tensors of two policies are never mixed.
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from fp8refit.driver.update import Update, update
 from fp8refit.errors import EngineDirtyError, InvalidSourceError, RankFailedError, RefitError
 from fp8refit.fill.ties import tie_problem
 from fp8refit.live.slots import SOURCE_DTYPES
+from fp8refit.live.turn import DisplacedError
 from fp8refit.ranks.rank import Rank
 from fp8refit.report import RefitReport
 from fp8refit.sources.pairs import named
@@ -104,6 +105,8 @@ class DropIn:
         self._has_warned_of_scales = False
         self._is_receiving = False
         self._late: Exception | None = None
+        self._take_back: Callable[[], bool] = lambda: True
+        """Takes the engine's turn, which is lent to others between two calls."""
 
     @property
     def owner(self) -> Any:
@@ -159,6 +162,7 @@ class DropIn:
         pairs = list(weights.items()) if isinstance(weights, Mapping) else weights
         are_together = isinstance(pairs, list | tuple)
         came = set()
+        self._go_on()
         try:
             for name, _, tensor in named(pairs):
                 came.add(name)
@@ -171,6 +175,8 @@ class DropIn:
         except BaseException as error:  # the source failed or was interrupted: end it on every rank
             self._give_up(f"loading it failed ({type(error).__name__}: {error})")
             raise
+        finally:
+            self._rest()
         return came
 
     def begin(self) -> None:
@@ -187,6 +193,7 @@ class DropIn:
         except BaseException:
             self._is_marked = False
             raise
+        self._rest()
 
     def end(self) -> None:
         """End the policy.
@@ -197,6 +204,7 @@ class DropIn:
         if not self._is_marked:
             return
         self._is_marked = False
+        self._go_on()
         if self._update is None:
             raise EngineDirtyError("this update failed before its end; send the whole policy again")
         try:
@@ -211,6 +219,21 @@ class DropIn:
         """Stop taking weights. A policy that has partly arrived leaves the engine dirty."""
         self._give_up("nothing is taken any more")
         self._is_marked = False
+
+    def _rest(self) -> None:
+        """Let others refit the engine until the trainer calls again: it may never do so."""
+        if self._update is not None:
+            self._take_back = self._update.lend_turn()
+
+    def _go_on(self) -> None:
+        """Go on with the open policy.
+
+        Raises:
+            DisplacedError: Another refit took over.
+        """
+        if self._update is not None and not self._take_back():
+            self._give_up("another refit took over")
+            raise DisplacedError
 
     def _take(self, name: str, tensor: Tensor) -> None:
         stream, kind = self._stream, self._stream.kind_of(name)

@@ -4,7 +4,7 @@ An update is a refit whose source is handed over instead of read. It stops when 
 when that arrives.
 """
 
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +12,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
+from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import EngineDirtyError, RefitError, UnsupportedEngineError
@@ -65,7 +66,7 @@ def update(
         ...                 update.load(bucket)
     """
     refitter = Refitter(engine, config, **options)
-    return Update(refitter, HandedSource(manifest), calibration=calibration, kv_scales=kv_scales)
+    return Update(refitter, HandedSource(manifest), engine, calibration=calibration, kv_scales=kv_scales)
 
 
 class Update(AbstractContextManager["Update"]):
@@ -75,14 +76,14 @@ class Update(AbstractContextManager["Update"]):
         report: What was written; set when the block ends.
     """
 
-    def __init__(self, refitter: Refitter, source: HandedSource, **order: Any) -> None:
+    def __init__(self, refitter: Refitter, source: HandedSource, engine: object, **order: Any) -> None:
         if not isinstance(refitter.engine.ranks, LocalRanks):
             raise UnsupportedEngineError(
                 "the ranks of this engine are in other processes: call update() there, in a worker, or refit from here"
             )
         self.report: RefitReport | None = None
         self._config = refitter.config
-        self._source, self._refitter, self._order = source, refitter, order
+        self._source, self._refitter, self._engine, self._order = source, refitter, engine, order
         self._steps: Coroutine[Any, Any, RefitReport] | None = None
 
     def load(self, bucket: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
@@ -103,6 +104,10 @@ class Update(AbstractContextManager["Update"]):
         if self._steps is None:
             raise EngineDirtyError("this update is over, or its block was not entered; nothing more can be loaded")
         self._go_on(self._as_pairs(bucket))
+
+    def lend_turn(self) -> Callable[[], bool]:
+        """Let others write the engine instead. See `Turn.lend`."""
+        return attach_engine(self._engine).turns.lend()
 
     def __enter__(self) -> Self:
         if self._config.validate_values == "strict":

@@ -57,6 +57,12 @@ class Turn:
             hold = hold.next.setdefault("next", _Hold(holder, time.monotonic() + for_s))
         return hold.holder is holder
 
+    def lend(self) -> Callable[[], bool]:
+        """Let whoever wants the lock have it. Returns what takes it back, and says whether nobody has it instead."""
+        holder, lent = self._last().holder, object()
+        self.take(lent, for_s=0, after=holder)
+        return lambda: self.take(holder, after=lent)
+
     def end(self, holder: object) -> None:
         """Release the lock, if `holder` has it. May be repeated."""
         hold = self._last()
@@ -103,6 +109,11 @@ class Turns(Turn):
             return True
         self.end(holder)
         return False
+
+    @override
+    def lend(self) -> Callable[[], bool]:
+        take_back = [turn.lend() for turn in self._turns]
+        return lambda: all(take() for take in take_back)
 
     @override
     def end(self, holder: object) -> None:

@@ -14,6 +14,7 @@ import fp8refit
 from fp8refit.driver.completeness import Claims, Stream
 from fp8refit.driver.drop_in import DropIn, DropInOptions, _digest
 from fp8refit.errors import (
+    EngineBusyError,
     EngineDirtyError,
     InvalidSourceError,
     NonFiniteError,
@@ -21,6 +22,7 @@ from fp8refit.errors import (
     UnsupportedEngineError,
 )
 from fp8refit.live.slots import Refusal
+from fp8refit.live.turn import DisplacedError
 from tests import fakes
 from tests.fake_kv import ATTENTION, K_SCALE
 from tests.fake_ranks import NORM, ClientEntryPoint, Cluster, Drivers, stack_experts, together
@@ -530,6 +532,29 @@ def test_a_refit_heals_what_a_stream_left_and_streams_go_on_after_it(tied):
     tied.assert_holds(tied.policies[1], 1)
     tied.load(tied.policies[0])
     tied.assert_holds(tied.policies[0], 2)
+
+
+def test_a_refit_takes_over_between_two_calls_of_a_trainer_and_never_within_one():
+    """A trainer that died in mid-push never calls again; one that lives may not write over what took over."""
+    site = Site("alone")
+    first, second, third = map(site.cluster.make_policy, (1, 2, 3))
+    site.load_policy(first)
+    items = list(second.items())
+
+    def within():
+        yield items[0]
+        with pytest.raises(EngineBusyError):
+            fp8refit.Refitter(site.clients[0]).refit(third)
+        yield from items[1:3]
+
+    assert site.load(within()) == [[{name for name, _ in items[:3]}]]
+    fp8refit.Refitter(site.clients[0]).refit(third)
+    site.assert_holds(third, version=2)
+    (refused,) = site.load(items[3:])[0]
+    assert isinstance(refused, DisplacedError)
+    site.assert_holds(third, version=2)
+    site.load_policy(second)
+    site.assert_holds(second, version=3)
 
 
 def test_no_policy_is_of_two_streams_wherever_they_break_off():
