@@ -101,8 +101,10 @@ class SglangRules:
         return False
 
     def kept(self, module: nn.Module) -> Collection[str]:
-        """The KV scales of an attention layer, and what is refreshed: absorbed copies and routers in float32."""
-        return (*ABSORBED, ROUTER_COPY, *(_KV_SCALES if hasattr(module, "k_scale_float") else ()))
+        """What is refreshed, absorbed copies and routers in float32; the KV scales of an attention layer; and what sends tokens
+        to experts, which holds no weights and numbers its rank's experts at the first forward.
+        """
+        return (*ABSORBED, ROUTER_COPY, "dispatcher", *(_KV_SCALES if hasattr(module, "k_scale_float") else ()))
 
 
 def _why_derived(module: nn.Module) -> Why:

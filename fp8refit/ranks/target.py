@@ -96,8 +96,11 @@ class Target:
         if self.live.lost_because is not None:
             raise EngineLostError(self.live.lost_because)
         self._check_engine()
-        inventory = self.live.read()
-        _check(self.live.refusals())
+        inventory, refusals = self.live.read(), self.live.refusals()
+        if refusals and not inventory.refusals:  # since it was read, the engine may have replaced what a refresh writes
+            self.live.forget()
+            inventory, refusals = self.live.read(), self.live.refusals()
+        _check(refusals)
         if not are_mapped(inventory):
             raise EngineAsleepError("the weights are asleep: their memory is not mapped; wake them up before refit")
         others = (reference() for reference in _targets.valuerefs())

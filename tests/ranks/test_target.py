@@ -1322,6 +1322,22 @@ def test_copies_made_after_a_refit_was_prepared_are_refused():
     assert_holds(model, policy)
 
 
+def test_a_model_is_read_again_if_what_a_refresh_writes_was_replaced():
+    model, scales = FakeModel(), [torch.ones(1)]
+
+    def read_inventory():
+        known = scales[0]
+        unknown = Refusal(module="experts", reason="keeps `scale`", remedy="Boot without it")
+        return dataclasses.replace(model.read_inventory(), find_copies=lambda _: (unknown,) * (scales[0] is not known))
+
+    target = Target(read_inventory, device=torch.device("cpu"), engine="fake", versions={})
+    for seed in (1, 2):
+        policy = make_policy(model, seed=seed)
+        refit_target(target, as_source(policy))
+        assert_holds(model, policy)
+        scales[0] = torch.ones(1)
+
+
 @pytest.mark.parametrize("was_booted_with_weights", [False, True])
 def test_whether_constants_hold_their_values_is_told(was_booted_with_weights):
     model, told = FakeModel(), []
