@@ -13,6 +13,7 @@ import cpu_kernel
 import torch
 from engines import booted, booted_dummy, generate, make_policy, model_of, refused
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.models import qwen3
 
 from fp8refit import Refitter
@@ -119,7 +120,8 @@ def run_packed_head(work: str) -> dict:
         head = model_of(llm).lm_head
         before = refused(Refitter(llm).refit, make_policy("qwen3", 1))
         cpu_kernel.STOCK_DISPATCH(head, remove_weight=False)
-        return {"before": before, "packed": refused(Refitter(llm).refit, make_policy("qwen3", 2))}
+        packed = refused(Refitter(llm).refit, make_policy("qwen3", 2))
+        return {"is_packed": head.cpu_linear.__closure__ is not None, "before": before, "packed": packed}
 
 
 class _Anything(ModuleType):
@@ -152,7 +154,8 @@ def run_sinks(work: str) -> dict:
     with booted_dummy(folder, "fp32") as llm:
         attention = model_of(llm).model.layers[0].self_attn
         attention.add_module("over_flashinfer", nn.Module())
-        attention.over_flashinfer.impl = impl = flashinfer_impl(attention.q_norm.weight)
+        with set_current_vllm_config(llm.llm_engine.vllm_config):
+            attention.over_flashinfer.impl = impl = flashinfer_impl(attention.q_norm.weight)
         sinks = impl.sinks
         error = refused(Refitter(llm).refit, policy)
         expected = policy["model.layers.0.self_attn.q_norm.weight"].float()
@@ -171,9 +174,9 @@ def run_gates(work: str) -> dict:
     with booted_dummy(folder, "fp32") as llm:
         refitter = Refitter(llm)
         refitter.refit(make_policy("qwen2_moe", 1))
-        runner = model_of(llm).model.layers[0].mlp.experts
-        runner.gate = runner.gate or model_of(llm).model.layers[0].mlp.gate
-        runner.shared_expert_gate = model_of(llm).model.layers[0].mlp.shared_expert_gate
+        mlp = next(layer.mlp for layer in model_of(llm).model.layers if hasattr(layer.mlp, "experts"))
+        runner = mlp.experts
+        runner.gate, runner.shared_expert_gate = runner.gate or mlp.gate, mlp.shared_expert_gate
         runner._maybe_fuse_gate_weights()
         joined, before = runner._combined_gate_weight, runner._combined_gate_weight.clone()
         refitter.refit(make_policy("qwen2_moe", 2))

@@ -53,7 +53,7 @@ CASES = {
     "core in process": Case(
         family="glm4",
         kernel="fp32",
-        ending="replies out of step",
+        ending="another method raises",
         fresh_ending="worker killed while idle",
         is_core_in_process=True,
     ),

@@ -114,7 +114,7 @@ def end_by_worker_killed_while_it_writes(subject: Subject, family: str, note: Ca
     return after_loss(subject, family)
 
 
-def end_by_replies_out_of_step(subject: Subject, family: str, note: Callable) -> dict:
+def end_by_a_method_that_raises(subject: Subject, family: str, note: Callable) -> dict:
     try:
         subject.call("raise_in_worker")
         raised = None
@@ -160,7 +160,7 @@ ENDINGS = {
     "refitted again": end_by_refitting_again,
     "worker killed while idle": end_by_worker_killed_while_idle,
     "worker killed while it writes": end_by_worker_killed_while_it_writes,
-    "replies out of step": end_by_replies_out_of_step,
+    "another method raises": end_by_a_method_that_raises,
     "driver killed": end_by_driver_killed,
     "first rank killed": end_by_first_rank_killed,
     "last rank gone": end_by_last_rank_gone,

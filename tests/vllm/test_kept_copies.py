@@ -55,6 +55,9 @@ def test_a_copy_made_between_boot_and_the_first_refit_is_refused(joined):
 def test_a_head_that_vllm_packed_for_a_cpu_is_refused(run_engine, tmp_path):
     found = run_engine("packed head", work=tmp_path)
     assert found["before"] is None
+    if not found["is_packed"]:
+        assert found["packed"] is None
+        pytest.skip("oneDNN packs no BF16 weights on this CPU")
     assert found["packed"]["error"] == "UnsupportedEngineError"
     assert any(line.startswith("lm_head: keeps `cpu_linear.") for line in found["packed"]["named"])
 
