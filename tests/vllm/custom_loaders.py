@@ -8,10 +8,8 @@ from pathlib import Path
 import torch
 from engines import booted_dummy
 from vllm import LLM, ModelRegistry
+from vllm.model_executor.model_loader import utils
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-
-NORM = "model.layers.0.self_attn.q_norm.weight"
-GATE_UP = "model.layers.0.mlp.gate_up_proj.weight"
 
 
 def swap_halves(model: Qwen3ForCausalLM) -> None:
@@ -39,27 +37,28 @@ def change_codes_in_thread(model: Qwen3ForCausalLM) -> None:
 
 
 LOADERS = {
-    "halves swapped": (swap_halves, NORM),
-    "data replaced": (replace_data, NORM),
-    "rows moved in a thread": (change_codes_in_thread, GATE_UP),
+    "halves swapped": swap_halves,
+    "data replaced": replace_data,
+    "rows moved in a thread": change_codes_in_thread,
 }
-"""What each does once all is loaded, and what it does so with."""
+"""What each does once all is loaded."""
 
 
 @contextmanager
 def booted_with(loader: str, model: Path) -> Iterator[LLM]:
     """An engine of noise whose model loads in such a way."""
-    change, _ = LOADERS[loader]
 
     class Custom(Qwen3ForCausalLM):
         def load_weights(self, weights):
             loaded = super().load_weights(weights)
-            change(self)
+            LOADERS[loader](self)
             return loaded
 
     ModelRegistry.register_model("Qwen3ForCausalLM", Custom)
+    utils._MODEL_ARCH_BY_HASH.clear()  # vLLM keeps the class of a model's folder
     try:
         with booted_dummy(model, "fp32") as llm:
             yield llm
     finally:
         ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
+        utils._MODEL_ARCH_BY_HASH.clear()
