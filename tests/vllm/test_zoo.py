@@ -39,7 +39,7 @@ CI = [
 SILENT_IN_CI = ["JambaForCausalLM", "Llama4ForConditionalGeneration"]
 """Those that vLLM has no kernels for on a CPU."""
 IN_ORDERS_OF_THEIR_OWN = ("BloomForCausalLM", "FalconH1ForCausalLM", "GPT2LMHeadModel")
-IN_ORDERS_OF_THEIR_OWN += ("Llama4ForConditionalGeneration",)
+IN_ORDERS_OF_THEIR_OWN += ("Llama4ForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 """Those of which no checkpoint holds the blocks that an engine does."""
 UNKNOWN = "vision_tower.vision_model.encoder.layers.7.layer_norm1.bias"
 
