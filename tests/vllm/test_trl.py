@@ -70,7 +70,8 @@ def test_a_server_that_is_sent_nan_says_so_to_its_trainer_and_keeps_nobody_waiti
 
 
 def test_it_answers_nobody_until_the_next_policy_heals_it(failed):
-    assert failed["dirty"]["status"] == 500
+    assert failed["dirty"]["status"] == 503
+    assert "this engine refuses requests" in failed["dirty"]["said"]
     assert [step["version"] for step in failed["steps"]] == [1, 2, 3]
     assert failed["steps"][-1]["live"] == failed["fresh"]
 
