@@ -11,7 +11,6 @@ from enum import Enum
 from functools import partial
 from itertools import chain
 from logging import Logger
-from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ReferenceType, ref
@@ -29,6 +28,7 @@ _FOREIGN = frozenset(
 )
 """Packages whose classes keep no tensors of a model."""
 _OURS = "_fp8refit"
+_APART = object()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,28 +63,30 @@ class Holdings:
         self._empty: list[object] = []
         """Most of these: modules have a dict for each kind of hook."""
         self._known: list[object] | None = None
-        """All that these hold; None before the first search. It stays alive, so that nothing else can get its identity."""
-        self._apart: list[tuple[int, int]] = []
-        """Places in that list, and identities, of what may be large and is not kept alive: tensors, and what is left out."""
+        """All that these hold; None before the first search. It stays alive, so that nothing else can get its identity, but for
+        what may be large: tensors, and what is left out."""
+        self._identities = b""
         self._tensors: list[ReferenceType[object]] = []
 
     def have_changed(self) -> bool:
         """Whether an object on the way to a tensor holds something else than at the last `search`.
 
-        Takes 1 ms for 36 layers.
+        Takes 2 ms for 36 layers.
         """
         if self._known is None or any(self._empty) or any(each() is None for each in self._tensors):
             return True
-        parts = list(self._parts())
-        if len(parts) != len(self._known) or any(id(parts[place]) != identity for place, identity in self._apart):
+        identities = self._look()
+        if identities == self._identities:
+            return False
+        if len(identities) != len(self._identities):
             return True
-        for place, _ in self._apart:
-            parts[place] = None
-        if not all(map(is_, parts, self._known)):
-            pairs = zip(parts, self._known, strict=True)
-            if any(one is not other and not {type(one), type(other)} <= _PLAIN for one, other in pairs):
+        parts = list(self._parts())
+        now, then = (np.frombuffer(each, np.intp) for each in (identities, self._identities))
+        for place in np.flatnonzero(now != then).tolist():
+            if not {type(parts[place]), type(self._known[place])} <= _PLAIN:
                 return True
-            self._known = parts  # only numbers or words are others
+            self._known[place] = parts[place]  # only a number or a word is another
+        self._identities = identities
         return False
 
     def search(self) -> list[Held]:
@@ -113,14 +115,13 @@ class Holdings:
                 found += self._walk(name, [("", kind)], seen, classes, nn.Module)
         self._empty = [each for each in self._dicts if not each]
         self._dicts = [each for each in self._dicts if each]
-        parts = list(self._parts())
-        self._apart = [
-            (at, id(part)) for at, part in enumerate(parts) if isinstance(part, _TENSORS) or id(part) in kept
-        ]
-        for place, _ in self._apart:
-            parts[place] = None
-        self._known = parts
+        self._identities = self._look()
+        self._known = [_APART if isinstance(part, _TENSORS) or id(part) in kept else part for part in self._parts()]
         return found
+
+    def _look(self) -> bytes:
+        """The addresses of all parts, which is what numpy keeps of objects."""
+        return np.fromiter(self._parts(), object).tobytes()
 
     def _parts(self) -> Iterator[object]:
         return chain(chain.from_iterable(map(dict.values, self._dicts)), gc.get_referents(*self._others))
