@@ -90,8 +90,8 @@ class Copies:
 
 
 def values_of(twin: nn.Module) -> dict[str, Tensor]:
-    """Return what a model holds that was built without weights, by name."""
-    found = {held.name: held.tensor.detach() for held in Holdings(twin).search() if not _is_empty(held.tensor)}
+    """Return what a model holds that was built without weights, by name, in host memory."""
+    found = {held.name: held.tensor.detach().cpu() for held in Holdings(twin).search() if not _is_empty(held.tensor)}
     return {name: _compact(tensor) for name, tensor in found.items()}
 
 
