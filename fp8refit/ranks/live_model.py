@@ -86,9 +86,13 @@ class LiveModel:
             self.inventory = inventory
         return inventory
 
-    def refusals(self) -> tuple[Refusal, ...]:
-        """Why the model cannot be refitted: how it was built, or copies of weights that it has made since."""
-        inventory = self.read()
+    def refusals(self, inventory: Inventory | None = None) -> tuple[Refusal, ...]:
+        """Why the model cannot be refitted: how it was built, or copies of weights that it has made since.
+
+        Args:
+            inventory: What was just read; by default it is read.
+        """
+        inventory = self.read() if inventory is None else inventory
         if inventory.refusals or not are_mapped(inventory):
             return inventory.refusals
         with self.on_device():
@@ -104,8 +108,7 @@ class LiveModel:
         Raises:
             EngineLostError: A CUDA fault.
         """
-        inventory = self.read()
-        if inventory.prove is not None and self.unproved is None:
+        if self.unproved is None and (inventory := self.read()).prove is not None:
             with self.on_device():
                 self.unproved = inventory.prove(write, self.device)
         return self.unproved or ()

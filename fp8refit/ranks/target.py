@@ -96,10 +96,10 @@ class Target:
         if self.live.lost_because is not None:
             raise EngineLostError(self.live.lost_because)
         self._check_engine()
-        inventory, refusals = self.live.read(), self.live.refusals()
+        refusals = self.live.refusals(inventory := self.live.read())
         if refusals and not inventory.refusals:  # since it was read, the engine may have replaced what a refresh writes
             self.live.forget()
-            inventory, refusals = self.live.read(), self.live.refusals()
+            refusals = self.live.refusals(inventory := self.live.read())
         _check(refusals)
         if not are_mapped(inventory):
             raise EngineAsleepError("the weights are asleep: their memory is not mapped; wake them up before refit")
@@ -215,8 +215,9 @@ class Target:
             self.abandon()
             raise EngineAsleepError("the weights went to sleep after the refit was prepared; wake them up, then refit")
         if prepared.writes:
-            with self._undone_on_error():
-                _check(self.live.refusals())  # requests may have run since it was prepared
+            if self.version == 0:  # its first requests may have run since it was prepared
+                with self._undone_on_error():
+                    _check(self.live.refusals())
             self._torn |= _names(prepared.inventory) - set(_kept(prepared))
             self.is_dirty = True
         with self._undone_on_error():

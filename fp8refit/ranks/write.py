@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fp8refit.errors import InvalidSourceError
+from fp8refit.errors import InvalidSourceError, UnsupportedEngineError
 from fp8refit.fill.fill import Arriving
 from fp8refit.fill.fills import Prepared
 from fp8refit.fill.ties import tie_problem
@@ -56,6 +56,7 @@ class Write:
             InvalidSourceError: A stream was not as announced; or, unannounced, does not fit or is incomplete.
             NonFiniteError: NaN or Inf; names the tensors.
             LiveTensorMovedError: The engine replaced a live tensor in the meantime.
+            UnsupportedEngineError: It made copies of weights in the meantime.
         """
         prepared, writes = self.prepared, self.prepared.writes
         for fill in prepared.fills:
@@ -64,7 +65,11 @@ class Write:
             self._complete(prepared.inventory)
         if self._events is not None:
             self._events[1].record()
-        assert_in_place(prepared.inventory)  # while the device is busy
+        assert_in_place(prepared.inventory)  # while the device is busy, as is the next
+        if writes and (copies := self._live.refusals(prepared.inventory)):
+            raise UnsupportedEngineError(
+                "the engine made copies of weights while it was refitted, and is dirty:", list(map(str, copies))
+            )
         if self._events is not None:
             self._events[1].synchronize()
         filled_s = time.perf_counter()

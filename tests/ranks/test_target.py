@@ -1322,6 +1322,27 @@ def test_copies_made_after_a_refit_was_prepared_are_refused():
     assert_holds(model, policy)
 
 
+def test_copies_made_while_a_later_refit_is_written_leave_the_engine_dirty():
+    model = FakeModel()
+    policy = make_policy(model, seed=1)
+    copies: list[Refusal] = []
+
+    def read_inventory():
+        return dataclasses.replace(model.read_inventory(), find_copies=lambda _: tuple(copies))
+
+    target = Target(read_inventory, device=torch.device("cpu"), engine="fake", versions={})
+    refit_target(target, as_source(policy))
+    prepared = target.prepare(as_source(policy), RefitConfig())
+    copies.append(Refusal(module="layers.0", reason="keeps `joined`", remedy="Boot without it"))
+    with pytest.raises(UnsupportedEngineError, match=r"is dirty:\n.*keeps `joined`"):
+        target.write(prepared)
+    assert target.is_dirty
+    assert target.version == 1
+    copies.clear()
+    refit_target(target, as_source(policy))
+    assert not target.is_dirty
+
+
 def test_a_model_is_read_again_if_what_a_refresh_writes_was_replaced():
     model, scales = FakeModel(), [torch.ones(1)]
 
