@@ -168,12 +168,22 @@ def test_vllms_requantization_is_the_identity_on_ue8m0():
     assert torch.equal(boot_codes.view(torch.uint8), codes.view(torch.uint8))
 
 
+def every_value_below_every_maximum(dtype):
+    """A block for each maximum in [1, 2), with each of its values below it in many magnitudes. Powers of two change nothing."""
+    steps = {torch.bfloat16: 128, torch.float16: 1024}[dtype]
+    mantissas = 1 + torch.arange(steps, device="cuda") / steps
+    exponents = -(torch.arange(128 * 128 // steps, device="cuda") % 10.0)
+    values = (mantissas[:, None] * exponents.exp2()).flatten()
+    blocks = values.expand(steps, -1).minimum(mantissas[:, None]).to(dtype)
+    return blocks.reshape(steps * 128, 128)
+
+
 @pytest.mark.parametrize("stance", ["default", "force_eager"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_vllms_own_cast_is_the_reciprocal_format(dtype, stance):
+def test_vllms_own_cast_is_the_reciprocal_format(stance):
     deep_gemm = pytest.importorskip("vllm.utils.deep_gemm")
-    for weight in (maxima_of_every_magnitude(), torch.randn(2048, 640, device="cuda") * 0.02):
-        weight = weight.to(dtype)
+    random = torch.randn(2048, 640, device="cuda") * 0.02
+    for weight in (maxima_of_every_magnitude(), random, every_value_below_every_maximum(torch.bfloat16)):
+        weight = weight.to(torch.bfloat16)
         with torch.compiler.set_stance(stance):
             codes, scale = deep_gemm.per_block_cast_to_fp8(weight, [128, 128], False)
         own_codes, own_scale = quantize_blockwise(weight, scale_format="fp32_reciprocal")
