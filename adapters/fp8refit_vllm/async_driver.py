@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 import weakref
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
@@ -23,6 +24,8 @@ from fp8refit_vllm.gate import LlmGate
 
 T = TypeVar("T")
 
+_DYING_S = 1.0
+"""How long it may take until vLLM notices that its core died."""
 _STEPS_TO_SEND = 3
 """How many iterations of the event loop it takes until a call to the engine core has been sent."""
 
@@ -79,7 +82,7 @@ class AsyncDriver(Driver, Channel, Pairs):
             if isinstance(error, TimeoutError) and not self._llm.errored:
                 raise still_running(num_unfinished, config.timeout_s) from None
             if isinstance(error, Exception):
-                raise error_of(error) from error
+                raise await self._dying_or(error) from error
             raise
         return self._num_unfinished if config.in_flight == "wait" else num_unfinished
 
@@ -180,6 +183,15 @@ class AsyncDriver(Driver, Channel, Pairs):
             if self._llm.errored:
                 raise EngineLostError(f"the engine core died ({error}); restart the engine") from error
             raise error_of(error) from error
+
+    async def _dying_or(self, error: Exception) -> RefitError:
+        """The error for what a core raised that may be about to die: one whose workers are gone cancels what it does first."""
+        deadline_s = time.monotonic() + _DYING_S
+        while not self._llm.errored and time.monotonic() < deadline_s:
+            await asyncio.sleep(_DYING_S / 100)
+        if self._llm.errored:
+            return EngineLostError(f"the engine core died ({error}); restart the engine")
+        return error_of(error)
 
     async def _answer(self, call: Awaitable[T], timeout_s: float) -> T:
         """Await a call, unless it takes too long or the engine core dies: vLLM never answers a call whose core has died."""

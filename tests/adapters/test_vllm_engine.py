@@ -125,6 +125,14 @@ class BusyAsyncLLM(QuietAsyncLLM):
         await asyncio.Event().wait()
 
 
+class DyingAsyncLLM(QuietAsyncLLM):
+    """An AsyncLLM whose worker was killed: its engine core cancels a call, and is found dead a little later."""
+
+    async def pause_scheduler_async(self, *, mode, clear_cache):
+        asyncio.get_running_loop().call_later(0.05, setattr, self, "errored", True)
+        raise Exception("Call to pause_scheduler method failed: cancelled")
+
+
 class StuckAsyncLLM(QuietAsyncLLM):
     """An AsyncLLM whose engine core answers nobody any more."""
 
@@ -152,6 +160,13 @@ def test_a_pause_that_is_cancelled_lets_requests_in_again():
         assert await asyncio.wait_for(llm.add_request(), 10) == "admitted"
 
     asyncio.run(steps())
+
+
+def test_a_pause_that_a_dying_core_cancels_says_that_the_engine_is_lost():
+    with pytest.raises(
+        EngineLostError, match=r"the engine core died \(Call to pause_scheduler method failed: cancelled\)"
+    ):
+        asyncio.run(AsyncDriver(DyingAsyncLLM(), "method").pause(RefitConfig()))
 
 
 def test_an_interrupt_while_requests_are_let_in_again_leaves_none_waiting(monkeypatch):
