@@ -163,10 +163,11 @@ def test_a_pause_that_is_cancelled_lets_requests_in_again():
 
 
 def test_a_pause_that_a_dying_core_cancels_says_that_the_engine_is_lost():
+    llm = DyingAsyncLLM()
     with pytest.raises(
-        EngineLostError, match=r"the engine core died \(Call to pause_scheduler method failed: cancelled\)"
+        EngineLostError, match=r"the engine core died \(Call to pause_scheduler method failed: cancelled"
     ):
-        asyncio.run(AsyncDriver(DyingAsyncLLM(), "method").pause(RefitConfig()))
+        asyncio.run(AsyncDriver(llm, "method").pause(RefitConfig()))
 
 
 def test_an_interrupt_while_requests_are_let_in_again_leaves_none_waiting(monkeypatch):
