@@ -5,6 +5,7 @@ attention.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from threading import Lock
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from fp8refit_transformers.caches import cache_argument
 from fp8refit_transformers.kv_cache import UnquantizedCache, find_decoder
 
 MAX_TOKENS = 8192
+_lock = Lock()
+_eager: list[torch.compiler.set_stance] = []
+"""What ends the stance, once for each pass that runs."""
 
 
 class DecoderPrefill:
@@ -40,7 +44,7 @@ class DecoderPrefill:
     def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
         """Run all sequences. Those of equal length form one batch, so there is no padding."""
         # Not compiled: compiled code is specialized for a model that serves.
-        with _evaluating(self._decoder), exempt(self._decoder), torch.compiler.set_stance("force_eager"):
+        with _evaluating(self._decoder), exempt(self._decoder), _eagerly():
             for _, batch in groupby(sorted(sequences, key=len), key=len):
                 cache = {self._cache_argument: _Observed(observe)}
                 self._decoder(input_ids=torch.stack(list(batch)), use_cache=True, **cache)
@@ -60,6 +64,20 @@ class _Observed(UnquantizedCache):
         k, v = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
         self._observe(layer_idx, None, k, v)
         return key_states, value_states
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Run nothing compiled. The stance is the whole process's, so passes of several threads share it until the last ends."""
+    with _lock:
+        _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _lock:
+            ends = _eager.pop()
+            if not _eager:
+                ends.__exit__(None, None, None)
 
 
 @contextmanager

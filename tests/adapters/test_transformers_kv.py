@@ -2,12 +2,15 @@
 
 import copy
 import io
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Event
 
 import pytest
 import torch
 from fp8refit_transformers import TransformersEngine, to_block_fp8
 from fp8refit_transformers.admission import refusal_of
 from fp8refit_transformers.kv_cache import Fp8Kv, Fp8SlidingWindowLayer, fp8_kvs
+from fp8refit_transformers.prefill import DecoderPrefill
 from safetensors.torch import save_file
 from transformers import (
     AutoModel,
@@ -573,6 +576,26 @@ def test_a_layer_that_shows_only_zeros_keeps_its_scale():
     assert report.kv.kept == ("model.layers.1.self_attn.v_scale",)
     assert "model.layers.1.self_attn.v_scale" not in report.kv.scales and len(report.kv.scales) == 5
     assert scales_of(engine)["model.layers.1.self_attn.v_scale"] == 1.0
+
+
+def test_passes_of_two_threads_leave_compilation_as_it_was():
+    compiled = torch.compile(lambda x: x + 1, backend=lambda graph, _: graph_runs.append(1) or graph.forward)
+    both, first_is_done, graph_runs = Barrier(2), Event(), []
+    prefills = [DecoderPrefill(make_policy()) for _ in range(2)]
+
+    def run(number):
+        def observe(layer, _, k, v):
+            if layer == 0:
+                both.wait(30)  # both have begun
+                assert number == 0 or first_is_done.wait(30)
+
+        prefills[number]([torch.tensor(BATCH[0])], observe)
+        first_is_done.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    compiled(torch.ones(1))
+    assert graph_runs == [1]
 
 
 def test_a_batch_is_split_into_passes(monkeypatch):

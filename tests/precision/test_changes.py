@@ -205,6 +205,7 @@ def test_a_compiled_part_without_breaks_is_refused_until_what_changed_is_quantiz
     model = make_model()
     unified = unify(model)
     torch._dynamo.reset()
+    torch.compiler.set_stance("default")
     part = torch.compile(model[0], backend="aot_eager", fullgraph=True)
     for _ in range(3):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="before_forward"):
