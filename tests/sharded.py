@@ -588,7 +588,7 @@ def come_alone_first(rank: int) -> list[str]:
                 told.append(type(error).__name__)
         torch.distributed.barrier()
     for attempt in range(2):
-        heard = trainer_group(None).exchange(f"{rank} {attempt}".encode(), timeout_s=20.0)
+        heard = trainer_group(None).exchange(f"{rank} {attempt}".encode(), timeout_s=60.0)
         told += [] if heard == [f"{other} {attempt}".encode() for other in range(4)] else [str(heard)]
     if rank == 0:
         try:
@@ -600,7 +600,7 @@ def come_alone_first(rank: int) -> list[str]:
         trainer_group(None).exchange(b"", timeout_s=5.0 if rank else 0.5)
     except RefitError:
         torch.distributed.barrier()
-    heard = trainer_group(None).exchange(b"", timeout_s=20.0)
+    heard = trainer_group(None).exchange(b"", timeout_s=60.0)
     return told + ([] if len(heard) == 4 else [str(heard)])
 
 
