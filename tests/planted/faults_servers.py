@@ -115,39 +115,15 @@ FAULTS = [
         found_by="tests/fuzz/test_servers.py -k ends_in_time",
     ),
     Fault(
-        name="connection that the server closed is used again",
+        name="connection stays open after its answer",
         path=CLIENT,
-        before="        return not poll.poll(0)\n",
-        after="        return True\n",
-        found_by=f"{CONNECTIONS} -k closed_meanwhile",
-    ),
-    Fault(
-        name="connection with an unread answer is used again",
-        path=CLIENT,
-        before=" or not response.isclosed() or status",
-        after=" or status",
-        found_by=f"{CONNECTIONS} -k not_read_to_its_end",
-    ),
-    Fault(
-        name="connection that was idle for long is used again",
-        path=CLIENT,
-        before=" or time.monotonic() - self._idle_since_s > _KEPT_S:",
-        after=":",
-        found_by=f"{CONNECTIONS} -k idle_for_long",
-    ),
-    Fault(
-        name="connection with more answers is used again",
-        path=CLIENT,
-        before=" or status < HTTPStatus.OK:",
-        after=":",
-        found_by=f"{CONNECTIONS} -k early",
-    ),
-    Fault(
-        name="connection of another process is used again",
-        path=CLIENT,
-        before=" or self._process != os.getpid()",
-        after="",
-        found_by=f"{CONNECTIONS} -k fork",
+        before="""        finally:
+            connection.close()
+""",
+        after="""        finally:
+            pass
+""",
+        found_by=f"{CONNECTIONS} -k which_is_closed",
     ),
     Fault(
         name="connection of a refused order stays open",

@@ -43,9 +43,6 @@ class Connection:
         """
         raise NotImplementedError
 
-    def hang_up(self) -> None:
-        """Close what is open only for orders that follow each other."""
-
     def post(self, order: AnyOrder, *, timeout_s: float) -> Answer:
         """Send an order, and return the answer.
 

@@ -1,26 +1,22 @@
 """The driver's connection to a server: posts orders to the engine's own HTTP server.
 
-The driver opens no port, follows no redirects, uses no proxies, and limits size and time of every answer. The orders of a
-refit follow each other on one connection.
+The driver opens no port, follows no redirects, uses no proxies, and limits size and time of every answer. Every order has a
+connection of its own.
 """
 
 import contextlib
 import http.client
 import json
 import os
-import select
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import cached_property
 from http import HTTPStatus
 from typing import Any, ClassVar
 from urllib.parse import SplitResult, urlsplit
-
-from typing_extensions import override
 
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.remote.servers.connection import Connection
@@ -36,9 +32,6 @@ from fp8refit.remote.servers.orders import (
     read_token,
 )
 
-_KEPT_S = 0.5
-"""Seconds for which a connection may be idle and still be used again. Servers and proxies usually close idle connections after
-2 s or more, so if one breaks that is used again, the server is lost."""
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """After 10 s of silence the peer is probed every 5 s, four times. Sent data must be acknowledged within 30 s."""
 
@@ -61,8 +54,6 @@ class Server(Connection):
         self._address = _split(url)
         self.url = url.rstrip("/")
         super().__init__(f"the server at {self.url}")
-        self._kept: list[_Connection] = []
-        """Idle connections. A thread removes one to use it."""
         self._headers = {}
         api_key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
         if api_key:
@@ -75,11 +66,6 @@ class Server(Connection):
         token = read_token(token)
         if token is not None:
             self._order_headers[TOKEN_HEADER] = token
-
-    @override
-    def hang_up(self) -> None:
-        while (kept := self._take_kept()) is not None:
-            kept.close()
 
     def recognise(self) -> bool:
         """Whether this kind of engine answers at the URL.
@@ -117,15 +103,14 @@ class Server(Connection):
             UnsupportedEngineError: It requires another API key, or its answer is too long.
         """
         sent = self._headers | ({"Content-Type": "application/json"} if headers is None else dict(headers))
-        connection = self._connection(timeout_s)
         try:
-            status, text = _Exchange(connection).run(self._address.path.rstrip("/") + route, body, sent, timeout_s)
+            status, text = _Exchange(self._connection(timeout_s)).run(
+                self._address.path.rstrip("/") + route, body, sent, timeout_s
+            )
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise EngineLostError(
                 f"{self.label} cannot be reached ({type(error).__name__}: {error}); restart it"
             ) from error
-        if connection.is_open:
-            self._kept.append(connection)
         if text is None:
             raise UnsupportedEngineError(
                 f"{self.url} answered more than {MAX_BYTES} bytes to {route}, which is longer than any answer of fp8refit"
@@ -138,23 +123,12 @@ class Server(Connection):
         return status, text
 
     def _connection(self, timeout_s: float) -> "_Connection":
-        """The last connection if it can be used again; otherwise a new one, not open yet."""
-        while (kept := self._take_kept()) is not None:
-            if kept.is_fresh:
-                kept.sock.settimeout(timeout_s)
-                return kept
-            kept.close()
+        """A new connection, not open yet."""
         host, port = self._address.hostname, self._address.port
         assert host is not None, "looked at"
         if self._address.scheme == "https":
             return _SecureConnection(host, port or http.client.HTTPS_PORT, timeout=timeout_s, context=self._trusted)
         return _Connection(host, port or http.client.HTTP_PORT, timeout=timeout_s)  # else it parses one from the host
-
-    def _take_kept(self) -> "_Connection | None":
-        try:
-            return self._kept.pop()
-        except IndexError:
-            return None
 
     @cached_property
     def _trusted(self) -> ssl.SSLContext:
@@ -167,28 +141,7 @@ class _Connection(http.client.HTTPConnection):
 
     is_given_up = False
     _line: socket.socket | None = None
-    """The socket. `sock` is the same, but None as soon as the last answer begins."""
-    _idle_since_s = 0.0
-    _process = 0
-    """The process that used it last. A fork has the same socket, and would take the other's answers."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the server has left it open after its last answer."""
-        return self.sock is not None
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether it is open and this process's own, has not been idle for long, and the server has not closed it."""
-        if not self.is_open or self._process != os.getpid() or time.monotonic() - self._idle_since_s > _KEPT_S:
-            return False
-        poll = select.poll()
-        poll.register(self.sock, select.POLLIN)
-        return not poll.poll(0)
-
-    def rest(self) -> None:
-        """Be idle from now on."""
-        self._idle_since_s, self._process = time.monotonic(), os.getpid()
+    """The socket. `sock` is the same, but None as soon as an answer begins after which the server closes."""
 
     def connect(self) -> None:
         super().connect()
@@ -240,15 +193,12 @@ class _Exchange:
         connection = self._connection
         try:
             connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            status, text = response.status, _read(response)
-            if response.will_close or not response.isclosed() or status < HTTPStatus.OK:  # or there is more to read
-                connection.close()
-            connection.rest()
-            self._outcome.set_result((status, text))
+            with connection.getresponse() as response:
+                self._outcome.set_result((response.status, _read(response)))
         except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
-            connection.close()
             self._outcome.set_exception(error)
+        finally:
+            connection.close()
 
 
 def _read(response: http.client.HTTPResponse) -> str | None:

@@ -55,7 +55,6 @@ class ServerDriver(ControlPlane, Channel, Pairs):
         self._new_version: int | None = None
         self.greeted = server.greet()
         """Name of the server that answered, which changes with every start."""
-        server.hang_up()
 
     @property
     def is_asynchronous(self) -> bool:
@@ -73,12 +72,10 @@ class ServerDriver(ControlPlane, Channel, Pairs):
     @override
     async def resume(self) -> None:
         await self._post(Resume(version=self._new_version))
-        self.server.hang_up()
 
     @override
     async def refuse(self, reason: str) -> None:
         await self._post(Refuse(reason=reason[:MAX_REASON]))
-        self.server.hang_up()
 
     @override
     async def flush_caches(self) -> None:
@@ -181,11 +178,6 @@ class ServedRanks(RemoteRanks):
                 f'loopback address: name an address of this host that it can reach, collective={{"host": ADDRESS}}, or '
                 "--host"
             )
-
-    @override
-    def _release(self) -> None:
-        super()._release()
-        self._driver.server.hang_up()
 
     @override
     async def _offer(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:

@@ -100,19 +100,6 @@ def test_every_rank_holds_the_policy(as_source, running, tmp_path):
     assert running.events == ["pause", "flush", "publish 1", "resume", "pause", "flush", "publish 2", "resume"]
 
 
-def test_no_connection_stays_open_after_a_refit(running, monkeypatch):
-    monkeypatch.setattr(running.kind, "hang_up", lambda self: running.orders.append("hang up"))
-    refitter = Refitter(URL)
-    assert running.orders == ["hello", "hang up"]
-    refitter.refit(running.cluster.make_policy(1))
-    assert running.orders[-2:] == ["resume", "hang up"]
-    with pytest.raises(NonFiniteError):
-        refitter.refit(spoilt(running.cluster.make_policy(2)))
-    assert running.orders[-2:] == ["refuse", "hang up"]
-    refitter.close()
-    assert running.orders[-2:] == ["call", "hang up"]
-
-
 def test_a_server_is_refitted_from_an_event_loop(running):
     policy = running.cluster.make_policy(1)
     report = asyncio.run(Refitter(URL).refit_async(policy))
