@@ -1,4 +1,4 @@
-"""A vLLM that lacks anything the plugin reaches for is left alone. A real one: `tests/vllm/test_seams.py`."""
+"""A vLLM that lacks anything the plugin reaches for is left alone."""
 
 import logging
 
