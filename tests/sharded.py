@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import lru_cache
 from math import prod
@@ -588,7 +588,7 @@ def come_alone_first(rank: int) -> list[str]:
                 told.append(type(error).__name__)
         torch.distributed.barrier()
     for attempt in range(2):
-        heard = trainer_group(None).exchange(f"{rank} {attempt}".encode(), timeout_s=60.0)
+        heard = trainer_group(None).exchange(f"{rank} {attempt}".encode(), timeout_s=20.0)
         told += [] if heard == [f"{other} {attempt}".encode() for other in range(4)] else [str(heard)]
     if rank == 0:
         try:
@@ -596,12 +596,48 @@ def come_alone_first(rank: int) -> list[str]:
         except RefitError as error:
             told.append(type(error).__name__)
     torch.distributed.barrier()
-    try:  # the others still have the connections that rank 0 has given up
-        trainer_group(None).exchange(b"", timeout_s=5.0 if rank else 0.5)
-    except RefitError:
+    for timeout_s in (
+        0.5,
+        5.0,
+    ):  # the others still have connections that rank 0 has given up, and perhaps what it sent last
+        with suppress(RefitError):
+            trainer_group(None).exchange(b"", timeout_s=5.0 if rank else timeout_s)
         torch.distributed.barrier()
-    heard = trainer_group(None).exchange(b"", timeout_s=60.0)
+    heard = trainer_group(None).exchange(b"", timeout_s=20.0)
     return told + ([] if len(heard) == 4 else [str(heard)])
+
+
+def come_late_after_giving_up(rank: int) -> int:
+    """Rank 3 asks the others to vote, and they do not come. Then they come, a moment before rank 3 does."""
+    if rank == 3:
+        with suppress(RefitError):
+            trainer_group(None).exchange(b"", timeout_s=0.2)
+    torch.distributed.barrier()
+    if rank == 3:
+        time.sleep(1.0)
+    return len(trainer_group(None).exchange(b"", timeout_s=15.0))
+
+
+def keep_the_error_of_a_vote(rank: int) -> float:
+    """Rank 0 keeps the error of a vote that nobody else came to. Gives how many seconds the others wait for it then."""
+    trainer_group(None).exchange(b"", timeout_s=60.0)
+    kept = []
+    if rank == 0:
+        try:
+            trainer_group(None).exchange(b"", timeout_s=0.5)
+        except RefitError as error:
+            kept.append(error)
+    torch.distributed.barrier()
+    start_s = time.monotonic()
+    if rank > 0:
+        with suppress(RefitError):
+            for _ in range(2):  # rank 0 has sent its part of the first
+                trainer_group(None).exchange(b"", timeout_s=60.0)
+    waited_s = time.monotonic() - start_s
+    torch.distributed.barrier()
+    assert len(trainer_group(None).exchange(b"", timeout_s=60.0)) == 4
+    assert len(kept) == (rank == 0)
+    return waited_s
 
 
 def begin_anew(rank: int, store: str) -> tuple[int, list[str]]:

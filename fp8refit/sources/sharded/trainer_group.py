@@ -156,22 +156,27 @@ class VoteGroup:
     def exchange(self, message: bytes, *, timeout_s: float) -> list[bytes]:
         """Send `message` to every rank and return all, in rank order."""
         try:
-            if self._group not in _voting:
-                _voting[self._group] = _connect(self._group, timeout_s)
-            voting = _voting[self._group]
-            if hasattr(voting, "_set_default_timeout"):  # a vote that waits longer than this rank would hold it up
-                voting._set_default_timeout(timedelta(seconds=timeout_s))
-            return ProcessGroupExchange(voting).exchange(message, timeout_s=timeout_s)
+            return self._vote(message, timeout_s)
         except (EngineLostError, RuntimeError) as error:
-            _voting.pop(self._group, None)
-            raise error if isinstance(error, EngineLostError) else EngineLostError(str(error)) from error
+            why = str(error)
+        # Not above: the error's traceback would keep the connections open, and the others waiting for this rank.
+        _voting.pop(self._group, None)
+        raise EngineLostError(why)
+
+    def _vote(self, message: bytes, timeout_s: float) -> list[bytes]:
+        if self._group not in _voting:
+            _voting[self._group] = _connect(self._group, timeout_s)
+        voting = _voting[self._group]
+        if hasattr(voting, "_set_default_timeout"):  # a vote that waits longer than this rank would hold it up
+            voting._set_default_timeout(timedelta(seconds=timeout_s))
+        return ProcessGroupExchange(voting).exchange(message, timeout_s=timeout_s)
 
 
 def _connect(group: ProcessGroup, timeout_s: float) -> "ProcessGroupGloo":
     """Connect the ranks of a group anew. They meet at its store.
 
-    Each rank leaves a new ticket for the first, which answers it with the place to meet. So what an attempt that failed
-    on some ranks has left there does no harm.
+    Each rank leaves a new ticket for the first, which answers it with the place to meet. A rank that gives up takes its ticket
+    back, so the next attempt does not wait for it.
 
     Raises:
         RuntimeError: They are not all there in time.
@@ -182,17 +187,20 @@ def _connect(group: ProcessGroup, timeout_s: float) -> "ProcessGroupGloo":
     store = PrefixStore("fp8refit", _get_process_group_store(group))
 
     def take(key: str) -> str:
-        while not store.check([key]):
+        while not (value := store.get(key) if store.check([key]) else b""):
             if time.monotonic() > deadline_s:
                 raise RuntimeError("a rank did not come in time")
             time.sleep(_POLL_S)
-        value: bytes = store.get(key)
         store.delete_key(key)
-        return value.decode()
+        return bytes(value).decode()
 
     if rank > 0:
         store.set(str(rank), ticket)
-        place = take(ticket)
+        try:
+            place = take(ticket)
+        except BaseException:
+            store.set(str(rank), "")
+            raise
     else:
         place = ticket
         for other in [take(str(other)) for other in range(1, group.size())]:
