@@ -618,28 +618,6 @@ def come_late_after_giving_up(rank: int) -> int:
     return len(trainer_group(None).exchange(b"", timeout_s=15.0))
 
 
-def keep_the_error_of_a_vote(rank: int) -> float:
-    """Rank 0 keeps the error of a vote that nobody else came to. Gives how many seconds the others wait for it then."""
-    trainer_group(None).exchange(b"", timeout_s=60.0)
-    kept = []
-    if rank == 0:
-        try:
-            trainer_group(None).exchange(b"", timeout_s=0.5)
-        except RefitError as error:
-            kept.append(error)
-    torch.distributed.barrier()
-    start_s = time.monotonic()
-    if rank > 0:
-        with suppress(RefitError):
-            for _ in range(2):  # rank 0 has sent its part of the first
-                trainer_group(None).exchange(b"", timeout_s=60.0)
-    waited_s = time.monotonic() - start_s
-    torch.distributed.barrier()
-    assert len(trainer_group(None).exchange(b"", timeout_s=60.0)) == 4
-    assert len(kept) == (rank == 0)
-    return waited_s
-
-
 def begin_anew(rank: int, store: str) -> tuple[int, list[str]]:
     """The default group is destroyed, and there is another one. Gives how many groups are kept for votes in between."""
     before = gather_whole(rank, "", is_apart=False)

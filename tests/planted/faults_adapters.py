@@ -104,30 +104,17 @@ FAULTS = [
     Fault(
         name="votes go through the trainer's own group",
         path=TRAINERS,
-        before="        return ProcessGroupExchange(voting).exchange(message, timeout_s=timeout_s)\n",
-        after="        return ProcessGroupExchange(self._group).exchange(message, timeout_s=timeout_s)\n",
+        before="            return ProcessGroupExchange(voting).exchange(message, timeout_s=timeout_s)\n",
+        after="            return ProcessGroupExchange(self._group).exchange(message, timeout_s=timeout_s)\n",
         found_by=f"{GATHER} -k 'while_the_others and 100000-5'",
         crashes=True,
     ),
     Fault(
         name="connections of a vote that failed are used again",
         path=TRAINERS,
-        before="        _voting.pop(self._group, None)\n",
-        after="        pass\n",
+        before="            _voting.pop(self._group, None)\n",
+        after="            pass\n",
         found_by=f"{GATHER} -k vote_after",
-    ),
-    Fault(
-        name="the error of a vote keeps its connections open",
-        path=TRAINERS,
-        before="""            why = str(error)
-        # Not above: the error's traceback would keep the connections open, and the others waiting for this rank.
-        _voting.pop(self._group, None)
-        raise EngineLostError(why)
-""",
-        after="""            _voting.pop(self._group, None)
-            raise EngineLostError(str(error)) from error
-""",
-        found_by=f"{GATHER} -k keeps_the_error",
     ),
     Fault(
         name="a rank that gave up connecting is waited for in the next vote",

@@ -156,20 +156,15 @@ class VoteGroup:
     def exchange(self, message: bytes, *, timeout_s: float) -> list[bytes]:
         """Send `message` to every rank and return all, in rank order."""
         try:
-            return self._vote(message, timeout_s)
+            if self._group not in _voting:
+                _voting[self._group] = _connect(self._group, timeout_s)
+            voting = _voting[self._group]
+            if hasattr(voting, "_set_default_timeout"):  # a vote that waits longer than this rank would hold it up
+                voting._set_default_timeout(timedelta(seconds=timeout_s))
+            return ProcessGroupExchange(voting).exchange(message, timeout_s=timeout_s)
         except (EngineLostError, RuntimeError) as error:
-            why = str(error)
-        # Not above: the error's traceback would keep the connections open, and the others waiting for this rank.
-        _voting.pop(self._group, None)
-        raise EngineLostError(why)
-
-    def _vote(self, message: bytes, timeout_s: float) -> list[bytes]:
-        if self._group not in _voting:
-            _voting[self._group] = _connect(self._group, timeout_s)
-        voting = _voting[self._group]
-        if hasattr(voting, "_set_default_timeout"):  # a vote that waits longer than this rank would hold it up
-            voting._set_default_timeout(timedelta(seconds=timeout_s))
-        return ProcessGroupExchange(voting).exchange(message, timeout_s=timeout_s)
+            _voting.pop(self._group, None)
+            raise error if isinstance(error, EngineLostError) else EngineLostError(str(error)) from error
 
 
 def _connect(group: ProcessGroup, timeout_s: float) -> "ProcessGroupGloo":

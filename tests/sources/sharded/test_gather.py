@@ -231,10 +231,6 @@ def test_a_rank_that_gave_up_a_vote_has_not_left_its_ticket_for_the_next(doomed)
     assert doomed.run(sharded.come_late_after_giving_up) == [4] * 4
 
 
-def test_nobody_waits_for_a_rank_that_keeps_the_error_of_a_vote(doomed):
-    assert max(doomed.run(sharded.keep_the_error_of_a_vote)) < 30
-
-
 def test_votes_end_with_their_group_and_begin_with_another(doomed, tmp_path):
     assert doomed.run(sharded.begin_anew, str(tmp_path / "other")) == [(0, ["nothing"] * 2)] * 4
 
