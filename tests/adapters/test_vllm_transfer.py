@@ -428,7 +428,7 @@ def test_a_mailbox_that_does_not_answer_is_given_up_and_its_late_answer_too(monk
     with subprocess.Popen(
         [sys.executable, "-c", OPEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        end = threading.Timer(40.0, process.kill)
+        end = threading.Timer(120.0, process.kill)
         end.start()
         mailbox = Mailbox.find(Address.model_validate_json(process.stdout.readline()), timeout_s=1.0)
         process.send_signal(signal.SIGSTOP)
