@@ -12,7 +12,7 @@ from subject import NOISE, booted_as
 from fp8refit import Broadcaster
 from tests.tiny_models import save_model
 
-TIMEOUT_S = 260
+TIMEOUT_S = 500
 """Three actors and two engines import vLLM: 80 s on two cores, 140 s if others use these too."""
 
 

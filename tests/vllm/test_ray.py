@@ -8,7 +8,7 @@ import pytest
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray"),
-    pytest.mark.timeout(320),
+    pytest.mark.timeout(560),
 ]
 
 
