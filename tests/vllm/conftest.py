@@ -71,8 +71,8 @@ def run_engine(starter, tmp_path_factory):
     """Run one scenario of `run_engine.py` in its own process and give what it found."""
     folder = tmp_path_factory.mktemp("scenarios")
 
-    def run(name, **arguments):
-        (found,) = run_scenario(starter, name, arguments, folder, timeout_s=TIMEOUT_S).drivers
+    def run(name, *, within_s=TIMEOUT_S, **arguments):
+        (found,) = run_scenario(starter, name, arguments, folder, timeout_s=within_s).drivers
         return found
 
     return run

@@ -13,7 +13,7 @@ from fp8refit import Broadcaster
 from tests.tiny_models import save_model
 
 TIMEOUT_S = 500
-"""Three actors and two engines import vLLM: 80 s on two cores, 140 s if others use these too."""
+"""Three actors and two engines import vLLM: 80 to 215 s on two cores, longer if others use these too."""
 
 
 def run_ray(work: str) -> dict:

@@ -13,7 +13,7 @@ pytestmark = [
 
 
 def test_the_example_prints_what_both_engines_say_of_every_version(run_engine, tmp_path):
-    found = run_engine("ray", work=tmp_path)
+    found = run_engine("ray", within_s=520, work=tmp_path)
     assert found["code"] == 0, found["log"]
     lines = [line for line in found["lines"] if line.startswith("version")]
     versions, said = zip(*(line.split(": rollouts ") for line in lines), strict=True)
