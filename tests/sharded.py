@@ -596,10 +596,8 @@ def come_alone_first(rank: int) -> list[str]:
         except RefitError as error:
             told.append(type(error).__name__)
     torch.distributed.barrier()
-    for timeout_s in (
-        0.5,
-        5.0,
-    ):  # the others still have connections that rank 0 has given up, and perhaps what it sent last
+    # The others still have connections that rank 0 has given up, and perhaps what it sent last.
+    for timeout_s in (0.5, 5.0):
         with suppress(RefitError):
             trainer_group(None).exchange(b"", timeout_s=5.0 if rank else timeout_s)
         torch.distributed.barrier()

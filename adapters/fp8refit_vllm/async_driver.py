@@ -180,18 +180,19 @@ class AsyncDriver(Driver, Channel, Pairs):
         try:
             return await self._answer(call, self._timeout_s if timeout_s is None else timeout_s)
         except Exception as error:  # see `error_of`
-            if self._llm.errored:
-                raise EngineLostError(f"the engine core died ({error}); restart the engine") from error
-            raise error_of(error) from error
+            raise self._error_of(error) from error
+
+    def _error_of(self, error: Exception) -> RefitError:
+        if self._llm.errored:
+            return EngineLostError(f"the engine core died ({error}); restart the engine")
+        return error_of(error)
 
     async def _dying_or(self, error: Exception) -> RefitError:
         """The error for what a core raised that may be about to die: one whose workers are gone cancels what it does first."""
         deadline_s = time.monotonic() + _DYING_S
         while not self._llm.errored and time.monotonic() < deadline_s:
             await asyncio.sleep(_DYING_S / 100)
-        if self._llm.errored:
-            return EngineLostError(f"the engine core died ({error}); restart the engine")
-        return error_of(error)
+        return self._error_of(error)
 
     async def _answer(self, call: Awaitable[T], timeout_s: float) -> T:
         """Await a call, unless it takes too long or the engine core dies: vLLM never answers a call whose core has died."""

@@ -178,12 +178,19 @@ def every_value_below_every_maximum(dtype):
     return blocks.reshape(steps * 128, 128)
 
 
-@pytest.mark.parametrize("stance", ["default", "force_eager"])
-def test_vllms_own_cast_is_the_reciprocal_format(stance):
+@pytest.mark.parametrize(
+    ("dtype", "stance"),
+    [
+        (torch.bfloat16, "default"),
+        (torch.bfloat16, "force_eager"),
+        (torch.float16, "force_eager"),  # compiled it differs at ties; docs/arithmetic.md
+    ],
+)
+def test_vllms_own_cast_is_the_reciprocal_format(dtype, stance):
     deep_gemm = pytest.importorskip("vllm.utils.deep_gemm")
     random = torch.randn(2048, 640, device="cuda") * 0.02
-    for weight in (maxima_of_every_magnitude(), random, every_value_below_every_maximum(torch.bfloat16)):
-        weight = weight.to(torch.bfloat16)
+    for weight in (maxima_of_every_magnitude(), random, every_value_below_every_maximum(dtype)):
+        weight = weight.to(dtype)
         with torch.compiler.set_stance(stance):
             codes, scale = deep_gemm.per_block_cast_to_fp8(weight, [128, 128], False)
         own_codes, own_scale = quantize_blockwise(weight, scale_format="fp32_reciprocal")

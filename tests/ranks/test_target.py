@@ -1300,15 +1300,20 @@ def test_what_a_refit_that_failed_has_written_is_not_kept(target, model):
         assert_holds(model, second)
 
 
-def test_copies_made_after_a_refit_was_prepared_are_refused():
-    model = FakeModel()
-    policy = make_policy(model, seed=1)
+def target_that_copies(model):
+    """A target, and the refusals of copies that its engine has made."""
     copies: list[Refusal] = []
 
     def read_inventory():
         return dataclasses.replace(model.read_inventory(), find_copies=lambda _: tuple(copies))
 
-    target = Target(read_inventory, device=torch.device("cpu"), engine="fake", versions={})
+    return Target(read_inventory, device=torch.device("cpu"), engine="fake", versions={}), copies
+
+
+def test_copies_made_after_a_refit_was_prepared_are_refused():
+    model = FakeModel()
+    policy = make_policy(model, seed=1)
+    target, copies = target_that_copies(model)
     before = live_bytes(model)
     prepared = target.prepare(as_source(policy), RefitConfig())
     copies.append(Refusal(module="layers.0", reason="keeps `joined`", remedy="Boot without it"))
@@ -1325,12 +1330,7 @@ def test_copies_made_after_a_refit_was_prepared_are_refused():
 def test_copies_made_while_a_later_refit_is_written_leave_the_engine_dirty():
     model = FakeModel()
     policy = make_policy(model, seed=1)
-    copies: list[Refusal] = []
-
-    def read_inventory():
-        return dataclasses.replace(model.read_inventory(), find_copies=lambda _: tuple(copies))
-
-    target = Target(read_inventory, device=torch.device("cpu"), engine="fake", versions={})
+    target, copies = target_that_copies(model)
     refit_target(target, as_source(policy))
     prepared = target.prepare(as_source(policy), RefitConfig())
     copies.append(Refusal(module="layers.0", reason="keeps `joined`", remedy="Boot without it"))

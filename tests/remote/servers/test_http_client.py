@@ -203,6 +203,14 @@ def test_every_order_has_a_connection_of_its_own_which_is_closed(version, answer
             time.sleep(0.01)
 
 
+def test_an_order_on_a_connection_that_breaks_is_not_given_twice(listen, connected):
+    """The server may have carried it out."""
+    url, seen = listen(lambda handler: setattr(handler, "close_connection", True), version="HTTP/1.1")
+    with pytest.raises(EngineLostError, match=r"cannot be reached .*restart it"):
+        PlainServer(url).post(Hello(), timeout_s=5)
+    assert (len(connected), len(seen)) == (1, 1)
+
+
 def test_a_late_answer_is_not_taken_for_that_of_the_next_order(listen):
     came, may_go_on = [], threading.Event()
 
