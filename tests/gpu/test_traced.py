@@ -36,6 +36,8 @@ WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "traced"
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "300"))
 ENVIRONMENT = {"VLLM_USE_DEEP_GEMM": os.environ.get("VLLM_USE_DEEP_GEMM", "0")}
 """DeepGEMM's kernels are compiled for every shape, which takes minutes."""
+IS_PROVED = os.environ.get("FP8REFIT_PROVE_TRACE", "1") != "0"
+"""Whether first refits prove their trace; 0 shows what they cost without."""
 ATTENTION = {"sglang": {"deepseek-v3-4layers": ("--attention", "triton")}}
 MOST_S = {"qwen3-8b": 1.0, "qwen3-30b-a3b": 3.0}
 """Of a first refit without the proof of its trace; and of the proof."""
@@ -48,7 +50,7 @@ def start(mode, shape):
     options = ATTENTION.get(ENGINE, {}).get(shape, ())
     arguments = (mode, "--engine", ENGINE, "--shape", shape, "--work", WORK / shape, *options)
     if mode == "refit":
-        arguments = (*arguments, "--wait")
+        arguments = (*arguments, "--wait", *(() if IS_PROVED else ("--no-proof",)))
     return started("run_traced.py", arguments, out=WORK / f"{mode}-{shape}.json", log=log, environment=ENVIRONMENT)
 
 
@@ -66,7 +68,8 @@ def keep_result(shape, engine):
     """As soon as it is known: a run that is cut short keeps what it has."""
     result = {
         "what": f"{ENGINE}, {shape} shape with outlier channels, slots traced through the engine's own loader",
-        "command": f"FP8REFIT_ENGINE={ENGINE} FP8REFIT_GPU_SHAPES={','.join(SHAPES)} python -m pytest tests/gpu/test_traced.py",
+        "command": f"FP8REFIT_ENGINE={ENGINE} FP8REFIT_GPU_SHAPES={','.join(SHAPES)} FP8REFIT_PROVE_TRACE={IS_PROVED:d} "
+        "python -m pytest tests/gpu/test_traced.py",
         "gpu": engine["gpu"],
         "versions": engine["versions"],
         "kernels": engine["kernels"],
@@ -89,7 +92,7 @@ def keep_result(shape, engine):
             }
             for kind in ("single", "stacked")
         }
-    write_result(f"traced_{ENGINE}_{shape}", result)
+    write_result(f"traced_{ENGINE}_{shape}{'' if IS_PROVED else '_not_proved'}", result)
 
 
 @pytest.fixture(scope="module")
@@ -157,4 +160,4 @@ def test_looking_at_the_loader_leaves_no_memory_in_use(shape, found):
 def test_a_first_refit_is_quick(shape, found):
     proof_s = of(found, shape)["twin"]["proof_s"]
     assert max(proof_s) <= MOST_S[shape]
-    assert of(found, shape)["first_refit"]["wall_s"] <= MOST_S[shape] + proof_s[0]
+    assert of(found, shape)["first_refit"]["wall_s"] <= MOST_S[shape] + (proof_s[0] if IS_PROVED else 0)
