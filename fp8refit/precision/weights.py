@@ -202,12 +202,17 @@ class TrainedWeights:
         return self.weights[-1]
 
     def watch(self) -> None:
-        """Have modules around weights compare them when called: of FSDP's those on which ranks agree, its own and around."""
+        """Have modules around all weights compare them when called; with FSDP those on which ranks agree, its own.
+
+        A hook has a number of its own, on which torch.compile would specialize each layer that has one.
+        """
         for module in self._model.modules():
             if hasattr(module, "reshard"):
                 for weight in self.within(module):
                     weight.gathers = module  # the innermost comes last
-            if module is self._model or (has_fsdp(module) if self._begins_sharded else any(module.children())):
+            if module is self._model or (
+                has_fsdp(module) if self._begins_sharded else len(self.within(module)) == len(self.weights)
+            ):
                 module.register_forward_pre_hook(self._begin, prepend=True)
                 module.register_forward_hook(self._end, always_call=True)
 

@@ -64,6 +64,7 @@ def test_products_and_gradients_are_those_of_the_definition(needs_products, scal
     served = dequantize_blockwise(codes, scale).double()
     taken = dequantize_blockwise(*quantize_activations(x.detach(), scale_format), block_size=(1, 128)).double()
     model(x)  # the codes are there
+    torch._dynamo.reset()  # it compiles a function for eight formats at most
     y = (torch.compile(model[0], fullgraph=True) if compiles else model[0])(x)
     y.backward(gradient)
     # The products are exact but for the rounding of the result; gradients are FP8 in one more operand.

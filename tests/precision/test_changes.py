@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -199,6 +200,28 @@ def test_a_compiled_part_sees_steps(optimizer):
         assert torch.equal(y, copy.deepcopy(model)[0](X))
         y.square().mean().backward()
         optimizer.step()
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(128, 128, bias=False))
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
+def test_compiled_layers_share_what_is_compiled():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(12)))
+    unify(model)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    for layer in model:
+        layer.compile(backend=counter)
+    for _ in range(2):
+        model(torch.ones(3, 128)).sum().backward()
+    assert counter.frame_count <= 3
 
 
 def test_a_compiled_part_without_breaks_is_refused_until_what_changed_is_quantized():
