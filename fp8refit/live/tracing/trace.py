@@ -102,6 +102,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _only_views(func):
             # What calling `func` does, in half the time.
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
+        if func is aten.copy_.default and (name := self._parameters.get(storage_of(args[0]))) is not None:
+            if args[0].numel():
+                self._copy(name, args[0], args[1])
+            return args[0]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is aten._local_scalar_dense.default and storage_of(args[0]) in self._origins:
             return self._number_for(args[0])
@@ -122,13 +126,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _write(self, func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Any) -> None:
-        into, *read = tensors
+        into = tensors[0]
         name = self._parameters[storage_of(into)]
         if not into.numel():
             return
-        if func is aten.copy_.default:
-            self._copy(name, into, read[0])
-        elif func is aten.fill_.Scalar and args[1] in self._numbers:
+        if func is aten.fill_.Scalar and args[1] in self._numbers:
             self._copy(name, into, self._numbers.pop(args[1]))
         elif func is aten.zero_.default or (func is aten.fill_.Scalar and args[1] == 0):
             self.copies.append(nothing_into(name, into))
