@@ -18,6 +18,7 @@ from fp8refit import (
     Refitter,
     UnsupportedEngineError,
 )
+from fp8refit.remote.servers.order_handler import OrderHandler
 from fp8refit.remote.servers.orders import Caller, OrderRequest, Pause, Place
 from tests.fake_ranks import NORM, Q_PROJ, ClientEngine, ClientEntryPoint, Cluster, Drivers, Remote
 from tests.fakes import FakeEntryPoint, FakeModel, assert_holds, make_policy
@@ -45,6 +46,24 @@ class Hosted:
 @pytest.fixture
 def hosted():
     return Hosted()
+
+
+def test_an_interrupt_ends_one_order_and_not_the_next(hosted, monkeypatch):
+    refitter, policy = Refitter(HostedEngine(hosted.ask)), hosted.cluster.make_policy(1)
+    refitter.refit(policy)
+
+    async def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OrderHandler, "_obey", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            refitter.refit(policy)
+    try:
+        assert refitter.refit(policy).version == 2
+    except KeyboardInterrupt:
+        pytest.fail("it came out of the next order")
+    hosted.cluster.assert_holds(policy, version=2)
 
 
 def test_policies_arrive_one_after_another(hosted):

@@ -152,7 +152,7 @@ def test_a_good_write_after_aborted_ones(route, attempts, form, index):
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["first", "again"])
-@pytest.mark.parametrize("form", ["list", "mapping"])
+@pytest.mark.parametrize("form", ["iterator", "mapping"])
 def test_an_error_at_every_line_of_a_fill(form, is_known):
     """The shortest of those, each one, for a write that compiles and one that does not."""
     engine = Engine("here")

@@ -242,4 +242,11 @@ FAULTS = [
         after="                pass\n",
         found_by="tests/remote/test_ranks.py -k leaves_no_answer",
     ),
+    Fault(
+        name="an interrupted order comes out of the next one",
+        path="fp8refit/remote/servers/order_handler.py",
+        before="        except KeyboardInterrupt as error:\n            return error\n",
+        after="",
+        found_by="tests/driver/test_hosted_engine.py -k interrupt",
+    ),
 ]

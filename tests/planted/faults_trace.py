@@ -317,7 +317,7 @@ FAULTS = [
         path="fp8refit/live/tracing/kinds.py",
         before="shared, frozenset(loaded.get(name, ())))\n",
         after="shared)\n",
-        found_by=LOADERS,
+        found_by=f"{PROOF} -k is_like_the_first",
     ),
     Fault(
         name="casts of a loader do not tell layers apart",

@@ -109,8 +109,13 @@ FAULTS = [
     Fault(
         name="flags of an interrupted launch",
         path="fp8refit/fill/kernels/triton_table.py",
-        before="        self._has_run |= bool(launches)\n",
-        after="",
+        before="        self._has_run |= bool(launches)\n        with on_device(self._device):\n"
+        "            for launcher, first_tile, num_tiles in launches:\n"
+        "                launcher.launch(self._arrays, shift, first_tile, num_tiles)\n",
+        after="        with on_device(self._device):\n"
+        "            for launcher, first_tile, num_tiles in launches:\n"
+        "                launcher.launch(self._arrays, shift, first_tile, num_tiles)\n"
+        "        self._has_run |= bool(launches)\n",
         found_by=f"{TABLES}::test_flags_of_a_launch_that_was_interrupted_are_dropped",
     ),
     Fault(

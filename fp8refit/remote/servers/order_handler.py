@@ -53,7 +53,7 @@ class OrderHandler:
         self._process = -1
         self._version = 0
         self._ending: asyncio.Task[None] | None = None
-        self._obeying: asyncio.Task[Answer] | None = None
+        self._obeying: asyncio.Task[Answer | KeyboardInterrupt] | None = None
 
     async def answer(self, message: str) -> Answer:
         """Carry out an order once earlier ones are done, even if the caller leaves. Errors are returned, not raised.
@@ -62,9 +62,13 @@ class OrderHandler:
             message: The order, encoded by `OrderRequest.encode`.
         """
         self._obeying = asyncio.ensure_future(self._answer(message))
-        return await asyncio.shield(self._obeying)
+        found = await asyncio.shield(self._obeying)
+        if isinstance(found, KeyboardInterrupt):
+            raise found
+        return found
 
-    async def _answer(self, message: str) -> Answer:
+    async def _answer(self, message: str) -> Answer | KeyboardInterrupt:
+        """An interrupt is returned: raised in a task, it would stop the event loop, and come out of the next order too."""
         try:
             request = OrderRequest.decode(message)
             async with self._turn:
@@ -74,6 +78,8 @@ class OrderHandler:
             if not isinstance(error, RefitError):
                 logger.exception("an order could not be carried out")
             found = Answer(error=ErrorRecord.of(error))
+        except KeyboardInterrupt as error:
+            return error
         return found.model_copy(update={"server": self._id, "place": self._place})
 
     async def _check_is_free_for(self, driver: Caller) -> None:

@@ -8,7 +8,7 @@ import torch
 from fp8refit.fill.kernels.reference_table import ReferenceTable
 from fp8refit.fill.kernels.table import compile_table, join_tables
 from fp8refit.fill.kernels.triton_launch import Launcher
-from fp8refit.fill.kernels.triton_table import TritonTable
+from fp8refit.fill.kernels.triton_table import TritonTable, _Numbers
 from fp8refit.fill.kernels.work import Action
 from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat
 from tests.fill.kernels.tables import assert_same_as_reference, copy_task, quantize_task, storage_bytes, twin
@@ -287,7 +287,10 @@ def test_a_table_that_was_interrupted_while_it_was_pointed_elsewhere_is_pointed_
     task = copy_task(first)
     table = TritonTable([task], device)
 
-    def fail(*_):
+    upload = _Numbers.upload
+
+    def interrupted(*arguments):
+        upload(*arguments)
         raise KeyboardInterrupt
 
     for again in (
@@ -295,7 +298,7 @@ def test_a_table_that_was_interrupted_while_it_was_pointed_elsewhere_is_pointed_
         lambda: table.run(0, [first], check=True),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr("fp8refit.fill.kernels.triton_table._Numbers.upload", fail)
+            patch.setattr(_Numbers, "upload", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 table.refresh([second])
         again()

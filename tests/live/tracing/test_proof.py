@@ -313,7 +313,7 @@ def test_each_rank_proves_its_own_part(rank):
 
 
 def test_a_trace_that_says_another_thing_is_refused():
-    """Each copy in turn from another source, from the next element, or not at all."""
+    """Each copy in turn from another source, from the next element or row, or not at all."""
     names = names_of(model_with(num_layers=1))
     twin = twin_of(lambda: model_with(num_layers=1), names)
     others = dict(pairwise([*names, next(iter(names))]))
@@ -336,11 +336,13 @@ def wrongly(copy, others, names):
     if names[other] == names[copy.source]:
         yield (copy._replace(source=other),)
     if names[copy.source] != (1,):
-        size = copy.runs[0].size
-        yield (
-            copy._replace(start=1, runs=(copy.runs[0]._replace(size=size - 1),)),
-            copy._replace(into=size - 1, start=0, runs=()),
-        )
+        run = copy.runs[0]
+        for shift in (1, 8) if run.size > 8 else (1,):  # 8 is a row of most
+            left = run.size - shift
+            yield (
+                copy._replace(start=shift, runs=(run._replace(size=left),)),
+                copy._replace(into=left, start=0, runs=(run._replace(size=shift),) if shift > 1 else ()),
+            )
 
 
 def test_without_room_on_the_device_and_for_all_at_once_it_is_proved_in_turn(monkeypatch):
