@@ -123,10 +123,7 @@ class ReceivedFill(Fill):
 
     @override
     def launch(self, begun: torch.cuda.Event | None) -> None:
-        """Start. Nothing has arrived yet; flags of earlier refits are dropped."""
-        for table, _ in self._unread:
-            table.forget_flags()
-        self._unread.clear()
+        """Start. Nothing has arrived yet."""
         self._num_filled = 0
         if begun is not None:
             begun.record()

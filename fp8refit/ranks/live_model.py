@@ -86,6 +86,7 @@ class LiveModel:
             self.inventory = inventory
         return inventory
 
+    @collector_paused()
     def refusals(self, inventory: Inventory | None = None) -> tuple[Refusal, ...]:
         """Why the model cannot be refitted: how it was built, or copies of weights that it has made since.
 

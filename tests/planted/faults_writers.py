@@ -93,13 +93,6 @@ FAULTS = [
         found_by=f"{ABORTED}::test_an_error_at_every_line_of_a_fill",
     ),
     Fault(
-        name="flags of an aborted broadcast",
-        path="fp8refit/fill/from_buckets.py",
-        before="        for table, _ in self._unread:\n            table.forget_flags()\n",
-        after="",
-        found_by=f"{ABORTED}::test_flags_of_a_broadcast_that_was_interrupted_are_not_the_next_one_s",
-    ),
-    Fault(
         name="layouts that are known without their rows",
         path="fp8refit/fill/direct.py",
         before="        new, self._new, self._plan = self._new, [], None  #",
