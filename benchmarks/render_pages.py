@@ -515,8 +515,6 @@ def render_precision(mismatches: list[dict[str, Any]], step: dict[str, Any]) -> 
 
 def _seeing(step: dict[str, Any]) -> str:
     """What it takes to see that weights changed."""
-    if "compare_s" not in step:  # measured before weights were compared
-        return f"Quantizing the weights takes {1e3 * step['quantize_s']:.1f} ms per step, not included."
     compare, both = (1e3 * step[name] for name in ("compare_s", "compare_and_quantize_s"))
     return (
         f"Comparing the weights with their codes takes {compare:.1f} ms of it. The first forward pass after a step, which "
