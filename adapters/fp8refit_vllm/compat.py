@@ -40,6 +40,8 @@ SEAMS = (
 """What the plugin reaches for, whatever it is used for."""
 
 PLUGIN_GROUP = "vllm.general_plugins"
+BACKEND = "fp8refit"
+"""Our backend name in `weight_transfer_config`."""
 
 
 def is_async_client(candidate: Any) -> bool:
@@ -117,23 +119,13 @@ def engine_process_group(num_ranks: int) -> ProcessGroup | None:
     return None
 
 
-def register_transfer(name: str, worker_class: str, trainer_class: str) -> None:
-    """Register our weight-transfer backend with vLLM, which imports the classes on use. May be repeated.
-
-    Args:
-        name: The backend.
-        worker_class: Dotted path of the worker's class.
-        trainer_class: Dotted path of the trainer's class.
-    """
+def register_transfer() -> None:
+    """Register our weight-transfer backend with vLLM, which imports the classes on use. May be repeated."""
     from vllm.distributed.weight_transfer import factory
 
-    for registry, path in (
-        (factory.WeightTransferEngineFactory, worker_class),
-        (factory.WeightTransferTrainerFactory, trainer_class),
-    ):
-        module, _, class_name = path.rpartition(".")
-        with suppress(ValueError):  # already registered
-            registry.register_engine(name, module, class_name)
+    with suppress(ValueError):  # already registered
+        factory.WeightTransferEngineFactory.register_engine(BACKEND, "fp8refit_vllm.transfer", "RefitTransferEngine")
+        factory.WeightTransferTrainerFactory.register_engine(BACKEND, "fp8refit_vllm.trainer", "RefitTrainer")
 
 
 def booting_worker() -> Any:
@@ -151,12 +143,15 @@ def booting_worker() -> Any:
     return None
 
 
-def end_weight_update(worker: Any) -> bool:
-    """Mark the worker's weight update as ended, so that the next one can begin. Returns whether one was in progress."""
-    was_active = bool(getattr(worker, "_weight_update_active", False))
-    if was_active:
+def is_updating(worker: Any) -> bool:
+    """Whether a weight update through vLLM's API is in progress."""
+    return bool(getattr(worker, "_weight_update_active", False))
+
+
+def end_weight_update(worker: Any) -> None:
+    """Mark the worker's weight update as ended, so that the next one can begin."""
+    if is_updating(worker):
         worker._weight_update_active = False
-    return was_active
 
 
 def takes_version(client: Any) -> bool:

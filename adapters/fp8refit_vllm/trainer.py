@@ -12,16 +12,15 @@ from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import RefitReport
-from fp8refit_vllm.compat import register_transfer
-from fp8refit_vllm.letters import BACKEND, TRAINER_TRANSFER, WORKER_TRANSFER
-from fp8refit_vllm.transfer_channel import Client
+from fp8refit_vllm.compat import BACKEND, register_transfer
+from fp8refit_vllm.transfer_driver import Client
 from fp8refit_vllm.transfer_session import TransferSession
 from fp8refit_vllm.weight_source import opened
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-register_transfer(BACKEND, WORKER_TRANSFER, TRAINER_TRANSFER)
+register_transfer()
 
 
 @dataclass

@@ -25,20 +25,13 @@ from fp8refit_vllm.worker import serve
 
 
 @dataclass
-class RefitInitInfo(WeightTransferInitInfo):
-    """The unchecked message. It is validated later, where an error does not desynchronize vLLM's calls."""
+class Unread(WeightTransferInitInfo, WeightTransferUpdateInfo):
+    """An unchecked message. It is validated later, where an error does not desynchronize vLLM's calls."""
 
     asked: dict[str, Any]
 
 
-@dataclass
-class RefitUpdateInfo(WeightTransferUpdateInfo):
-    """The unchecked message of an update."""
-
-    asked: dict[str, Any]
-
-
-class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
+class RefitTransferEngine(WeightTransferEngine[Unread, Unread]):
     """Implements vLLM's `WeightTransferEngine`; `fp8refit_vllm.trainer.RefitTrainer` drives it. Messages are
     validated by `TransferRank`, which also synchronizes where needed.
 
@@ -46,8 +39,7 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
         UnsupportedEngineError: It was not created by a vLLM worker.
     """
 
-    init_info_cls = RefitInitInfo
-    update_info_cls = RefitUpdateInfo
+    init_info_cls = update_info_cls = Unread
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
@@ -58,27 +50,27 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
         self._rank = TransferRank(worker, partial(serve, worker), partial(check_layout, vllm_config))
 
     @override
-    def parse_init_info(self, init_dict: dict[str, Any]) -> RefitInitInfo:
-        return RefitInitInfo(init_dict)
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Unread:
+        return Unread(init_dict)
 
     @override
-    def parse_update_info(self, update_dict: dict[str, Any]) -> RefitUpdateInfo:
-        return RefitUpdateInfo(update_dict)
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Unread:
+        return Unread(update_dict)
 
     @override
-    def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
+    def init_transfer_engine(self, init_info: Unread) -> None:
         self._rank.invite(init_info.asked)
 
     @override
     def start_weight_update(self) -> None:
-        self._rank.begin()
+        """Do nothing: a refit begins with its first message."""
 
     @override
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
 
     @override
-    def receive_weights(self, update_info: RefitUpdateInfo) -> None:
+    def receive_weights(self, update_info: Unread) -> None:
         self._rank.receive(update_info.asked)
 
     @override

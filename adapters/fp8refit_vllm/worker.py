@@ -38,7 +38,6 @@ from fp8refit_vllm.core import CORE_METHOD, carry_out
 from fp8refit_vllm.core_compat import add_to_core, on_core_start, raise_refusals
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
 from fp8refit_vllm.layout import read_inventory
-from fp8refit_vllm.letters import BACKEND, TRAINER_TRANSFER, WORKER_TRANSFER
 from fp8refit_vllm.twin import twin_of
 from fp8refit_vllm.watch import FLAG_METHOD, watch
 
@@ -63,7 +62,7 @@ def register() -> None:
         return
     from vllm.v1.worker.worker_base import WorkerBase
 
-    register_transfer(BACKEND, WORKER_TRANSFER, TRAINER_TRANSFER)
+    register_transfer()
     setattr(WorkerBase, PLUGIN_METHOD, serve)
     setattr(WorkerBase, FLAG_METHOD, show_flag)
     add_to_core(CORE_METHOD, carry_out)

@@ -4,6 +4,7 @@ Every reply echoes its request's id, and every order after `Prepare` names its r
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,7 +19,7 @@ from fp8refit.transport.collective.communicator import Meeting
 from fp8refit.transport.memory.segment import Segment, TensorRef
 from fp8refit.transport.vote import ErrorRecord
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Version of these messages; both sides must use the same."""
 _MAX_PROBLEMS = 100
 """Further problems are only counted: pydantic's list of them takes a hundred times the size of the message."""
@@ -42,6 +43,20 @@ class Message(BaseModel):
     def encode(self) -> str:
         """As JSON."""
         return self.model_dump_json(by_alias=True)
+
+
+class Place(Message):
+    """Where a process runs. Only processes in the same place can share memory and see each other die."""
+
+    boot_id: str
+    """Boot id of the host's kernel."""
+    pid_namespace: int
+
+    @classmethod
+    def here(cls) -> "Place":
+        """The place of this process."""
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return cls(boot_id=boot_id, pid_namespace=Path("/proc/self/ns/pid").stat().st_ino)
 
 
 class MappedTensors(Message):
@@ -234,6 +249,9 @@ class Reply(Message):
     id: str
     protocol: int = PROTOCOL
     rank: int = 0
+    num_ranks: int = 0
+    place: Place | None = None
+    """Where the rank runs, if it was asked who it is."""
     error: ErrorRecord | None = None
     version: int = 0
     is_dirty: bool = False

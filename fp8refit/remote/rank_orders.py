@@ -75,7 +75,7 @@ class RankOrders:
                     raise held
                 rank.target.close()
             case messages.Do():
-                pass  # every reply says who answers
+                return {"place": messages.Place.here()}  # every reply says who answers
             case messages.Prepare():
                 self._prepare(order, held)
             case messages.Join():

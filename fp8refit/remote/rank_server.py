@@ -54,6 +54,7 @@ class RankServer:
         return Reply(
             id=request_id,
             rank=rank.group.rank,
+            num_ranks=rank.group.size,
             version=rank.target.version,
             is_dirty=rank.target.is_dirty,
             package_version=__version__,

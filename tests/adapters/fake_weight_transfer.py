@@ -32,7 +32,6 @@ class Worker:
     def start_weight_update(self) -> None:
         if self._weight_update_active:
             raise RuntimeError("start_weight_update called while a weight update is already active")
-        self.transfer.begin()
         self._weight_update_active = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -4,20 +4,14 @@ The real one: `tests/vllm/test_weight_transfer.py`.
 """
 
 import gc
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from functools import cached_property
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8refit_vllm import transfer_session, weight_source
-from fp8refit_vllm.letters import Invitation, Letter
-from fp8refit_vllm.mailbox import Address, Mailbox
+from fp8refit_vllm import transfer_driver, weight_source
+from fp8refit_vllm.transfer_rank import Letter
 from fp8refit_vllm.transfer_session import TransferSession
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -32,9 +26,10 @@ from fp8refit import (
     TransportError,
     UnsupportedEngineError,
 )
-from fp8refit.remote.messages import Do, Request
-from fp8refit.remote.servers.orders import Place
+from fp8refit.remote import messages
+from fp8refit.remote.messages import PROTOCOL, Do, Place, Request
 from fp8refit.transport.collective import store
+from fp8refit.transport.collective.board import Address, Board
 from tests.adapters.fake_weight_transfer import Engine
 from tests.fake_kv import ATTENTION, K_SCALE
 from tests.fake_ranks import NORM, Q_PROJ, Cluster, manifest_of
@@ -82,8 +77,19 @@ def with_nan(policy):
     return bad
 
 
+def letter(address: Address, message: str) -> dict:
+    return Letter(address=address, id="1", message=message).model_dump()
+
+
 def stranger() -> dict:
-    return Letter(token="0" * 32, id="1", message=Request(id="1", order=Do(step="hello")).encode()).encode()
+    address = Address(token="0" * 32, host="127.0.0.1", port=1)
+    return letter(address, Request(id="1", order=Do(step="hello")).encode())
+
+
+def open_board() -> Board:
+    """As a trainer does."""
+    opened, token, port = store.open_store(host="127.0.0.1", port=0, timeout_s=TIMEOUT_S)
+    return Board(Address(token=token, host="127.0.0.1", port=port), 0, opened)
 
 
 def test_every_rank_holds_what_was_sent_and_the_engine_is_told_its_version(engine, session, cluster):
@@ -163,9 +169,9 @@ def test_prompts_are_refused_for_want_of_a_tokenizer(session):
 @pytest.mark.parametrize(
     ("letter", "says"),
     [
-        ({}, r"token: Field required.*drive this engine with fp8refit_vllm.trainer"),
+        ({}, r"address: Field required.*drive this engine with fp8refit_vllm.trainer"),
         (stranger() | {"more": 1}, "more: Extra inputs are not permitted"),
-        ({"names": ["a"], "dtype_names": ["bfloat16"]}, "names: Extra inputs"),
+        ({"names": ["a"], "dtype_names": ["bfloat16"]}, r"is not a message of fp8refit .* \(1 of 5 problems\)"),
         (stranger(), "another trainer has taken over this engine"),
     ],
     ids=["nothing", "unknown field", "another backend's", "another token"],
@@ -187,40 +193,50 @@ def test_an_update_before_an_invitation_is_refused(engine):
 
 
 def test_what_no_rank_can_read_is_answered(engine, session):
-    mailbox = session._mailbox
+    board = session._driver._board
     engine.start_weight_update()
-    engine.update_weights(Letter(token=mailbox.address.token, id="x", message="{").encode())
+    engine.update_weights(letter(board.address, "{"))
     engine.finish_weight_update()
-    assert all("cannot read the driver's message" in mailbox.collect("x", rank) for rank in range(2))
+    assert all("cannot read the driver's message" in board.take(f"1/{rank}")[0] for rank in range(2))
 
 
 @pytest.mark.parametrize(
     "asked", [{}, {"address": {"token": "short"}}, {"master_address": "127.0.0.1"}], ids=["nothing", "bad", "nccl's"]
 )
 def test_invitations_that_nobody_can_be_told_of_fail(asked, engine):
-    with pytest.raises(RuntimeError, match=r"init_info\.address is not a message of fp8refit"):
+    with pytest.raises(RuntimeError, match="is not a message of fp8refit"):
         engine.init_weight_transfer_engine(asked)
     assert engine.is_in_step
 
 
 def test_a_trainer_that_is_not_there_is_named(engine, monkeypatch):
     monkeypatch.setattr("fp8refit_vllm.transfer_rank.FINDING_S", 0.5)
-    address = Address(token="0" * 32, host="127.0.0.1", port=1)
     with pytest.raises(RuntimeError, match=r"the trainer cannot be reached at 127\.0\.0\.1:1"):
-        engine.init_weight_transfer_engine(Invitation(address=address).encode())
+        engine.init_weight_transfer_engine(stranger())
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"protocol": 7, "package_version": "9"}, r"trainer \(fp8refit 9\) uses weight-transfer protocol 7.* uses 1;"),
-        ({"more": 1}, "more: Extra inputs are not permitted"),
+        (('"protocol":', '"protocol":7'), f"the driver speaks protocol 7{PROTOCOL} and this rank.* speaks {PROTOCOL};"),
+        (('"step":', '"more":1,"step":'), "cannot read the driver's message.*more: Extra inputs are not permitted"),
     ],
     ids=["protocol", "unknown field"],
 )
-def test_a_trainer_of_another_version_is_told(change, says, engine, open_session):
-    engine.before = lambda method, asked: asked.update(change)
+def test_a_trainer_of_another_version_is_told_and_the_one_before_it_stays(change, says, engine, session, open_session):
+    engine.before = lambda method, asked: asked.update(message=asked["message"].replace(*change))
     with pytest.raises(RankFailedError, match=says):
+        open_session(engine)
+    engine.before = lambda *_: None
+    assert len(session.fingerprints()) == 2
+    assert engine.is_in_step
+
+
+def test_an_engine_that_cannot_read_the_letter_says_what_to_install(engine, open_session):
+    engine.before = lambda method, asked: asked.update(more=1)
+    with pytest.raises(
+        UnsupportedEngineError, match="more: Extra inputs are not permitted.*the same version of fp8refit"
+    ):
         open_session(engine)
     assert engine.is_in_step
 
@@ -267,7 +283,7 @@ def test_a_client_that_reaches_some_ranks_is_refused(engine, open_session):
 
 
 def test_ranks_that_go_elsewhere_are_missed(engine, open_session):
-    other = Mailbox.open(host="127.0.0.1", port=0, timeout_s=TIMEOUT_S)
+    other = open_board()
     engine.before = lambda method, asked: asked.update(address=other.address.model_dump())
     with pytest.raises(TransportError, match=r"no rank of the engine connected to 127\.0\.0\.1"):
         open_session(engine)
@@ -275,8 +291,8 @@ def test_ranks_that_go_elsewhere_are_missed(engine, open_session):
 
 def test_memory_of_another_host_is_not_mapped(engine, open_session, monkeypatch, cluster):
     there = Place(boot_id="another", pid_namespace=1)
-    monkeypatch.setattr("fp8refit_vllm.transfer_rank.Place.here", lambda: there)
-    monkeypatch.setattr(transfer_session, "Place", OtherPlace)
+    monkeypatch.setattr(transfer_driver, "messages", SimpleNamespace(**vars(messages) | {"Place": OtherPlace}))
+    monkeypatch.setattr(Place, "here", lambda: there)
     with pytest.raises(TransportError, match='RefitConfig\\(transport="collective"'):
         open_session(engine)
     open_session(engine, transport="collective").send(cluster.make_policy(seed=0))
@@ -333,7 +349,7 @@ def test_a_trainer_that_died_in_the_middle_is_replaced_and_its_parts_are_written
         session.send(iter(policy.items()), manifest=manifest_of(policy))
     assert [worker._weight_update_active for worker in engine.workers] == [True, True]
     engine.before = lambda *_: None
-    session._channel._mailbox = session._mailbox = None
+    session._driver._board = None
     gc.collect()  # its store goes with it
     open_session(engine).send(policy)
     cluster.assert_holds(policy, version=1)
@@ -341,13 +357,13 @@ def test_a_trainer_that_died_in_the_middle_is_replaced_and_its_parts_are_written
 
 
 def test_a_rank_that_does_not_answer_loses_the_engine(engine, session, cluster):
-    engine.workers[1].transfer._mailbox.leave = lambda *_: None
-    with pytest.raises(EngineLostError, match=r"rank\(s\) 1 did not answer"):
+    engine.workers[1].transfer._board.tell = lambda *_: None
+    with pytest.raises(EngineLostError, match="rank 1 did not answer"):
         session.send(cluster.make_policy(seed=1))
 
 
 def test_an_engine_that_does_not_return_is_given_up(engine, open_session, cluster, monkeypatch):
-    monkeypatch.setattr(transfer_session, "GRACE_S", 0.2)
+    monkeypatch.setattr(transfer_driver, "GRACE_S", 0.2)
     monkeypatch.setattr("fp8refit.remote.channel.GRACE_S", 0.2)
     may_end = threading.Event()
     session = TransferSession(engine, RefitConfig(timeout_s=0.3))
@@ -396,58 +412,10 @@ def test_fingerprints_need_no_policy_and_name_no_version(engine, session):
     assert engine.weight_version is None
 
 
-@pytest.mark.parametrize("size", [0, 1, (4 << 20) - 1, 4 << 20, (9 << 20) + 5])
-def test_answers_of_any_size_are_left_and_taken_once(size):
-    mailbox = Mailbox.open(host="127.0.0.1", port=0, timeout_s=TIMEOUT_S)
-    text = "ä" * (size // 2) + "x" * (size % 2)
-    Mailbox.find(mailbox.address, timeout_s=TIMEOUT_S).leave("letter", 3, text)
-    assert mailbox.collect("letter", 3) == text
-    assert mailbox.collect("letter", 3) is None
-
-
-@pytest.mark.parametrize("count", ["65", "1000000000", "-1", "x", ""])
-def test_an_answer_of_no_number_of_parts_is_not_taken(count):
-    mailbox = Mailbox.open(host="127.0.0.1", port=0, timeout_s=TIMEOUT_S)
-    Mailbox.find(mailbox.address, timeout_s=TIMEOUT_S)._set("letter/3", count)
-    with pytest.raises(TransportError, match="parts of an answer, which is not one of ours"):
-        mailbox.collect("letter", 3)
-
-
-OPEN = """
-import sys
-from fp8refit_vllm.mailbox import Mailbox
-mailbox = Mailbox.open(host="127.0.0.1", port=0, timeout_s=20.0)
-print(mailbox.address.model_dump_json(), flush=True)
-sys.stdin.readline()
-"""
-
-
-@pytest.mark.parametrize("size", [1, 64 << 20])  # what waits for an answer, and what waits to be read
-def test_a_mailbox_that_does_not_answer_is_given_up_and_its_late_answer_too(monkeypatch, size):
-    monkeypatch.setattr(store, "_LEAST_S", 1.0)
-    with subprocess.Popen(
-        [sys.executable, "-c", OPEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        end = threading.Timer(120.0, process.kill)
-        end.start()
-        mailbox = Mailbox.find(Address.model_validate_json(process.stdout.readline()), timeout_s=1.0)
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # or it answers before it stops
-        start_s = time.monotonic()
-        with pytest.raises(TransportError, match="does not answer"):
-            mailbox.leave("letter", 0, "x" * size)
-        assert time.monotonic() - start_s < 20
-        process.send_signal(signal.SIGCONT)
-        with pytest.raises(TransportError, match="became unreachable earlier"):
-            mailbox.is_dropped()
-        process.kill()
-        end.cancel()
-
-
-def test_a_port_that_is_taken_is_named():
-    taken = Mailbox.open(host="127.0.0.1", port=0, timeout_s=TIMEOUT_S)
+def test_a_port_that_is_taken_is_named(engine):
+    taken = open_board()
     with pytest.raises(TransportError, match="cannot listen on"):
-        Mailbox.open(host="127.0.0.1", port=taken.address.port, timeout_s=TIMEOUT_S)
+        TransferSession(engine, RefitConfig(timeout_s=TIMEOUT_S), port=taken.address.port)
 
 
 class Meta:

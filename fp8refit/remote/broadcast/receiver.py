@@ -159,7 +159,7 @@ class Receiver:
                 while self._arriving:
                     communicator.wait(self._arriving.popleft(), timeout_s=timeout_s)
                 said = communicator.hear(refit)
-                raise ErrorRecord.model_validate_json(said).error() if said else _gave_up()
+                raise ErrorRecord.model_validate_json(said[0]).error() if said else _gave_up()
             if failed.error is None:
                 with clock.phase("fill"), ErrorCapture() as failed:
                     self._rank.target.push()

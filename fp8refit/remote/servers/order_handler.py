@@ -15,9 +15,10 @@ from typing import Protocol
 from fp8refit.errors import EngineBusyError, RankFailedError, RefitError
 from fp8refit.remote import messages
 from fp8refit.remote.message_pairs import Pairs
+from fp8refit.remote.messages import Place
 from fp8refit.remote.servers import orders
 from fp8refit.remote.servers.control import ControlPlane
-from fp8refit.remote.servers.orders import Answer, AnyOrder, Caller, OrderRequest, Place
+from fp8refit.remote.servers.orders import Answer, AnyOrder, Caller, OrderRequest
 from fp8refit.transport.vote import ErrorRecord
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ messages to the ranks (`messages`), and prompts. So the server parses little, ho
 
 import os
 import uuid
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import (
@@ -21,7 +20,7 @@ from pydantic import (
 from fp8refit import __version__
 from fp8refit.config import RefitConfig, Wait
 from fp8refit.errors import RankFailedError, UnsupportedEngineError
-from fp8refit.remote.messages import Message, first_problem
+from fp8refit.remote.messages import Message, Place, first_problem
 from fp8refit.transport.vote import ErrorRecord
 
 PROTOCOL: Final = 3
@@ -169,20 +168,6 @@ class Look(Message):
 AnyOrder: TypeAlias = Annotated[
     Hello | Pause | Resume | Refuse | Flush | Tokenize | Call | Pair | Look, Field(discriminator="step")
 ]
-
-
-class Place(Message):
-    """Where a process runs. Only processes in the same place can share memory and see each other die."""
-
-    boot_id: str
-    """Boot id of the host's kernel."""
-    pid_namespace: int
-
-    @classmethod
-    def here(cls) -> "Place":
-        """The place of this process."""
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return cls(boot_id=boot_id, pid_namespace=Path("/proc/self/ns/pid").stat().st_ino)
 
 
 class Caller(Message):

@@ -8,7 +8,6 @@ Members that get the same data form a section, to which the trainer sends in add
 member's broadcasts run in the same order, first to all, then to each section, so that none waits in a circle.
 """
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -16,15 +15,16 @@ from types import MappingProxyType
 from typing import Annotated, Literal, Self, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import DistNetworkError
+from typing_extensions import override
 
-from fp8refit.errors import RefitError, TransportError
+from fp8refit.errors import TransportError
+from fp8refit.transport.collective.board import Address, Board, Failing, TooLateError
 from fp8refit.transport.collective.buckets import MAX_SECTIONS
 from fp8refit.transport.collective.links import GlooLink, Link, NcclLink, Seat, Transfer, abort_all, broadcast_all
-from fp8refit.transport.collective.store import find_store, open_store
+from fp8refit.transport.collective.store import open_store
 from fp8refit.transport.vote import ErrorRecord
 
 Backend: TypeAlias = Literal["nccl", "gloo"]
@@ -36,19 +36,12 @@ _SLOWEST_POLL_S = 2e-3
 """After that, a wait polls often while a bucket is sent, and less often the longer it takes."""
 _STORE_POLL_S = 0.2
 """How often a wait asks the store whether a member gave up or is gone."""
-_ABORTED, _END_OF_WORD = "aborted", "\0"
 _NO_SECTIONS: Mapping[int, Tensor] = MappingProxyType({})
 
 
-class Meeting(BaseModel):
+class Meeting(Address):
     """Where the members of a group meet, and how they communicate."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    token: str = Field(min_length=16, max_length=64)
-    """Identifies the group, so that nobody joins by accident."""
-    host: str = Field(max_length=255)
-    port: int = Field(ge=1, le=65535)
     size: int = Field(ge=2, le=1 << 16)
     """Number of members: the trainer, which is rank 0, and the ranks of all engines."""
     backend: Backend
@@ -68,20 +61,17 @@ class Meeting(BaseModel):
         return (0, *(rank for rank, found in enumerate(self.sections, 1) if found == section))
 
 
-class Communicator:
+class Communicator(Board):
     """One member of a group. Rank 0 is the trainer, which sends.
 
     The trainer calls `open` and hands its `meeting` to the other members. Every member calls `join`.
     """
 
     def __init__(self, meeting: Meeting, rank: int, store: Store) -> None:
+        super().__init__(meeting, rank, store)
         self.meeting = meeting
-        self.rank = rank
-        self._store = store
         self._links: dict[int | None, Link] = {}
-        self._is_ended = False
         self._ends_at_s = math.inf
-        self._why = "the group was left"
         self._num_votes = 0
 
     @classmethod
@@ -105,16 +95,6 @@ class Communicator:
         meeting = Meeting(token=token, host=host, port=port, size=size, backend=backend, sections=sections)
         return cls(meeting, 0, store)
 
-    @classmethod
-    def find(cls, meeting: Meeting, rank: int, *, timeout_s: float) -> "Communicator":
-        """Connect to the trainer's store.
-
-        Raises:
-            TransportError: It cannot be reached.
-        """
-        store = find_store(host=meeting.host, port=meeting.port, token=meeting.token, timeout_s=timeout_s)
-        return cls(meeting, rank, store)
-
     def join(self, device: torch.device, *, timeout_s: float) -> None:
         """Wait for every member, and connect to them.
 
@@ -127,11 +107,11 @@ class Communicator:
         """
         deadline_s = time.monotonic() + timeout_s
         keys = [f"here/{rank}" for rank in range(self.meeting.size)]
-        with _Failing(self):
+        with Failing(self):
             self._store.set(keys[self.rank], "here")
             try:
                 self._poll(lambda: self._has(keys), deadline_s)
-            except _TooLateError:
+            except TooLateError:
                 absent = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._has([key]))
                 raise TransportError(
                     f"member(s) {absent or 'that came late'} of {self.meeting.size} did not join within {timeout_s:g} s; 0 is "
@@ -159,7 +139,7 @@ class Communicator:
         """
         links, deadline_s = self._require_links(), time.monotonic() + timeout_s
         parts = [(links[section], part) for section, part in ((None, buffer), *sorted(sections.items()))]
-        with _Failing(self):
+        with Failing(self):
             # All of them in one group, so that every member launches the kernels in the same order.
             self._poll(lambda: all(link.is_settled() for link in links.values()), deadline_s)
             broadcast_all(parts, timeout_s)
@@ -171,7 +151,7 @@ class Communicator:
         Raises:
             TransportError: A member is gone, gave up, or was too late. The group has ended.
         """
-        with _Failing(self):
+        with Failing(self):
             self._poll(transfer.is_done, time.monotonic() + timeout_s)
             transfer.finish()
 
@@ -191,7 +171,7 @@ class Communicator:
         self._num_votes += 1
         keys = [f"vote/{self._num_votes}/{rank}" for rank in range(self.meeting.size)]
         failed = f"vote/{self._num_votes}/failed"
-        with _Failing(self):
+        with Failing(self):
             if error is not None:
                 self._store.compare_set(failed, "", ErrorRecord.of(error).model_dump_json())
             self._store.set(keys[self.rank], "done")
@@ -205,25 +185,6 @@ class Communicator:
         if record:
             raise ErrorRecord.model_validate_json(record).error()
 
-    def tell(self, key: str, said: str) -> None:
-        """Leave a message for the other members.
-
-        Raises:
-            TransportError: The trainer is gone.
-        """
-        with _Failing(self):
-            self._store.set(f"said/{key}", said)
-            self._has([f"said/{key}"])  # the store does not confirm what is set; this is answered after it
-
-    def hear(self, key: str) -> str:
-        """Return the message that a member left; empty if none.
-
-        Raises:
-            TransportError: The trainer is gone.
-        """
-        with _Failing(self):
-            return self._store.get(f"said/{key}").decode() if self._has([f"said/{key}"]) else ""
-
     def expect_end(self, why: str, *, within_s: float = 2.0) -> None:
         """Give up this member's waits unless they end by themselves within `within_s`. Called from another thread.
 
@@ -232,25 +193,11 @@ class Communicator:
         self._why = why
         self._ends_at_s = min(self._ends_at_s, time.monotonic() + within_s)
 
+    @override
     def abort(self, why: str = "the group was left") -> None:
-        """Leave the group and tell the other members. May be called repeatedly."""
-        if not self._is_ended:
-            self._is_ended = True
-            if self._ends_at_s == math.inf:
-                self._why = why
         links, self._links = self._links, {}
-        with contextlib.suppress(RuntimeError):  # the store is gone with the trainer
-            # Append, so that the first cause stays first. Do not wait for an answer: the trainer may be silent.
-            self._store.append(_ABORTED, f"member {self.rank}: {self._why}{_END_OF_WORD}")  # type: ignore[attr-defined]
+        super().abort(why if self._ends_at_s == math.inf else self._why)
         abort_all(list(links.values()))
-
-    def first_word(self) -> str:
-        """Return the message of the first member that left the group; empty if none did.
-
-        Raises:
-            RuntimeError: The store is gone with the trainer.
-        """
-        return self._store.get(_ABORTED).decode().partition(_END_OF_WORD)[0] if self._has([_ABORTED]) else ""
 
     @property
     def is_joined(self) -> bool:
@@ -266,9 +213,6 @@ class Communicator:
         if not self._links:
             raise self._has_ended()
         return self._links
-
-    def _has_ended(self) -> TransportError:
-        return TransportError(f"this group has ended ({self._why}); refit again")
 
     def _connect(self, section: int | None, device: torch.device, deadline_s: float) -> None:
         """Connect to all members, or to those of a section. All connect in the same order."""
@@ -290,7 +234,7 @@ class Communicator:
         """Wait for `is_done`.
 
         Raises:
-            _TooLateError: The deadline passed.
+            TooLateError: The deadline passed.
             TransportError: A member gave up.
             RuntimeError: The store is gone, or the operation failed.
         """
@@ -301,7 +245,7 @@ class Communicator:
             if self._is_ended or now_s > self._ends_at_s:
                 raise TransportError(self._why)
             if now_s > deadline_s:
-                raise _TooLateError("it takes too long, or a member stopped")
+                raise TooLateError("it takes too long, or a member stopped")
             if now_s > next_look_s:
                 if said := self.first_word():
                     raise TransportError(said)
@@ -311,37 +255,3 @@ class Communicator:
                 continue
             time.sleep(pause_s)
             pause_s = min(1.1 * pause_s, _SLOWEST_POLL_S)
-
-    def _has(self, keys: list[str]) -> bool:
-        has: bool = self._store.check(keys)
-        return has
-
-
-class _TooLateError(Exception):
-    """A deadline passed."""
-
-
-class _Failing:
-    """Ends the group on any error, and turns missed deadlines and errors of the store or gloo into `TransportError`."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            return
-        said, why = "", str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, DistNetworkError):
-            said = why = f"the trainer's store is gone, or does not answer ({error})"  # so it is not asked again
-        elif isinstance(error, RuntimeError):
-            # A connection may break before the leaving member's message is read.
-            with contextlib.suppress(RuntimeError):
-                said = self._communicator.first_word()
-        self._communicator.abort(why)
-        if isinstance(error, _TooLateError | RuntimeError):
-            raise TransportError(
-                f"the broadcast ended: {said or error}. A member died or does not answer; the next refit connects again"
-            ) from error

@@ -1,0 +1,238 @@
+"""Drives one engine through vLLM's weight-transfer API, with any client that has vLLM's four methods.
+
+`update_weights` carries messages to the ranks and returns nothing, so the ranks answer on a board that the trainer opens.
+"""
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import count
+from typing import Any, Protocol, TypeVar
+
+from typing_extensions import override
+
+from fp8refit.config import RefitConfig
+from fp8refit.driver.attach import AttachedEngine
+from fp8refit.driver.engine import Engine
+from fp8refit.errors import EngineLostError, RankFailedError, RefitError, TransportError, UnsupportedEngineError
+from fp8refit.remote import messages
+from fp8refit.remote.channel import GRACE_S, Channel
+from fp8refit.remote.ranks import RemoteRanks
+from fp8refit.transport.collective.board import Address, Board
+from fp8refit.transport.collective.store import open_store
+from fp8refit.transport.running import run
+from fp8refit_vllm.compat import takes_version
+from fp8refit_vllm.core_compat import call_in_time
+from fp8refit_vllm.transfer_rank import Letter
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_NOT_CONFIGURED = (
+    "boot the engine with weight_transfer_config={'backend': 'fp8refit'} where the same version of fp8refit is installed, "
+    "and a server also with VLLM_SERVER_DEV_MODE=1; its log says more"
+)
+
+
+class Client(Protocol):
+    """vLLM's `VLLMWeightSyncClient`."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Pass the trainer's first message to every rank."""
+        ...
+
+    def start_weight_update(self) -> None:
+        """Begin an update."""
+        ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Pass a message of the update to every rank."""
+        ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End the update. `weight_version` exists since vLLM 0.32."""
+        ...
+
+
+class TransferDriver(Engine, Channel):
+    """Implements `fp8refit.driver.engine.Engine` without touching requests: the caller of the update pauses them.
+
+    Args:
+        client: Reaches the engine.
+        config: Options. The ranks answer at `config.collective.host`.
+        port: Port on that host; 0 for any free one.
+
+    Raises:
+        RefitError: See `fp8refit_vllm.transfer_session.TransferSession`.
+    """
+
+    name = "vllm"
+    is_asynchronous = False
+
+    def __init__(self, client: Client, config: RefitConfig, *, port: int) -> None:
+        host = config.collective.host
+        store, token, port = open_store(host=host, port=port, timeout_s=config.timeout_s)
+        self._client = client
+        self._board: Board | None = Board(Address(token=token, host=host, port=port), 0, store)
+        self._num_ranks = 0
+        self._turn = threading.Lock()
+        self._timeout_s = config.timeout_s + GRACE_S
+        self.ranks = RemoteRanks(self)
+        self.ranks.asked.config = config
+        self._fp8refit_engine = AttachedEngine(self)
+        self._check_ranks(run(self.ranks.asked.ask(messages.Do(step="hello"))), config)
+
+    @override
+    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+        """Send a message. The first one connects every rank of the engine to this trainer."""
+        board, is_first = self._require_board(), not self._num_ranks
+        letter = Letter(address=board.address, id=uuid.uuid4().hex, message=message)
+        send = self._client.init_weight_transfer_engine if is_first else self._client.update_weights
+        try:
+            self._ask(partial(send, letter.model_dump(mode="json")), timeout_s)
+        except RankFailedError as error:
+            if is_first:
+                raise UnsupportedEngineError(
+                    f"this engine does not accept weights from fp8refit ({error}); {_NOT_CONFIGURED}"
+                ) from error
+            self._check_is_ours()
+            raise EngineLostError(
+                f"a call to the engine's ranks failed ({error}); its log says why. Create a new trainer; if that fails "
+                "too, restart the engine"
+            ) from error
+        answers: list[str] = []
+        for rank in count():
+            words = board.take(letter.answered_by(rank))
+            if len(words) > 1:
+                raise UnsupportedEngineError(
+                    "this client reaches several engines; create one client and one trainer for each"
+                )
+            if not words:
+                break
+            answers += words
+        if not answers and is_first:
+            raise TransportError(
+                f"no rank of the engine connected to {board.address.host}:{board.address.port}; set "
+                "RefitConfig.collective.host to an address of this trainer's host that the engine's hosts can reach"
+            )
+        if len(answers) < self._num_ranks:
+            self._check_is_ours()
+            raise EngineLostError(f"rank {len(answers)} did not answer; its log says why. Create a new trainer")
+        self._num_ranks = len(answers)
+        return answers
+
+    @override
+    async def begin(self, message: str, *, timeout_s: float) -> None:
+        """Not possible: every call of a vLLM client waits until the engine is done."""
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Start and finish an update through vLLM's API. vLLM gets a version only if a new policy was written."""
+        client, before = self._client, self.ranks.version
+        self._check_is_ours()
+        self._ask(client.start_weight_update, self._timeout_s)
+        try:
+            yield
+        except EngineLostError:
+            self.close()
+            raise
+        except BaseException:
+            with suppress(RefitError):  # the caller must see the ranks' error
+                self._ask(client.finish_weight_update, self._timeout_s)
+            raise
+        version, finish = self.ranks.version, client.finish_weight_update
+        if version != before and takes_version(client):
+            finish = partial(finish, weight_version=str(version))
+        try:
+            self._ask(finish, self._timeout_s)
+        except RankFailedError as error:
+            raise RankFailedError(
+                f"version {version} is in place, but the update could not be finished: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Release the engine for another trainer, even in the middle of an update."""
+        board, self._board = self._board, None
+        if board is not None:
+            board.abort("the trainer was shut down")
+
+    @override
+    async def check_ready(self) -> None: ...
+
+    @override
+    async def pause(self, config: RefitConfig) -> int:
+        return 0
+
+    @override
+    async def resume(self) -> None: ...
+
+    @override
+    async def refuse(self, reason: str) -> None:
+        logger.error("keep the engine paused: %s", reason)
+
+    @override
+    async def flush_caches(self) -> None: ...
+
+    @override
+    async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
+        raise UnsupportedEngineError("calibration: pass token ids; prompts need the engine's tokenizer")
+
+    @override
+    async def publish_version(self, version: int) -> None:
+        """Nothing to do: `update` passes the version to vLLM."""
+
+    def _check_ranks(self, replies: Sequence[messages.Reply], config: RefitConfig) -> None:
+        """Check that all ranks answered, and can be refitted from this process."""
+        num_ranks, here = replies[0].num_ranks, messages.Place.here()
+        if len(replies) < num_ranks:
+            raise UnsupportedEngineError(
+                f"{len(replies)} of {num_ranks} ranks of the engine connected; the client must reach all of them, and they "
+                f"must reach {config.collective.host}"
+            )
+        if config.transport != "collective" and any(reply.place != here for reply in replies):
+            raise TransportError(
+                "the engine runs on another host or in another container than this trainer and cannot map its memory; set "
+                'RefitConfig(transport="collective", collective={"host": ...}) with an address of this host'
+            )
+
+    def _require_board(self) -> Board:
+        if self._board is None:
+            raise EngineLostError("this trainer was shut down or has lost its engine; create a new one")
+        return self._board
+
+    def _check_is_ours(self) -> None:
+        """Check that the ranks still serve this trainer.
+
+        Raises:
+            EngineLostError: They do not.
+        """
+        if why := self._require_board().why_left():
+            raise EngineLostError(f"the engine no longer answers this trainer: {why}. Create a new trainer")
+
+    def _ask(self, call: Callable[[], T], timeout_s: float) -> T:
+        """Call the client in a separate thread, once its previous call has returned, and wait.
+
+        Raises:
+            EngineLostError: It took too long, or the engine is gone.
+            RankFailedError: The client raised another error.
+        """
+
+        def call_in_turn() -> T:
+            with self._turn:
+                return call()
+
+        try:
+            return call_in_time(call_in_turn, timeout_s)
+        except Exception as error:  # clients raise the errors of their transport
+            if isinstance(error, RefitError):
+                raise RankFailedError(str(error)) from error
+            if isinstance(error, OSError) and getattr(error, "response", None) is None:
+                raise EngineLostError(
+                    f"the engine did not answer within {timeout_s:g} s or is gone ({type(error).__name__}: {error}); "
+                    "restart it. If it is only slow, raise timeout_s and the client's own time limit"
+                ) from error
+            raise RankFailedError(f"vLLM raised {type(error).__name__}: {error}") from error
