@@ -235,7 +235,7 @@ def test_a_trainer_of_another_version_is_told_and_the_one_before_it_stays(change
 def test_an_engine_that_cannot_read_the_letter_says_what_to_install(engine, open_session):
     engine.before = lambda method, asked: asked.update(more=1)
     with pytest.raises(
-        UnsupportedEngineError, match="more: Extra inputs are not permitted.*the same version of fp8refit"
+        UnsupportedEngineError, match=r"more: Extra inputs are not permitted.*the same version of fp8refit"
     ):
         open_session(engine)
     assert engine.is_in_step
@@ -485,6 +485,11 @@ def opened(source, monkeypatch, **options):
     return weight_source.opened(source, None, RefitConfig(**options))
 
 
+def enter(opened):
+    with opened:
+        pass
+
+
 @pytest.mark.parametrize("kind", [PolicySource, NewSource])
 @pytest.mark.parametrize(("validate", "num_passes"), [("fused", 1), ("strict", 2)])
 def test_a_weight_source_is_read_as_a_stream(validate, num_passes, kind, engine, open_session, cluster, monkeypatch):
@@ -497,13 +502,13 @@ def test_a_weight_source_is_read_as_a_stream(validate, num_passes, kind, engine,
 
 def test_a_source_of_which_this_rank_holds_a_part_is_refused(cluster, monkeypatch):
     with pytest.raises(InvalidSourceError, match="holds only a part of the model"):
-        opened(HalfSource(cluster.make_policy(seed=4)), monkeypatch)
+        enter(opened(HalfSource(cluster.make_policy(seed=4)), monkeypatch))
     source = NewSource(cluster.make_policy(seed=4))
     source.owned = source.owned[1:]
     with pytest.raises(InvalidSourceError, match="rank 0 does not own 1 of its tensors"):
-        opened(source, monkeypatch)
+        enter(opened(source, monkeypatch))
     with pytest.raises(InvalidSourceError, match="does not implement iter_full"):
-        opened(LocalSource(cluster.make_policy(seed=4)), monkeypatch)
+        enter(opened(LocalSource(cluster.make_policy(seed=4)), monkeypatch))
 
 
 def test_a_module_is_read_where_it_lies(monkeypatch):
