@@ -9,8 +9,8 @@ from attempts import bad_policy
 from broadcast import DOWN_PROJ
 from engines import PROMPTS, booted_dummy, live_bytes, make_policy, refused
 from fp8refit_vllm.compat import takes_version
-from fp8refit_vllm.letters import Letter
 from fp8refit_vllm.trainer import RefitTrainer, RefitTrainerInitInfo
+from fp8refit_vllm.transfer_rank import Letter
 from servers import KEY, Server, die, run_driver
 from subject import NOISE, Subject, booted_as
 from vllm import LLM
@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import ModuleSource, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 from fp8refit import RefitConfig, Refitter
+from fp8refit.transport.collective.board import Address
 from tests.tiny_models import make_model, save_model
 from tests.weight_transfers import LlmClient, PolicySource, open_trainer
 
@@ -86,7 +87,8 @@ def try_strangers(subject: Subject) -> dict:
     """Letters and invitations that nobody of ours wrote; vLLM's calls stay in step, and its next update begins."""
     llm = subject.llm
     llm.start_weight_update()
-    letter = Letter(token="0" * 32, id="1", message="{}").encode()
+    address = Address(token="0" * 32, host="127.0.0.1", port=1)
+    letter = Letter(address=address, id="1", message="{}").model_dump()
     found = {"letter": subject.refused(llm.update_weights, {"update_info": letter})}
     llm.start_weight_update()
     found["foreign"] = subject.refused(llm.update_weights, {"update_info": {"names": ["a"], "shapes": [[1]]}})
