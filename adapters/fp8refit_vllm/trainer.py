@@ -13,8 +13,7 @@ from fp8refit.errors import InvalidSourceError
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import RefitReport
 from fp8refit_vllm.compat import BACKEND, register_transfer
-from fp8refit_vllm.transfer_driver import Client
-from fp8refit_vllm.transfer_session import TransferSession
+from fp8refit_vllm.transfer_driver import Client, TransferDriver
 from fp8refit_vllm.weight_source import opened
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class RefitTrainer(TrainerWeightTransferEngine):  # two type parameters in 0.26,
         self.client = client
         self.source = source
         self._config, self._group = init_info.config, init_info.group
-        self._session = TransferSession(client, init_info.config, port=init_info.port) if init_info.is_sender else None
+        self._driver = TransferDriver(client, init_info.config, port=init_info.port) if init_info.is_sender else None
 
     @classmethod
     def trainer_init(
@@ -66,7 +65,7 @@ class RefitTrainer(TrainerWeightTransferEngine):  # two type parameters in 0.26,
 
         Raises:
             InvalidSourceError: `source` is missing.
-            RefitError: See `TransferSession`.
+            RefitError: See `TransferDriver`.
         """
         if source is None:
             raise InvalidSourceError(["source: missing; pass a WeightSource with the whole policy"])
@@ -75,12 +74,12 @@ class RefitTrainer(TrainerWeightTransferEngine):  # two type parameters in 0.26,
     @property
     def version(self) -> int:
         """Policy version that the engine serves; 0 on ranks that do not drive it."""
-        return self._session.version if self._session is not None else 0
+        return self._driver.ranks.version if self._driver is not None else 0
 
     @property
     def is_dirty(self) -> bool:
         """Whether the engine holds parts of two policies: keep it paused until `send_weights` succeeds."""
-        return self._session is not None and self._session.is_dirty
+        return self._driver is not None and self._driver.ranks.is_dirty
 
     def send_weights(
         self, *, calibration: Calibration | None = None, kv_scales: KvScaleValues | None = None
@@ -103,15 +102,19 @@ class RefitTrainer(TrainerWeightTransferEngine):  # two type parameters in 0.26,
             RefitError: See `Refitter.refit`. Also `EngineLostError` if another trainer has taken over the engine.
         """
         with opened(self.source, self._group, self._config) as (weights, manifest):
-            if self._session is None:
+            if self._driver is None:
                 return None
-            return self._session.send(weights, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
+            with self._driver.update() as refitter:
+                return refitter.refit(weights, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
 
     def fingerprints(self) -> list[str]:
         """Return a digest of each rank's live weights; empty where this process does not send."""
-        return self._session.fingerprints() if self._session is not None else []
+        if self._driver is None:
+            return []
+        with self._driver.update() as refitter:
+            return refitter.fingerprints()
 
     def shutdown(self) -> None:
-        """Make the engine's ranks unmap this process's memory, and close the session."""
-        if self._session is not None:
-            self._session.close()
+        """Make the engine's ranks unmap this process's memory, and release the engine."""
+        if self._driver is not None:
+            self._driver.close()

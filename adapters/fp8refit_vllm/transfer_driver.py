@@ -17,6 +17,7 @@ from typing_extensions import override
 from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import AttachedEngine
 from fp8refit.driver.engine import Engine
+from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError, TransportError, UnsupportedEngineError
 from fp8refit.remote import messages
 from fp8refit.remote.channel import GRACE_S, Channel
@@ -59,7 +60,7 @@ class Client(Protocol):
 
 
 class TransferDriver(Engine, Channel):
-    """Implements `fp8refit.driver.engine.Engine` without touching requests: the caller of the update pauses them.
+    """A trainer's connection to one engine, for any number of updates. Does not touch requests: the trainer pauses them.
 
     Args:
         client: Reaches the engine.
@@ -67,7 +68,10 @@ class TransferDriver(Engine, Channel):
         port: Port on that host; 0 for any free one.
 
     Raises:
-        RefitError: See `fp8refit_vllm.transfer_session.TransferSession`.
+        UnsupportedEngineError: The engine was not booted with this weight transfer, or cannot be refitted.
+        TransportError: Trainer and engine cannot reach each other, or each other's memory.
+        EngineBusyError: Another trainer is in the middle of an update.
+        EngineLostError: The engine does not answer.
     """
 
     name = "vllm"
@@ -80,11 +84,11 @@ class TransferDriver(Engine, Channel):
         self._board: Board | None = Board(Address(token=token, host=host, port=port), 0, store)
         self._num_ranks = 0
         self._turn = threading.Lock()
-        self._timeout_s = config.timeout_s + GRACE_S
+        self._config = config
+        self._fp8refit_engine = AttachedEngine(self)
         self.ranks = RemoteRanks(self)
         self.ranks.asked.config = config
-        self._fp8refit_engine = AttachedEngine(self)
-        self._check_ranks(run(self.ranks.asked.ask(messages.Do(step="hello"))), config)
+        self._check_ranks(run(self.ranks.asked.ask(messages.Do(step="hello"))))
 
     @override
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
@@ -130,31 +134,40 @@ class TransferDriver(Engine, Channel):
         """Not possible: every call of a vLLM client waits until the engine is done."""
 
     @contextmanager
-    def update(self) -> Iterator[None]:
-        """Start and finish an update through vLLM's API. vLLM gets a version only if a new policy was written."""
-        client, before = self._client, self.ranks.version
+    def update(self) -> Iterator[Refitter]:
+        """Start and finish an update through vLLM's API; yields what refits the engine in it.
+
+        vLLM gets a version only if a new policy was written.
+        """
+        client, before, timeout_s = self._client, self.ranks.version, self._config.timeout_s + GRACE_S
         self._check_is_ours()
-        self._ask(client.start_weight_update, self._timeout_s)
+        self._ask(client.start_weight_update, timeout_s)
         try:
-            yield
+            yield Refitter(self, self._config)
         except EngineLostError:
-            self.close()
+            self._leave()
             raise
         except BaseException:
             with suppress(RefitError):  # the caller must see the ranks' error
-                self._ask(client.finish_weight_update, self._timeout_s)
+                self._ask(client.finish_weight_update, timeout_s)
             raise
         version, finish = self.ranks.version, client.finish_weight_update
         if version != before and takes_version(client):
             finish = partial(finish, weight_version=str(version))
         try:
-            self._ask(finish, self._timeout_s)
+            self._ask(finish, timeout_s)
         except RankFailedError as error:
             raise RankFailedError(
                 f"version {version} is in place, but the update could not be finished: {error}"
             ) from error
 
     def close(self) -> None:
+        """Make the ranks unmap this process's memory, as far as they can be reached, and release the engine."""
+        with suppress(RefitError), self.update() as refitter:
+            refitter.close()
+        self._leave()
+
+    def _leave(self) -> None:
         """Release the engine for another trainer, even in the middle of an update."""
         board, self._board = self._board, None
         if board is not None:
@@ -185,15 +198,15 @@ class TransferDriver(Engine, Channel):
     async def publish_version(self, version: int) -> None:
         """Nothing to do: `update` passes the version to vLLM."""
 
-    def _check_ranks(self, replies: Sequence[messages.Reply], config: RefitConfig) -> None:
+    def _check_ranks(self, replies: Sequence[messages.Reply]) -> None:
         """Check that all ranks answered, and can be refitted from this process."""
         num_ranks, here = replies[0].num_ranks, messages.Place.here()
         if len(replies) < num_ranks:
             raise UnsupportedEngineError(
                 f"{len(replies)} of {num_ranks} ranks of the engine connected; the client must reach all of them, and they "
-                f"must reach {config.collective.host}"
+                f"must reach {self._config.collective.host}"
             )
-        if config.transport != "collective" and any(reply.place != here for reply in replies):
+        if self._config.transport != "collective" and any(reply.place != here for reply in replies):
             raise TransportError(
                 "the engine runs on another host or in another container than this trainer and cannot map its memory; set "
                 'RefitConfig(transport="collective", collective={"host": ...}) with an address of this host'
@@ -210,7 +223,7 @@ class TransferDriver(Engine, Channel):
         Raises:
             EngineLostError: They do not.
         """
-        if why := self._require_board().why_left():
+        if why := self._require_board().first_word():
             raise EngineLostError(f"the engine no longer answers this trainer: {why}. Create a new trainer")
 
     def _ask(self, call: Callable[[], T], timeout_s: float) -> T:
@@ -228,8 +241,6 @@ class TransferDriver(Engine, Channel):
         try:
             return call_in_time(call_in_turn, timeout_s)
         except Exception as error:  # clients raise the errors of their transport
-            if isinstance(error, RefitError):
-                raise RankFailedError(str(error)) from error
             if isinstance(error, OSError) and getattr(error, "response", None) is None:
                 raise EngineLostError(
                     f"the engine did not answer within {timeout_s:g} s or is gone ({type(error).__name__}: {error}); "

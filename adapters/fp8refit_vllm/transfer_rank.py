@@ -143,7 +143,7 @@ class TransferRank:
         """
         if self._board is not None and is_updating(self._worker):
             with suppress(TransportError):  # it died
-                if not self._board.why_left():
+                if not self._board.first_word():
                     raise EngineBusyError("another trainer is in the middle of an update of this engine; wait for it")
         self.close("another trainer has taken over this engine")
 

@@ -4,17 +4,71 @@ What is vLLM's is as in 0.32: flags of a worker's update, and a channel to the w
 raised that is not the last.
 """
 
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
+from fp8refit_vllm import weight_source
+from fp8refit_vllm.transfer_driver import TransferDriver
 from fp8refit_vllm.transfer_rank import TransferRank
 
+from fp8refit import RefitConfig
 from fp8refit.remote.rank_server import RankServer
+from fp8refit.report import RefitReport
 from tests.fake_ranks import Cluster, together
+
+
+@dataclass
+class TrainerInitInfo:
+    """As vLLM's."""
+
+    rank: int = 0
+
+    @property
+    def is_sender(self) -> bool:
+        return self.rank == 0
+
+
+def with_names(name: str, **contents: object) -> ModuleType:
+    module = ModuleType(name)
+    module.__dict__.update(contents)
+    return module
+
+
+BASE = "vllm.distributed.weight_transfer.base"
+_modules = {
+    BASE: with_names(BASE, TrainerInitInfo=TrainerInitInfo, TrainerWeightTransferEngine=object, ModuleSource=object),
+    **{name: MagicMock() for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer")},
+}
+with patch.dict(sys.modules, _modules):
+    from fp8refit_vllm.trainer import RefitTrainer, RefitTrainerInitInfo
+
+
+class Trainer(RefitTrainer):
+    """Ours, with a policy for each update: a dict is what a module has, and another source a `WeightSource`."""
+
+    def __init__(self, engine: "Engine", config: RefitConfig, *, port: int = 0, rank: int = 0) -> None:
+        super().__init__(RefitTrainerInitInfo(config=config, port=port, rank=rank), client=engine, source=None)
+
+    @property
+    def driver(self) -> TransferDriver:
+        assert self._driver is not None, "it sends"
+        return self._driver
+
+    def send(self, source: Any, **options: Any) -> RefitReport | None:
+        self.source = source
+        with patch.object(weight_source, "module_of", module_of):
+            return self.send_weights(**options)
+
+
+def module_of(source: Any) -> Any:
+    return SimpleNamespace(state_dict=lambda: source) if isinstance(source, Mapping) else None
 
 
 class Worker:

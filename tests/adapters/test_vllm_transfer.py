@@ -12,7 +12,6 @@ import pytest
 import torch
 from fp8refit_vllm import transfer_driver, weight_source
 from fp8refit_vllm.transfer_rank import Letter
-from fp8refit_vllm.transfer_session import TransferSession
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -30,9 +29,9 @@ from fp8refit.remote import messages
 from fp8refit.remote.messages import PROTOCOL, Do, Place, Request
 from fp8refit.transport.collective import store
 from fp8refit.transport.collective.board import Address, Board
-from tests.adapters.fake_weight_transfer import Engine
+from tests.adapters.fake_weight_transfer import Engine, Trainer
 from tests.fake_kv import ATTENTION, K_SCALE
-from tests.fake_ranks import NORM, Q_PROJ, Cluster, manifest_of
+from tests.fake_ranks import NORM, Q_PROJ, Cluster
 from tests.trainer_ranks import TrainerRanks
 
 TIMEOUT_S = 5.0
@@ -54,17 +53,17 @@ def open_session():
     """Opens sessions, and closes them."""
     opened = []
 
-    def open(engine: Engine, **options) -> TransferSession:
-        opened.append(TransferSession(engine, RefitConfig(timeout_s=TIMEOUT_S, **options)))
+    def open(engine: Engine, **options) -> Trainer:
+        opened.append(Trainer(engine, RefitConfig(timeout_s=TIMEOUT_S, **options)))
         return opened[-1]
 
     yield open
     for session in opened:
-        session.close()
+        session.shutdown()
 
 
 @pytest.fixture
-def session(engine, open_session) -> TransferSession:
+def session(engine, open_session) -> Trainer:
     """One that has brought a policy."""
     session = open_session(engine)
     session.send(engine.cluster.make_policy(seed=0))
@@ -111,7 +110,7 @@ def test_one_update_is_one_start_and_one_finish(engine, session, cluster):
 @pytest.mark.parametrize("options", [{}, {"transport": "collective"}], ids=["mapped", "broadcast"])
 def test_streams_are_sent_too(options, engine, open_session, cluster):
     policy = cluster.make_policy(seed=3)
-    open_session(engine, **options).send(lambda: iter(policy.items()), manifest=manifest_of(policy))
+    open_session(engine, **options).send(PolicySource(policy))
     cluster.assert_holds(policy, version=1)
 
 
@@ -193,7 +192,7 @@ def test_an_update_before_an_invitation_is_refused(engine):
 
 
 def test_what_no_rank_can_read_is_answered(engine, session):
-    board = session._driver._board
+    board = session.driver._board
     engine.start_weight_update()
     engine.update_weights(letter(board.address, "{"))
     engine.finish_weight_update()
@@ -346,10 +345,10 @@ def test_a_trainer_that_died_in_the_middle_is_replaced_and_its_parts_are_written
     policy, session = cluster.make_policy(seed=0), open_session(engine)
     engine.before = die
     with pytest.raises(BaseException):  # noqa: B017 - whatever is told to nobody
-        session.send(iter(policy.items()), manifest=manifest_of(policy))
+        session.send(PolicySource(policy))
     assert [worker._weight_update_active for worker in engine.workers] == [True, True]
     engine.before = lambda *_: None
-    session._driver._board = None
+    session.driver._board = None
     gc.collect()  # its store goes with it
     open_session(engine).send(policy)
     cluster.assert_holds(policy, version=1)
@@ -366,12 +365,12 @@ def test_an_engine_that_does_not_return_is_given_up(engine, open_session, cluste
     monkeypatch.setattr(transfer_driver, "GRACE_S", 0.2)
     monkeypatch.setattr("fp8refit.remote.channel.GRACE_S", 0.2)
     may_end = threading.Event()
-    session = TransferSession(engine, RefitConfig(timeout_s=0.3))
+    session = Trainer(engine, RefitConfig(timeout_s=0.3))
     engine.before = lambda method, asked: method == "update_weights" and may_end.wait(30)
     with pytest.raises(EngineLostError, match="did not answer within") as lost:
         session.send(cluster.make_policy(seed=0))
     may_end.set()
-    session.close()
+    session.shutdown()
     open_session(engine).send(cluster.make_policy(seed=1))  # while the first trainer, and its error, still exist
     assert engine.is_in_step, lost
     cluster.assert_holds(cluster.make_policy(seed=1), version=1)
@@ -400,8 +399,8 @@ def test_after_a_shutdown_of_the_engines_side_the_trainer_is_told(engine, sessio
 
 
 def test_after_its_own_shutdown_a_trainer_says_so(engine, session, cluster):
-    session.close()
-    session.close()
+    session.shutdown()
+    session.shutdown()
     with pytest.raises(EngineLostError, match="this trainer was shut down"):
         session.send(cluster.make_policy(seed=1))
 
@@ -415,7 +414,7 @@ def test_fingerprints_need_no_policy_and_name_no_version(engine, session):
 def test_a_port_that_is_taken_is_named(engine):
     taken = open_board()
     with pytest.raises(TransportError, match="cannot listen on"):
-        TransferSession(engine, RefitConfig(timeout_s=TIMEOUT_S), port=taken.address.port)
+        Trainer(engine, RefitConfig(timeout_s=TIMEOUT_S), port=taken.address.port)
 
 
 class Meta:
@@ -492,10 +491,9 @@ def enter(opened):
 
 @pytest.mark.parametrize("kind", [PolicySource, NewSource])
 @pytest.mark.parametrize(("validate", "num_passes"), [("fused", 1), ("strict", 2)])
-def test_a_weight_source_is_read_as_a_stream(validate, num_passes, kind, engine, open_session, cluster, monkeypatch):
+def test_a_weight_source_is_read_as_a_stream(validate, num_passes, kind, engine, open_session, cluster):
     source = kind(cluster.make_policy(seed=4))
-    with opened(source, monkeypatch) as (weights, manifest):
-        open_session(engine, validate=validate).send(weights, manifest=manifest)
+    open_session(engine, validate=validate).send(source)
     cluster.assert_holds(source.policy, version=1)
     assert source.num_passes == num_passes
 
@@ -547,7 +545,6 @@ def test_every_rank_of_a_trainer_makes_the_same_passes_and_ends_alike(scenario, 
 
 def send_source(rank, options, is_new):
     """What each rank of a trainer does."""
-    weight_source.module_of = lambda source: None
     cluster = Cluster()
     policy = cluster.make_policy(seed=0)
     if options.get("has_nan"):
@@ -556,12 +553,10 @@ def send_source(rank, options, is_new):
         policy["model.other.weight"] = policy[NORM]
     source = (NewSource if is_new else PolicySource)(policy, options.get("fails_on"))
     config = RefitConfig(validate="strict" if not options else "fused", timeout_s=TIMEOUT_S)
-    session = TransferSession(Engine(cluster), config) if rank == 0 else None
-    with weight_source.opened(source, None, config) as (weights, manifest):
-        if session is not None:
-            session.send(weights, manifest=manifest)
-            cluster.assert_holds(policy, version=1)
-    return f"{source.num_passes} passes, sent {session is not None}"
+    report = Trainer(Engine(cluster), config, rank=rank).send(source)
+    if report is not None:
+        cluster.assert_holds(policy, version=1)
+    return f"{source.num_passes} passes, sent {report is not None}"
 
 
 @pytest.mark.parametrize("has_nan", [False, True], ids=["good", "nan"])
@@ -576,15 +571,11 @@ def send_shards(rank, has_nan):
     mesh = init_device_mesh("cpu", (2,))
     wanted = with_nan(policy) if has_nan else policy
     shards = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in wanted.items()}
-    weight_source.module_of = lambda source: SimpleNamespace(state_dict=lambda: shards)
     config = RefitConfig(timeout_s=TIMEOUT_S)
-    session = TransferSession(Engine(cluster), config) if rank == 0 else None
     try:
-        with weight_source.opened(None, None, config) as (weights, manifest):
-            if session is not None:
-                session.send(weights, manifest=manifest)
+        report = Trainer(Engine(cluster), config, rank=rank).send(shards)
     except NonFiniteError as error:
         return type(error).__name__
-    if session is not None:
+    if report is not None:
         cluster.assert_holds(policy, version=1)
     return "holds it"

@@ -81,15 +81,6 @@ class Board:
             self._store.delete_key(key)
             return words
 
-    def why_left(self) -> str:
-        """Why the first member that left did so; empty if none did.
-
-        Raises:
-            TransportError: The trainer is gone.
-        """
-        with self._reaching():
-            return self.first_word()
-
     def abort(self, why: str = "the group was left") -> None:
         """Leave the group and tell the other members. May be called repeatedly."""
         if not self._is_ended:
@@ -102,9 +93,9 @@ class Board:
         """Return the message of the first member that left the group; empty if none did.
 
         Raises:
-            RuntimeError: The store is gone with the trainer.
+            TransportError: The trainer is gone.
         """
-        return next(iter(self._words(_ABORTED)), "")
+        return next(iter(self.hear(_ABORTED)), "")
 
     def _words(self, key: str) -> list[str]:
         return self._store.get(key).decode().split(_END_OF_WORD)[:-1] if self._has([key]) else []
@@ -144,7 +135,7 @@ class Failing:
         elif isinstance(error, RuntimeError):
             # A connection may break before the leaving member's message is read.
             with contextlib.suppress(RuntimeError):
-                said = self._board.first_word()
+                said = next(iter(self._board._words(_ABORTED)), "")
         self._board.abort(why)
         if isinstance(error, TooLateError | RuntimeError):
             raise TransportError(

@@ -41,12 +41,12 @@ def test_every_message_is_kept_in_order(trainer):
 
 def test_who_left_first_says_why(trainer):
     first, second = member_of(trainer), member_of(trainer)
-    assert second.why_left() == ""
+    assert second.first_word() == ""
     trainer.abort("enough")
     first.abort()
-    assert second.why_left() == "member 0: enough"
+    assert second.first_word() == "member 0: enough"
     with pytest.raises(TransportError, match="has ended"):
-        first.why_left()
+        first.first_word()
 
 
 OPEN = """
@@ -76,6 +76,6 @@ def test_a_trainer_that_does_not_answer_is_given_up_and_its_late_answer_too(monk
         assert time.monotonic() - start_s < 20
         process.send_signal(signal.SIGCONT)
         with pytest.raises(TransportError, match="has ended"):
-            member.why_left()
+            member.first_word()
         process.kill()
         end.cancel()
