@@ -5,7 +5,6 @@
 
 import logging
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -94,10 +93,10 @@ class TransferDriver(Engine, Channel):
     async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
         """Send a message. The first one connects every rank of the engine to this trainer."""
         board, is_first = self._require_board(), not self._num_ranks
-        letter = Letter(address=board.address, id=uuid.uuid4().hex, message=message)
+        letter = Letter(address=board.address, message=message).model_dump()
         send = self._client.init_weight_transfer_engine if is_first else self._client.update_weights
         try:
-            self._ask(partial(send, letter.model_dump(mode="json")), timeout_s)
+            self._ask(partial(send, letter), timeout_s)
         except RankFailedError as error:
             if is_first:
                 raise UnsupportedEngineError(
@@ -110,7 +109,7 @@ class TransferDriver(Engine, Channel):
             ) from error
         answers: list[str] = []
         for rank in count():
-            words = board.take(letter.answered_by(rank))
+            words = board.take(str(rank))
             if len(words) > 1:
                 raise UnsupportedEngineError(
                     "this client reaches several engines; create one client and one trainer for each"
@@ -124,7 +123,6 @@ class TransferDriver(Engine, Channel):
                 "RefitConfig.collective.host to an address of this trainer's host that the engine's hosts can reach"
             )
         if len(answers) < self._num_ranks:
-            self._check_is_ours()
             raise EngineLostError(f"rank {len(answers)} did not answer; its log says why. Create a new trainer")
         self._num_ranks = len(answers)
         return answers

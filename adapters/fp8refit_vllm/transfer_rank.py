@@ -28,12 +28,13 @@ FINDING_S = 30.0
 
 
 class Letter(BaseModel):
-    """What vLLM's methods carry: a `fp8refit.remote.messages.Request` to every rank, and where the answers go."""
+    """What vLLM's methods carry: a `fp8refit.remote.messages.Request` to every rank, and where to answer it: on the board,
+    under the number of the rank.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     address: Address
-    id: str
     message: str
 
     @classmethod
@@ -50,10 +51,6 @@ class Letter(BaseModel):
                 f"this is not a message of fp8refit {__version__} ({messages.first_problem(error)}); drive this engine "
                 "with fp8refit_vllm.trainer of the same version"
             ) from error
-
-    def answered_by(self, rank: int) -> str:
-        """Where on the board a rank answers."""
-        return f"{self.id}/{rank}"
 
 
 class TransferRank:
@@ -90,7 +87,7 @@ class TransferRank:
                 self._board = board
             if unfit.error is not None:
                 said = Reply(id="", error=ErrorRecord.of(unfit.error)).encode()
-            board.tell(letter.answered_by(self._worker.rank), said)
+            board.tell(str(self._worker.rank), said)
         if failed.error is not None:
             self._refuse(failed.take())
 
@@ -108,7 +105,7 @@ class TransferRank:
             return
         said = self._answer(letter.message)
         try:
-            board.tell(letter.answered_by(self._worker.rank), said)
+            board.tell(str(self._worker.rank), said)
         except TransportError as error:
             logger.error(
                 "rank %d did part of a refit but cannot report it to the trainer: %s", self._worker.rank, error

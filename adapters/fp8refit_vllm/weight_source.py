@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -13,17 +13,14 @@ from fp8refit.sources.sharded.gather import Gathered, GatheredStream
 from fp8refit.sources.sharded.shards import has_shards
 from fp8refit.sources.source import Manifest, StateDict
 
-Weights: TypeAlias = tuple[StateDict, Manifest | None]
-"""Arguments of `Refitter.refit`."""
-
 _PATIENCE = 4
 """Other ranks of the trainer wait this many times `timeout_s` for the rank that prepares the engine."""
 
 
 @contextmanager
-def opened(source: Any, group: ProcessGroup | None, config: RefitConfig) -> Iterator[Weights]:
-    """The weights that rank 0 of the trainer sends. Every rank enters and leaves this context and takes part in
-    gathers.
+def opened(source: Any, group: ProcessGroup | None, config: RefitConfig) -> Iterator[tuple[StateDict, Manifest | None]]:
+    """The weights that rank 0 of the trainer sends, and their manifest, for `Refitter.refit`. Every rank enters and leaves
+    this context and takes part in gathers.
 
     Args:
         source: A `WeightSource`. The shards of a `ModuleSource` are gathered in buckets, not tensor by tensor. All ranks read

@@ -77,7 +77,7 @@ def with_nan(policy):
 
 
 def letter(address: Address, message: str) -> dict:
-    return Letter(address=address, id="1", message=message).model_dump()
+    return Letter(address=address, message=message).model_dump()
 
 
 def stranger() -> dict:
@@ -170,7 +170,7 @@ def test_prompts_are_refused_for_want_of_a_tokenizer(session):
     [
         ({}, r"address: Field required.*drive this engine with fp8refit_vllm.trainer"),
         (stranger() | {"more": 1}, "more: Extra inputs are not permitted"),
-        ({"names": ["a"], "dtype_names": ["bfloat16"]}, r"is not a message of fp8refit .* \(1 of 5 problems\)"),
+        ({"names": ["a"], "dtype_names": ["bfloat16"]}, r"is not a message of fp8refit .* \(1 of 4 problems\)"),
         (stranger(), "another trainer has taken over this engine"),
     ],
     ids=["nothing", "unknown field", "another backend's", "another token"],
@@ -196,7 +196,7 @@ def test_what_no_rank_can_read_is_answered(engine, session):
     engine.start_weight_update()
     engine.update_weights(letter(board.address, "{"))
     engine.finish_weight_update()
-    assert all("cannot read the driver's message" in board.take(f"1/{rank}")[0] for rank in range(2))
+    assert all("cannot read the driver's message" in board.take(str(rank))[0] for rank in range(2))
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def try_strangers(subject: Subject) -> dict:
     llm = subject.llm
     llm.start_weight_update()
     address = Address(token="0" * 32, host="127.0.0.1", port=1)
-    letter = Letter(address=address, id="1", message="{}").model_dump()
+    letter = Letter(address=address, message="{}").model_dump()
     found = {"letter": subject.refused(llm.update_weights, {"update_info": letter})}
     llm.start_weight_update()
     found["foreign"] = subject.refused(llm.update_weights, {"update_info": {"names": ["a"], "shapes": [[1]]}})

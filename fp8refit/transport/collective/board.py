@@ -1,6 +1,7 @@
 """Messages between processes of several hosts: they are left in a store that one of them, the trainer, opens."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -50,7 +51,7 @@ class Board:
         return cls(address, rank, store)
 
     def tell(self, key: str, said: str) -> None:
-        """Leave a message for the other members, after those that are there.
+        """Leave a message, which holds no NUL, for the other members, after those that are there.
 
         Raises:
             TransportError: The trainer is gone.
@@ -107,37 +108,31 @@ class Board:
     def _has_ended(self) -> TransportError:
         return TransportError(f"this group has ended ({self._why}); refit again")
 
-    def _reaching(self) -> "Failing":
+    def _reaching(self) -> contextlib.AbstractContextManager[None]:
         if self._is_ended:
             raise self._has_ended()
-        return Failing(self)
+        return self._failing()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """End the group on any error, and turn missed deadlines and errors of the store or gloo into `TransportError`."""
+        try:
+            yield
+        except BaseException as error:
+            said, why = "", str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
+            if isinstance(error, DistNetworkError):
+                said = why = f"the trainer's store is gone, or does not answer ({error})"  # so it is not asked again
+            elif isinstance(error, RuntimeError):
+                # A connection may break before the leaving member's message is read.
+                with contextlib.suppress(RuntimeError):
+                    said = next(iter(self._words(_ABORTED)), "")
+            self.abort(why)
+            if isinstance(error, TooLateError | RuntimeError):
+                raise TransportError(
+                    f"the group ended: {said or error}. A member died or does not answer; the next refit connects again"
+                ) from error
+            raise
 
 
 class TooLateError(Exception):
     """A deadline passed."""
-
-
-class Failing:
-    """Ends the group on any error, and turns missed deadlines and errors of the store or gloo into `TransportError`."""
-
-    def __init__(self, board: Board) -> None:
-        self._board = board
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            return
-        said, why = "", str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, DistNetworkError):
-            said = why = f"the trainer's store is gone, or does not answer ({error})"  # so it is not asked again
-        elif isinstance(error, RuntimeError):
-            # A connection may break before the leaving member's message is read.
-            with contextlib.suppress(RuntimeError):
-                said = next(iter(self._board._words(_ABORTED)), "")
-        self._board.abort(why)
-        if isinstance(error, TooLateError | RuntimeError):
-            raise TransportError(
-                f"the group ended: {said or error}. A member died or does not answer; the next refit connects again"
-            ) from error

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from typing_extensions import override
 
 from fp8refit.errors import TransportError
-from fp8refit.transport.collective.board import Address, Board, Failing, TooLateError
+from fp8refit.transport.collective.board import Address, Board, TooLateError
 from fp8refit.transport.collective.buckets import MAX_SECTIONS
 from fp8refit.transport.collective.links import GlooLink, Link, NcclLink, Seat, Transfer, abort_all, broadcast_all
 from fp8refit.transport.collective.store import open_store
@@ -107,7 +107,7 @@ class Communicator(Board):
         """
         deadline_s = time.monotonic() + timeout_s
         keys = [f"here/{rank}" for rank in range(self.meeting.size)]
-        with Failing(self):
+        with self._failing():
             self._store.set(keys[self.rank], "here")
             try:
                 self._poll(lambda: self._has(keys), deadline_s)
@@ -139,7 +139,7 @@ class Communicator(Board):
         """
         links, deadline_s = self._require_links(), time.monotonic() + timeout_s
         parts = [(links[section], part) for section, part in ((None, buffer), *sorted(sections.items()))]
-        with Failing(self):
+        with self._failing():
             # All of them in one group, so that every member launches the kernels in the same order.
             self._poll(lambda: all(link.is_settled() for link in links.values()), deadline_s)
             broadcast_all(parts, timeout_s)
@@ -151,7 +151,7 @@ class Communicator(Board):
         Raises:
             TransportError: A member is gone, gave up, or was too late. The group has ended.
         """
-        with Failing(self):
+        with self._failing():
             self._poll(transfer.is_done, time.monotonic() + timeout_s)
             transfer.finish()
 
@@ -171,7 +171,7 @@ class Communicator(Board):
         self._num_votes += 1
         keys = [f"vote/{self._num_votes}/{rank}" for rank in range(self.meeting.size)]
         failed = f"vote/{self._num_votes}/failed"
-        with Failing(self):
+        with self._failing():
             if error is not None:
                 self._store.compare_set(failed, "", ErrorRecord.of(error).model_dump_json())
             self._store.set(keys[self.rank], "done")
