@@ -110,13 +110,13 @@ class TransferDriver(Engine, Channel):
         answers: list[str] = []
         for rank in count():
             words = board.take(str(rank))
-            if len(words) > 1:
+            if is_first and len(words) > 1:
                 raise UnsupportedEngineError(
                     "this client reaches several engines; create one client and one trainer for each"
                 )
             if not words:
                 break
-            answers += words
+            answers.append(words[-1])  # before it comes the answer to a call that was interrupted
         if not answers and is_first:
             raise TransportError(
                 f"no rank of the engine connected to {board.address.host}:{board.address.port}; set "

@@ -361,6 +361,13 @@ def test_a_rank_that_does_not_answer_loses_the_engine(engine, session, cluster):
         session.send(cluster.make_policy(seed=1))
 
 
+def test_a_late_answer_to_an_interrupted_call_is_skipped(engine, session, cluster):
+    for rank in range(2):
+        session.driver._board.tell(str(rank), "late")
+    session.send(cluster.make_policy(seed=1))
+    cluster.assert_holds(cluster.make_policy(seed=1), version=2)
+
+
 def test_an_engine_that_does_not_return_is_given_up(engine, open_session, cluster, monkeypatch):
     monkeypatch.setattr(transfer_driver, "GRACE_S", 0.2)
     monkeypatch.setattr("fp8refit.remote.channel.GRACE_S", 0.2)
