@@ -1,25 +1,19 @@
-"""Reads the slots of a live SGLang model, and tells the core what SGLang's kernels do to weights after loading.
+"""Tells the core what SGLang's kernels do to weights after loading.
 
 SGLang registers KV-cache scales as parameters of its attention layers, whatever the cache's dtype. They are not
 weights: they have no slots, trainers need not send them, and a refit leaves them alone. They are listed as live, so
 that a replaced one is noticed.
 """
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp8refit.live.copies import Copies
-from fp8refit.live.latent import with_absorbed
-from fp8refit.live.parameters import live_tensors
-from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
-from fp8refit.live.tracing import reading
-from fp8refit.live.tracing.proof import with_proof
+from fp8refit.live.latent import Absorbed
+from fp8refit.live.slots import Refresh, ScaleFormat
 from fp8refit.live.tracing.rules import Kernel, Remedies, Why
-from fp8refit.live.tracing.twin import Twin, refreshes_of_constants
 from fp8refit_sglang.experts import ROUTER_COPY, is_experts, kernel_of_experts, refreshes_of_routers, why_not_read
 from fp8refit_sglang.latent import ABSORBED, absorbed_copies, has_known_rule, is_latent, why_not_absorbed
 
@@ -35,24 +29,6 @@ ROW_MAJOR_KERNELS = frozenset(
 
 _KV_SCALES = ("k_scale", "v_scale")
 _ANOTHER_KERNEL = 'Boot with fp8_gemm_runner_backend="triton", "deep_gemm" or "cutlass"'
-
-
-def read_inventory(model: nn.Module, traced: Twin | Refusal, *, has_noise: bool = False) -> Inventory:
-    """List everything that a refit of `model` writes, and everything that cannot be refitted.
-
-    Args:
-        model: The live model.
-        traced: The trace of the model's loader, or why it could not be traced.
-        has_noise: Whether the engine was booted with dummy weights.
-    """
-    if isinstance(traced, Refusal):
-        return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
-    rules = SglangRules(model)
-    found = with_proof(reading.read_inventory(model, rules, traced), model, rules, traced)
-    found = with_absorbed(found, absorbed_copies(model, rules.block_size_of))
-    constants = refreshes_of_constants(model, traced) if has_noise else ()
-    found = replace(found, refreshes=(*found.refreshes, *refreshes_of_routers(model), *constants))
-    return replace(found, find_copies=Copies(model, found, built=traced.values, kept=rules.kept).refusals)
 
 
 class SglangRules:
@@ -105,6 +81,14 @@ class SglangRules:
         to experts, which holds no weights and numbers its rank's experts at the first forward.
         """
         return (*ABSORBED, ROUTER_COPY, "dispatcher", *(_KV_SCALES if hasattr(module, "k_scale_float") else ()))
+
+    def absorbed(self, model: nn.Module) -> Iterable[Absorbed]:
+        """The copies of `kv_b_proj` that latent attention layers keep."""
+        return absorbed_copies(model, self.block_size_of)
+
+    def refreshes(self, model: nn.Module) -> Iterable[Refresh]:
+        """Routers in float32."""
+        return refreshes_of_routers(model)
 
 
 def _why_derived(module: nn.Module) -> Why:

@@ -6,16 +6,16 @@ SGLang wraps its weight-update method with `serve`, which passes on requests tha
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import made_once
 from fp8refit.errors import EngineAsleepError, EngineBusyError, RefitError
 from fp8refit.live.slots import Inventory, Refresh, Refusal
+from fp8refit.live.tracing.inventory import inventory_of
 from fp8refit.live.tracing.twin import Twin
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
@@ -24,7 +24,7 @@ from fp8refit.transport.loopback import RankConnection
 from fp8refit.transport.process_group import ProcessGroupExchange
 from fp8refit_sglang.compat import VERSIONS, address_in, loses_weights, receipt
 from fp8refit_sglang.kv_cache import HeldScales, read_kv_cache
-from fp8refit_sglang.layout import read_inventory
+from fp8refit_sglang.layout import SglangRules
 from fp8refit_sglang.live_scheduler import Scheduler
 from fp8refit_sglang.scheduler_driver import admit_again
 from fp8refit_sglang.twin import twin_of
@@ -123,12 +123,11 @@ class SchedulerModel:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._scales = HeldScales(is_noise=scheduler.has_dummy_weights)
-        self._twin: Twin | Refusal | None = None
 
-    @property
-    def network(self) -> nn.Module:
-        """The live model."""
-        return self._scheduler.model
+    @cached_property
+    def _twin(self) -> Twin | Refusal:
+        scheduler = self._scheduler
+        return twin_of(scheduler.model_config, scheduler.load_config, num_ranks=scheduler.num_ranks)
 
     def check_ready(self) -> None:
         """Refuse to write weights that are asleep, or that SGLang itself is updating.
@@ -148,25 +147,18 @@ class SchedulerModel:
 
     def read_inventory(self) -> Inventory:
         """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
-        if self._twin is None:
-            scheduler = self._scheduler
-            self._twin = twin_of(scheduler.model_config, scheduler.load_config, num_ranks=scheduler.num_ranks)
-        inventory = read_inventory(self.network, self._twin, has_noise=self._scheduler.has_dummy_weights)
-        refusals = list(inventory.refusals)
-        if self._scheduler.has_draft_model:
+        scheduler, network = self._scheduler, self._scheduler.model
+        has_noise = scheduler.has_dummy_weights
+        inventory = inventory_of(network, SglangRules(network), self._twin, has_noise=has_noise)
+        refusals = inventory.refusals
+        if scheduler.has_draft_model:
             reason = "drafts tokens with its own weights, which a refit would not update"
-            refusals.append(Refusal(module="draft model", reason=reason, remedy="Boot without speculative_algorithm"))
-        if self._scheduler.is_multimodal:
+            refusals += (Refusal(module="draft model", reason=reason, remedy="Boot without speculative_algorithm"),)
+        if scheduler.is_multimodal:
             reason = "caches encoder outputs of earlier requests"
-            refusals.append(
-                Refusal(module="multimodal model", reason=reason, remedy="Boot with enable_multimodal=False")
-            )
+            refusals += (Refusal(module="multimodal model", reason=reason, remedy="Boot with enable_multimodal=False"),)
         # Sleep discards the KV scales, and a dummy boot fills them with noise.
-        self._scales.read(self.network)
-        refreshes = [*inventory.refreshes, Refresh(name="KV scales", run=self._scales.restore)]
-        return replace(
-            inventory,
-            refusals=tuple(refusals),
-            refreshes=tuple(refreshes),
-            kv=read_kv_cache(self._scheduler, self._scales),
-        )
+        self._scales.read(network)
+        refreshes = (*inventory.refreshes, Refresh(name="KV scales", run=self._scales.restore))
+        kv = read_kv_cache(scheduler, self._scales)
+        return replace(inventory, kv=kv, refusals=refusals, refreshes=refreshes)

@@ -14,9 +14,10 @@ from fp8refit.bench.engine import Strategy
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Inventory
+from fp8refit.live.tracing.inventory import inventory_of
 from fp8refit_vllm.compat import VERSIONS
 from fp8refit_vllm.core_compat import in_process_executor
-from fp8refit_vllm.layout import read_inventory
+from fp8refit_vllm.layout import VllmRules
 from fp8refit_vllm.twin import twin_of
 
 _KV_BYTES = 1 << 30
@@ -60,7 +61,7 @@ class VllmBench:
         if executor is not None:
             worker = executor.driver_worker.worker
             network = worker.model_runner.get_model()
-            self._inventory = read_inventory(network, twin_of(worker.vllm_config))
+            self._inventory = inventory_of(network, VllmRules(), twin_of(worker.vllm_config))
             self._names = {parameter.data_ptr(): name for name, parameter in network.named_parameters()}
             self._strategies = (
                 Strategy(

@@ -1,21 +1,15 @@
-"""Reads the slots of a live vLLM model, and tells the core what vLLM's kernels do to weights after loading."""
+"""Tells the core what vLLM's kernels do to weights after loading."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8refit.live.copies import Copies
-from fp8refit.live.latent import Absorbed, with_absorbed
-from fp8refit.live.parameters import live_tensors
-from fp8refit.live.slots import Inventory, Refresh, Refusal, ScaleFormat
-from fp8refit.live.tracing import reading
-from fp8refit.live.tracing.proof import with_proof
+from fp8refit.live.latent import Absorbed
+from fp8refit.live.slots import Refresh, ScaleFormat
 from fp8refit.live.tracing.rules import Kernel, Remedies, Why
-from fp8refit.live.tracing.twin import Twin, refreshes_of_constants
 from fp8refit_vllm.compat import dequantized, fp32_format, linear_kernel, wants_powers_of_two
 from fp8refit_vllm.experts import experts_backend, is_experts, kernel_of_experts, sync_experts, why_experts_move
 
@@ -43,40 +37,6 @@ _KEPT = frozenset((_ABSORBED_KEYS, _ABSORBED_VALUES, _JOINED_GATES, "kv_cache", 
 _KEPT_BY_LORA = frozenset(("punica_wrapper", "adapter_enabled"))
 
 
-def read_inventory(model: nn.Module, traced: Twin | Refusal, *, has_noise: bool = False) -> Inventory:
-    """List everything that a refit of `model` writes, and everything that cannot be refitted.
-
-    Args:
-        model: The live model.
-        traced: The trace of the model's loader, or why it could not be traced.
-        has_noise: Whether the engine was booted with dummy weights.
-    """
-    if isinstance(traced, Refusal):
-        return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
-    rules = VllmRules()
-    inventory = with_proof(reading.read_inventory(model, rules, traced), model, rules, traced)
-    inventory = with_absorbed(inventory, _absorbed_copies(model))
-    constants = refreshes_of_constants(model, traced, rules.kept) if has_noise else ()
-    inventory = replace(inventory, refreshes=(*inventory.refreshes, *_refreshes(model), *constants))
-    return replace(inventory, find_copies=Copies(model, inventory, built=traced.values, kept=rules.kept).refusals)
-
-
-def _refreshes(model: nn.Module) -> Iterator[Refresh]:
-    """What vLLM's experts, routers and attention derive from weights at boot or at their first forward."""
-    for name, module in model.named_modules():
-        layer: Any = module
-        if is_experts(module):
-            config = layer.quant_method.moe_quant_config
-            scales = tuple(each for each in (config.w1_scale, config.w2_scale) if each is not None)
-            yield Refresh(name=f"{name} scales", run=partial(sync_experts, module), written=scales)
-        if hasattr(module, _JOINED_GATES):
-            yield Refresh(name=f"{name}: joined gates", run=partial(_join_gates, module))
-        impl = getattr(module, "impl", None)
-        source = getattr(impl, "_sinks_source", None)
-        if impl is not None and source is not None and impl.sinks is not source:  # FlashInfer wants them in float32
-            yield Refresh(name=f"{name}: sinks", run=partial(_copy, impl.sinks, source), written=(impl.sinks,))
-
-
 def _join_gates(layer: Any) -> None:
     if layer._combined_gate_weight is not None:
         layer._combined_gate_weight.copy_(torch.cat([layer.gate.weight, layer.shared_expert_gate.weight]))
@@ -84,21 +44,6 @@ def _join_gates(layer: Any) -> None:
 
 def _copy(copy: Tensor, weight: Tensor) -> None:
     copy.copy_(weight)
-
-
-def _absorbed_copies(model: nn.Module) -> Iterator[Absorbed]:
-    """The copies of `kv_b_proj` that latent attention layers keep."""
-    for name, module in model.named_modules():
-        if hasattr(module, _ABSORBED_KEYS):
-            layer: Any = module
-            yield Absorbed(
-                name=name,
-                owner=layer,
-                keys=_ABSORBED_KEYS,
-                values=_ABSORBED_VALUES,
-                source=layer.kv_b_proj.weight,
-                dequantized=partial(dequantized, layer.kv_b_proj),
-            )
 
 
 class VllmRules:
@@ -150,3 +95,32 @@ class VllmRules:
         own = vars(module) | module._buffers | module._parameters
         is_adapted = "base_layer" in module._modules
         return [key for key in own if key in _KEPT or (is_adapted and ("lora" in key or key in _KEPT_BY_LORA))]
+
+    def absorbed(self, model: nn.Module) -> Iterator[Absorbed]:
+        """The copies of `kv_b_proj` that latent attention layers keep."""
+        for name, module in model.named_modules():
+            if hasattr(module, _ABSORBED_KEYS):
+                layer: Any = module
+                yield Absorbed(
+                    name=name,
+                    owner=layer,
+                    keys=_ABSORBED_KEYS,
+                    values=_ABSORBED_VALUES,
+                    source=layer.kv_b_proj.weight,
+                    dequantized=partial(dequantized, layer.kv_b_proj),
+                )
+
+    def refreshes(self, model: nn.Module) -> Iterator[Refresh]:
+        """What vLLM's experts, routers and attention derive from weights at boot or at their first forward."""
+        for name, module in model.named_modules():
+            layer: Any = module
+            if is_experts(module):
+                config = layer.quant_method.moe_quant_config
+                scales = tuple(each for each in (config.w1_scale, config.w2_scale) if each is not None)
+                yield Refresh(name=f"{name} scales", run=partial(sync_experts, module), written=scales)
+            if hasattr(module, _JOINED_GATES):
+                yield Refresh(name=f"{name}: joined gates", run=partial(_join_gates, module))
+            impl = getattr(module, "impl", None)
+            source = getattr(impl, "_sinks_source", None)
+            if impl is not None and source is not None and impl.sinks is not source:  # FlashInfer wants them in float32
+                yield Refresh(name=f"{name}: sinks", run=partial(_copy, impl.sinks, source), written=(impl.sinks,))

@@ -7,7 +7,7 @@ adds the first of them under another name.
 
 import os
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import nn
 from fp8refit.driver.attach import hold, made_once
 from fp8refit.driver.drop_in import DropInOptions
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.live.slots import Inventory, KvCache, Refresh, Refusal
+from fp8refit.live.slots import Inventory, Refresh, Refusal
+from fp8refit.live.tracing.inventory import inventory_of
 from fp8refit.live.tracing.twin import Twin
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
@@ -37,7 +38,7 @@ from fp8refit_vllm.compat import (
 from fp8refit_vllm.core import CORE_METHOD, carry_out
 from fp8refit_vllm.core_compat import add_to_core, on_core_start, raise_refusals
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
-from fp8refit_vllm.layout import read_inventory
+from fp8refit_vllm.layout import VllmRules
 from fp8refit_vllm.twin import twin_of
 from fp8refit_vllm.watch import FLAG_METHOD, watch
 
@@ -160,7 +161,6 @@ class WorkerModel:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._has_dummy_scales = has_dummy_weights(worker.vllm_config)
-        self._twin: Twin | Refusal | None = None
 
     @property
     def network(self) -> nn.Module:
@@ -168,28 +168,22 @@ class WorkerModel:
         network: nn.Module = self._worker.model_runner.get_model()
         return network
 
+    @cached_property
+    def _twin(self) -> Twin | Refusal:
+        return twin_of(self._worker.vllm_config)
+
     def read_inventory(self) -> Inventory:
         """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
-        if self._twin is None:
-            self._twin = twin_of(self._worker.vllm_config)
-        has_noise = has_dummy_weights(self._worker.vllm_config)
-        inventory = read_inventory(self.network, self._twin, has_noise=has_noise)
-        inventory = replace(inventory, kv=self._read_kv_cache())
-        method = draft_method(self._worker.vllm_config)
-        if method is not None:
-            draft = Refusal(
-                module="draft model",
-                reason=f"drafts tokens with its own weights ({method}), which a refit would not update",
-                remedy="Boot without speculative_config",
-            )
-            inventory = replace(inventory, refusals=(*inventory.refusals, draft))
+        network, config = self.network, self._worker.vllm_config
+        inventory = inventory_of(network, VllmRules(), self._twin, has_noise=has_dummy_weights(config))
+        kv = replace(read_kv_cache(self._worker, network), before_write=self._reset_dummy_scales)
+        refusals, refreshes = inventory.refusals, inventory.refreshes
+        if (method := draft_method(config)) is not None:
+            reason = f"drafts tokens with its own weights ({method}), which a refit would not update"
+            refusals += (Refusal(module="draft model", reason=reason, remedy="Boot without speculative_config"),)
         if self._has_dummy_scales:
-            refresh = Refresh(name="KV scales of a dummy boot", run=self._reset_dummy_scales)
-            inventory = replace(inventory, refreshes=(*inventory.refreshes, refresh))
-        return inventory
-
-    def _read_kv_cache(self) -> KvCache:
-        return replace(read_kv_cache(self._worker, self.network), before_write=self._reset_dummy_scales)
+            refreshes += (Refresh(name="KV scales of a dummy boot", run=self._reset_dummy_scales),)
+        return replace(inventory, kv=kv, refusals=refusals, refreshes=refreshes)
 
     def _reset_dummy_scales(self) -> None:
         """Set KV scales to 1.0, once: a dummy boot fills them with noise, a boot from a checkpoint leaves 1.0."""

@@ -186,7 +186,7 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [EntryPoint()])
     monkeypatch.setattr("fp8refit_sglang.worker.ProcessGroupExchange", lambda group: group)
     monkeypatch.setattr("fp8refit_sglang.worker.twin_of", lambda *_, **__: None)
-    monkeypatch.setattr("fp8refit_sglang.worker.read_inventory", lambda network, *_, **__: network.read_inventory())
+    monkeypatch.setattr("fp8refit_sglang.worker.inventory_of", lambda network, *_, **__: network.read_inventory())
     plugin.register()
     HookRegistry.apply_hooks()
 

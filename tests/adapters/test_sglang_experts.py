@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8refit_sglang.experts import ROW_MAJOR_RUNNERS
-from fp8refit_sglang.layout import read_inventory
+from fp8refit_sglang.layout import SglangRules
 from torch import nn
 
 from fp8refit.live.slots import Inventory, ScaleFormat
+from fp8refit.live.tracing.inventory import inventory_of
 from tests.live.tracing.models import FP8
 from tests.live.tracing.twins import identity_twin
 
@@ -51,7 +52,7 @@ def read(layer: nn.Module) -> Inventory:
     model = nn.Module()
     model.mlp = nn.Module()
     model.mlp.experts = layer
-    return read_inventory(model, identity_twin(model))
+    return inventory_of(model, SglangRules(model), identity_twin(model))
 
 
 def only_refusal(layer: nn.Module) -> str:

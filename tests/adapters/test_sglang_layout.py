@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8refit_sglang import layout
-from fp8refit_sglang.layout import ROW_MAJOR_KERNELS
+from fp8refit_sglang.layout import ROW_MAJOR_KERNELS, SglangRules
 from torch import nn
 
 from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
+from fp8refit.live.tracing.inventory import inventory_of
 from fp8refit.live.tracing.twin import Twin
 from tests.live.tracing.models import FP8, HIDDEN, BlockLinear, model_of
 from tests.live.tracing.twins import identity_twin
@@ -43,7 +43,7 @@ def block_layer(**attributes) -> nn.Module:
 
 def read_inventory(model: nn.Module, twin: Twin | Refusal | None = None) -> Inventory:
     """The inventory of a model whose loader copies every tensor to the parameter of its name."""
-    return layout.read_inventory(model, identity_twin(model) if twin is None else twin)
+    return inventory_of(model, SglangRules(model), identity_twin(model) if twin is None else twin)
 
 
 def only_refusal(model: nn.Module) -> str:

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8refit_vllm.experts import sync_experts
-from fp8refit_vllm.layout import VllmRules, read_inventory
+from fp8refit_vllm.layout import VllmRules
 from torch import nn
 
 from fp8refit.live.slots import Inventory, ScaleFormat
+from fp8refit.live.tracing.inventory import inventory_of
 from tests.live.tracing.twins import identity_twin
 
 SIZE, HIDDEN = 256, 128
@@ -44,7 +45,7 @@ def read(layer: nn.Module) -> Inventory:
     model = nn.Module()
     model.experts = nn.Module()
     model.experts.routed_experts = layer
-    return read_inventory(model, identity_twin(model))
+    return inventory_of(model, VllmRules(), identity_twin(model))
 
 
 @pytest.mark.parametrize("backend", ["TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS"])

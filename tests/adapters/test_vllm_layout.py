@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8refit_vllm import layout
 from fp8refit_vllm.layout import ROW_MAJOR_KERNELS, VllmRules
 from fp8refit_vllm.worker import WorkerModel
 from torch import nn
 
 from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
+from fp8refit.live.tracing.inventory import inventory_of
 from tests.live.tracing.models import FP8, model_of
 from tests.live.tracing.twins import identity_twin
 
@@ -46,7 +46,7 @@ class BlockLinear(nn.Module):
 
 def read_inventory(model: nn.Module) -> Inventory:
     """The inventory of a model whose loader copies every tensor to the parameter of its name."""
-    return layout.read_inventory(model, identity_twin(model))
+    return inventory_of(model, VllmRules(), identity_twin(model))
 
 
 def only_refusal(model) -> str:
@@ -154,7 +154,7 @@ def twins(monkeypatch):
 
 def test_a_model_without_a_twin_is_refused_for_it():
     refusal = Refusal(module="Odd", reason="cannot be built without memory", remedy="Take another")
-    inventory = layout.read_inventory(model_of(proj=BlockLinear()), refusal)
+    inventory = inventory_of(model_of(proj=BlockLinear()), VllmRules(), refusal)
     assert inventory.refusals == (refusal,)
     assert {entry.name for entry in inventory.live} == {"proj.weight", "proj.weight_scale_inv"}
 

@@ -59,12 +59,18 @@ class VllmUnderTest:
 
     def look_at_loader(self) -> dict:
         """What tracing it again costs, for an engine in this process."""
-        from fp8refit_vllm.layout import read_inventory
+        from fp8refit_vllm.layout import VllmRules
         from fp8refit_vllm.twin import twin_of
         from twin_cost import look
 
+        from fp8refit.live.tracing.inventory import inventory_of
+
         worker = self.candidate.llm_engine.model_executor.driver_worker.worker
-        return look(worker.model_runner.get_model(), lambda: twin_of(worker.vllm_config), read_inventory)
+        return look(
+            worker.model_runner.get_model(),
+            lambda: twin_of(worker.vllm_config),
+            lambda model, twin: inventory_of(model, VllmRules(), twin),
+        )
 
     def look_at_held(self) -> dict:
         """What the model of an engine in this process holds."""

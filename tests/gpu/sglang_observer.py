@@ -64,14 +64,18 @@ def compile_kernels() -> float:
 
 def look_at_loader(scheduler) -> dict:
     """What tracing it again costs."""
-    from fp8refit_sglang.layout import read_inventory
+    from fp8refit_sglang.layout import SglangRules
     from fp8refit_sglang.live_scheduler import Scheduler
     from fp8refit_sglang.twin import twin_of
     from twin_cost import look
 
+    from fp8refit.live.tracing.inventory import inventory_of
+
     held = Scheduler(scheduler)
     return look(
-        held.model, lambda: twin_of(held.model_config, held.load_config, num_ranks=held.num_ranks), read_inventory
+        held.model,
+        lambda: twin_of(held.model_config, held.load_config, num_ranks=held.num_ranks),
+        lambda model, twin: inventory_of(model, SglangRules(model), twin),
     )
 
 

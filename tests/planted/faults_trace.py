@@ -136,8 +136,8 @@ FAULTS = [
     ),
     Fault(
         name="constants stay the noise of a dummy boot",
-        path="adapters/fp8refit_sglang/layout.py",
-        before="    constants = refreshes_of_constants(model, traced) if has_noise else ()\n",
+        path="fp8refit/live/tracing/inventory.py",
+        before="    constants = refreshes_of_constants(model, traced, rules.kept) if has_noise else ()\n",
         after="    constants = ()\n",
         found_by="tests/sglang/test_zoo_stubbed_kernels.py -k Gemma2",
         session="sglang",

@@ -1,12 +1,13 @@
 """What an adapter says about its engine's kernels. Everything else is read from the model's twin."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from torch import nn
 
-from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.latent import Absorbed
+from fp8refit.live.slots import Refresh, ScaleFormat
 
 Why: TypeAlias = tuple[str, str] | None
 """Reason and remedy; None if there is no problem."""
@@ -57,4 +58,12 @@ class KernelRules(Protocol):
 
     def kept(self, module: nn.Module) -> Collection[str]:
         """Return the module's parameters that are not weights. They have no slot, and a refit does not change them."""
+        ...
+
+    def absorbed(self, model: nn.Module) -> Iterable[Absorbed]:
+        """Return the absorbed copies that layers of the live model keep, except those of refused layers."""
+        ...
+
+    def refreshes(self, model: nn.Module) -> Iterable[Refresh]:
+        """Return the steps that update what else the engine derives from weights, at boot or at the first forward."""
         ...

@@ -206,7 +206,7 @@ def _constants(model: nn.Module, traced: Traced, firsts: Mapping[str, str]) -> I
 
 
 def refreshes_of_constants(
-    model: nn.Module, twin: Twin, kept: Callable[[nn.Module], Collection[str]] = lambda _: ()
+    model: nn.Module, twin: Twin, kept: Callable[[nn.Module], Collection[str]]
 ) -> tuple[Refresh, ...]:
     """Return steps that restore buffers no checkpoint holds, since a dummy boot fills them with noise.
 

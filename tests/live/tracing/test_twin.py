@@ -405,7 +405,7 @@ def test_constants_that_no_checkpoint_holds_are_those_that_the_model_was_built_w
     live = model_of(proj=BlockLinear())
     live.register_buffer("normalizer", torch.tensor(0.001))
     live.register_buffer("rope", torch.zeros(4), persistent=False)
-    (refresh,) = refreshes_of_constants(live, twin)
+    (refresh,) = refreshes_of_constants(live, twin, lambda _: ())
     refresh.run()
     assert live.normalizer == 16.0
     assert [tensor is live.normalizer for tensor in refresh.written] == [True]
