@@ -5,17 +5,17 @@ no scale. SGLang does not clamp (`MHATokenToKVPool.set_kv_buffer` calls `Tensor.
 the device, values beyond 464 times the scale saturate or become NaN.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8refit.live.names import attention_name
-from fp8refit.live.slots import KvCache, KvLayer, KvScale, Observe, Refusal
-from fp8refit.ranks.kv.attention import PackedSequences
-from fp8refit.ranks.kv.measuring import Heads, measured
+from fp8refit.live.slots import KvCache, KvLayer, KvScale, Refusal
+from fp8refit.ranks.kv.measuring import Heads, LivePrefill, refusals_to_measure
 from fp8refit_sglang.compat import is_cache_fp8, make_kv_scales
 from fp8refit_sglang.live_scheduler import Scheduler, decoder_of, prefill_batch
 
@@ -28,7 +28,6 @@ _MAX_FA3_HEAD = 256
 """fa3 writes larger heads divided by their scales, but reads them as if the scales were 1."""
 _BOOT_FP8 = f'Boot with kv_cache_dtype="{_FP8}"'
 _BOOT_FA3 = 'Boot with attention_backend="fa3"'
-_GIVE_SCALES = "Give the scales instead (kv_scales=)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ def read_kv_cache(scheduler: Scheduler, scales: HeldScales) -> KvCache:
     if dtype != _FP8:
         refusal = Refusal(module="KV cache", reason=f"is {dtype}, not {_FP8}", remedy=_BOOT_FP8)
         return KvCache(dtype=dtype, backend=", ".join(backends), refusals=(refusal,))
-    layers = [_Layer(name, module) for name, module in scheduler.model.named_modules() if is_attention(module)]
+    attentions = {name: module for name, module in scheduler.model.named_modules() if is_attention(module)}
 
     def has_numbers_in_graphs() -> bool:
         return bool(_READS_NUMBERS.intersection(backends)) and scheduler.has_decode_graphs
@@ -142,102 +141,67 @@ def read_kv_cache(scheduler: Scheduler, scales: HeldScales) -> KvCache:
     return KvCache(
         dtype=dtype,
         backend=", ".join(backends),
-        layers=tuple(KvLayer(name=attention_name(layer.name), scales=layer.scales(scales)) for layer in layers),
-        prefill=LivePrefill(scheduler, layers),
+        layers=tuple(
+            KvLayer(name=attention_name(name), scales=_scales_to_write(module, scales))
+            for name, module in attentions.items()
+        ),
+        prefill=_prefill(scheduler, list(attentions.values())),
         saturates=casts_saturate(next(scheduler.model.parameters()).device),
-        refusals=tuple(_why_not_written(scheduler, layers)),
-        prefill_refusals=tuple(_why_not_measured(scheduler.model, layers)),
+        refusals=tuple(_why_not_written(scheduler, attentions)),
+        prefill_refusals=refusals_to_measure(_reasons_not_to_measure(scheduler.model, attentions)),
         check_now=check_now,
         after_write=finish,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One attention layer of a live model."""
-
-    name: str
-    module: Any
-
-    def scales(self, scales: HeldScales) -> tuple[KvScale, ...]:
-        return tuple(
-            KvScale(kind=held.kind, tensor=held.tensor, write_copies=_writer(scales, held))
-            for held in scales_of(self.module)
-        )
-
-    def why_not_measured(self) -> str | None:
-        """Why plain causal attention would not compute what this layer computes; None if it would."""
-        module = self.module
-        kind = getattr(module.attn_type, "value", module.attn_type)
-        if module.is_cross_attention or kind != "decoder":
-            return f"is {'cross' if module.is_cross_attention else kind} attention, not plain causal attention"
-        if module.pos_encoding_mode != "NONE":
-            return f"encodes positions itself ({module.pos_encoding_mode})"
-        if module.xai_temperature_len > 0:
-            return "scales its scores by position"
-        if module.use_irope:
-            return "attends within chunks"
-        if module.logit_cap and module.logit_capping_method != "tanh":
-            return f"caps its scores by {module.logit_capping_method}"
-        return None
-
-    def heads(self) -> Heads:
-        module = self.module
-        return Heads(
-            num_heads=module.tp_q_head_num,
-            num_kv_heads=module.tp_k_head_num,
-            head_dim=module.qk_head_dim,
-            v_head_dim=module.v_head_dim,
-            scale=float(module.scaling),
-            window=module.sliding_window_size + 1
-            if module.sliding_window_size > -1
-            else None,  # SGLang excludes the token itself
-            soft_cap=module.logit_cap or None,
-        )
-
-
-class LivePrefill:
-    """Implements `fp8refit.live.slots.Prefill` on a scheduler's live model: eagerly, without requests or KV cache.
-
-    With tensor parallelism, all ranks must run it together.
-
-    Args:
-        scheduler: A scheduler whose model is loaded.
-        layers: Every attention layer of the model.
-    """
-
-    def __init__(self, scheduler: Scheduler, layers: Sequence[_Layer]) -> None:
-        self._scheduler = scheduler
-        self._layers = layers
-        self.vocab_size = scheduler.vocab_size
-        self.max_length = scheduler.max_length
-        self.max_tokens = scheduler.max_tokens
-
-    def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
-        """Run one pass over `sequences`, each (L,) int64 on the engine's device, and remove all hooks."""
-        decoder = decoder_of(self._scheduler.model)
+def _prefill(scheduler: Scheduler, attentions: Sequence[nn.Module]) -> LivePrefill:
+    def forward(token_ids: Tensor, positions: Tensor, lengths: list[int]) -> None:
+        decoder = decoder_of(scheduler.model)
         assert decoder is not None, "checked"
-        token_ids, lengths = torch.cat(list(sequences)), [len(sequence) for sequence in sequences]
-        packed = PackedSequences(lengths, token_ids.device)
-        batch = prefill_batch(token_ids, packed.positions, lengths)
-        layers = [(layer.module, layer.heads()) for layer in self._layers]
-        with measured(layers, packed, observe), self._scheduler.forward_scope():
-            decoder(token_ids, packed.positions, batch)
+        batch = prefill_batch(token_ids, positions, lengths)
+        with scheduler.forward_scope():
+            decoder(token_ids, positions, batch)
+
+    return LivePrefill(
+        attentions=attentions,
+        heads_of=heads_of,
+        forward=forward,
+        vocab_size=scheduler.vocab_size,
+        max_length=scheduler.max_length,
+        max_tokens=scheduler.max_tokens,
+    )
 
 
-def _writer(scales: HeldScales, held: HeldScale) -> Callable[[float], None]:
-    return lambda value: scales.write_copy(held, value)
+def heads_of(attention: Any) -> Heads:
+    """The heads of an attention layer."""
+    window = attention.sliding_window_size  # SGLang excludes the token itself
+    return Heads(
+        num_heads=attention.tp_q_head_num,
+        num_kv_heads=attention.tp_k_head_num,
+        head_dim=attention.qk_head_dim,
+        v_head_dim=attention.v_head_dim,
+        scale=float(attention.scaling),
+        window=window + 1 if window > -1 else None,
+        soft_cap=attention.logit_cap or None,
+    )
 
 
-def _why_not_written(scheduler: Scheduler, layers: Sequence[_Layer]) -> list[Refusal]:
+def _scales_to_write(attention: nn.Module, scales: HeldScales) -> tuple[KvScale, ...]:
+    return tuple(
+        KvScale(kind=held.kind, tensor=held.tensor, write_copies=partial(scales.write_copy, held))
+        for held in scales_of(attention)
+    )
+
+
+def _why_not_written(scheduler: Scheduler, attentions: Mapping[str, Any]) -> list[Refusal]:
     """Why the scales cannot be set, with remedies."""
     refusals = list(_why_not_reached(scheduler))
-    without = [layer.name for layer in layers if not scales_of(layer.module)]
+    without = [name for name, module in attentions.items() if not scales_of(module)]
     if without:
         reason = f"has no KV scales (one of {len(without)} such layers)"
         remedy = f"{_BOOT_FP8}, with fp8refit installed where the engine runs"
         refusals.append(Refusal(module=without[0], reason=reason, remedy=remedy))
-    wide = [layer.name for layer in layers if layer.module.qk_head_dim > _MAX_FA3_HEAD]
+    wide = [name for name, module in attentions.items() if module.qk_head_dim > _MAX_FA3_HEAD]
     if wide and _READS_TENSORS.intersection(scheduler.attention_backends):
         reason = f"has heads larger than {_MAX_FA3_HEAD}, which fa3 reads without their scales"
         refusals.append(Refusal(module=wide[0], reason=reason, remedy='Boot with attention_backend="triton"'))
@@ -261,16 +225,28 @@ def _why_not_reached(scheduler: Scheduler) -> list[Refusal]:
     return refusals
 
 
-def _why_not_measured(model: nn.Module, layers: Sequence[_Layer]) -> list[Refusal]:
-    """Parts of the live model that our calibration pass would not compute as the engine does."""
-    found: dict[str, str] = {}
+def _reasons_not_to_measure(model: nn.Module, attentions: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """Parts of the live model that our calibration pass would not compute as the engine does, with reasons."""
     if decoder_of(model) is None:
-        found["is not built like SGLang's language models"] = type(model).__name__
-    for layer in layers:
-        why = layer.why_not_measured()
-        if why is not None:
-            found.setdefault(why, layer.name)
+        yield type(model).__name__, "is not built like SGLang's language models"
+    for name, module in attentions.items():
+        yield name, _why_not_measured(module)
     for name, module in model.named_modules():
         if getattr(module, "sinks", None) is not None:
-            found.setdefault("attends with sinks", name)
-    return [Refusal(module=name, reason=reason, remedy=_GIVE_SCALES) for reason, name in found.items()]
+            yield name, "attends with sinks"
+
+
+def _why_not_measured(attention: Any) -> str | None:
+    """Why plain causal attention would not compute what a layer computes; None if it would."""
+    kind = getattr(attention.attn_type, "value", attention.attn_type)
+    if attention.is_cross_attention or kind != "decoder":
+        return f"is {'cross' if attention.is_cross_attention else kind} attention, not plain causal attention"
+    if attention.pos_encoding_mode != "NONE":
+        return f"encodes positions itself ({attention.pos_encoding_mode})"
+    if attention.xai_temperature_len > 0:
+        return "scales its scores by position"
+    if attention.use_irope:
+        return "attends within chunks"
+    if attention.logit_cap and attention.logit_capping_method != "tanh":
+        return f"caps its scores by {attention.logit_capping_method}"
+    return None

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from fp8refit_sglang import plugin
-from fp8refit_sglang.kv_cache import HeldScales, LivePrefill, _Layer, casts_saturate, give_scales
+from fp8refit_sglang.kv_cache import HeldScales, _prefill, casts_saturate, give_scales, heads_of
 from fp8refit_sglang.live_scheduler import Scheduler, decoder_of
 from torch import nn
 
@@ -166,7 +166,7 @@ def test_a_token_outside_the_vocabulary_is_refused(solo):
 @pytest.mark.parametrize(("chunk", "expected"), [(32, 32), (None, 4096)])
 def test_a_pass_is_no_larger_than_a_prefill(chunk, expected, solo):
     solo.schedulers[0].chunked_prefill_size = chunk
-    assert LivePrefill(Scheduler(solo.schedulers[0]), []).max_tokens == expected
+    assert _prefill(Scheduler(solo.schedulers[0]), []).max_tokens == expected
 
 
 # Backends.
@@ -335,11 +335,11 @@ def test_what_piecewise_graphs_put_before_a_decoder_is_seen_through(solo):
 def test_a_window_of_sglang_s_counts_the_tokens_before():
     attention = RadixAttention(1)
     attention.sliding_window_size, attention.logit_cap = 127, 50.0
-    heads = _Layer("attn", attention).heads()
+    heads = heads_of(attention)
     assert (heads.window, heads.soft_cap, heads.num_heads, heads.num_kv_heads) == (128, 50.0, 2, 1)
     assert (heads.head_dim, heads.v_head_dim, heads.scale) == (HEAD_DIM, HEAD_DIM, HEAD_DIM**-0.5)
     attention.sliding_window_size, attention.logit_cap = -1, 0.0
-    heads = _Layer("attn", attention).heads()
+    heads = heads_of(attention)
     assert (heads.window, heads.soft_cap) == (None, None)
 
 

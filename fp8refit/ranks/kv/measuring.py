@@ -1,14 +1,18 @@
 """Measures the inputs of live attention layers during a pass that computes attention without the KV cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from fp8refit.live.slots import Observe
+from fp8refit.live.slots import Observe, Refusal
+from fp8refit.live.tracing.rules import Why
 from fp8refit.ranks.kv.attention import PackedSequences
+
+_GIVE_SCALES = "Give the scales instead (kv_scales=)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +27,50 @@ class Heads:
     window: int | None = None
     """A token attends to itself and the `window - 1` tokens before it; None for all."""
     soft_cap: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class LivePrefill:
+    """Implements `fp8refit.live.slots.Prefill` on an engine's live model: eagerly, without requests or KV cache.
+
+    With tensor parallelism, all ranks must run it together.
+    """
+
+    attentions: Sequence[nn.Module]
+    """Every attention layer of the model."""
+    heads_of: Callable[[Any], Heads]
+    """Returns the heads of a layer."""
+    forward: Callable[[Tensor, Tensor, list[int]], None]
+    """Runs the model on token ids and their positions, both (N,) int64, given the length of each sequence."""
+    vocab_size: int
+    max_length: int
+    max_tokens: int
+
+    def __call__(self, sequences: Sequence[Tensor], observe: Observe) -> None:
+        """Run one pass over `sequences`, each (L,) int64 on the engine's device, and remove all hooks."""
+        token_ids, lengths = torch.cat(list(sequences)), [len(sequence) for sequence in sequences]
+        packed = PackedSequences(lengths, token_ids.device)
+        layers = [(module, self.heads_of(module)) for module in self.attentions]
+        with measured(layers, packed, observe):
+            self.forward(token_ids, packed.positions, lengths)
+
+
+def refusals_to_measure(found: Iterable[tuple[str, str | None]]) -> tuple[Refusal, ...]:
+    """Refuse what plain causal attention would not compute as the engine does.
+
+    Args:
+        found: Names of modules, each with a reason; None if there is none.
+    """
+    return one_for_each_reason((name, (reason, _GIVE_SCALES) if reason else None) for name, reason in found)
+
+
+def one_for_each_reason(found: Iterable[tuple[str, Why]]) -> tuple[Refusal, ...]:
+    """One refusal per reason, naming the first module it applies to."""
+    firsts: dict[tuple[str, str], str] = {}
+    for name, why in found:
+        if why is not None:
+            firsts.setdefault(why, name)
+    return tuple(Refusal(module=name, reason=reason, remedy=remedy) for (reason, remedy), name in firsts.items())
 
 
 @contextmanager
