@@ -8,12 +8,11 @@ booting is unaffected. `remove` undoes everything.
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
-from weakref import WeakSet
-
-from torch import nn
 
 from fp8refit.driver.drop_in import DropIn, DropInOptions
+from fp8refit.driver.installed import Installed, instead_of
 from fp8refit.errors import RefitError
 from fp8refit.live.slots import FP8_DTYPE
 from fp8refit_sglang.compat import close_session, has_sessions, weights_receipt
@@ -36,10 +35,6 @@ SEAMS = (
     "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess",
 )
 """What the drop-in reaches for in every version, beside what the plugin does."""
-_HELD = "_fp8refit_drop_in"
-_networks: WeakSet[nn.Module] = WeakSet()
-"""Networks in this process with the drop-in. SGLang's loader stays wrapped while there are any."""
-_replaced: dict[str, Any] = {}
 
 
 def hooks() -> dict[str, Callable[..., Any]]:
@@ -69,7 +64,7 @@ def install(scheduler: Any) -> None:
     if not options.drop_in:
         return
     network = Scheduler(scheduler).model
-    if hasattr(network, _HELD):
+    if network in _installed:
         return
     if not any(parameter.dtype is FP8_DTYPE for parameter in network.parameters()):
         logger.warning("fp8refit: this engine is not block FP8 and loads weights as usual")
@@ -81,31 +76,14 @@ def install(scheduler: Any) -> None:
     except RefitError as error:
         logger.error("fp8refit: %s", error)
         drop_in, load = None, _refuse_with(error)
-    object.__setattr__(network, _HELD, drop_in)
-    object.__setattr__(network, "load_weights", load)
-    _networks.add(network)
-    _wrap()
+    _installed.add(network, drop_in, load)
 
 
 def remove(scheduler: Any) -> None:
     """Restore SGLang's own methods. If a policy has only partly arrived, the engine stays dirty."""
     network = Scheduler(scheduler).model
-    if not hasattr(network, _HELD):
-        return
-    drop_in = of(network)
-    for name in (_HELD, "load_weights"):
-        object.__delattr__(network, name)
-    _networks.discard(network)
-    if not _networks:
-        _unwrap()
-    if drop_in is not None:
+    if network in _installed and (drop_in := _installed.remove(network)) is not None:
         drop_in.close()
-
-
-def of(network: Any) -> DropIn | None:
-    """The network's `DropIn`, if installed."""
-    found = getattr(network, _HELD, None)
-    return found if isinstance(found, DropIn) else None
 
 
 def _refuse_with(error: RefitError) -> Callable[..., set[str]]:
@@ -115,7 +93,7 @@ def _refuse_with(error: RefitError) -> Callable[..., set[str]]:
     return refuse
 
 
-def _load_to_the_end(drop_in: DropIn, model: Any, weights: Iterable[Any], *_: Any) -> None:
+def _load_to_the_end(drop_in: DropIn, weights: Iterable[Any], *_: Any) -> None:
     """Load the rest of a policy and end the update, also after an error: SGLang does not end it then."""
     try:
         drop_in.load(weights)
@@ -125,9 +103,9 @@ def _load_to_the_end(drop_in: DropIn, model: Any, weights: Iterable[Any], *_: An
     drop_in.end()
 
 
-def _load_whole(drop_in: DropIn, model: Any, weights: Iterable[Any], *_: Any) -> None:
+def _load_whole(drop_in: DropIn, weights: Iterable[Any], *_: Any) -> None:
     drop_in.begin()
-    _load_to_the_end(drop_in, model, weights)
+    _load_to_the_end(drop_in, weights)
 
 
 _INSTEAD: dict[str, Callable[..., None]] = {
@@ -139,30 +117,15 @@ _INSTEAD_BEFORE: dict[str, Callable[..., None]] = {"load_weights_and_postprocess
 """For versions without the other two functions (0.5.15)."""
 
 
-def _wrap() -> None:
-    """Wrap SGLang's loader, unless that is done already."""
+def _wrap(undo: ExitStack) -> None:
+    """Wrap SGLang's loader."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     has_both = all(hasattr(DefaultModelLoader, name) for name in _INSTEAD)
     for name, instead in (_INSTEAD if has_both else _INSTEAD_BEFORE).items():
-        if name not in _replaced:
-            original = DefaultModelLoader.__dict__[name]
-            _replaced[name] = original
-            setattr(DefaultModelLoader, name, staticmethod(_wrapper_of(original.__func__, instead)))
+        original = DefaultModelLoader.__dict__[name]
+        setattr(DefaultModelLoader, name, staticmethod(instead_of(original.__func__, instead)))
+        undo.callback(setattr, DefaultModelLoader, name, original)
 
 
-def _unwrap() -> None:
-    """Restore SGLang's loader."""
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-
-    for name, original in _replaced.items():
-        setattr(DefaultModelLoader, name, original)
-    _replaced.clear()
-
-
-def _wrapper_of(original: Callable[..., Any], instead: Callable[..., None]) -> Callable[..., Any]:
-    def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
-        drop_in = of(model)
-        return original(model, *args, **kwargs) if drop_in is None else instead(drop_in, model, *args, **kwargs)
-
-    return wrapper
+_installed = Installed(_wrap)

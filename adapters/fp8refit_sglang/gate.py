@@ -19,49 +19,26 @@ class TokenizerGate(Gate):
         refuse_with: Makes the error for a refused request, from the reason and the request.
     """
 
-    _ENTRIES = ("generate_request", "pause_generation", "continue_generation")
-    _LAST_STEP = "_validate_and_resolve_lora"
-    """Every request, and every part of one, passes this method after waiting for pauses and before the schedulers get
-    it."""
+    entries = ("generate_request", "pause_generation", "continue_generation")
 
     def __init__(
         self, manager: Any, on_decision: Callable[[bool], None], refuse_with: Callable[[str, Any], Exception]
     ) -> None:
-        super().__init__()
-        self._refuse_with = refuse_with
-        self._manager = manager
+        self._refuse_request = refuse_with
         self._on_decision = on_decision
-        for name in self._ENTRIES:
-            manager.__dict__[name] = getattr(self, name)
+        # Every request, and every part of one, passes this method after waiting for pauses.
+        super().__init__(manager, (manager, "_validate_and_resolve_lora"))
 
     @override
-    def close(self) -> None:
-        super().close()
-        self._manager.__dict__.pop(self._LAST_STEP, None)
-
-    @override
-    def refuse(self, reason: str) -> None:
-        """Also refuse requests that were past the gate but not yet with the schedulers when it closed."""
-        super().refuse(reason)
-
-        async def refuse_late(request: Any) -> None:
-            raise self._refuse_with(reason, request)
-
-        self._manager.__dict__[self._LAST_STEP] = refuse_late
-
-    @override
-    def open(self) -> None:
-        """Also restore the manager's own entry points."""
-        super().open()
-        for name in (*self._ENTRIES, self._LAST_STEP):
-            self._manager.__dict__.pop(name, None)
+    async def refuse_late(self, reason: str, request: Any) -> None:
+        raise self._refuse_request(reason, request)
 
     async def generate_request(self, obj: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Wait at the gate, then call the manager's own method."""
         await self.until_decided()
         if self.reason is not None:
-            raise self._refuse_with(self.reason, obj)
-        async for output in type(self._manager).generate_request(self._manager, obj, *args, **kwargs):
+            raise self._refuse_request(self.reason, obj)
+        async for output in type(self._owner).generate_request(self._owner, obj, *args, **kwargs):
             yield output
 
     async def pause_generation(self, *_: Any, **__: Any) -> None:

@@ -11,15 +11,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import wraps
 from importlib import import_module
 from typing import Any
-from weakref import WeakSet
-
-from torch import nn
 
 from fp8refit.driver.drop_in import DropIn, DropInOptions, last_report
+from fp8refit.driver.installed import Installed, instead_of
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.slots import FP8_DTYPE
 from fp8refit.ranks.rank import Rank
@@ -28,7 +26,7 @@ from fp8refit_vllm.compat import end_weight_update
 logger = logging.getLogger("vllm.fp8refit")
 
 _PLUGIN = "fp8refit"
-_HELD = "_fp8refit_drop_in"
+_ORIGINAL = "_fp8refit_original"
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 _WRAPPED = {
     "initialize_layerwise_reload": _RELOAD,
@@ -73,44 +71,31 @@ def install(worker: Any, rank: Callable[[], Rank]) -> None:
             f"FP8REFIT_QUANTIZATION={options.quantization} is set, but this engine holds no FP8 weights: keep fp8refit "
             "in VLLM_PLUGINS where the engine is configured, or boot it with that quantization"
         )
-    if not options.drop_in or of(network) is not None:
+    if not options.drop_in or network in _installed:
         return
     if not is_fp8:
         logger.warning("fp8refit: this engine is not block FP8 and loads weights as usual; set FP8REFIT_QUANTIZATION")
         return
     drop_in = DropIn(worker, rank(), options, logger)
-    object.__setattr__(network, _HELD, drop_in)
-    object.__setattr__(network, "load_weights", drop_in.load)
+    _installed.add(network, drop_in, drop_in.load)
     worker.model_runner.reload_weights = _ended_if_it_fails(worker.model_runner.reload_weights, drop_in)
     if (transfer := getattr(worker, "weight_transfer_engine", None)) is not None:
         transfer.receive_weights = drop_in.receiving()(transfer.receive_weights)
     worker.fp8refit_last_report = report
-    _networks.add(network)
-    _wrap()
     logger.info("fp8refit: loading weights into this engine is a refit from now on")
 
 
 def remove(worker: Any) -> None:
     """Restore vLLM's own methods. If a policy has only partly arrived, the engine stays dirty."""
     network = worker.model_runner.get_model()
-    drop_in = of(network)
-    if drop_in is None:
+    if network not in _installed:
         return
-    for name in (_HELD, "load_weights"):
-        object.__delattr__(network, name)
+    drop_in = _installed.remove(network)
     del worker.model_runner.reload_weights, worker.fp8refit_last_report
     if (transfer := getattr(worker, "weight_transfer_engine", None)) is not None:
         del transfer.receive_weights
-    _networks.discard(network)
-    if not _networks:
-        _unwrap()
+    assert drop_in is not None, "installed"
     drop_in.close()
-
-
-def of(network: Any) -> DropIn | None:
-    """The network's `DropIn`, if installed. The network may be wrapped for CUDA graph replay."""
-    found = getattr(network, _HELD, None)
-    return found if isinstance(found, DropIn) else None
 
 
 def report() -> str | None:
@@ -119,39 +104,19 @@ def report() -> str | None:
     return None if found is None else found.model_dump_json()
 
 
-_networks: WeakSet[nn.Module] = WeakSet()
-"""Networks in this process with the drop-in. The reload functions stay wrapped while there are any."""
-_replaced: list[tuple[dict[str, Any], str, Any]] = []
-
-
-def _wrap() -> None:
-    """Wrap the reload functions in every module that imported them, unless that is done already."""
-    if _replaced:
-        return
+def _wrap(undo: ExitStack) -> None:
+    """Wrap the reload functions in every module that imported them."""
     for name, module in _WRAPPED.items():
         original = getattr(import_module(module), name)
-        wrapper = _wrapper_of(original, _INSTEAD[name])
+        wrapper = instead_of(original, _INSTEAD[name])
         for holder in list(sys.modules.values()):
             names = getattr(holder, "__dict__", {})
             if names.get(name) is original:
                 names[name] = wrapper
-                _replaced.append((names, name, original))
+                undo.callback(names.__setitem__, name, original)
 
 
-def _unwrap() -> None:
-    """Restore the reload functions."""
-    for names, name, original in _replaced:
-        names[name] = original
-    _replaced.clear()
-
-
-def _wrapper_of(original: Callable[..., Any], instead: Callable[[DropIn], None]) -> Callable[..., Any]:
-    @wraps(original)
-    def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
-        drop_in = of(model)
-        return original(model, *args, **kwargs) if drop_in is None else instead(drop_in)
-
-    return wrapper
+_installed = Installed(_wrap)
 
 
 def _ended_if_it_fails(reload_weights: Callable[..., None], drop_in: DropIn) -> Callable[..., None]:
@@ -166,7 +131,7 @@ def _ended_if_it_fails(reload_weights: Callable[..., None], drop_in: DropIn) -> 
     return wrapper
 
 
-def _look_whether_it_is_whole(drop_in: DropIn) -> None:
+def _look_whether_it_is_whole(drop_in: DropIn, *_: Any, **__: Any) -> None:
     """Replaces post-load processing, which a refit does not need. Warns if weights are still missing."""
     if drop_in.is_open:
         missing = drop_in.missing
@@ -177,7 +142,7 @@ def _look_whether_it_is_whole(drop_in: DropIn) -> None:
         )
 
 
-def _end(drop_in: DropIn) -> None:
+def _end(drop_in: DropIn, *_: Any, **__: Any) -> None:
     """End a policy. If that fails, end vLLM's weight update, too: repeating it must fail again, and another one must start."""
     try:
         drop_in.end()
@@ -186,8 +151,8 @@ def _end(drop_in: DropIn) -> None:
         raise
 
 
-_INSTEAD: dict[str, Callable[[DropIn], None]] = {
-    "initialize_layerwise_reload": DropIn.begin,
+_INSTEAD: dict[str, Callable[..., None]] = {
+    "initialize_layerwise_reload": lambda drop_in, *_, **__: drop_in.begin(),
     "finalize_layerwise_reload": _end,
     "finalize_layerwise_processing": _end,
     "process_weights_after_loading": _look_whether_it_is_whole,
@@ -205,7 +170,7 @@ def quantize_at_boot() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     original = EngineArgs.create_engine_config
-    if hasattr(original, _HELD):
+    if hasattr(original, _ORIGINAL):
         return
 
     @wraps(original)
@@ -218,7 +183,7 @@ def quantize_at_boot() -> None:
                 args.quantization_config = resolve_quantization_config(quantization, args.quantization_config)
         return original(args, *positional, **keywords)
 
-    setattr(create_engine_config, _HELD, original)
+    setattr(create_engine_config, _ORIGINAL, original)
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
 
 
@@ -227,7 +192,7 @@ def not_quantize_at_boot() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     with suppress(AttributeError):
-        EngineArgs.create_engine_config = getattr(EngineArgs.create_engine_config, _HELD)  # type: ignore[method-assign]
+        EngineArgs.create_engine_config = getattr(EngineArgs.create_engine_config, _ORIGINAL)  # type: ignore[method-assign]
 
 
 def _is_quantized(args: Any) -> bool:

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
 from fp8refit.errors import CacheFlushError, EngineBusyError, EngineDirtyError
 
@@ -44,31 +46,57 @@ def cache_kept(cache: str, holders: str, *, said: str = "") -> CacheFlushError:
 class Gate:
     """Holds requests to one asynchronous engine until a refit ends, or refuses them.
 
-    An adapter replaces the engine's entry points and awaits `pass_through` in them.
+    Until it is opened, it replaces the methods of an engine's object that an adapter names in `entries`, by its own of these
+    names, which await `pass_through`.
 
     Args:
+        owner: The object.
+        last_step: An object and the name of its method that every request, and every part of one, passes after the entries
+            and before the engine gets it.
         refuse_with: Makes the error that refused requests raise, from the reason.
     """
 
-    def __init__(self, refuse_with: Callable[[str], Exception] = refusal) -> None:
+    entries: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self, owner: Any, last_step: tuple[Any, str], refuse_with: Callable[[str], Exception] = refusal
+    ) -> None:
+        self._owner = owner
+        self._last_step = last_step
         self._refuse_with = refuse_with
         self._may_decide = asyncio.Event()
         self.reason: str | None = None
+        for name in self.entries:
+            owner.__dict__[name] = getattr(self, name)
 
     def close(self) -> None:
         """Make requests wait."""
         self.reason = None
         self._may_decide.clear()
+        self._restore_last_step()
 
     def refuse(self, reason: str) -> None:
-        """Refuse waiting and new requests."""
+        """Refuse waiting and new requests, and those that had passed the entries but not the last step."""
         self.reason = reason
         self._may_decide.set()
+        owner, name = self._last_step
+        owner.__dict__[name] = partial(self.refuse_late, reason)
 
     def open(self) -> None:
-        """Admit waiting and new requests."""
+        """Admit waiting and new requests, and restore the engine's own methods."""
         self.reason = None
         self._may_decide.set()
+        self._restore_last_step()
+        for name in self.entries:
+            self._owner.__dict__.pop(name, None)
+
+    def refuse_late(self, reason: str, *_: Any, **__: Any) -> Any:
+        """Replaces the last step while requests are refused."""
+        raise self._refuse_with(reason)
+
+    def _restore_last_step(self) -> None:
+        owner, name = self._last_step
+        owner.__dict__.pop(name, None)
 
     async def until_decided(self) -> None:
         """Wait until the current refit ends, however it ends."""

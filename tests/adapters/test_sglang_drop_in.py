@@ -17,10 +17,10 @@ def test_a_load_from_disk_that_fails_leaves_nothing_to_end(version, fake_engine)
 
     def load_from_disk(weights):
         if version == "0.5.15":
-            sglang._INSTEAD_BEFORE["load_weights_and_postprocess"](drop_in, None, weights, "cpu")
+            sglang._INSTEAD_BEFORE["load_weights_and_postprocess"](drop_in, weights, "cpu")
         else:
-            sglang._INSTEAD["restore_weights_before_loading"](drop_in, None, "cpu")
-            sglang._INSTEAD["load_weights_and_postprocess"](drop_in, None, weights, "cpu")
+            sglang._INSTEAD["restore_weights_before_loading"](drop_in, "cpu")
+            sglang._INSTEAD["load_weights_and_postprocess"](drop_in, weights, "cpu")
 
     def broken():
         yield next(iter(policy.items()))

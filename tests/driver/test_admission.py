@@ -1,11 +1,17 @@
 """A gate: requests wait, are admitted or are refused; and what they are told."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from fp8refit.driver.admission import Gate, cache_kept, refusal, still_running, unfinished
 from fp8refit.errors import CacheFlushError, EngineBusyError, EngineDirtyError
+
+
+def gate_of() -> Gate:
+    """A gate at none of an engine's methods."""
+    return Gate(SimpleNamespace(), (SimpleNamespace(), "add"))
 
 
 async def knock(gate: Gate) -> asyncio.Task:
@@ -17,7 +23,7 @@ async def knock(gate: Gate) -> asyncio.Task:
 
 def test_requests_wait_at_a_gate_until_it_is_opened():
     async def steps():
-        gate = Gate()
+        gate = gate_of()
         waiting = [await knock(gate) for _ in range(2)]
         assert not any(task.done() for task in waiting)
         gate.open()
@@ -28,7 +34,7 @@ def test_requests_wait_at_a_gate_until_it_is_opened():
 
 def test_a_gate_that_refuses_does_so_until_it_is_closed_or_opened():
     async def steps():
-        gate = Gate()
+        gate = gate_of()
         waiting = await knock(gate)
         gate.refuse("half written")
         for task in (waiting, await knock(gate)):
@@ -48,7 +54,7 @@ def test_a_gate_that_refuses_does_so_until_it_is_closed_or_opened():
 
 def test_who_only_waits_for_the_end_is_not_refused():
     async def steps():
-        gate = Gate()
+        gate = gate_of()
         task = asyncio.create_task(gate.until_decided())
         await asyncio.sleep(0)
         assert not task.done()

@@ -127,7 +127,7 @@ def traces(scheduler: Any) -> list[str]:
     found = [f"network.{name}" for name in vars(network) if name == "load_weights" or "fp8refit_drop_in" in name]
     for name, value in vars(DefaultModelLoader).items():
         function = getattr(value, "__func__", value)
-        if inspect.isfunction(function) and function.__code__.co_filename.endswith("fp8refit_sglang/drop_in.py"):
+        if inspect.isfunction(function) and function.__code__.co_filename.endswith("fp8refit/driver/installed.py"):
             found.append(f"loader.{name}")
     updates = vars(SchedulerWeightUpdaterManager).items()
     wrapped = [name for name, value in updates if hasattr(value, "__wrapped__") and name in ANSWERED]

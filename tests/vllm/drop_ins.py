@@ -117,7 +117,9 @@ def traces(worker: Any) -> list[str]:
     found += [f"runner.{name}" for name in vars(worker.model_runner) if name == "reload_weights"]
     for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
         functions = [(name, value) for name, value in vars(module).items() if isinstance(value, FunctionType)]
-        wrapped = [name for name, value in functions if value.__code__.co_filename.endswith("fp8refit_vllm/drop_in.py")]
+        wrapped = [
+            name for name, value in functions if value.__code__.co_filename.endswith("fp8refit/driver/installed.py")
+        ]
         found += [f"{module.__name__}.{name}" for name in wrapped]
     if hasattr(EngineArgs.create_engine_config, "__wrapped__"):
         found.append("EngineArgs.create_engine_config")

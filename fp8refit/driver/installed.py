@@ -1,0 +1,72 @@
+"""Puts drop-ins in the place of networks' own `load_weights`, and wraps an engine's functions while there are any."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+
+from fp8refit.driver.drop_in import DropIn
+
+_HELD = "_fp8refit_drop_in"
+
+
+class Installed:
+    """The networks of this process with a drop-in.
+
+    Args:
+        wrap: Replaces functions of the engine with `instead_of` them. It registers with the given stack what undoes that.
+    """
+
+    def __init__(self, wrap: Callable[[ExitStack], None]) -> None:
+        self._networks: WeakSet[nn.Module] = WeakSet()
+        self._wrap, self._undo = wrap, ExitStack()
+        self._is_wrapped = False
+
+    def __contains__(self, network: nn.Module) -> bool:
+        return hasattr(network, _HELD)
+
+    def add(self, network: nn.Module, drop_in: DropIn | None, load: Callable[..., set[str]]) -> None:
+        """Replace the network's `load_weights` by `load`.
+
+        Args:
+            network: A live network.
+            drop_in: What takes its weights; None if it cannot be refitted, which `load` raises.
+            load: The new `load_weights`.
+        """
+        object.__setattr__(network, _HELD, drop_in)
+        object.__setattr__(network, "load_weights", load)
+        self._networks.add(network)
+        if not self._is_wrapped:
+            self._is_wrapped = True
+            self._wrap(self._undo)
+
+    def remove(self, network: nn.Module) -> DropIn | None:
+        """Restore the network's own `load_weights`, and with the last one the engine's functions. Returns its drop-in."""
+        drop_in = _drop_in_of(network)
+        for name in (_HELD, "load_weights"):
+            object.__delattr__(network, name)
+        self._networks.discard(network)
+        if not self._networks:
+            self._undo.close()
+            self._is_wrapped = False
+        return drop_in
+
+
+def instead_of(original: Callable[..., Any], take: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that takes a network first: for one with a drop-in, `take` gets that instead."""
+
+    @wraps(original)
+    def wrapper(network: Any, *args: Any, **kwargs: Any) -> Any:
+        drop_in = _drop_in_of(network)
+        return original(network, *args, **kwargs) if drop_in is None else take(drop_in, *args, **kwargs)
+
+    return wrapper
+
+
+def _drop_in_of(network: Any) -> DropIn | None:
+    """The network's drop-in, if it has one. The network may be wrapped for the replay of CUDA graphs."""
+    found = getattr(network, _HELD, None)
+    return found if isinstance(found, DropIn) else None
