@@ -22,11 +22,6 @@ _REMEDIES = {
 _ANOTHER_RUNNER = 'Boot with moe_runner_backend="triton" or "deep_gemm", and without moe_a2a_backend="megamoe"'
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether `module` holds expert weights."""
-    return "w13_weight" in module._parameters
-
-
 def why_not_read(layer: Any) -> Why:
     """Why `layer` cannot be refitted, apart from its kernel and tensor shapes; None if it can."""
     if getattr(layer, "_dwdp_bound", False):

@@ -4,15 +4,11 @@ On CUDA, SGLang dequantizes `kv_b_proj` and keeps its two parts as plain attribu
 quantizes again or gathers from other ranks are refused.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8refit.fill.kernels import dequantize_blockwise
-from fp8refit.live.latent import Absorbed
 from fp8refit.live.tracing.rules import Why
 
 ABSORBED = _KEYS, _VALUES = "w_kc", "w_vc"
@@ -51,30 +47,3 @@ def why_not_absorbed(module: Any, *, is_known_rule: bool) -> Why:
             "Use CUDA GPUs and checkpoints with 128x128 blocks",
         )
     return None
-
-
-def absorbed_copies(model: nn.Module, block_size_of: Callable[[nn.Module], tuple[int, int]]) -> Iterator[Absorbed]:
-    """The copies of `kv_b_proj` that latent attention layers keep, without the layers that `why_not_absorbed`
-    refuses.
-    """
-    is_known_rule = has_known_rule(model)
-    for name, module in model.named_modules():
-        if is_latent(module) and why_not_absorbed(module, is_known_rule=is_known_rule) is None:
-            projection: Any = module.kv_b_proj
-            yield Absorbed(
-                name=name,
-                owner=module,
-                keys=_KEYS,
-                values=_VALUES,
-                source=projection.weight,
-                dequantized=partial(_dequantized, projection, block_size_of),
-            )
-
-
-def _dequantized(layer: Any, block_size_of: Callable[[nn.Module], tuple[int, int]], dtype: torch.dtype) -> Tensor:
-    """The weight of a linear layer, dequantized if it is quantized."""
-    weight: Tensor = layer.weight.detach()
-    scale = layer._parameters.get("weight_scale_inv")
-    if scale is None:
-        return weight
-    return dequantize_blockwise(weight, scale.detach(), block_size=block_size_of(layer), dtype=dtype)

@@ -9,13 +9,14 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fp8refit.live.latent import Absorbed
+from fp8refit.fill.kernels import dequantize_blockwise
 from fp8refit.live.slots import Refresh, ScaleFormat
 from fp8refit.live.tracing.rules import Kernel, Remedies, Why
-from fp8refit_sglang.experts import ROUTER_COPY, is_experts, kernel_of_experts, refreshes_of_routers, why_not_read
-from fp8refit_sglang.latent import ABSORBED, absorbed_copies, has_known_rule, is_latent, why_not_absorbed
+from fp8refit.live.tracing.stored import is_experts
+from fp8refit_sglang.experts import ROUTER_COPY, kernel_of_experts, refreshes_of_routers, why_not_read
+from fp8refit_sglang.latent import ABSORBED, has_known_rule, is_latent, why_not_absorbed
 
 ROW_MAJOR_KERNELS = frozenset(
     {
@@ -42,6 +43,8 @@ class SglangRules:
         no_block_fp8="Boot from a block-FP8 checkpoint (fp8refit quantize)",
         other_quantization="Boot from a checkpoint with weight_block_size (fp8refit quantize)",
     )
+
+    absorbed = ABSORBED
 
     def __init__(self, model: nn.Module) -> None:
         self._absorbs_as_known = has_known_rule(model)
@@ -82,9 +85,13 @@ class SglangRules:
         """
         return (*ABSORBED, ROUTER_COPY, "dispatcher", *(_KV_SCALES if hasattr(module, "k_scale_float") else ()))
 
-    def absorbed(self, model: nn.Module) -> Iterable[Absorbed]:
-        """The copies of `kv_b_proj` that latent attention layers keep."""
-        return absorbed_copies(model, self.block_size_of)
+    def dequantize(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        """By its block scales, if it has any."""
+        weight: Tensor = layer.weight.detach()
+        scale = layer._parameters.get("weight_scale_inv")
+        if scale is None:
+            return weight
+        return dequantize_blockwise(weight, scale.detach(), block_size=self.block_size_of(layer), dtype=dtype)
 
     def refreshes(self, model: nn.Module) -> Iterable[Refresh]:
         """Routers in float32."""

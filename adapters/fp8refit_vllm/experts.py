@@ -15,11 +15,6 @@ EXPERTS_BACKENDS = frozenset({"TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", 
 _LEAST_FLASHINFER_SCALE = 1e-10
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether `module` holds expert weights."""
-    return "w13_weight" in module._parameters
-
-
 def experts_backend(module: nn.Module) -> str:
     """The name of the backend that multiplies a layer's experts."""
     method = getattr(module, "quant_method", None)

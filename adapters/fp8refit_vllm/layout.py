@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8refit.live.latent import Absorbed
 from fp8refit.live.slots import Refresh, ScaleFormat
 from fp8refit.live.tracing.rules import Kernel, Remedies, Why
+from fp8refit.live.tracing.stored import is_experts
 from fp8refit_vllm.compat import dequantized, fp32_format, linear_kernel, wants_powers_of_two
-from fp8refit_vllm.experts import experts_backend, is_experts, kernel_of_experts, sync_experts, why_experts_move
+from fp8refit_vllm.experts import experts_backend, kernel_of_experts, sync_experts, why_experts_move
 
 ROW_MAJOR_KERNELS = frozenset(
     {
@@ -29,11 +29,11 @@ ROW_MAJOR_KERNELS = frozenset(
 ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 """Out-of-tree kernel classes set this attribute to True to declare the same."""
 
-_ABSORBED_KEYS, _ABSORBED_VALUES = "W_UK_T", "W_UV"
+_ABSORBED = "W_UK_T", "W_UV"
 _JOINED_GATES = "_combined_gate_weight"
 _KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu")
 _KV_SCALES += ("q_range", "k_range", "v_range")
-_KEPT = frozenset((_ABSORBED_KEYS, _ABSORBED_VALUES, _JOINED_GATES, "kv_cache", "lora_manager", *_KV_SCALES))
+_KEPT = frozenset((*_ABSORBED, _JOINED_GATES, "kv_cache", "lora_manager", *_KV_SCALES))
 _KEPT_BY_LORA = frozenset(("punica_wrapper", "adapter_enabled"))
 
 
@@ -53,6 +53,8 @@ class VllmRules:
         no_block_fp8='Boot from a block-FP8 checkpoint (fp8refit quantize), or with quantization="fp8_per_block"',
         other_quantization='Boot from a checkpoint with weight_block_size, or with quantization="fp8_per_block"',
     )
+
+    absorbed = _ABSORBED
 
     def why_refused(self, module: nn.Module) -> Why:
         """Refuse absorbed copies that are quantized, gathered or packed, and experts that move."""
@@ -96,19 +98,9 @@ class VllmRules:
         is_adapted = "base_layer" in module._modules
         return [key for key in own if key in _KEPT or (is_adapted and ("lora" in key or key in _KEPT_BY_LORA))]
 
-    def absorbed(self, model: nn.Module) -> Iterator[Absorbed]:
-        """The copies of `kv_b_proj` that latent attention layers keep."""
-        for name, module in model.named_modules():
-            if hasattr(module, _ABSORBED_KEYS):
-                layer: Any = module
-                yield Absorbed(
-                    name=name,
-                    owner=layer,
-                    keys=_ABSORBED_KEYS,
-                    values=_ABSORBED_VALUES,
-                    source=layer.kv_b_proj.weight,
-                    dequantized=partial(dequantized, layer.kv_b_proj),
-                )
+    def dequantize(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        """By vLLM's own function."""
+        return dequantized(layer, dtype)
 
     def refreshes(self, model: nn.Module) -> Iterator[Refresh]:
         """What vLLM's experts, routers and attention derive from weights at boot or at their first forward."""

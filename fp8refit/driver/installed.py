@@ -56,12 +56,12 @@ class Installed:
 
 
 def instead_of(original: Callable[..., Any], take: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that takes a network first: for one with a drop-in, `take` gets that instead."""
+    """Wrap a function whose first argument is `model`: for one with a drop-in, `take` gets that instead."""
 
     @wraps(original)
-    def wrapper(network: Any, *args: Any, **kwargs: Any) -> Any:
-        drop_in = _drop_in_of(network)
-        return original(network, *args, **kwargs) if drop_in is None else take(drop_in, *args, **kwargs)
+    def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
+        drop_in = _drop_in_of(model)
+        return original(model, *args, **kwargs) if drop_in is None else take(drop_in, *args, **kwargs)
 
     return wrapper
 

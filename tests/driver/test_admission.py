@@ -64,6 +64,40 @@ def test_who_only_waits_for_the_end_is_not_refused():
     asyncio.run(steps())
 
 
+class Entrance(Gate):
+    entries = ("add",)
+
+    async def add(self, request: str) -> str:
+        await self.pass_through()
+        return type(self._owner).add(self._owner, request)
+
+
+class Entries:
+    def add(self, request: str) -> str:
+        return f"{request} is in"
+
+
+def test_an_entry_is_the_gate_s_until_it_is_opened_and_the_last_step_while_requests_are_refused():
+    async def steps():
+        engine, core = Entries(), Entries()
+        gate = Entrance(engine, (core, "add"))
+        waiting = asyncio.create_task(engine.add("early"))
+        await asyncio.sleep(0)
+        gate.refuse("half written")
+        with pytest.raises(EngineDirtyError, match="half written"):
+            await asyncio.wait_for(waiting, 5)
+        with pytest.raises(EngineDirtyError, match="half written"):
+            core.add("late")
+        gate.close()
+        assert core.add("late") == "late is in"
+        gate.refuse("again")
+        gate.open()
+        assert (engine.add("new"), core.add("new")) == ("new is in", "new is in")
+        assert (vars(engine), vars(core)) == ({}, {})
+
+    asyncio.run(steps())
+
+
 def test_messages_say_what_to_do():
     assert isinstance(refusal("why"), EngineDirtyError)
     assert isinstance(unfinished("LLM"), EngineBusyError)

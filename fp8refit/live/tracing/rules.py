@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fp8refit.live.latent import Absorbed
 from fp8refit.live.slots import Refresh, ScaleFormat
 
 Why: TypeAlias = tuple[str, str] | None
@@ -39,6 +39,8 @@ class KernelRules(Protocol):
     """What one engine's kernels do to weights after loading."""
 
     remedies: Remedies
+    absorbed: tuple[str, str]
+    """Attributes of a latent attention layer that hold absorbed keys and values; see `fp8refit.live.latent.Absorbed`."""
 
     def why_refused(self, module: nn.Module) -> Why:
         """Say why `module`, with or without parameters, cannot be refitted, for reasons that only this engine knows."""
@@ -60,8 +62,8 @@ class KernelRules(Protocol):
         """Return the module's parameters that are not weights. They have no slot, and a refit does not change them."""
         ...
 
-    def absorbed(self, model: nn.Module) -> Iterable[Absorbed]:
-        """Return the absorbed copies that layers of the live model keep, except those of refused layers."""
+    def dequantize(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        """Return the weight (N, K) of a linear layer, dequantized as the engine does it at boot, bit for bit."""
         ...
 
     def refreshes(self, model: nn.Module) -> Iterable[Refresh]:

@@ -21,6 +21,11 @@ TWO_HALVES = "w13_weight"
 """Gate and up projections of an expert layer, one above the other."""
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module` holds expert weights."""
+    return TWO_HALVES in module._parameters
+
+
 def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:
     """Say why the live tensors of a module cannot be written as they are stored."""
     if hasattr(module, "base_layer"):
