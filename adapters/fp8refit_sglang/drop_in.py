@@ -82,8 +82,8 @@ def install(scheduler: Any) -> None:
 def remove(scheduler: Any) -> None:
     """Restore SGLang's own methods. If a policy has only partly arrived, the engine stays dirty."""
     network = Scheduler(scheduler).model
-    if network in _installed and (drop_in := _installed.remove(network)) is not None:
-        drop_in.close()
+    if network in _installed:
+        _installed.remove(network)
 
 
 def _refuse_with(error: RefitError) -> Callable[..., set[str]]:

@@ -90,12 +90,10 @@ def remove(worker: Any) -> None:
     network = worker.model_runner.get_model()
     if network not in _installed:
         return
-    drop_in = _installed.remove(network)
     del worker.model_runner.reload_weights, worker.fp8refit_last_report
     if (transfer := getattr(worker, "weight_transfer_engine", None)) is not None:
         del transfer.receive_weights
-    assert drop_in is not None, "installed"
-    drop_in.close()
+    _installed.remove(network)
 
 
 def report() -> str | None:

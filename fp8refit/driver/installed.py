@@ -43,8 +43,8 @@ class Installed:
             self._is_wrapped = True
             self._wrap(self._undo)
 
-    def remove(self, network: nn.Module) -> DropIn | None:
-        """Restore the network's own `load_weights`, and with the last one the engine's functions. Returns its drop-in."""
+    def remove(self, network: nn.Module) -> None:
+        """Restore the network's own `load_weights`, and with the last network the engine's functions; close the drop-in."""
         drop_in = _drop_in_of(network)
         for name in (_HELD, "load_weights"):
             object.__delattr__(network, name)
@@ -52,7 +52,8 @@ class Installed:
         if not self._networks:
             self._undo.close()
             self._is_wrapped = False
-        return drop_in
+        if drop_in is not None:
+            drop_in.close()
 
 
 def instead_of(original: Callable[..., Any], take: Callable[..., Any]) -> Callable[..., Any]:
