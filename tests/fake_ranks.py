@@ -37,6 +37,7 @@ from fp8refit.ranks.live_model import LiveModel
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
 from fp8refit.ranks.write import Write
+from fp8refit.remote.channel import Answers
 from fp8refit.remote.messages import Request
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.remote.ranks import RemoteRanks
@@ -354,6 +355,8 @@ class Drivers:
 class ThreadChannel:
     """See `fp8refit.remote.channel.Channel`: every server in a thread."""
 
+    num_at_once = num_ahead = 1
+
     def __init__(self, servers: Sequence[RankServer], *, suspends: bool = False) -> None:
         self.servers = list(servers)
         self.is_asynchronous = suspends
@@ -367,7 +370,17 @@ class ThreadChannel:
     def steps(self) -> list[str]:
         return [request.order.step for request in self.requests]
 
-    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+    async def send(self, messages: Sequence[str], timeouts_s: Sequence[float], *, begins: bool) -> Awaitable[Answers]:
+        answers = self.exchange(messages, timeouts_s)
+        if not begins:
+            return answers
+        return asyncio.ensure_future(answers) if self.is_asynchronous else InThread(answers)
+
+    async def exchange(self, messages: Sequence[str], timeouts_s: Sequence[float]) -> Answers:
+        (message,), (timeout_s,) = messages, timeouts_s
+        return Answers(said=await self.call(message, timeout_s))
+
+    async def call(self, message: str, timeout_s: float) -> Sequence[str]:
         request = Request.model_validate_json(message)
         self.requests.append(request)
         self.timeouts_s.append(timeout_s)
@@ -377,10 +390,6 @@ class ThreadChannel:
         # What was sent arrives, and in order, whatever becomes of the sender.
         handled = asyncio.get_running_loop().run_in_executor(self._line, self._handle, message)
         return self.on_answers(await asyncio.shield(handled))
-
-    async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]]:
-        call = self.call(message, timeout_s=timeout_s)
-        return asyncio.ensure_future(call) if self.is_asynchronous else InThread(call)
 
     def _handle(self, message: str) -> list[str]:
         return together([partial(server.handle, message) for server in self.servers])

@@ -2,13 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import RankFailedError
-from fp8refit.remote.message_pairs import PairAnswers, call_in_turn
+from fp8refit.remote.channel import Answers, send_in_turn
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.http_client import Server
@@ -48,11 +48,8 @@ class FakeControls:
     async def publish_version(self, version: int) -> None:
         self.events.append(f"publish {version}")
 
-    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        return await self.channel.call(message, timeout_s=timeout_s)
-
-    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
+    async def send(self, messages: Sequence[str], timeouts_s: Sequence[float], *, begins: bool) -> Awaitable[Answers]:
+        return send_in_turn(self.channel.call, self.flush_caches, messages, timeouts_s)
 
 
 class Running:

@@ -12,10 +12,9 @@ from fp8refit.config import RefitConfig
 from fp8refit.driver import engine
 from fp8refit.driver.admission import cache_kept, unfinished
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
-from fp8refit.remote.channel import Channel
-from fp8refit.remote.message_pairs import PairAnswers, Pairs
+from fp8refit.remote.channel import Answers, Channel
 from fp8refit.remote.messages import have_done
-from fp8refit.transport.loopback import Switchboard, Tell
+from fp8refit.transport.loopback import Switchboard
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.worker import FLUSH, KEPT
 
@@ -30,12 +29,14 @@ _SETTLING_S = 1.0
 """Seconds that a scheduler may need to notice that its last request has finished."""
 
 
-class Driver(engine.Driver, Channel, Pairs):
+class Driver(engine.Driver, Channel):
     """Controls an engine's requests, and implements `fp8refit.remote.channel.Channel` to its ranks.
 
     Args:
         controls: The engine's controls.
     """
+
+    num_ahead = 2
 
     def __init__(self, controls: TokenizerControls) -> None:
         self._controls = controls
@@ -71,7 +72,8 @@ class Driver(engine.Driver, Channel, Pairs):
     async def flush_caches(self) -> None:
         """Drop caches. The KV cache of requests that were kept is recomputed."""
         for _ in range(round(_SETTLING_S / POLL_S)):
-            if KEPT not in await self.call(FLUSH, timeout_s=self._timeout_s):
+            answers = await self._drive(self._exchange((FLUSH,), (self._timeout_s,)))
+            if KEPT not in answers.said:
                 return
             await self._drive(asyncio.sleep(POLL_S))
         raise cache_kept("SGLang kept its radix cache", "requests that still run, transfers of KV")
@@ -85,89 +87,49 @@ class Driver(engine.Driver, Channel, Pairs):
         await self._drive(self._controls.publish_version(version))
 
     @override
-    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        return await self._drive(self._switchboard.ask(message, self._ring, timeout_s=timeout_s))
+    async def send(self, messages: Sequence[str], timeouts_s: Sequence[float], *, begins: bool) -> Awaitable[Answers]:
+        """Send messages. The engine's event loop does not run between this call and the wait for the answers."""
+        if not begins:
+            return self._drive(self._exchange(messages, timeouts_s))
+        told = asyncio.Event()
 
-    @override
-    async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
-        """Send a message. The engine's event loop does not run until the answers are awaited."""
-        return await self._begun(partial(self._switchboard.ask, message, self._ring, timeout_s=timeout_s))
-
-    @override
-    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        return await self._drive(self._talk_of_pair(first, second, timeouts_s))
-
-    @property
-    @override
-    def can_begin(self) -> bool:
-        return True
-
-    @override
-    async def begin_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> Awaitable[PairAnswers]:
-        """Send both messages. Returns once the ranks have the second, or it is known that they will not get it."""
-        return await self._begun(partial(self._talk_of_pair, first, second, timeouts_s))
-
-    async def _talk_of_pair(
-        self,
-        first: str,
-        second: str,
-        timeouts_s: tuple[float, float],
-        *,
-        on_told: Callable[[], object] | None = None,
-    ) -> PairAnswers:
-        """Send both messages, and between them the order to drop caches, in one conversation.
-
-        A scheduler that cannot drop them yet must first return to its loop; then it is asked again. If the caller leaves,
-        the ranks are told nothing more.
-        """
-        is_left, start_s = False, 0.0
-
-        async def talk(tell: Tell) -> PairAnswers | None:
-            nonlocal start_s
-            answers = await tell(first, is_last=False, timeout_s=timeouts_s[0])
-            if is_left or not have_done(answers, first):
-                return PairAnswers(answers=answers, is_refused=True, flush_s=0.0)
-            start_s = time.perf_counter()
-            if KEPT in await tell(FLUSH, is_last=False, timeout_s=self._timeout_s) or is_left:
-                return None
-            flush_s = time.perf_counter() - start_s
-            answers = await tell(second, timeout_s=timeouts_s[1], on_told=on_told)
-            return PairAnswers(answers=answers, is_refused=False, flush_s=flush_s)
-
-        try:
-            pair = await self._switchboard.talk(talk, self._ring, timeout_s=sum(timeouts_s) + self._timeout_s)
-        except BaseException:
-            is_left = True  # the conversation goes on without the caller
-            raise
-        if pair is not None:
-            return pair
-        await self.flush_caches()
-        flush_s = time.perf_counter() - start_s
-        answers = await self._switchboard.ask(second, self._ring, timeout_s=timeouts_s[1], on_told=on_told)
-        return PairAnswers(answers=answers, is_refused=False, flush_s=flush_s)
-
-    async def _begun(self, ask: Callable[..., Awaitable[T]]) -> Awaitable[T]:
-        """Call `ask` with `on_told`, and return as soon as the ranks have the message."""
-
-        async def tell() -> asyncio.Future[T]:
-            told = asyncio.Event()
-            answers, waiting = asyncio.ensure_future(ask(on_told=told.set)), asyncio.ensure_future(told.wait())
+        async def begin() -> asyncio.Future[Answers]:
+            answers = asyncio.ensure_future(self._exchange(messages, timeouts_s, told.set))
+            answers.add_done_callback(lambda _: told.set())
             try:
-                await asyncio.wait((answers, waiting), return_when=asyncio.FIRST_COMPLETED)
+                await told.wait()
             except BaseException:
                 answers.cancel()
                 raise
-            finally:
-                waiting.cancel()
             return answers
 
-        return self._drive_to_end(await self._drive(tell()))
+        return self._drive(_wait_for(await self._drive(begin())))
 
-    async def _drive_to_end(self, answers: asyncio.Future[T]) -> T:
-        async def wait() -> T:
-            return await answers
+    async def _exchange(
+        self, messages: Sequence[str], timeouts_s: Sequence[float], on_told: Callable[[], object] | None = None
+    ) -> Answers:
+        """Send one message, or two and between them the order to drop caches, in one conversation.
 
-        return await self._drive(wait())
+        A scheduler that cannot drop them yet must first return to its loop; then it is asked again.
+        """
+        times_s: list[float] = []
+
+        def goes_on(heard: list[Sequence[str]]) -> bool:
+            times_s.append(time.perf_counter())
+            return bool(have_done(heard[0], messages[0])) if len(heard) == 1 else KEPT not in heard[1]
+
+        send = partial(self._switchboard.send, ring=self._ring, goes_on=goes_on, on_told=on_told)
+        if len(messages) == 1:
+            return Answers(said=(await send(messages, timeouts_s=timeouts_s))[0])
+        first_s, second_s = timeouts_s
+        heard = await send((messages[0], FLUSH, messages[1]), timeouts_s=(first_s, self._timeout_s, second_s))
+        if len(heard) == 1:
+            return Answers(said=heard[0], is_refused=True)
+        if len(heard) == 2:
+            await self.flush_caches()
+            times_s.append(time.perf_counter())
+            heard = await send(messages[1:], timeouts_s=(second_s,))
+        return Answers(said=heard[-1], flush_s=times_s[-1] - times_s[0])
 
     async def _ring(self, address: str) -> None:
         success, said = await self._controls.ring(address)
@@ -197,3 +159,7 @@ class Driver(engine.Driver, Channel, Pairs):
 
 def _is_in_loop() -> bool:
     return asyncio._get_running_loop() is not None
+
+
+async def _wait_for(answers: asyncio.Future[T]) -> T:
+    return await answers

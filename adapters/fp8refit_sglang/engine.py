@@ -54,7 +54,7 @@ class SglangEngine(DelegatingEngine):
             super().__init__(SchedulerDriver(candidate), LocalRanks(rank_of(Scheduler(candidate))))
         else:
             driver = Driver(_controls_of(candidate))
-            super().__init__(driver, RemoteRanks(driver, driver))
+            super().__init__(driver, RemoteRanks(driver))
 
     @classmethod
     def boot(cls, model: str) -> Any:

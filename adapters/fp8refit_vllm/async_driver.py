@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -13,13 +13,12 @@ from fp8refit.config import RefitConfig
 from fp8refit.driver.admission import still_running
 from fp8refit.driver.engine import Driver
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
-from fp8refit.remote.channel import Channel
-from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
+from fp8refit.remote.channel import Answers, Channel, send_in_turn
 from fp8refit.transport.running import begun
 from fp8refit_vllm.compat import token_ids
-from fp8refit_vllm.core import Outcome
+from fp8refit_vllm.core import CORE_METHOD, Outcome
 from fp8refit_vllm.core_compat import pause_generation, until_answered
-from fp8refit_vllm.driver import channel_lost, error_of, kept, pair_answers, pair_caller, tokenized
+from fp8refit_vllm.driver import channel_lost, error_of, kept, takes_pairs, to_answers, tokenized
 from fp8refit_vllm.gate import LlmGate
 
 T = TypeVar("T")
@@ -30,12 +29,12 @@ _STEPS_TO_SEND = 3
 """How many iterations of the event loop it takes until a call to the engine core has been sent."""
 
 
-class AsyncDriver(Driver, Channel, Pairs):
+class AsyncDriver(Driver, Channel):
     """Drives a `vllm.v1.engine.async_llm.AsyncLLM`. It holds only a weak reference to it.
 
     Args:
         llm: The AsyncLLM.
-        method: Name of the worker method that `call` invokes.
+        method: Name of the worker method that takes our messages.
     """
 
     is_asynchronous = True
@@ -127,44 +126,43 @@ class AsyncDriver(Driver, Channel, Pairs):
         if published != version and hasattr(self._llm, "update_weight_version"):
             await self._ask(self._llm.update_weight_version(str(version)))
 
-    @override
-    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        self._published = None
-        try:
-            answers: Sequence[str] = await self._ask(
-                self._llm.collective_rpc(self._method, timeout_s, (message,)), timeout_s
-            )
-        except RankFailedError as error:
-            raise channel_lost(error) from error
-        return answers
-
-    @override
-    async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
-        return await begun(self.call(message, timeout_s=timeout_s), num_steps=_STEPS_TO_SEND)
-
-    @override
-    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        """Send both messages in one exchange. The core publishes the version once every rank has committed it."""
-        call_core = pair_caller(self._llm, self._method, keeps_requests=True)
-        if call_core is None:
-            return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
-        self._published = None
-        timeout_s = sum(timeouts_s) + self._timeout_s
-        try:
-            outcome = Outcome(*await self._ask(call_core(first, second, timeouts_s), timeout_s))
-        except RankFailedError as error:
-            raise channel_lost(error) from error
-        self._published = outcome.version or None
-        return pair_answers(outcome)
-
     @property
     @override
-    def can_begin(self) -> bool:
-        return pair_caller(self._llm, self._method, keeps_requests=True) is not None
+    def num_ahead(self) -> int:
+        return 1 if self._call_core is None else 2
 
     @override
-    async def begin_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> Awaitable[PairAnswers]:
-        return await begun(self.call_pair(first, second, timeouts_s=timeouts_s), num_steps=_STEPS_TO_SEND)
+    async def send(self, messages: Sequence[str], timeouts_s: Sequence[float], *, begins: bool) -> Awaitable[Answers]:
+        """Send one message to the workers, or two to the core, which publishes the version once every rank has committed it."""
+        call_core = self._call_core if len(messages) > 1 else None
+        if call_core is None:
+            answers = send_in_turn(self._call, self.flush_caches, messages, timeouts_s)
+        else:
+            has_connector = self.config.kv_transfer_config is not None
+            called = call_core(CORE_METHOD, self._method, *messages, tuple(timeouts_s), has_connector, True)
+            answers = self._hear(called, sum(timeouts_s) + self._timeout_s)
+        return await begun(answers, num_steps=_STEPS_TO_SEND) if begins else answers
+
+    async def _call(self, message: str, timeout_s: float) -> Sequence[str]:
+        return await self._ask_ranks(self._llm.collective_rpc(self._method, timeout_s, (message,)), timeout_s)
+
+    async def _hear(self, called: Awaitable[Sequence[Any]], timeout_s: float) -> Answers:
+        outcome = Outcome(*await self._ask_ranks(called, timeout_s))
+        self._published = outcome.version or None
+        return to_answers(outcome)
+
+    @property
+    def _call_core(self) -> Callable[..., Awaitable[Any]] | None:
+        """Calls a method of the engine core; None if the core does not take two messages in one exchange."""
+        call: Callable[..., Awaitable[Any]] | None = getattr(self._llm.engine_core, "call_utility_async", None)
+        return call if takes_pairs(self.config, self._method) else None
+
+    async def _ask_ranks(self, call: Awaitable[T], timeout_s: float) -> T:
+        self._published = None
+        try:
+            return await self._ask(call, timeout_s)
+        except RankFailedError as error:
+            raise channel_lost(error) from error
 
     @property
     def _num_unfinished(self) -> int:

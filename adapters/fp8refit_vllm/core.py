@@ -59,7 +59,8 @@ def carry_out(
     if not have_done(answers, first):
         return list(Outcome("refused", answers))
     drop = partial(core.reset_prefix_cache, keeps_requests, has_connector)
-    wait = begin_call(core, method, timeouts_s[1], second) if not has_connector and is_cache_idle(core) else None
+    is_idle = not has_connector and is_cache_idle(core)
+    wait = begin_call(core.model_executor, method, timeouts_s[1], second) if is_idle else None
     if wait is not None:
         is_empty, _, said = _try_to(drop)
         answers = wait()

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from fp8refit.driver.admission import refusal
 from fp8refit.errors import EngineDirtyError
-from fp8refit_vllm.compat import is_async_client, late_refusal
+from fp8refit_vllm.compat import late_refusal
 
 T = TypeVar("T")
 
@@ -48,18 +48,6 @@ def in_process_executor(engine: Any) -> Any:
     return getattr(core, "model_executor", None)
 
 
-def core_caller(engine: Any) -> Callable[..., Any] | None:
-    """A function that calls a method of the engine core by name. None if the client cannot do that.
-
-    Args:
-        engine: The engine of an LLM; or an AsyncLLM, whose calls are awaited.
-    """
-    client = getattr(engine, "engine_core", None)
-    name = "call_utility_async" if is_async_client(engine) else "call_utility"
-    call: Callable[..., Any] | None = getattr(client, name, None)
-    return call
-
-
 def add_to_core(name: str, method: Callable[..., Any]) -> None:
     """Add a method that clients can call to vLLM's engine core. Must run in the core's process."""
     from vllm.v1.engine.core import EngineCore
@@ -67,31 +55,20 @@ def add_to_core(name: str, method: Callable[..., Any]) -> None:
     setattr(EngineCore, name, method)
 
 
-def begin_call(core: Any, method: str, timeout_s: float, message: str) -> Callable[[], list[Any]] | None:
-    """Send a message to every worker of an engine core, and return a function that waits for the answers.
+def has_queue(executor: Any) -> bool:
+    """Whether an executor sends to its workers through a queue, because they run in other processes."""
+    return getattr(executor, "rpc_broadcast_mq", None) is not None
+
+
+def begin_call(executor: Any, method: str, timeout_s: float, message: str) -> Callable[[], list[Any]] | None:
+    """Send a message to every worker of an executor, and return a function that waits for the answers.
 
     None if the workers run in the core's own process. Wait before you call the workers again.
     """
-    executor = core.model_executor
-    if getattr(executor, "rpc_broadcast_mq", None) is None:
+    if not has_queue(executor):
         return None
     wait: Callable[[], list[Any]] = executor.collective_rpc(method, timeout_s, (message,), non_block=True).result
     return wait
-
-
-def begin_in_workers(engine: Any, method: str, timeout_s: float, message: str) -> Callable[[float], list[Any]] | None:
-    """Send a message to every worker of an LLM's engine, and return a function that waits for the answers with a time
-    limit.
-
-    None if vLLM cannot do that here. vLLM's own calls block, so a core in another process is asked through its client's
-    message queue.
-    """
-    core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
-    if core is not None and hasattr(core, "model_executor"):
-        wait = begin_call(core, method, timeout_s, message)
-        return (lambda _: wait()) if wait is not None else None
-    begin = core_beginner(engine)
-    return begin("collective_rpc", method, timeout_s, (message,), None) if begin is not None else None
 
 
 def core_beginner(engine: Any) -> Callable[..., Callable[[float], Any]] | None:

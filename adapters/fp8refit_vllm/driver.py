@@ -18,15 +18,14 @@ from fp8refit.errors import (
     RefitError,
     UnsupportedEngineError,
 )
-from fp8refit.remote.channel import Channel
-from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
+from fp8refit.remote.channel import Answers, Channel, send_in_turn
 from fp8refit_vllm.compat import token_ids
 from fp8refit_vllm.core import CORE_METHOD, Outcome
 from fp8refit_vllm.core_compat import (
-    begin_in_workers,
+    begin_call,
     call_in_time,
     core_beginner,
-    core_caller,
+    has_queue,
     in_process_executor,
     is_core_dead,
     says_dead,
@@ -69,31 +68,19 @@ def tokenized(found: list[list[int]] | None) -> list[list[int]]:
     return found
 
 
-def pair_caller(
-    engine: Any,
-    method: str,
-    *,
-    keeps_requests: bool,
-    reach: Callable[[Any], Callable[..., Any] | None] = core_caller,
-) -> Callable[..., Any] | None:
-    """A function that sends two messages to the engine core in one exchange and returns an `Outcome`.
+def takes_pairs(config: Any, method: str) -> bool:
+    """Whether an engine core takes two messages in one exchange.
 
-    None if the core lacks our method, or if the model is multimodal: then not all caches are in the core.
+    Not without our method, and not if the model is multimodal: then not all caches are in the core.
 
     Args:
-        engine: See `fp8refit_vllm.core_compat.core_caller`.
+        config: vLLM's config.
         method: Name of the worker method that takes our messages.
-        keeps_requests: Whether running requests were kept, so that their KV must be recomputed.
-        reach: How to call the core: `core_caller`, or `core_beginner` for a function that waits for the outcome.
     """
-    call_core, config = reach(engine), engine.vllm_config
-    if call_core is None or method != PLUGIN_METHOD or config.model_config.is_multimodal_model:
-        return None
-    has_connector = config.kv_transfer_config is not None
-    return lambda *pair: call_core(CORE_METHOD, method, *pair, has_connector, keeps_requests)
+    return method == PLUGIN_METHOD and not config.model_config.is_multimodal_model
 
 
-def pair_answers(outcome: Outcome) -> PairAnswers:
+def to_answers(outcome: Outcome) -> Answers:
     """Turn the outcome of a two-message exchange into answers.
 
     Raises:
@@ -107,15 +94,15 @@ def pair_answers(outcome: Outcome) -> PairAnswers:
         )
     if outcome.ended == "kept":
         raise kept(outcome.said)
-    return PairAnswers(answers=outcome.answers, is_refused=outcome.ended == "refused", flush_s=outcome.flush_s)
+    return Answers(said=outcome.answers, is_refused=outcome.ended == "refused", flush_s=outcome.flush_s)
 
 
-class SyncDriver(Driver, Channel, Pairs):
+class SyncDriver(Driver, Channel):
     """Drives a `vllm.LLM`, wherever its engine core and its workers run.
 
     Args:
         llm: The LLM.
-        method: Name of the worker method that `call` invokes.
+        method: Name of the worker method that takes our messages.
     """
 
     is_asynchronous = False
@@ -156,8 +143,7 @@ class SyncDriver(Driver, Channel, Pairs):
 
     @override
     async def flush_caches(self) -> None:
-        has_connector = self.config.kv_transfer_config is not None
-        if not self._ask(lambda: self._engine.reset_prefix_cache(False, has_connector)):
+        if not self._ask(lambda: self._engine.reset_prefix_cache(False, self._has_connector)):
             raise kept()
         if self.config.model_config.is_multimodal_model:
             self._ask(self._engine.reset_mm_cache)
@@ -173,80 +159,73 @@ class SyncDriver(Driver, Channel, Pairs):
         if published != version and hasattr(self._engine, "set_weight_version"):
             self._ask(lambda: self._engine.set_weight_version(str(version)))
 
-    @override
-    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        self._published = None
-        try:
-            return self._ask(
-                lambda: self._engine.collective_rpc(self._method, timeout_s, (message,)), timeout_s=timeout_s
-            )
-        except RankFailedError as error:
-            raise channel_lost(error) from error
-
-    @override
-    async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
-        with _errors_of_channel():
-            wait = begin_in_workers(self._engine, self._method, timeout_s, message)
-        return self._wait(wait, timeout_s) if wait is not None else None
-
-    async def _wait(self, wait: Callable[[float], Sequence[str]], timeout_s: float) -> Sequence[str]:
-        with _errors_of_channel():
-            return wait(timeout_s)
-
-    @override
-    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        """Send both messages in one exchange. The core publishes the version once every rank has committed it."""
-        call_core = pair_caller(self._engine, self._method, keeps_requests=False)
-        if call_core is None:
-            return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
-        self._published = None
-        timeout_s = sum(timeouts_s) + self._timeout_s
-        try:
-            outcome = Outcome(*self._ask(lambda: call_core(first, second, timeouts_s), timeout_s=timeout_s))
-        except RankFailedError as error:
-            raise channel_lost(error) from error
-        return self._hear(outcome)
-
     @property
     @override
-    def can_begin(self) -> bool:
-        return self._pair_beginner() is not None
+    def num_ahead(self) -> int:
+        if core_beginner(self._engine) is None:
+            return int(has_queue(self._executor))
+        return 2 if takes_pairs(self.config, self._method) else 1
 
     @override
-    async def begin_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> Awaitable[PairAnswers]:
-        begin = self._pair_beginner()
-        assert begin is not None, "can_begin says so"
+    async def send(self, messages: Sequence[str], timeouts_s: Sequence[float], *, begins: bool) -> Awaitable[Answers]:
+        """Send one message to the workers, or two to the core, which publishes the version once every rank has committed it."""
         self._published = None
+        if len(messages) > 1 and self.num_ahead < 2:
+            return send_in_turn(self._call, self.flush_caches, messages, timeouts_s)
         with _errors_of_channel():
-            wait = begin(first, second, timeouts_s)
-        return self._wait_for_pair(wait, sum(timeouts_s) + self._timeout_s)
+            wait = self._begin(messages, timeouts_s)
+        return self._hear(wait, timeouts_s)
 
-    def _pair_beginner(self) -> Callable[..., Any] | None:
-        return pair_caller(self._engine, self._method, keeps_requests=False, reach=core_beginner)
+    async def _call(self, message: str, timeout_s: float) -> Sequence[str]:
+        return (await (await self.send((message,), (timeout_s,), begins=False))).said
 
-    async def _wait_for_pair(self, wait: Callable[[float], Sequence[Any]], timeout_s: float) -> PairAnswers:
+    def _begin(self, messages: Sequence[str], timeouts_s: Sequence[float]) -> Callable[[float], Any]:
+        """Send messages, and return a function that waits for the outcome with a time limit.
+
+        vLLM's own calls block, so a core in another process is asked through its client's message queue. Where that is
+        impossible, it is the returned function that sends.
+        """
+        begin, method = core_beginner(self._engine), self._method
+        if len(messages) > 1:
+            assert begin is not None, "num_ahead says so"
+            return begin(CORE_METHOD, method, *messages, tuple(timeouts_s), self._has_connector, False)
+        if begin is not None:
+            return begin("collective_rpc", method, timeouts_s[0], tuple(messages), None)
+        wait = begin_call(self._executor, method, timeouts_s[0], messages[0])
+        if wait is not None:
+            return lambda _: wait()
+        call = partial(self._engine.collective_rpc, method, timeouts_s[0], tuple(messages))
+        return lambda timeout_s: self._in_time(call, timeout_s)
+
+    async def _hear(self, wait: Callable[[float], Any], timeouts_s: Sequence[float]) -> Answers:
         with _errors_of_channel():
-            outcome = Outcome(*wait(timeout_s))
-        return self._hear(outcome)
-
-    def _hear(self, outcome: Outcome) -> PairAnswers:
+            if len(timeouts_s) == 1:
+                return Answers(said=wait(timeouts_s[0]))
+            outcome = Outcome(*wait(sum(timeouts_s) + self._timeout_s))
         self._published = outcome.version or None
-        return pair_answers(outcome)
+        return to_answers(outcome)
 
-    def _ask(self, call: Callable[[], T], *, timeout_s: float | None = None) -> T:
-        """Call vLLM, with a time limit if its engine core is in another process.
+    @property
+    def _has_connector(self) -> bool:
+        return self.config.kv_transfer_config is not None
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """Call vLLM.
 
         Raises:
             EngineLostError: The core is dead or stuck.
             RankFailedError: It raised something.
         """
         try:
-            if self._executor is not None:
-                return call()
-            timeout_s = self._timeout_s if timeout_s is None else timeout_s
-            return call_in_time(call, timeout_s, partial(is_core_dead, self._engine))
+            return self._in_time(call, self._timeout_s)
         except Exception as error:  # see `error_of`
             raise error_of(error) from error
+
+    def _in_time(self, call: Callable[[], T], timeout_s: float) -> T:
+        """Call vLLM, with a time limit if its engine core is in another process."""
+        return (
+            call() if self._executor is not None else call_in_time(call, timeout_s, partial(is_core_dead, self._engine))
+        )
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class VllmEngine(DelegatingEngine):
         if driver.worker is not None:
             super().__init__(driver, LocalRanks(rank_of(driver.worker)))
             return
-        super().__init__(driver, RemoteRanks(driver, driver))
+        super().__init__(driver, RemoteRanks(driver))
 
     @classmethod
     def boot(cls, model: str) -> Any:

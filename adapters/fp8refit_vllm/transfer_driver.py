@@ -5,7 +5,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
@@ -19,7 +19,7 @@ from fp8refit.driver.engine import Engine
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError, TransportError, UnsupportedEngineError
 from fp8refit.remote import messages
-from fp8refit.remote.channel import GRACE_S, Channel
+from fp8refit.remote.channel import GRACE_S, Answers, Channel
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.transport.collective.board import Address, Board
 from fp8refit.transport.collective.store import open_store
@@ -75,6 +75,7 @@ class TransferDriver(Engine, Channel):
 
     name = "vllm"
     is_asynchronous = False
+    num_at_once = 1
 
     def __init__(self, client: Client, config: RefitConfig, *, port: int) -> None:
         host = config.collective.host
@@ -90,7 +91,10 @@ class TransferDriver(Engine, Channel):
         self._check_ranks(run(self.ranks.asked.ask(messages.Do(step="hello"))))
 
     @override
-    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+    async def send(self, messages: Sequence[str], timeouts_s: Sequence[float], *, begins: bool) -> Awaitable[Answers]:
+        return self._call(messages[0], timeouts_s[0])
+
+    async def _call(self, message: str, timeout_s: float) -> Answers:
         """Send a message. The first one connects every rank of the engine to this trainer."""
         board, is_first = self._require_board(), not self._num_ranks
         letter = Letter(address=board.address, message=message).model_dump()
@@ -125,11 +129,7 @@ class TransferDriver(Engine, Channel):
         if len(answers) < self._num_ranks:
             raise EngineLostError(f"rank {len(answers)} did not answer; its log says why. Create a new trainer")
         self._num_ranks = len(answers)
-        return answers
-
-    @override
-    async def begin(self, message: str, *, timeout_s: float) -> None:
-        """Not possible: every call of a vLLM client waits until the engine is done."""
+        return Answers(said=answers)
 
     @contextmanager
     def update(self) -> Iterator[Refitter]:

@@ -7,7 +7,7 @@ It opens no port and imports no framework: the user's framework carries orders, 
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from typing_extensions import override
 
@@ -18,7 +18,7 @@ from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import EngineBusyError, EngineLostError, UnsupportedEngineError
 from fp8refit.live.turn import IN_USE
 from fp8refit.ranks.ranks import Ranks
-from fp8refit.remote.message_pairs import PairAnswers, Pairs, call_in_turn
+from fp8refit.remote.channel import Answers, Channel, send_in_turn
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.connection import Connection
@@ -124,7 +124,7 @@ class _Asked(Connection):
             ) from error
 
 
-class _HostControls(DelegatingEngine, Pairs):
+class _HostControls(DelegatingEngine, Channel):
     """What a driver elsewhere may do with the engine in this process, unless it is refitted from here.
 
     A driver that has paused the engine keeps others out until it resumes it, or is silent for the refit's time limit.
@@ -135,8 +135,7 @@ class _HostControls(DelegatingEngine, Pairs):
         super().__init__(engine, engine.ranks)
         self.pause, self.resume, self.refuse = self._pause, self._resume, self._refuse
         self._turn, self._paused_s = attached.turn, 0.0
-        self._call = _call_of(engine)
-        self._pairs: Pairs | None = engine.ranks.asked.pairs if isinstance(engine.ranks, RemoteRanks) else None
+        self._channel = _channel_of(engine)
 
     async def _in_turn(self, step: Callable[[], Awaitable[T]]) -> T:
         with self._turn.during(self, lambda: self._paused_s) as is_held:
@@ -161,36 +160,42 @@ class _HostControls(DelegatingEngine, Pairs):
         self._paused_s = 0.0
         await self._in_turn(lambda: self._driver.refuse(reason))
 
-    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        return await self._in_turn(lambda: self._call(message, timeout_s=timeout_s))
+    @override
+    async def send(self, messages: Sequence[str], timeouts_s: Sequence[float], *, begins: bool) -> Awaitable[Answers]:
+        async def send() -> Answers:
+            return await (await self._channel.send(messages, timeouts_s, begins=False))
 
-    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        pairs = self._pairs
-        if pairs is not None:
-            return await self._in_turn(lambda: pairs.call_pair(first, second, timeouts_s=timeouts_s))
-        return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
+        return self._in_turn(send)
 
 
-class _OwnRank:
-    """The one rank of an engine whose model is in this process."""
+class _OwnRank(Channel):
+    """Reaches the one rank of an engine whose model is in this process."""
 
-    def __init__(self, ranks: LocalRanks) -> None:
+    num_ahead = 0
+    is_asynchronous = False
+
+    def __init__(self, engine: Engine, ranks: LocalRanks) -> None:
         self._server = RankServer(lambda: ranks.rank)
+        self._flush_caches = engine.flush_caches
 
-    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+    @override
+    async def send(self, messages: Sequence[str], timeouts_s: Sequence[float], *, begins: bool) -> Awaitable[Answers]:
+        return send_in_turn(self._call, self._flush_caches, messages, timeouts_s)
+
+    async def _call(self, message: str, timeout_s: float) -> Sequence[str]:
         return [self._server.handle(message)]
 
 
-def _call_of(engine: Any) -> Callable[..., Awaitable[Sequence[str]]]:
-    """A function that reaches every rank; see `fp8refit.remote.channel.Channel.call`.
+def _channel_of(engine: Engine) -> Channel:
+    """Reaches every rank of an engine.
 
     Raises:
         UnsupportedEngineError: Only one of several ranks can be reached from here.
     """
     if isinstance(engine.ranks, RemoteRanks):
-        return engine.ranks.asked.channel.call
+        return engine.ranks.asked.channel
     if isinstance(engine.ranks, LocalRanks) and engine.ranks.rank.group.size == 1:
-        return _OwnRank(engine.ranks).call
+        return _OwnRank(engine, engine.ranks)
     raise UnsupportedEngineError(
         f"this {engine.name} engine has a driver for each rank; call refit on every one of them, in their own processes"
     )

@@ -1,7 +1,9 @@
 """Sends orders to every rank of an engine in other processes, and tracks what their replies say about them."""
 
+import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from textwrap import shorten
 from typing import Protocol, TypeVar
 
@@ -11,8 +13,7 @@ from fp8refit import __version__
 from fp8refit.config import LONGEST_WAIT_S, RefitConfig
 from fp8refit.errors import EngineLostError, RankFailedError
 from fp8refit.remote import messages
-from fp8refit.remote.message_pairs import PairAnswers, Pairs
-from fp8refit.remote.messages import PROTOCOL, Reply, Request
+from fp8refit.remote.messages import PROTOCOL, Reply, Request, have_done
 from fp8refit.report import RankReport
 from fp8refit.transport.vote import merge_errors
 
@@ -29,30 +30,81 @@ _LOST_STEP = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """The ranks' answers to one message, or to two that were sent together."""
+
+    said: Sequence[str]
+    """Answers to the last message; or to the first of two, if a rank failed it and the second was not sent."""
+    is_refused: bool = False
+    """Whether a rank failed the first of two messages."""
+    flush_s: float = 0.0
+    """Seconds that the ranks waited while the engine dropped its caches."""
+
+
 class Channel(Protocol):
     """How a driver reaches every rank of one engine."""
+
+    num_at_once: int = 2
+    """How many messages `send` takes: two if it can drop the engine's caches in between."""
+
+    @property
+    def num_ahead(self) -> int:
+        """How many messages `send` can send without waiting for answers."""
+        return 0
 
     @property
     def is_asynchronous(self) -> bool:
         """Whether its methods may suspend, so that they need an event loop."""
         ...
 
-    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        """Send `message` to the `RankServer` of every rank, and return their answers.
+    async def send(self, messages: Sequence[str], timeouts_s: Sequence[float], *, begins: bool) -> Awaitable[Answers]:
+        """Send one message, or two in one exchange, to the `RankServer` of every rank.
 
-        Raises:
-            EngineLostError: The engine, or a rank, died or does not answer.
-        """
-        ...
+        Of two, the second is sent once all ranks have succeeded with the first, and the engine has dropped its caches.
 
-    async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
-        """Send `message` to every rank without waiting for answers.
+        Args:
+            messages: The messages.
+            timeouts_s: Seconds to wait for the answers to each.
+            begins: Whether they must be on their way when this returns. Otherwise they may be sent when the answers are
+                awaited.
 
         Returns:
             An awaitable for the answers. Await it once, before sending anything else; the engine can be used in the
-            meantime. None if the engine only supports `call`; then nothing was sent.
+            meantime.
+
+        Raises:
+            CacheFlushError: The engine kept its caches; the second message was not sent.
+            RankFailedError: Dropping the caches failed; the second message was not sent.
+            EngineLostError: The engine, or a rank, died or does not answer; or unused caches could not be dropped after the
+                second message was sent.
         """
         ...
+
+
+async def send_in_turn(
+    call: Callable[[str, float], Awaitable[Sequence[str]]],
+    flush_caches: Callable[[], Awaitable[None]],
+    messages: Sequence[str],
+    timeouts_s: Sequence[float],
+) -> Answers:
+    """Implement `Channel.send` by separate calls, for callers near the engine, where an exchange is cheap.
+
+    Args:
+        call: Sends a message to every rank, with a time limit.
+        flush_caches: Drops the caches; see `fp8refit.remote.servers.control.ControlPlane`.
+        messages: The messages.
+        timeouts_s: Time limit of each.
+    """
+    said = await call(messages[0], timeouts_s[0])
+    if len(messages) == 1:
+        return Answers(said=said)
+    if not have_done(said, messages[0]):
+        return Answers(said=said, is_refused=True)
+    start_s = time.perf_counter()
+    await flush_caches()
+    flush_s = time.perf_counter() - start_s
+    return Answers(said=await call(messages[1], timeouts_s[1]), flush_s=flush_s)
 
 
 class AskedRanks:
@@ -60,11 +112,10 @@ class AskedRanks:
 
     Args:
         channel: Reaches every rank.
-        pairs: Sends two messages in one exchange, if the engine can.
     """
 
-    def __init__(self, channel: Channel, pairs: Pairs | None) -> None:
-        self.channel, self.pairs = channel, pairs
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
         self.config = RefitConfig()
         """Options of the current refit."""
         self.refit = ""
@@ -119,33 +170,25 @@ class AskedRanks:
             RefitError: The ranks' common error, or the combined errors of those that failed.
             EngineLostError: They can no longer be reached.
         """
-        self._check_is_there()
-        held, self._held = self._held, None  # any other order drops it
-        if isinstance(order, messages.Prepare):
-            self._flush_s, self.has_refused = 0.0, False
-        request, timeout_s = Request(id=uuid.uuid4().hex, order=order), self._timeout_s(order, num_votes)
-        if held is not None and isinstance(order, messages.Write | messages.Take):
-            assert self.pairs is not None, "something was held"
-            timeouts_s = self._timeout_s(held.order), timeout_s
-            answers = self.pairs.call_pair(held.encode(), request.encode(), timeouts_s=timeouts_s)
-            return await self._hear_pair(answers, held, request)
-        return await self._hear(self.channel.call(request.encode(), timeout_s=timeout_s), request)
+        return await (await self._send(order, num_votes))
 
-    async def begin(self, order: messages.Order, *, num_votes: int = 1) -> Awaitable[Sequence[Reply]] | None:
-        """Send an order, and return an awaitable for the replies; None, with nothing sent, if the engine only supports `call`.
+    async def begin(self, order: messages.Order, *, num_votes: int = 1) -> Awaitable[list[Reply]] | None:
+        """Send an order, and return an awaitable for the replies; None, with nothing sent, if only `ask` is possible."""
+        return await self._send(order, num_votes, begins=True) if self.channel.num_ahead else None
 
-        An order to write is sent with the one that is held back; any other order drops it.
-        """
+    async def _send(
+        self, order: messages.Order, num_votes: int | None, *, begins: bool = False
+    ) -> Awaitable[list[Reply]]:
+        """Send an order. One to write is sent with the one that is held back; any other drops it."""
         self._check_is_there()
         held, self._held = self._held, None
-        request, timeout_s = Request(id=uuid.uuid4().hex, order=order), self._timeout_s(order, num_votes)
+        if isinstance(order, messages.Prepare):
+            self._flush_s, self.has_refused = 0.0, False
+        requests, timeouts_s = [Request(id=uuid.uuid4().hex, order=order)], [self._timeout_s(order, num_votes)]
         if held is not None and isinstance(order, messages.Stream | messages.Write | messages.Take):
-            assert self.pairs is not None, "something was held"
-            timeouts_s = self._timeout_s(held.order), timeout_s
-            pair = await self._reach(self.pairs.begin_pair(held.encode(), request.encode(), timeouts_s=timeouts_s))
-            return self._hear_pair(pair, held, request)
-        answers = await self._reach(self.channel.begin(request.encode(), timeout_s=timeout_s))
-        return self._hear(answers, request) if answers is not None else None
+            requests, timeouts_s = [held, *requests], [self._timeout_s(held.order), *timeouts_s]
+        texts = [request.encode() for request in requests]
+        return self._hear(await self._reach(self.channel.send(texts, timeouts_s, begins=begins)), requests)
 
     def hold(self, order: messages.Prepare, *, begins: bool = False) -> bool:
         """Hold an order back to send it with the next one; False if the engine does not take both at once.
@@ -154,7 +197,8 @@ class AskedRanks:
             order: The order.
             begins: Whether the next one is sent by `begin`.
         """
-        if self.pairs is None or self.config.in_flight == "abort" or (begins and not self.pairs.can_begin):
+        num_messages = self.channel.num_ahead if begins else self.channel.num_at_once
+        if num_messages < 2 or self.config.in_flight == "abort":
             return False
         self._check_is_there()
         self._held = Request(id=uuid.uuid4().hex, order=order)
@@ -181,21 +225,14 @@ class AskedRanks:
             held = ", ".join(f"rank {reply.rank} holds {reply.version}" for reply in replies)
             raise RankFailedError(f"the ranks serve different versions ({held}); refit again")
 
-    async def _hear(self, answers: Awaitable[Sequence[str]], request: Request) -> list[Reply]:
-        """Wait for every rank's reply to a request; see `ask`."""
+    async def _hear(self, sent: Awaitable[Answers], requests: Sequence[Request]) -> list[Reply]:
+        """Wait for every rank's reply to the last request that was sent; see `ask`."""
 
         async def replies() -> list[Reply]:
-            return _replies(await answers, request)
-
-        return self._judge(await self._reach(replies()))
-
-    async def _hear_pair(self, pair: Awaitable[PairAnswers], held: Request, request: Request) -> list[Reply]:
-        """Wait for every rank's reply to the last of two requests that was sent; see `ask`."""
-
-        async def replies() -> list[Reply]:
-            told = await pair
-            self._flush_s, self.has_refused = told.flush_s, told.is_refused
-            return _replies(told.answers, held if told.is_refused else request)
+            answers = await sent
+            if len(requests) > 1:
+                self._flush_s, self.has_refused = answers.flush_s, answers.is_refused
+            return _replies(answers.said, requests[0 if answers.is_refused else -1])
 
         return self._judge(await self._reach(replies()))
 

@@ -8,9 +8,9 @@ orders the engine can do other work, and a dead rank is noticed as in every orde
 import asyncio
 import time
 from collections.abc import Awaitable, Generator, Sequence
-from typing import Protocol
 
 from fp8refit.remote import messages
+from fp8refit.remote.channel import AskedRanks
 from fp8refit.remote.messages import Reply
 from fp8refit.remote.packing import Packed, Packer
 from fp8refit.sources.row_runs import MakesPieces, Piece, Recipe, in_recipes
@@ -25,30 +25,6 @@ _PATIENCE_S = 0.25
 """Seconds to poll ranks that take nothing before waiting for their answer: they may have died."""
 
 
-class Asks(Protocol):
-    """Sends orders to every rank of one engine."""
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether sending needs an event loop."""
-        ...
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks."""
-        ...
-
-    async def ask(self, order: messages.Order, *, num_votes: int = 1) -> Sequence[Reply]:
-        """Send an order, and return the replies."""
-        ...
-
-    async def begin(self, order: messages.Order, *, num_votes: int = 1) -> Awaitable[Sequence[Reply]] | None:
-        """Send an order, and return an awaitable for the replies; None, with nothing sent, if only `ask` is
-        possible.
-        """
-        ...
-
-
 class Handing:
     """Hands one stream to the ranks. They have prepared for it, or do so with its first order.
 
@@ -60,7 +36,7 @@ class Handing:
         num_votes: How many votes the ranks hold at the end.
     """
 
-    def __init__(self, asks: Asks, packer: Packer, ring: Ring, refit: str, *, num_votes: int = 1) -> None:
+    def __init__(self, asks: AskedRanks, packer: Packer, ring: Ring, refit: str, *, num_votes: int = 1) -> None:
         self._asks, self._packer, self._ring = asks, packer, ring
         self._num_votes = num_votes
         self._order = messages.Stream(refit=refit, ring=ring.segment)

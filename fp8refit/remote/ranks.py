@@ -14,7 +14,6 @@ from fp8refit.remote.broadcast.audience import Audience
 from fp8refit.remote.broadcast.broadcast import Broadcast
 from fp8refit.remote.channel import AskedRanks, Channel
 from fp8refit.remote.host_route import HostRoute, Offered
-from fp8refit.remote.message_pairs import Pairs
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.source import Source
 from fp8refit.transport.error_capture import ErrorCapture
@@ -29,18 +28,16 @@ class RemoteRanks(Ranks):
 
     Args:
         channel: Reaches every rank.
-        pairs: Does so with two messages at once, if the engine can.
         named: Notes on an error of a broadcast which engine it comes from.
     """
 
     def __init__(
         self,
         channel: Channel,
-        pairs: Pairs | None = None,
         *,
         named: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self.asked = AskedRanks(channel, pairs)
+        self.asked = AskedRanks(channel)
         self.host_route = HostRoute(self.asked)
         self.audience = Audience(self.asked, self.host_route, named=named)
         self._broadcast = Broadcast([self.audience])

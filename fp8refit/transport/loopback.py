@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fp8refit.errors import EngineLostError, RankFailedError
 
@@ -30,31 +30,6 @@ _MAX_PATH_BYTES = 100
 """The kernel allows 107 bytes for the address of a Unix socket."""
 _LAST_LOOK_S = 0.5
 """Seconds to take what has arrived, once the time is over."""
-
-
-class Tell(Protocol):
-    """Sends a message to every rank of a conversation."""
-
-    async def __call__(
-        self,
-        message: str,
-        *,
-        is_last: bool = True,
-        timeout_s: float | None = None,
-        on_told: Callable[[], object] | None = None,
-    ) -> Sequence[str]:
-        """Returns the answers in rank order.
-
-        Args:
-            message: The text.
-            is_last: Whether the ranks go back to their own work after answering. They also do when the conversation ends.
-            timeout_s: Seconds to wait for the answers, within those of the conversation.
-            on_told: Called once the message is on its way to every rank. After the last one, the event loop may stop.
-
-        Raises:
-            EngineLostError: A rank did not answer in time.
-        """
-        ...
 
 
 class Switchboard:
@@ -76,96 +51,84 @@ class Switchboard:
         self.has_been_called = False
         """Whether any rank has ever connected."""
 
-    async def ask(
+    async def send(
         self,
-        message: str,
+        messages: Sequence[str],
         ring: Callable[[str], Awaitable[None]],
         *,
-        timeout_s: float,
+        timeouts_s: Sequence[float],
+        goes_on: Callable[[list[Sequence[str]]], bool] = lambda heard: True,
         on_told: Callable[[], object] | None = None,
-    ) -> Sequence[str]:
-        """Send `message` to every rank, and return their answers in rank order: a conversation of one message.
+    ) -> list[Sequence[str]]:
+        """Connect to every rank, and send messages one after another. The ranks do nothing else meanwhile.
+
+        If the caller is cancelled, no further message is sent, but the current one is answered before the ranks are asked
+        anything else: a message cannot be taken back, and an engine's own RPC may not survive being abandoned.
 
         Args:
-            message: The text.
-            ring: See `talk`.
-            timeout_s: Seconds to wait in total.
-            on_told: See `Tell`.
-
-        Raises:
-            EngineLostError: A rank died or did not answer in time.
-        """
-        return await self.talk(lambda tell: tell(message, on_told=on_told), ring, timeout_s=timeout_s)
-
-    async def talk(
-        self, steps: Callable[[Tell], Awaitable[T]], ring: Callable[[str], Awaitable[None]], *, timeout_s: float
-    ) -> T:
-        """Connect to every rank, run `steps`, and return their result. The ranks do nothing else meanwhile.
-
-        If the caller is cancelled, the conversation still ends before the ranks are asked anything else: a message cannot
-        be taken back, and an engine's own RPC may not survive being abandoned.
-
-        Args:
-            steps: The conversation; gets a function that sends a message.
+            messages: The texts. After answering the last one, or when there are no more, the ranks go back to their own work.
             ring: Tells every rank to answer at an address. Returns when all have, and raises if they cannot.
-            timeout_s: Seconds to wait in total.
+            timeouts_s: Seconds to wait for the answers to each message, and in total for all of them.
+            goes_on: Whether to send the next message, given the answers so far.
+            on_told: Called once the last message is on its way to every rank. Then the event loop may stop.
+
+        Returns:
+            The answers to each message that was sent, in rank order.
 
         Raises:
             EngineLostError: A rank died or did not answer in time.
         """
         await self._open()
-        self._talking = asyncio.ensure_future(self._talk_in_turn(steps, ring, timeout_s))
-        found: T = await asyncio.shield(self._talking)
-        return found
+        is_left = False
 
-    async def _talk_in_turn(
-        self, steps: Callable[[Tell], Awaitable[T]], ring: Callable[[str], Awaitable[None]], timeout_s: float
-    ) -> T:
-        async with self._turn:
-            return await self._talk(steps, ring, timeout_s)
+        async def converse() -> list[Sequence[str]]:
+            heard: list[Sequence[str]] = []
+            for message, timeout_s in zip(messages, timeouts_s, strict=True):
+                is_last = len(heard) == len(messages) - 1
+                told = self._tell(message, is_last=is_last, on_told=on_told if is_last else None)
+                heard.append(await _in_time(told, timeout_s))
+                if not is_last and (is_left or not goes_on(heard)):
+                    break
+            return heard
 
-    async def _tell(
-        self,
-        message: str,
-        *,
-        is_last: bool = True,
-        timeout_s: float | None = None,
-        on_told: Callable[[], object] | None = None,
-    ) -> Sequence[str]:
+        self._talking = asyncio.ensure_future(self._talk(converse, ring, sum(timeouts_s)))
+        try:
+            return await asyncio.shield(self._talking)
+        finally:
+            is_left = True
+
+    async def _tell(self, message: str, *, is_last: bool, on_told: Callable[[], object] | None) -> Sequence[str]:
         frame = _frame(message, has_more=not is_last)
-
-        async def exchange() -> Sequence[str]:
-            for _, writer in self._connections.values():
-                writer.write(frame)  # the event loop sends it while the answers are awaited
-            if on_told is not None:
-                await asyncio.gather(*(_send_all(writer) for _, writer in self._connections.values()))
-                on_told()
-            return await asyncio.gather(*(_read(self._connections[rank][0]) for rank in range(self._num_ranks)))
-
-        return await _in_time(exchange(), timeout_s)
+        for _, writer in self._connections.values():
+            writer.write(frame)  # the event loop sends it while the answers are awaited
+        if on_told is not None:
+            await asyncio.gather(*(_send_all(writer) for _, writer in self._connections.values()))
+            on_told()
+        return await asyncio.gather(*(_read(self._connections[rank][0]) for rank in range(self._num_ranks)))
 
     async def _talk(
-        self, steps: Callable[[Tell], Awaitable[T]], ring: Callable[[str], Awaitable[None]], timeout_s: float
+        self, converse: Callable[[], Awaitable[T]], ring: Callable[[str], Awaitable[None]], timeout_s: float
     ) -> T:
-        self._hang_up()  # ranks connect for every conversation, as another driver may have asked them since
-        ringing = asyncio.ensure_future(ring(self.address))
+        async with self._turn:
+            self._hang_up()  # ranks connect for every conversation, as another driver may have asked them since
+            ringing = asyncio.ensure_future(ring(self.address))
 
-        async def converse() -> T:
-            await self._wait_for_calls(ringing)
-            found = await steps(self._tell)
-            self._hang_up()
-            await ringing
-            return found
+            async def talk() -> T:
+                await self._wait_for_calls(ringing)
+                found = await converse()
+                self._hang_up()
+                await ringing
+                return found
 
-        try:
-            return await _in_time(converse(), timeout_s)
-        except TimeoutError as error:
-            raise _late(timeout_s) from error
-        except (OSError, EOFError) as error:
-            raise EngineLostError(f"a rank of the engine is gone ({error}); restart the engine") from error
-        finally:
-            ringing.cancel()
-            self._hang_up()
+            try:
+                return await _in_time(talk(), timeout_s)
+            except TimeoutError as error:
+                raise _late(timeout_s) from error
+            except (OSError, EOFError) as error:
+                raise EngineLostError(f"a rank of the engine is gone ({error}); restart the engine") from error
+            finally:
+                ringing.cancel()
+                self._hang_up()
 
     def close(self) -> None:
         """Close all connections and stop listening."""
@@ -299,7 +262,7 @@ class RankConnection:
         return bytes(taken)
 
 
-async def _in_time(steps: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+async def _in_time(steps: Coroutine[Any, Any, T], timeout_s: float) -> T:
     """Run steps to their end, or until the time is over.
 
     A synchronous engine's event loop stands still while the caller reads its source. Answers that have arrived by then are
@@ -311,7 +274,7 @@ async def _in_time(steps: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
     task = asyncio.ensure_future(steps)
     try:
         await asyncio.wait((task,), timeout=timeout_s)
-        if timeout_s is not None and not task.done():
+        if not task.done():
             await asyncio.wait((task,), timeout=_LAST_LOOK_S)
             if not task.done():
                 raise _late(timeout_s)

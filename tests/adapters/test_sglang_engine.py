@@ -461,7 +461,7 @@ def told(monkeypatch):
 
     async def note(board, message, **options):
         step = message if message == FLUSH else json.loads(message)["order"]["step"]
-        told.append((step, options.get("is_last", True)))
+        told.append((step, options["is_last"]))
         return await tell(board, message, **options)
 
     monkeypatch.setattr(Switchboard, "_tell", note)

@@ -40,7 +40,7 @@ class Driver:
         self.receipts.append(self._scheduler.weight_updater.update_weights_from_ipc(call_for(address)))
 
     async def ask(self, message):
-        (answer,) = await self.board.ask(message, self._ring, timeout_s=5)
+        ((answer,),) = await self.board.send((message,), self._ring, timeouts_s=(5,))
         return answer
 
 

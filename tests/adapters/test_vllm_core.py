@@ -65,10 +65,26 @@ class Engine:
         text = SimpleNamespace(is_multimodal_model=False)
         self.vllm_config = SimpleNamespace(kv_transfer_config="a connector", model_config=text)
         self.core = core
-        self.engine_core = SimpleNamespace(call_utility=self.call_utility)
+        self.resources, self.results = SimpleNamespace(engine_dead=False), {}
+        self.answers = lambda call_id, answer: self.results[call_id].set_result(answer)
+        """What becomes of a call, which may be nothing."""
+        self.engine_core = SimpleNamespace(
+            utility_results=self.results, _send_input=self.send, resources=self.resources
+        )
         self.versions = []
 
+    def send(self, kind, request):
+        _, call_id, method, arguments = request
+        try:
+            answer = self.call_utility(method, *arguments)
+        except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+            self.results[call_id].set_exception(error)
+        else:
+            self.answers(call_id, answer)
+
     def call_utility(self, method, *arguments):
+        if method == "collective_rpc":
+            return self.core.collective_rpc(*arguments[:3])
         assert method == CORE_METHOD
         try:
             return carry_out(self.core, *arguments)
@@ -91,6 +107,14 @@ class Engine:
         self.core.note("encoder")
 
 
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.v1", ModuleType("vllm.v1"))
+    engine = SimpleNamespace(EngineCoreRequestType=SimpleNamespace(UTILITY=b"utility"))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine", engine)
+
+
 @pytest.fixture
 def core():
     return Core()
@@ -110,7 +134,7 @@ def driver(engine):
 def idle(core, engine, monkeypatch):
     """Workers in other processes, and a cache of which nothing is in use."""
     engine.vllm_config.kv_transfer_config = None
-    core.scheduler = scheduler_of([7, 7], [3, 3])
+    core.scheduler, core.model_executor = scheduler_of([7, 7], [3, 3]), core
     monkeypatch.setattr("fp8refit_vllm.core.begin_call", type(core).begin_call)
 
 
@@ -134,7 +158,7 @@ def finish(step):
 
 
 def pair(driver):
-    return finish(driver.call_pair(FIRST, SECOND, timeouts_s=TIMEOUTS_S))
+    return finish(finish(driver.send((FIRST, SECOND), TIMEOUTS_S, begins=False)))
 
 
 def ids(answers):
@@ -142,10 +166,10 @@ def ids(answers):
 
 
 def test_both_messages_and_what_comes_between_are_one_call(driver, core):
-    pair_answers = pair(driver)
+    answers = pair(driver)
     assert core.events == [*BOTH, ("version", "5")]
-    assert (ids(pair_answers.answers), pair_answers.is_refused) == (["second"] * 2, False)
-    assert 0 < pair_answers.flush_s < 1
+    assert (ids(answers.said), answers.is_refused) == (["second"] * 2, False)
+    assert 0 < answers.flush_s < 1
 
 
 @pytest.mark.parametrize(
@@ -161,7 +185,7 @@ def test_nothing_comes_after_a_first_that_a_rank_could_not_do(reply, driver, cor
     core.replies["first"][1] = reply
     found = pair(driver)
     assert core.events == BOTH[:1]
-    assert found.is_refused and len(found.answers) == 2
+    assert found.is_refused and len(found.said) == 2
 
 
 def test_no_rank_is_asked_to_write_if_nobody_answers(driver, core):
@@ -188,7 +212,7 @@ def test_caches_that_cannot_be_dropped_do_not_cost_the_engine(driver, core):
 def test_caches_that_nothing_uses_are_dropped_while_workers_write(driver, core):
     found = pair(driver)
     assert core.events == [BOTH[0], ("begin",), ("flush", False, False), BOTH[2], ("version", "5")]
-    assert (ids(found.answers), found.is_refused, found.flush_s) == (["second"] * 2, False, 0.0)
+    assert (ids(found.said), found.is_refused, found.flush_s) == (["second"] * 2, False, 0.0)
 
 
 @pytest.mark.usefixtures("idle")
@@ -266,82 +290,59 @@ def test_another_version_than_the_core_named_is_named(driver, engine):
     assert engine.versions == ["6"]
 
 
-class Beginning(Engine):
-    """A client that can be asked without waiting: `answers` says what becomes of a call, which may be nothing."""
-
-    def __init__(self, core):
-        super().__init__(core)
-        self.resources, self.results = SimpleNamespace(engine_dead=False), {}
-        self.answers = lambda call_id, answer: self.results[call_id].set_result(answer)
-        self.engine_core = SimpleNamespace(
-            call_utility=self.call_utility,
-            utility_results=self.results,
-            _send_input=self.send,
-            resources=self.resources,
-        )
-
-    def send(self, kind, request):
-        _, call_id, method, arguments = request
-        self.answers(call_id, self.call_utility(method, *arguments))
-
-
-@pytest.fixture
-def beginning(core, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.v1", ModuleType("vllm.v1"))
-    engine = SimpleNamespace(EngineCoreRequestType=SimpleNamespace(UTILITY=b"utility"))
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine", engine)
-    return Beginning(core)
-
-
 def begun(engine):
     driver = SyncDriver(SimpleNamespace(llm_engine=engine), PLUGIN_METHOD)
-    assert driver.can_begin
-    return driver, finish(driver.begin_pair(FIRST, SECOND, timeouts_s=TIMEOUTS_S))
+    assert driver.num_ahead == 2
+    return driver, finish(driver.send((FIRST, SECOND), TIMEOUTS_S, begins=True))
 
 
-def test_a_pair_that_is_begun_is_answered_when_it_is_awaited(beginning, core):
-    driver, answers = begun(beginning)
+def test_a_pair_that_is_begun_is_answered_when_it_is_awaited(engine, core):
+    driver, answers = begun(engine)
     assert core.events == [*BOTH, ("version", "5")]
     found = finish(answers)
-    assert (ids(found.answers), found.is_refused) == (["second"] * 2, False)
+    assert (ids(found.said), found.is_refused) == (["second"] * 2, False)
     finish(driver.publish_version(5))
-    assert beginning.versions == []
+    assert engine.versions == []
 
 
-def test_caches_that_stay_are_told_when_a_pair_is_awaited(beginning, core):
+def test_caches_that_stay_are_told_when_a_pair_is_awaited(engine, core):
     core.is_empty = False
-    _, answers = begun(beginning)
+    _, answers = begun(engine)
     with pytest.raises(CacheFlushError, match="vLLM kept its prefix cache"):
         finish(answers)
 
 
-def test_an_engine_that_only_answers_calls_begins_none(driver, async_engine):
-    assert not driver.can_begin
-    assert AsyncDriver(async_engine, PLUGIN_METHOD).can_begin
-    assert not AsyncDriver(async_engine, EXTENSION_METHOD).can_begin
+def test_what_an_engine_begins_depends_on_its_client_and_its_method(engine, async_engine):
+    def num_ahead(method):
+        return SyncDriver(SimpleNamespace(llm_engine=engine), method).num_ahead
+
+    assert [num_ahead(method) for method in (PLUGIN_METHOD, EXTENSION_METHOD)] == [2, 1]
+    engine.engine_core = SimpleNamespace()
+    assert num_ahead(PLUGIN_METHOD) == 0
+    assert AsyncDriver(async_engine, PLUGIN_METHOD).num_ahead == 2
+    assert AsyncDriver(async_engine, EXTENSION_METHOD).num_ahead == 1
 
 
-def test_a_core_that_dies_before_it_answers_is_lost_at_once(beginning):
-    beginning.answers = lambda call_id, answer: setattr(beginning.resources, "engine_dead", True)
-    _, answers = begun(beginning)
+def test_a_core_that_dies_before_it_answers_is_lost_at_once(engine):
+    engine.answers = lambda call_id, answer: setattr(engine.resources, "engine_dead", True)
+    _, answers = begun(engine)
     start_s = time.monotonic()
     with pytest.raises(EngineLostError, match="left a call unanswered"):
         finish(answers)
     assert time.monotonic() - start_s < TIMEOUTS_S[0]
 
 
-def test_a_core_that_dies_under_a_call_is_lost_at_once(beginning):
-    driver, may_end = SyncDriver(SimpleNamespace(llm_engine=beginning), PLUGIN_METHOD), threading.Event()
+def test_a_core_that_dies_under_a_call_is_lost_at_once(engine):
+    driver, may_end = SyncDriver(SimpleNamespace(llm_engine=engine), PLUGIN_METHOD), threading.Event()
 
     def die(*_):
-        beginning.resources.engine_dead = True
+        engine.resources.engine_dead = True
         may_end.wait(TIMEOUTS_S[0])
 
-    beginning.collective_rpc = die
+    engine.collective_rpc, engine.engine_core = die, SimpleNamespace(resources=engine.resources)
     start_s = time.monotonic()
     with pytest.raises(EngineLostError, match="left a call unanswered"):
-        finish(driver.call(FIRST, timeout_s=TIMEOUTS_S[0]))
+        finish(finish(driver.send((FIRST,), TIMEOUTS_S[:1], begins=False)))
     assert time.monotonic() - start_s < TIMEOUTS_S[0]
     may_end.set()
 
@@ -385,7 +386,7 @@ def pair_async(engine, method=PLUGIN_METHOD):
 
     async def steps():
         driver = AsyncDriver(engine, method)
-        found = await driver.call_pair(FIRST, SECOND, timeouts_s=TIMEOUTS_S)
+        found = await (await driver.send((FIRST, SECOND), TIMEOUTS_S, begins=False))
         for version in (5, 6):
             await driver.publish_version(version)
         return found
@@ -396,7 +397,7 @@ def pair_async(engine, method=PLUGIN_METHOD):
 def test_an_async_engine_has_the_kv_of_requests_that_are_kept_computed_anew(async_engine, core):
     found = pair_async(async_engine)
     assert core.events == [BOTH[0], ("flush", True, True), BOTH[2], ("version", "5")]
-    assert (ids(found.answers), found.is_refused, async_engine.versions) == (["second"] * 2, False, ["6"])
+    assert (ids(found.said), found.is_refused, async_engine.versions) == (["second"] * 2, False, ["6"])
 
 
 def test_an_async_engine_s_caches_that_stay_leave_the_old_policy(async_engine, core):
@@ -439,7 +440,7 @@ def test_a_core_that_does_not_take_two_messages_is_given_one_after_the_other(
     other_caches = [("multimodal",), ("encoder",)] if what == "more than text" else []
     first, second = ((method, *asked) for _, *asked in (BOTH[0], BOTH[2]))
     assert core.events == [first, ("flush", is_async, True), *other_caches, second]
-    assert (ids(found.answers), found.is_refused) == (["second"] * 2, False)
+    assert (ids(found.said), found.is_refused) == (["second"] * 2, False)
     assert engine.versions == (["5", "6"] if is_async else [])
     core.events.clear()
     core.replies["first"][1] = "rubbish"

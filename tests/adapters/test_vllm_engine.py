@@ -298,9 +298,9 @@ def test_an_answer_is_in_time_although_the_event_loop_stood_still(answers):
             return said
 
         llm.collective_rpc = collective_rpc
-        begun = await AsyncDriver(llm, "method").begin("message", timeout_s=0.2)
+        begun = await AsyncDriver(llm, "method").send(("message",), (0.2,), begins=True)
         time.sleep(0.4)  # the trainer computes the next tensor
-        return await begun
+        return (await begun).said
 
     if answers:
         assert asyncio.run(steps()) == ["answer"]

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
@@ -33,7 +33,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineBusyError, EngineLostError, RefitError
 from fp8refit.remote import messages
-from fp8refit.remote.message_pairs import PairAnswers, call_in_turn
+from fp8refit.remote.channel import Answers, send_in_turn
 from fp8refit.remote.servers import http_endpoint as door
 from fp8refit.remote.servers import order_handler, orders
 from fp8refit.remote.servers.http_client import Server
@@ -94,7 +94,7 @@ class Controls:
         self.num_changes += 1
         self.published = version
 
-    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+    async def _call(self, message: str, timeout_s: float) -> Sequence[str]:
         timedelta(seconds=timeout_s)
         await self.may_answer.wait()
         if message == BEGIN:
@@ -110,8 +110,8 @@ class Controls:
         ]
         return [reply.encode() for reply in said]
 
-    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        return await call_in_turn(self.call, self.flush_caches, first, second, timeouts_s=timeouts_s)
+    async def send(self, messages: Sequence[str], timeouts_s: Sequence[float], *, begins: bool) -> Awaitable[Answers]:
+        return send_in_turn(self._call, self.flush_caches, messages, timeouts_s)
 
     def _change(self, state: str) -> None:
         self.num_changes += 1

@@ -20,9 +20,9 @@ FAULTS = [
     ),
     Fault(
         name="ranks write a stream whose caller has left",
-        path="adapters/fp8refit_sglang/driver.py",
-        before="if is_left or not have_done(answers, first):",
-        after="if not have_done(answers, first):",
+        path="fp8refit/transport/loopback.py",
+        before="if not is_last and (is_left or not goes_on(heard)):",
+        after="if not is_last and not goes_on(heard):",
         found_by="tests/adapters/test_sglang_engine.py -k told_no_more",
     ),
     Fault(
@@ -30,7 +30,7 @@ FAULTS = [
         path="fp8refit/remote/host_route.py",
         before="self._mapped = self._streamed = None\n            await",
         after="self._mapped = None\n            await",
-        found_by="tests/remote/test_message_pairs.py -k may_read_the_ring",
+        found_by="tests/remote/test_one_exchange.py -k may_read_the_ring",
     ),
     Fault(
         name="an answer that arrived while the event loop stood still is late",
@@ -51,7 +51,7 @@ FAULTS = [
         path="fp8refit/remote/host_route.py",
         before="is_known = offer == self._streamed if is_stream",
         after="is_known = self._streamed is not None if is_stream",
-        found_by="tests/remote/test_message_pairs.py -k announced_otherwise",
+        found_by="tests/remote/test_one_exchange.py -k announced_otherwise",
     ),
     Fault(
         name="a call that a dead core of vLLM left unanswered is waited for",
@@ -63,8 +63,8 @@ FAULTS = [
     Fault(
         name="a scheduler that kept its caches is made to write",
         path="adapters/fp8refit_sglang/driver.py",
-        before="if KEPT in await tell(FLUSH",
-        after="if KEPT == await tell(FLUSH",
+        before="KEPT not in heard[1]",
+        after="KEPT != heard[1]",
         found_by="tests/adapters/test_sglang_engine.py -k kept",
     ),
     Fault(

@@ -274,10 +274,12 @@ def test_ranks_read_their_layout_while_the_first_policy_is_described(suspends, p
 
 def test_what_goes_wrong_while_ranks_read_their_layout_leaves_no_answer_behind(cluster, monkeypatch):
     remote, offer = Remote(cluster), HostRoute._offer
-    begin, happened = remote.channel.begin, []
+    send, happened = remote.channel.send, []
 
-    async def begin_and_note(message, *, timeout_s):
-        answers = await begin(message, timeout_s=timeout_s)
+    async def send_and_note(messages, timeouts_s, *, begins):
+        answers = await send(messages, timeouts_s, begins=begins)
+        if not begins:
+            return answers
 
         async def hear():
             heard = await answers
@@ -290,7 +292,7 @@ def test_what_goes_wrong_while_ranks_read_their_layout_leaves_no_answer_behind(c
         raise MemoryError("no memory for names")
 
     remote.channel.on_request = lambda request: happened.append(request.order.step)
-    monkeypatch.setattr(remote.channel, "begin", begin_and_note)
+    monkeypatch.setattr(remote.channel, "send", send_and_note)
     monkeypatch.setattr(HostRoute, "_offer", fail)
     with pytest.raises(MemoryError, match="no memory for names"):
         remote.refitter.refit(cluster.make_policy(1))

@@ -88,7 +88,7 @@ def try_broadcasts(engine: sglang.Engine, family: str) -> list[dict]:
     asked: list[str] = []
     tell = Switchboard._tell
 
-    async def note(board: Switchboard, message: str, *, is_last: bool = True, **options: Any) -> Sequence[str]:
+    async def note(board: Switchboard, message: str, *, is_last: bool, **options: Any) -> Sequence[str]:
         step = message if message == FLUSH else json.loads(message)["order"]["step"]
         asked.append(step if is_last else f"{step} and")
         return await tell(board, message, is_last=is_last, **options)

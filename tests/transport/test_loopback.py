@@ -44,8 +44,14 @@ def switchboard():
     board.close()
 
 
-def ask(board: Switchboard, message: str, ring, *, timeout_s: float = 5):
-    return asyncio.run(board.ask(message, ring, timeout_s=timeout_s))
+async def send(board: Switchboard, message: str, ring, *, timeout_s: float = 5):
+    """The answers to one message."""
+    (heard,) = await board.send((message,), ring, timeouts_s=(timeout_s,))
+    return heard
+
+
+def ask(board: Switchboard, message: str, ring):
+    return asyncio.run(send(board, message, ring))
 
 
 def test_every_rank_answers_in_order(switchboard):
@@ -56,7 +62,7 @@ def test_ranks_call_for_every_question(switchboard):
     ranks = Ranks(2)
 
     async def talk():
-        return [await switchboard.ask(message, ranks.ring, timeout_s=5) for message in ("a", "b", "c")]
+        return [await send(switchboard, message, ranks.ring) for message in ("a", "b", "c")]
 
     assert asyncio.run(talk()) == [["0: a", "1: a"], ["0: b", "1: b"], ["0: c", "1: c"]]
 
@@ -76,65 +82,54 @@ def counted(ranks: Ranks, rings: list[str]):
 
 @pytest.mark.parametrize("ends", ["with its last message", "early"])
 def test_ranks_call_once_for_a_conversation(ends, switchboard, rings):
-    async def steps(tell):
-        heard = [await tell("a", is_last=False), await tell("b", is_last=False)]
-        return heard if ends == "early" else [*heard, await tell("c")]
-
     said = ["a", "b"] if ends == "early" else ["a", "b", "c"]
     ring = counted(Ranks(2), rings)
 
     async def talk():
         for _ in range(2):
-            assert await switchboard.talk(steps, ring, timeout_s=5) == [[f"0: {one}", f"1: {one}"] for one in said]
+            heard = await switchboard.send(
+                ("a", "b", "c"), ring, timeouts_s=(5, 5, 5), goes_on=lambda heard: ends != "early" or len(heard) < 2
+            )
+            assert heard == [[f"0: {one}", f"1: {one}"] for one in said]
 
     asyncio.run(talk())
     assert len(rings) == 2
 
 
-def test_a_rank_goes_on_after_the_last_message_even_if_nobody_hears_it(switchboard):
-    gone_on = threading.Event()
+def test_a_rank_goes_on_after_the_last_message_even_if_nobody_hears_it(switchboard, monkeypatch):
+    gone_on, tell = threading.Event(), Switchboard._tell
     ranks = Ranks(2)
 
     async def ring(address: str) -> None:
         await ranks.ring(address)
         gone_on.set()
 
-    async def steps(tell):
-        await tell("a", is_last=False)
-        said = await tell("b")
-        assert await asyncio.to_thread(gone_on.wait, 5), "ranks wait for another message"
+    async def tell_and_wait(board, message, **options):
+        said = await tell(board, message, **options)
+        if message == "b":
+            assert await asyncio.to_thread(gone_on.wait, 5), "ranks wait for another message"
         return said
 
-    async def talk():
-        return await switchboard.talk(steps, ring, timeout_s=8)
-
-    assert asyncio.run(talk()) == ["0: b", "1: b"]
+    monkeypatch.setattr(Switchboard, "_tell", tell_and_wait)
+    assert asyncio.run(switchboard.send(("a", "b"), ring, timeouts_s=(8, 8)))[-1] == ["0: b", "1: b"]
 
 
 def test_a_conversation_that_raises_lets_go_of_the_ranks(switchboard):
-    async def steps(tell):
-        await tell("a", is_last=False)
+    def fail(heard):
         raise ArithmeticError("of the driver")
 
     async def talk():
         with pytest.raises(ArithmeticError):
-            await switchboard.talk(steps, Ranks(2).ring, timeout_s=5)
-        return await switchboard.ask("b", Ranks(2).ring, timeout_s=5)
+            await switchboard.send(("a", "b"), Ranks(2).ring, timeouts_s=(5, 5), goes_on=fail)
+        return await send(switchboard, "b", Ranks(2).ring)
 
     assert asyncio.run(talk()) == ["0: b", "1: b"]
 
 
 def test_a_rank_that_hangs_up_in_a_conversation_is_lost(switchboard):
-    async def steps(tell):
-        await tell("a", is_last=False)
-        return await tell("b")
-
-    async def talk():
-        ranks = Ranks(2, lambda rank, heard: None if (rank, heard) == (1, "b") else heard)
-        await switchboard.talk(steps, ranks.ring, timeout_s=5)
-
+    ranks = Ranks(2, lambda rank, heard: None if (rank, heard) == (1, "b") else heard)
     with pytest.raises(EngineLostError, match="hung up"):
-        asyncio.run(talk())
+        asyncio.run(switchboard.send(("a", "b"), ranks.ring, timeouts_s=(5, 5)))
 
 
 def test_a_driver_that_leaves_in_the_middle_of_a_message_is_noticed(tmp_path):
@@ -158,7 +153,7 @@ def test_two_drivers_take_turns(switchboard):
     ranks, other = Ranks(2), Switchboard(2)
 
     async def talk():
-        return [await board.ask("a", ranks.ring, timeout_s=5) for board in (switchboard, other, switchboard)]
+        return [await send(board, "a", ranks.ring) for board in (switchboard, other, switchboard)]
 
     assert asyncio.run(talk()) == [["0: a", "1: a"]] * 3
     other.close()
@@ -169,8 +164,8 @@ def test_a_loop_of_uvloop_ends_a_line_too(switchboard):
 
     async def talk():
         with pytest.raises(EngineLostError, match="did not answer"):
-            await switchboard.ask("a", Ranks(1).ring, timeout_s=0.2)
-        return await switchboard.ask("b", Ranks(2).ring, timeout_s=5)
+            await send(switchboard, "a", Ranks(1).ring, timeout_s=0.2)
+        return await send(switchboard, "b", Ranks(2).ring)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(talk()) == ["0: b", "1: b"]
@@ -212,7 +207,7 @@ def test_a_rank_that_does_not_answer_is_lost(switchboard):
 
     async def wait_and_release():
         try:
-            await switchboard.ask("hello", Ranks(2, silent).ring, timeout_s=0.3)
+            await send(switchboard, "hello", Ranks(2, silent).ring, timeout_s=0.3)
         finally:
             released.set()
 
@@ -228,13 +223,9 @@ def test_a_rank_that_is_late_for_one_message_of_a_conversation_is_lost(switchboa
             released.wait(5)
         return heard
 
-    async def steps(tell):
-        await tell("a", is_last=False, timeout_s=5)
-        await tell("b", timeout_s=0.2)
-
     async def talk_and_release():
         try:
-            await switchboard.talk(steps, Ranks(2, slow).ring, timeout_s=5)
+            await switchboard.send(("a", "b"), Ranks(2, slow).ring, timeouts_s=(5, 0.2))
         finally:
             released.set()
 
@@ -242,26 +233,23 @@ def test_a_rank_that_is_late_for_one_message_of_a_conversation_is_lost(switchboa
         asyncio.run(talk_and_release())
 
 
-@pytest.mark.parametrize("limit", ["of the message", "of the conversation"])
-def test_answers_are_in_time_although_the_event_loop_stood_still(limit, switchboard):
+@pytest.mark.parametrize("messages", [("a",), ("b", "a")])
+def test_answers_are_in_time_although_the_event_loop_stood_still(messages, switchboard):
     """As that of a synchronous engine does, while the trainer computes the next tensor."""
-    answered, timeouts_s = threading.Barrier(3), (0.2, 9) if limit == "of the message" else (None, 0.2)
+    answered = threading.Barrier(3)
 
     def says(rank: int, heard: str) -> str:
-        answered.wait(5)
+        if heard == "a":
+            answered.wait(5)
         return heard
 
     def stand_still() -> None:
         answered.wait(5)
         time.sleep(0.5)
 
-    async def steps(tell):
-        return await tell("a", timeout_s=timeouts_s[0], on_told=stand_still)
-
-    async def talk():
-        return await switchboard.talk(steps, Ranks(2, says).ring, timeout_s=timeouts_s[1])
-
-    assert asyncio.run(talk()) == ["a", "a"]
+    ranks, timeouts_s = Ranks(2, says), (9, 0.2)[-len(messages) :]
+    heard = asyncio.run(switchboard.send(messages, ranks.ring, timeouts_s=timeouts_s, on_told=stand_still))
+    assert heard[-1] == ["a", "a"]
 
 
 def test_a_rank_that_hangs_up_is_lost(switchboard):
@@ -288,7 +276,7 @@ def test_a_rank_that_its_driver_does_not_wait_for_hears_so(switchboard):
 
     async def talk():
         with pytest.raises(EngineLostError, match="did not answer"):
-            await switchboard.ask("hello", ranks.ring, timeout_s=0.2)
+            await send(switchboard, "hello", ranks.ring, timeout_s=0.2)
         connection = await asyncio.to_thread(RankConnection, switchboard.address, 0, timeout_s=1)
         switchboard.close()
         with pytest.raises(RankFailedError, match=r"hung up|is silent"):
@@ -330,13 +318,13 @@ def test_what_was_asked_is_answered_before_the_next_although_the_caller_was_canc
         ringing.clear()
 
     async def talk():
-        first = asyncio.create_task(switchboard.ask("first", ring, timeout_s=5))
+        first = asyncio.create_task(send(switchboard, "first", ring))
         while len(ranks._lines) < 2:
             await asyncio.sleep(0)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        second = asyncio.create_task(switchboard.ask("second", ring, timeout_s=5))
+        second = asyncio.create_task(send(switchboard, "second", ring))
         await asyncio.sleep(0)
         may_answer.set()
         return await second
@@ -359,9 +347,9 @@ def test_after_a_rank_that_did_not_answer_all_call_again(switchboard):
 
     async def talk():
         with pytest.raises(EngineLostError, match="did not answer"):
-            await switchboard.ask("first", ring, timeout_s=0.2)
+            await send(switchboard, "first", ring, timeout_s=0.2)
         may_answer.set()
-        return await switchboard.ask("second", ring, timeout_s=5)
+        return await send(switchboard, "second", ring)
 
     assert asyncio.run(talk()) == ["0: second", "1: second"]
     assert switchboard.has_been_called
@@ -380,9 +368,9 @@ def test_after_a_rank_that_hung_up_all_call_again(switchboard):
 
     async def talk():
         with pytest.raises(EngineLostError, match="hung up"):
-            await switchboard.ask("first", ranks.ring, timeout_s=5)
+            await send(switchboard, "first", ranks.ring)
         may_answer.set()
-        return await switchboard.ask("second", ranks.ring, timeout_s=5)
+        return await send(switchboard, "second", ranks.ring)
 
     assert asyncio.run(talk()) == ["0: second", "1: second"]
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from fp8refit.errors import EngineBusyError, RankFailedError, RefitError
 from fp8refit.remote import messages
-from fp8refit.remote.message_pairs import Pairs
+from fp8refit.remote.channel import Answers, Channel
 from fp8refit.remote.messages import Place
 from fp8refit.remote.servers import orders
 from fp8refit.remote.servers.control import ControlPlane
@@ -29,12 +29,8 @@ _DIED = "the driver of a refit died"
 _HEALED = "the next refit that succeeds heals it"
 
 
-class Controls(ControlPlane, Pairs, Protocol):
+class Controls(ControlPlane, Channel, Protocol):
     """The engine, as an order handler uses it."""
-
-    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        """Send a message to every rank, and return their answers."""
-        ...
 
 
 class OrderHandler:
@@ -108,14 +104,14 @@ class OrderHandler:
             self._hold_for(driver, order.config.timeout_s + SILENCE_S)
             return Answer(value=num_requests)
         if isinstance(order, orders.Call):
-            return Answer(said=tuple(await controls.call(order.message, timeout_s=order.timeout_s)))
+            return Answer(said=tuple((await self._send((order.message,), (order.timeout_s,))).said))
         if isinstance(order, orders.Pair):
             if self._holder is None:  # any other holder was refused before
                 raise RankFailedError(
                     "the server gave this refit up or was restarted, and serves requests; refit again"
                 )
-            pair = await controls.call_pair(order.first, order.second, timeouts_s=order.timeouts_s)
-            return Answer(said=tuple(pair.answers), is_refused=pair.is_refused, flush_s=pair.flush_s)
+            pair = await self._send((order.first, order.second), order.timeouts_s)
+            return Answer(said=tuple(pair.said), is_refused=pair.is_refused, flush_s=pair.flush_s)
         if isinstance(order, orders.Tokenize):
             return Answer(token_ids=await controls.tokenize(order.prompts))
         if isinstance(order, orders.Look):
@@ -185,6 +181,9 @@ class OrderHandler:
                 f"{reason}, and the engine did not go on ({error}); {_HEALED}"[: orders.MAX_REASON]
             )
 
+    async def _send(self, texts: Sequence[str], timeouts_s: Sequence[float]) -> Answers:
+        return await (await self._controls.send(texts, timeouts_s, begins=False))
+
     async def _publish(self, version: int) -> None:
         await self._controls.publish_version(version)
         self._version = version
@@ -192,8 +191,8 @@ class OrderHandler:
     async def _whole_version(self) -> int | None:
         """Make every rank drop an unfinished refit. Returns the version that all hold; None if they differ or are dirty."""
         request = messages.Request(id=uuid.uuid4().hex, order=messages.Do(step="close"))
-        said = await self._controls.call(request.encode(), timeout_s=self._silence_s)
-        replies = [messages.Reply.model_validate_json(answer) for answer in said]
+        answers = await self._send((request.encode(),), (self._silence_s,))
+        replies = [messages.Reply.model_validate_json(answer) for answer in answers.said]
         versions = {reply.version for reply in replies}
         is_whole = len(versions) == 1 and not any(reply.is_dirty or reply.error for reply in replies)
         return versions.pop() if is_whole else None

@@ -231,7 +231,7 @@ class Answer(Message):
     said: tuple[str, ...] = ()
     """The ranks' answers, in rank order."""
     is_refused: bool = False
-    """Whether these are answers to the first of two messages; see `fp8refit.remote.message_pairs.PairAnswers`."""
+    """Whether these are answers to the first of two messages; see `fp8refit.remote.channel.Answers`."""
     flush_s: float = 0.0
     """Seconds that the ranks waited while the engine dropped its caches."""
     token_ids: list[list[int]] = Field(default_factory=list)

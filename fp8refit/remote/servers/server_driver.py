@@ -5,17 +5,16 @@ It has the control plane, the channel to the ranks, and ranks that are found aga
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from typing_extensions import override
 
 from fp8refit.config import KvOrder, RefitConfig
 from fp8refit.errors import InvalidSourceError, RefitError, TransportError
-from fp8refit.remote.channel import GRACE_S, Channel
+from fp8refit.remote.channel import GRACE_S, Answers, Channel
 from fp8refit.remote.host_route import Offered
-from fp8refit.remote.message_pairs import PairAnswers, Pairs
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.connection import Connection
 from fp8refit.remote.servers.control import ControlPlane
@@ -38,7 +37,7 @@ from fp8refit.transport.running import InThread, begun
 T = TypeVar("T")
 
 
-class ServerDriver(ControlPlane, Channel, Pairs):
+class ServerDriver(ControlPlane, Channel):
     """The control plane of `fp8refit.driver.engine.Engine`, and `fp8refit.remote.channel.Channel`, by orders to a server.
 
     Args:
@@ -90,31 +89,25 @@ class ServerDriver(ControlPlane, Channel, Pairs):
         """Remember the version. `resume` sends it to the server."""
         self._new_version = version
 
-    @override
-    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
-        return (await self._post(Call(message=message, timeout_s=timeout_s), timeout_s)).said
-
-    @override
-    async def begin(self, message: str, *, timeout_s: float) -> Awaitable[Sequence[str]] | None:
-        return await self._begun(self.call(message, timeout_s=timeout_s)) if self.server.is_shared else None
-
-    @override
-    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        order = Pair(first=first, second=second, timeouts_s=timeouts_s)
-        answer = await self._post(order, sum(timeouts_s) + self._timeout_s)
-        return PairAnswers(answers=answer.said, is_refused=answer.is_refused, flush_s=answer.flush_s)
-
     @property
     @override
-    def can_begin(self) -> bool:
-        return self.server.is_shared
+    def num_ahead(self) -> int:
+        return 2 if self.server.is_shared else 0
 
     @override
-    async def begin_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> Awaitable[PairAnswers]:
-        return await self._begun(self.call_pair(first, second, timeouts_s=timeouts_s))
+    async def send(self, messages: Sequence[str], timeouts_s: Sequence[float], *, begins: bool) -> Awaitable[Answers]:
+        answers = self._exchange(messages, timeouts_s)
+        if not begins:
+            return answers
+        return await begun(answers) if self.is_asynchronous else InThread(answers)
 
-    async def _begun(self, call: Coroutine[Any, Any, T]) -> Awaitable[T]:
-        return await begun(call) if self.is_asynchronous else InThread(call)
+    async def _exchange(self, messages: Sequence[str], timeouts_s: Sequence[float]) -> Answers:
+        if len(messages) == 1:
+            answer = await self._post(Call(message=messages[0], timeout_s=timeouts_s[0]), timeouts_s[0])
+        else:
+            pair = Pair(first=messages[0], second=messages[1], timeouts_s=(timeouts_s[0], timeouts_s[1]))
+            answer = await self._post(pair, sum(timeouts_s) + self._timeout_s)
+        return Answers(said=answer.said, is_refused=answer.is_refused, flush_s=answer.flush_s)
 
     async def greet(self) -> str:
         """Return the name of the server that answers now, which changes with every start."""
@@ -152,7 +145,7 @@ class ServedRanks(RemoteRanks):
     """
 
     def __init__(self, driver: ServerDriver) -> None:
-        super().__init__(driver, driver, named=driver.named)
+        super().__init__(driver, named=driver.named)
         self._driver = driver
 
     @override

@@ -279,10 +279,10 @@ def test_ranks_that_say_what_nobody_knows_leave_the_server_refusing(running):
     driver, process = dying_driver()
     give(running, pause(), driver)
 
-    async def babble(message: str, *, timeout_s: float) -> list[str]:
+    async def babble(message: str, timeout_s: float) -> list[str]:
         return ["babble"]
 
-    running.controls.call = babble
+    running.controls.channel.call = babble
     process.kill()
     wait_until(lambda: len(running.events) == 2)
     assert running.events[-1].startswith("refuse: the driver of a refit died, and the engine did not go on")

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,8 +20,7 @@ from fp8refit import (
     Refitter,
     TransportError,
 )
-from fp8refit.remote.channel import GRACE_S, NUM_VOTES
-from fp8refit.remote.message_pairs import PairAnswers, call_in_turn
+from fp8refit.remote.channel import GRACE_S, NUM_VOTES, Answers, send_in_turn
 from fp8refit.remote.messages import Do, Request
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.sources.source import MappingSource, as_source
@@ -48,7 +47,9 @@ TIMEOUT_S = 40.0
 
 
 class PairChannel(ThreadChannel):
-    """See `fp8refit.remote.message_pairs.Pairs` too. Notes what goes in which exchange, caches among it."""
+    """Takes two messages at once, and notes what goes in which exchange, caches among it."""
+
+    num_at_once = num_ahead = 2
 
     def __init__(self, remote: Remote) -> None:
         super().__init__(remote.servers)
@@ -57,22 +58,13 @@ class PairChannel(ThreadChannel):
         self.keeps_caches = False
         self.while_flushing: Callable[[], None] = lambda: None
 
-    async def call(self, message: str, *, timeout_s: float) -> Sequence[str]:
+    async def exchange(self, messages: Sequence[str], timeouts_s: Sequence[float]) -> Answers:
         self.exchanges.append([])
-        return await self._pass_on(message, timeout_s=timeout_s)
-
-    async def call_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> PairAnswers:
-        self.pair_timeouts_s = timeouts_s
-        self.exchanges.append([])
-        pair = await call_in_turn(self._pass_on, self.flush_beside, first, second, timeouts_s=timeouts_s)
-        return pair if pair.is_refused else replace(pair, flush_s=FLUSH_S)
-
-    @property
-    def can_begin(self) -> bool:
-        return True
-
-    async def begin_pair(self, first: str, second: str, *, timeouts_s: tuple[float, float]) -> Awaitable[PairAnswers]:
-        return InThread(self.call_pair(first, second, timeouts_s=timeouts_s))
+        answers = await send_in_turn(self._pass_on, self.flush_beside, messages, timeouts_s)
+        if len(messages) == 1:
+            return answers
+        self.pair_timeouts_s = tuple(timeouts_s)
+        return answers if answers.is_refused else replace(answers, flush_s=FLUSH_S)
 
     async def flush_beside(self) -> None:
         self.flush()
@@ -83,9 +75,9 @@ class PairChannel(ThreadChannel):
         if self.keeps_caches:
             raise CacheFlushError("the prefix cache holds blocks")
 
-    async def _pass_on(self, message: str, *, timeout_s: float) -> Sequence[str]:
+    async def _pass_on(self, message: str, timeout_s: float) -> Sequence[str]:
         self.exchanges[-1].append(Request.model_validate_json(message).order.step)
-        return await super().call(message, timeout_s=timeout_s)
+        return await self.call(message, timeout_s)
 
 
 class PairEngine(ClientEngine):
@@ -119,7 +111,7 @@ class Steady:
         self.remote = Remote(Cluster(layout, kv=[[ATTENTION], [ATTENTION]]))
         self.cluster = self.remote.cluster
         self.channel = PairChannel(self.remote)
-        self.ranks = RemoteRanks(self.channel, self.channel)
+        self.ranks = RemoteRanks(self.channel)
         self.client = Client(self.ranks)
         self.is_stream = transport == "stream"
         self.options = {"transport": "auto" if self.is_stream else transport, "timeout_s": TIMEOUT_S}
@@ -292,21 +284,17 @@ def test_ranks_that_may_read_the_ring_are_asked_before_it_is_used_again(layout, 
     """Both the refit and the order to abandon it were interrupted, while an engine core was at work on them."""
     steady = open_steady("stream", layout)
     one_at_a_time, at_work, may_go_on = threading.Lock(), threading.Event(), threading.Event()
-    call, call_pair = steady.channel.call, steady.channel.call_pair
+    exchange = steady.channel.exchange
     interrupts = [KeyboardInterrupt()]
 
-    async def call_in_turn_or_be_interrupted(message, **options):
+    async def exchange_in_turn_or_be_interrupted(messages, timeouts_s):
         while not one_at_a_time.acquire(timeout=0.01):
             if interrupts:
                 raise interrupts.pop()
         try:
-            return await call(message, **options)
+            return await exchange(messages, timeouts_s)
         finally:
             one_at_a_time.release()
-
-    async def call_pair_in_turn(*messages, **options):
-        with one_at_a_time:
-            return await call_pair(*messages, **options)
 
     def work():
         at_work.set()
@@ -320,7 +308,7 @@ def test_ranks_that_may_read_the_ring_are_asked_before_it_is_used_again(layout, 
         yield from ()
         raise KeyboardInterrupt
 
-    steady.channel.call, steady.channel.call_pair = call_in_turn_or_be_interrupted, call_pair_in_turn
+    steady.channel.exchange = exchange_in_turn_or_be_interrupted
     steady.channel.while_flushing = work
     with monkeypatch.context() as patch:
         patch.setattr(InThread, "__await__", interrupted)
@@ -626,6 +614,6 @@ def test_kv_scales_are_judged_before_the_engine_is_paused(steady):
 
 
 def test_a_channel_that_takes_one_message_at_a_time_is_given_one_at_a_time(steady):
-    steady.ranks.asked.pairs = None
+    steady.channel.num_at_once = 1
     steady.refit(2)
     assert steady.channel.exchanges == [[step] for step in steady.orders]
