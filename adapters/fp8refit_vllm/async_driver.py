@@ -18,7 +18,7 @@ from fp8refit.transport.running import begun
 from fp8refit_vllm.compat import token_ids
 from fp8refit_vllm.core import CORE_METHOD, Outcome
 from fp8refit_vllm.core_compat import pause_generation, until_answered
-from fp8refit_vllm.driver import channel_lost, error_of, kept, takes_pairs, to_answers, tokenized
+from fp8refit_vllm.driver import channel_lost, error_of, has_connector, kept, takes_pairs, to_answers, tokenized
 from fp8refit_vllm.gate import LlmGate
 
 T = TypeVar("T")
@@ -138,9 +138,8 @@ class AsyncDriver(Driver, Channel):
         if call_core is None:
             answers = send_in_turn(self._call, self.flush_caches, messages, timeouts_s)
         else:
-            has_connector = self.config.kv_transfer_config is not None
-            called = call_core(CORE_METHOD, self._method, *messages, tuple(timeouts_s), has_connector, True)
-            answers = self._hear(called, sum(timeouts_s) + self._timeout_s)
+            arguments = self._method, *messages, tuple(timeouts_s), has_connector(self.config), True
+            answers = self._hear(call_core(CORE_METHOD, *arguments), sum(timeouts_s) + self._timeout_s)
         return await begun(answers, num_steps=_STEPS_TO_SEND) if begins else answers
 
     async def _call(self, message: str, timeout_s: float) -> Sequence[str]:

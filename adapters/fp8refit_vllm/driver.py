@@ -68,14 +68,15 @@ def tokenized(found: list[list[int]] | None) -> list[list[int]]:
     return found
 
 
+def has_connector(config: Any) -> bool:
+    """Whether KV is also kept outside the engine."""
+    return config.kv_transfer_config is not None
+
+
 def takes_pairs(config: Any, method: str) -> bool:
     """Whether an engine core takes two messages in one exchange.
 
-    Not without our method, and not if the model is multimodal: then not all caches are in the core.
-
-    Args:
-        config: vLLM's config.
-        method: Name of the worker method that takes our messages.
+    Not without our worker method, and not if the model is multimodal: then not all caches are in the core.
     """
     return method == PLUGIN_METHOD and not config.model_config.is_multimodal_model
 
@@ -143,7 +144,7 @@ class SyncDriver(Driver, Channel):
 
     @override
     async def flush_caches(self) -> None:
-        if not self._ask(lambda: self._engine.reset_prefix_cache(False, self._has_connector)):
+        if not self._ask(lambda: self._engine.reset_prefix_cache(False, has_connector(self.config))):
             raise kept()
         if self.config.model_config.is_multimodal_model:
             self._ask(self._engine.reset_mm_cache)
@@ -172,7 +173,7 @@ class SyncDriver(Driver, Channel):
         self._published = None
         if len(messages) > 1 and self.num_ahead < 2:
             return send_in_turn(self._call, self.flush_caches, messages, timeouts_s)
-        with _errors_of_channel():
+        with _translated(of_channel=True):
             wait = self._begin(messages, timeouts_s)
         return self._hear(wait, timeouts_s)
 
@@ -188,7 +189,7 @@ class SyncDriver(Driver, Channel):
         begin, method = core_beginner(self._engine), self._method
         if len(messages) > 1:
             assert begin is not None, "num_ahead says so"
-            return begin(CORE_METHOD, method, *messages, tuple(timeouts_s), self._has_connector, False)
+            return begin(CORE_METHOD, method, *messages, tuple(timeouts_s), has_connector(self.config), False)
         if begin is not None:
             return begin("collective_rpc", method, timeouts_s[0], tuple(messages), None)
         wait = begin_call(self._executor, method, timeouts_s[0], messages[0])
@@ -198,16 +199,12 @@ class SyncDriver(Driver, Channel):
         return lambda timeout_s: self._in_time(call, timeout_s)
 
     async def _hear(self, wait: Callable[[float], Any], timeouts_s: Sequence[float]) -> Answers:
-        with _errors_of_channel():
+        with _translated(of_channel=True):
             if len(timeouts_s) == 1:
                 return Answers(said=wait(timeouts_s[0]))
             outcome = Outcome(*wait(sum(timeouts_s) + self._timeout_s))
         self._published = outcome.version or None
         return to_answers(outcome)
-
-    @property
-    def _has_connector(self) -> bool:
-        return self.config.kv_transfer_config is not None
 
     def _ask(self, call: Callable[[], T]) -> T:
         """Call vLLM.
@@ -216,27 +213,21 @@ class SyncDriver(Driver, Channel):
             EngineLostError: The core is dead or stuck.
             RankFailedError: It raised something.
         """
-        try:
+        with _translated():
             return self._in_time(call, self._timeout_s)
-        except Exception as error:  # see `error_of`
-            raise error_of(error) from error
 
     def _in_time(self, call: Callable[[], T], timeout_s: float) -> T:
         """Call vLLM, with a time limit if its engine core is in another process."""
-        return (
-            call() if self._executor is not None else call_in_time(call, timeout_s, partial(is_core_dead, self._engine))
-        )
+        if self._executor is not None:
+            return call()
+        return call_in_time(call, timeout_s, partial(is_core_dead, self._engine))
 
 
 @contextmanager
-def _errors_of_channel() -> Iterator[None]:
-    """Translate the errors of a call to the workers.
-
-    Raises:
-        EngineLostError: The core is dead or stuck, or the channel broke.
-    """
+def _translated(*, of_channel: bool = False) -> Iterator[None]:
+    """Translate the errors of a call to vLLM, or of one to its workers, which break the channel to them."""
     try:
         yield
     except Exception as error:  # see `error_of`
-        lost = error_of(error)
-        raise (channel_lost(lost) if isinstance(lost, RankFailedError) else lost) from error
+        found = error_of(error)
+        raise (channel_lost(found) if of_channel and isinstance(found, RankFailedError) else found) from error

@@ -171,7 +171,6 @@ class _HostControls(DelegatingEngine, Channel):
 class _OwnRank(Channel):
     """Reaches the one rank of an engine whose model is in this process."""
 
-    num_ahead = 0
     is_asynchronous = False
 
     def __init__(self, engine: Engine, ranks: LocalRanks) -> None:
