@@ -15,6 +15,7 @@ import torch
 from engines import make_policy
 from safetensors.torch import save_file
 from subject import AsyncSubject, Subject
+from vllm.v1.engine import EngineCoreRequestType
 
 from fp8refit import Broadcaster, RefitError, RefitReport, Refitter, gathered
 from fp8refit.cli.checkpoint import quantize_checkpoint
@@ -57,15 +58,16 @@ def try_policies(subject: Subject, family: str) -> dict:
 def note_calls(subject: Subject, refit: Callable[[], RefitReport]) -> dict:
     """What a refit calls in an engine core of another process, and what the ranks hold after it."""
     client, calls, start_s = subject.engine.engine_core, [], time.monotonic()
-    call_utility = client.call_utility
+    send = client._send_input
 
-    def note(method: str, *arguments: Any) -> Any:
-        calls.append(method)
-        return call_utility(method, *arguments)
+    def note(kind: EngineCoreRequestType, request: Any) -> None:
+        if kind is EngineCoreRequestType.UTILITY:
+            calls.append(request[2])
+        send(kind, request)
 
-    client.call_utility = note
+    client._send_input = note
     report = refit()
-    del client.call_utility
+    del client._send_input
     found = {
         "calls": calls,
         "phases_s": report.phases_s,
