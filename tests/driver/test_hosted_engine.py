@@ -48,20 +48,21 @@ def hosted():
     return Hosted()
 
 
-def test_an_interrupt_ends_one_order_and_not_the_next(hosted, monkeypatch):
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_ends_one_order_and_not_the_next(kind, hosted, monkeypatch):
     refitter, policy = Refitter(HostedEngine(hosted.ask)), hosted.cluster.make_policy(1)
     refitter.refit(policy)
 
     async def interrupted(*_, **__):
-        raise KeyboardInterrupt
+        raise kind
 
     with monkeypatch.context() as patch:
         patch.setattr(OrderHandler, "_obey", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(kind):
             refitter.refit(policy)
     try:
         assert refitter.refit(policy).version == 2
-    except KeyboardInterrupt:
+    except kind:
         pytest.fail("it came out of the next order")
     hosted.cluster.assert_holds(policy, version=2)
 

@@ -245,7 +245,7 @@ FAULTS = [
     Fault(
         name="an interrupted order comes out of the next one",
         path="fp8refit/remote/servers/order_handler.py",
-        before="        except KeyboardInterrupt as error:\n            return error\n",
+        before="        except (KeyboardInterrupt, SystemExit) as error:\n            return error\n",
         after="",
         found_by="tests/driver/test_hosted_engine.py -k interrupt",
     ),

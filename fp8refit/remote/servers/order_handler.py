@@ -50,7 +50,7 @@ class OrderHandler:
         self._process = -1
         self._version = 0
         self._ending: asyncio.Task[None] | None = None
-        self._obeying: asyncio.Task[Answer | KeyboardInterrupt] | None = None
+        self._obeying: asyncio.Task[Answer | KeyboardInterrupt | SystemExit] | None = None
 
     async def answer(self, message: str) -> Answer:
         """Carry out an order once earlier ones are done, even if the caller leaves. Errors are returned, not raised.
@@ -60,11 +60,11 @@ class OrderHandler:
         """
         self._obeying = asyncio.ensure_future(self._answer(message))
         found = await asyncio.shield(self._obeying)
-        if isinstance(found, KeyboardInterrupt):
+        if not isinstance(found, Answer):
             raise found
         return found
 
-    async def _answer(self, message: str) -> Answer | KeyboardInterrupt:
+    async def _answer(self, message: str) -> Answer | KeyboardInterrupt | SystemExit:
         """An interrupt is returned: raised in a task, it would stop the event loop, and come out of the next order too."""
         try:
             request = OrderRequest.decode(message)
@@ -75,7 +75,7 @@ class OrderHandler:
             if not isinstance(error, RefitError):
                 logger.exception("an order could not be carried out")
             found = Answer(error=ErrorRecord.of(error))
-        except KeyboardInterrupt as error:
+        except (KeyboardInterrupt, SystemExit) as error:
             return error
         return found.model_copy(update={"server": self._id, "place": self._place})
 
