@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 """A number of measurements, limited so that they end and fit into memory."""
@@ -15,10 +15,8 @@ _COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 """Far more than any cache holds."""
 
 
-class Percentiles(BaseModel):
+class Percentiles(BaseModel, frozen=True):
     """Percentiles of repeated measurements, in their unit."""
-
-    model_config = ConfigDict(frozen=True)
 
     median: float
     p90: float

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from fp8refit import __version__
 from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, device_seconds
@@ -19,10 +19,8 @@ _BLOCK = 128
 _MOST_MATRICES = 1024
 
 
-class KernelBenchConfig(BaseModel):
+class KernelBenchConfig(BaseModel, frozen=True, extra="forbid"):
     """What to measure."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     shapes: tuple[tuple[Count, Count], ...] = Field(default=DEFAULT_SHAPES, min_length=1)
     dtypes: tuple[Literal["bfloat16", "float16", "float32"], ...] = Field(default=("bfloat16", "float32"), min_length=1)
@@ -33,10 +31,8 @@ class KernelBenchConfig(BaseModel):
     in a cache."""
 
 
-class KernelTiming(BaseModel):
+class KernelTiming(BaseModel, frozen=True):
     """The timing of one shape, dtype and scale format."""
-
-    model_config = ConfigDict(frozen=True)
 
     shape: tuple[int, int]
     dtype: str
@@ -50,10 +46,8 @@ class KernelTiming(BaseModel):
     fraction_of_copy: float
 
 
-class KernelBenchResult(BaseModel):
+class KernelBenchResult(BaseModel, frozen=True):
     """The quantizer, compared with the copy roofline."""
-
-    model_config = ConfigDict(frozen=True)
 
     config: KernelBenchConfig
     command: str

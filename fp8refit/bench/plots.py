@@ -1,9 +1,10 @@
-"""Benchmark results as pictures."""
+"""Benchmark results as pictures. Drawing raises UnsupportedEngineError if matplotlib is not installed."""
 
 import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from fp8refit.bench.refit import OURS, RefitBenchResult
@@ -19,9 +20,6 @@ def plot_refits(results: Sequence[RefitBenchResult], folder: Path) -> list[Path]
     Args:
         results: Results from one GPU.
         folder: Where the PNG files are written.
-
-    Raises:
-        UnsupportedEngineError: matplotlib is not installed.
     """
     return [
         plot_phases(results, folder / "phases.png"),
@@ -31,13 +29,8 @@ def plot_refits(results: Sequence[RefitBenchResult], folder: Path) -> list[Path]
 
 
 def plot_phases(results: Sequence[RefitBenchResult], file: Path) -> Path:
-    """Draw where the time of each refit goes.
-
-    Raises:
-        UnsupportedEngineError: matplotlib is not installed.
-    """
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(8, 1.6 + 0.5 * len(results)), layout="constrained")
+    """Draw where the time of each refit goes."""
+    axes = _axes(8, 1.6 + 0.5 * len(results))
     left = [0.0] * len(results)
     for name in dict.fromkeys(name for result in results for name in result.phases_ms):
         widths = [result.phases_ms[name].median if name in result.phases_ms else 0.0 for result in results]
@@ -49,20 +42,13 @@ def plot_phases(results: Sequence[RefitBenchResult], file: Path) -> Path:
     axes.invert_yaxis()
     axes.set_xlabel("ms, medians")
     axes.set_title(f"Where the time of a refit goes{_of_one_boot(results)}")
-    figure.legend(loc="outside lower center", ncols=8, fontsize="small", frameon=False)
-    return _save(figure, file, results)
+    axes.figure.legend(loc="outside lower center", ncols=8, fontsize="small", frameon=False)
+    return _save(axes, file, results)
 
 
 def plot_comparison(results: Sequence[RefitBenchResult], file: Path) -> Path:
-    """Draw how long each method takes to give the engine the same weights.
-
-    Raises:
-        UnsupportedEngineError: matplotlib is not installed.
-    """
-    plt = _pyplot()
-    figure, axes = plt.subplots(
-        figsize=(8, 1.2 + 0.32 * sum(1.6 + len(result.others) for result in results)), layout="constrained"
-    )
+    """Draw how long each method takes to give the engine the same weights."""
+    axes = _axes(8, 1.2 + 0.32 * sum(1.6 + len(result.others) for result in results))
     place, ticks = 0.0, []
     for label, result in zip(_labels(results), results, strict=True):
         ways = [(OURS, result.wall_ms.median), *((other.name, other.wall_ms.median) for other in result.others)]
@@ -80,25 +66,21 @@ def plot_comparison(results: Sequence[RefitBenchResult], file: Path) -> Path:
     axes.set_xlim(least_ms, least_ms * (max(times_ms) / least_ms) ** 1.25)  # room for labels behind the bars
     axes.set_xlabel("ms from BF16 weights to an engine that serves them, medians")
     axes.set_title(f"The same weights by other methods{_of_one_boot(results)}")
-    return _save(figure, file, results)
+    return _save(axes, file, results)
 
 
 def plot_roofline(results: Sequence[RefitBenchResult], file: Path) -> Path:
-    """Draw time against bytes, with the copy roofline.
-
-    Raises:
-        UnsupportedEngineError: matplotlib is not installed.
-    """
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    """Draw time against bytes, with the copy roofline."""
+    axes = _axes(7, 4.5)
     for index, boot in enumerate(dict.fromkeys(result.config.boot for result in results)):
         chosen = sorted((result for result in results if result.config.boot == boot), key=lambda found: found.num_bytes)
         gigabytes = [result.num_bytes / 1e9 for result in chosen]
-        fills, walls = ([timing.median for timing in timings] for timings in zip(*map(_timings, chosen), strict=True))
-        axes.plot(gigabytes, fills, "o", color=f"C{index}", label=f"{boot}: fill")
-        axes.plot(gigabytes, walls, "x--", color=f"C{index}", linewidth=0.8, label=f"{boot}: call to return")
+        fills_ms = [result.fill_ms.median for result in chosen]
+        walls_ms = [result.wall_ms.median for result in chosen]
+        axes.plot(gigabytes, fills_ms, "o", color=f"C{index}", label=f"{boot}: fill")
+        axes.plot(gigabytes, walls_ms, "x--", color=f"C{index}", linewidth=0.8, label=f"{boot}: call to return")
     ends = [factor * end(result.num_bytes / 1e9 for result in results) for factor, end in ((1 / 1.5, min), (1.5, max))]
-    rate = sum(result.copy_gb_per_s for result in results) / len(results)
+    rate = mean(result.copy_gb_per_s for result in results)
     axes.plot(ends, [1e3 * gigabytes / rate for gigabytes in ends], "k-", linewidth=1, label=f"copy, {rate:.0f} GB/s")
     _make_logarithmic(axes.xaxis)
     _make_logarithmic(axes.yaxis)
@@ -106,7 +88,7 @@ def plot_roofline(results: Sequence[RefitBenchResult], file: Path) -> Path:
     axes.set_ylabel("ms, medians")
     axes.set_title("Time against bytes")
     axes.legend(fontsize="small")
-    return _save(figure, file, results)
+    return _save(axes, file, results)
 
 
 def digest_of(results: Sequence[RefitBenchResult]) -> str:
@@ -127,34 +109,26 @@ def _of_one_boot(results: Sequence[RefitBenchResult]) -> str:
     return f": {boots.pop()}" if len(boots) == 1 else ""
 
 
-def _timings(result: RefitBenchResult) -> tuple[Any, Any]:
-    return result.fill_ms, result.wall_ms
-
-
 def _make_logarithmic(axis: Any) -> None:
     getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter("")
 
 
-def _pyplot() -> Any:
-    """Import matplotlib with a backend that draws into files.
+def _axes(width: float, height: float) -> Any:
+    """Create a picture of this size, in inches.
 
     Raises:
-        UnsupportedEngineError: It is not installed.
+        UnsupportedEngineError: matplotlib is not installed.
     """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedEngineError("plots need matplotlib: pip install 'fp8refit[bench]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
-def _save(figure: Any, file: Path, results: Sequence[RefitBenchResult]) -> Path:
+def _save(axes: Any, file: Path, results: Sequence[RefitBenchResult]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=_DPI, metadata={"Source": digest_of(results)})
-    _pyplot().close(figure)
+    axes.figure.savefig(file, dpi=_DPI, metadata={"Source": digest_of(results)})
     return file

@@ -4,11 +4,13 @@ import platform
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from fp8refit import __version__
@@ -21,12 +23,11 @@ from fp8refit.errors import UnsupportedEngineError
 from fp8refit.report import RefitReport
 
 OURS = "fp8refit"
+Result = TypeVar("Result")
 
 
-class RefitBenchConfig(BaseModel):
+class RefitBenchConfig(BaseModel, frozen=True, extra="forbid"):
     """What to measure."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine: str
     """Name of an installed adapter: vllm, sglang, transformers."""
@@ -50,10 +51,8 @@ class RefitBenchConfig(BaseModel):
         return f"{self.engine} --online" if self.online else self.engine
 
 
-class StrategyResult(BaseModel):
+class StrategyResult(BaseModel, frozen=True):
     """The result of one way to give the engine new weights."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     summary: str
@@ -74,10 +73,8 @@ class StrategyResult(BaseModel):
         return "its own" if self.is_repeatable else "NOT the same every time"
 
 
-class RefitBenchResult(BaseModel):
+class RefitBenchResult(BaseModel, frozen=True):
     """Where the time of a refit goes, and what the alternatives take."""
-
-    model_config = ConfigDict(frozen=True)
 
     config: RefitBenchConfig
     command: str
@@ -193,26 +190,23 @@ class _Bench:
 
     def _time_ours(self, policy: Mapping[str, Tensor]) -> tuple[float, RefitReport, int]:
         """Return milliseconds from call to return, the report, and the peak of additional memory."""
-        wait(self._device)
-        with PeakMemory(self._device) as memory:
-            start_s = time.perf_counter()
-            report = self._refitter.refit(dict(policy))
-            wall_ms = 1e3 * (time.perf_counter() - start_s)
-        return wall_ms, report, max(memory.extra_bytes, report.extra_bytes)
+        wall_ms, extra_bytes, report = self._timed(lambda: self._refitter.refit(dict(policy)))
+        return wall_ms, report, max(extra_bytes, report.extra_bytes)
 
     def _time_other(self, strategy: Strategy, policy: Mapping[str, Tensor], seed: int) -> "_Run":
         strategy.prepare(policy)
+        wall_ms, extra_bytes, _ = self._timed(lambda: strategy.update(policy))
+        fingerprints = tuple(self._refitter.fingerprints())
+        return _Run(seed=seed, wall_ms=wall_ms, extra_bytes=extra_bytes, fingerprints=fingerprints)
+
+    def _timed(self, run: Callable[[], Result]) -> tuple[float, int, Result]:
+        """Return milliseconds from call to return, the peak of additional memory, and the result."""
         wait(self._device)
         with PeakMemory(self._device) as memory:
             start_s = time.perf_counter()
-            strategy.update(policy)
+            result = run()
             wall_ms = 1e3 * (time.perf_counter() - start_s)
-        return _Run(
-            seed=seed,
-            wall_ms=wall_ms,
-            extra_bytes=memory.extra_bytes,
-            fingerprints=tuple(self._refitter.fingerprints()),
-        )
+        return wall_ms, memory.extra_bytes, result
 
     def _result(
         self,
@@ -239,7 +233,10 @@ class _Bench:
             gpu=torch.cuda.get_device_name() if self._device.type == "cuda" else platform.processor() or "CPU",
             versions={"fp8refit": __version__, "torch": torch.__version__, **self._layout.versions},
             settings={name: str(value) for name, value in self._engine.settings.items()},
-            kernels=self._kernels(),
+            kernels=Counter(
+                f"{slot.kernel} {slot.scale_format}" if slot.scale_format is not None else slot.dtype
+                for slot in self._layout.slots
+            ),
             num_tensors=last.num_tensors,
             bytes_read=last.bytes_read,
             bytes_written=last.bytes_written,
@@ -269,13 +266,6 @@ class _Bench:
             parts.append(f"--strategies {','.join(config.strategies) or 'none'!r}")
         return " ".join(parts)
 
-    def _kernels(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for slot in self._layout.slots:
-            kind = f"{slot.kernel} {slot.scale_format}" if slot.scale_format is not None else slot.dtype
-            counts[kind] = counts.get(kind, 0) + 1
-        return counts
-
     def _other_result(self, strategy: Strategy, runs: Sequence["_Run"]) -> StrategyResult:
         first = {run.seed: run.fingerprints for run in reversed(runs)}
         return StrategyResult(
@@ -288,9 +278,7 @@ class _Bench:
         )
 
 
-class _Run(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
+class _Run(BaseModel, frozen=True):
     seed: int
     wall_ms: float
     extra_bytes: int

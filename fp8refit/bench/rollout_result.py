@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from fp8refit.bench.clock import Count, Percentiles
 from fp8refit.bench.rollout_engine import Precision
@@ -16,10 +16,8 @@ _SECRETS = frozenset({"KEY", "KEYS", "TOKEN", "SECRET", "PASSWORD"})
 """Variables with these words in their names are left out of results."""
 
 
-class RolloutBenchConfig(BaseModel):
+class RolloutBenchConfig(BaseModel, frozen=True, extra="forbid"):
     """What to measure."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine: str
     model: str
@@ -56,10 +54,8 @@ class RolloutBenchConfig(BaseModel):
         return list(self.cases or product(self.batch_sizes, self.context_lengths, self.num_new_tokens))
 
 
-class RolloutTiming(BaseModel):
+class RolloutTiming(BaseModel, frozen=True):
     """The timing of one precision and case."""
-
-    model_config = ConfigDict(frozen=True)
 
     precision: Precision
     batch_size: int
@@ -78,10 +74,8 @@ class RolloutTiming(BaseModel):
         return self.batch_size, self.context_length, self.num_new_tokens
 
 
-class RolloutBenchResult(BaseModel):
+class RolloutBenchResult(BaseModel, frozen=True):
     """Throughput by case."""
-
-    model_config = ConfigDict(frozen=True)
 
     config: RolloutBenchConfig
     command: str

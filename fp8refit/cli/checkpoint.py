@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 
 from fp8refit.cli.checkpoint_outputs import (
@@ -40,10 +40,8 @@ INDEX_NAME = "model.safetensors.index.json"
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
-class CheckpointReport(BaseModel):
+class CheckpointReport(BaseModel, frozen=True):
     """What `quantize_checkpoint` wrote."""
-
-    model_config = ConfigDict(frozen=True)
 
     num_quantized: int
     """Tensors written as codes and scales."""

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 
 from fp8refit.config import RefitConfig, Transport
@@ -30,10 +30,8 @@ OnProgress = Callable[[str, int, int], None]
 """Called with a server's URL, bytes read for it, and total bytes."""
 
 
-class Pushed(BaseModel):
+class Pushed(BaseModel, frozen=True):
     """The result of a push to one server."""
-
-    model_config = ConfigDict(frozen=True)
 
     url: str
     engine: str
@@ -48,10 +46,8 @@ class Pushed(BaseModel):
     """Whether requests are refused, as far as known: the server was written in part, or is lost."""
 
 
-class PushResult(BaseModel):
+class PushResult(BaseModel, frozen=True):
     """The result of a push. `--json` writes its `model_dump_json()`."""
-
-    model_config = ConfigDict(frozen=True)
 
     checkpoint: str
     num_bytes: int

@@ -1,5 +1,6 @@
 """Checks of refits that are refused before the first byte is written: the engine keeps serving as before."""
 
+from typing import TypeVar
 from unittest import SkipTest
 
 import torch
@@ -10,6 +11,8 @@ from fp8refit.testing.policies import plain_names, policy_of
 from fp8refit.testing.promises import hold, listed
 from fp8refit.testing.steps import hold_fails, hold_serves, restoring, serve, try_bad_values
 from fp8refit.testing.subject import Subject
+
+Context = TypeVar("Context")
 
 
 @restoring
@@ -52,10 +55,7 @@ def check_a_busy_engine_is_left_alone(subject: Subject) -> None:
     answers = []
     for is_disturbed in (False, True):
         subject.drop_caches()
-        context = subject.busy()
-        if context is None:
-            raise SkipTest("busy() cannot be brought about")
-        with context as finish:
+        with _brought_about("busy()", subject.busy()) as finish:
             unfinished = subject.num_unfinished()
             hold(unfinished > 0, "busy() gave the engine a request, but num_unfinished() is 0")
             if is_disturbed:
@@ -72,10 +72,7 @@ def check_a_busy_engine_is_left_alone(subject: Subject) -> None:
 def check_sleeping_weights_are_not_written(subject: Subject) -> None:
     """An engine whose weights sleep is not refitted. Once awake, it serves the old policy."""
     before = serve(subject)
-    context = subject.asleep()
-    if context is None:
-        raise SkipTest("asleep() cannot be brought about")
-    with context:
+    with _brought_about("asleep()", subject.asleep()):
         hold_fails(subject, EngineAsleepError, "a refit of an engine whose weights sleep", policy_of(subject, 1))
     before.hold(subject, "a refit that was refused because the weights slept")
 
@@ -84,9 +81,7 @@ def check_sleeping_weights_are_not_written(subject: Subject) -> None:
 def check_caches_that_stay_keep_the_old_policy(subject: Subject) -> None:
     """If the engine keeps its caches, nothing is written, and it keeps serving the old policy."""
     before = serve(subject)
-    context = subject.unflushable()
-    if context is None:
-        raise SkipTest("unflushable() cannot be brought about")
+    context = _brought_about("unflushable()", subject.unflushable())
     policy = policy_of(subject, 1)
     sources: dict[str, StateDict] = {"a mapping": policy, "an iterator": iter(policy.items())}
     with context:
@@ -96,3 +91,10 @@ def check_caches_that_stay_keep_the_old_policy(subject: Subject) -> None:
             before.hold_bytes(subject, situation)
             hold_serves(subject, situation)
     before.hold(subject, "a refit of an engine that keeps its caches")
+
+
+def _brought_about(situation: str, context: Context | None) -> Context:
+    """Return the context of a situation that the subject can bring about. Otherwise skip the check."""
+    if context is None:
+        raise SkipTest(f"{situation} cannot be brought about")
+    return context

@@ -5,82 +5,41 @@ from dataclasses import dataclass
 from enum import StrEnum
 from unittest import SkipTest
 
-from fp8refit.testing.failing import (
-    check_a_refused_source_does_not_open_a_dirty_engine,
-    check_a_source_that_fails_is_all_or_nothing,
-    check_a_stream_that_ends_early_is_all_or_nothing,
-    check_an_interrupt_is_all_or_nothing,
-    check_bad_values_are_named_and_never_served,
-)
-from fp8refit.testing.kv_cache import (
-    check_a_dirty_engine_is_not_calibrated,
-    check_bad_scales_and_batches_write_nothing,
-    check_calibrating_alone_gives_the_scales_of_a_refit,
-    check_given_scales_are_written_exactly,
-    check_scales_are_read,
-    check_scales_fit_the_policy_that_is_served,
-    check_scales_stay_without_calibration,
-)
-from fp8refit.testing.memory import (
-    check_memory_does_not_grow,
-    check_the_source_is_left_as_it_was,
-    check_the_source_is_let_go,
-)
-from fp8refit.testing.refusing import (
-    check_a_busy_engine_is_left_alone,
-    check_caches_that_stay_keep_the_old_policy,
-    check_misfits_are_told_all_at_once,
-    check_sleeping_weights_are_not_written,
-    check_strict_writes_nothing_bad,
-)
-from fp8refit.testing.serving import (
-    check_closing_keeps_version_and_state,
-    check_live_tensors_keep_their_places,
-    check_no_answer_from_the_old_policys_cache,
-    check_nothing_is_left_on_the_engine,
-    check_serves_exactly_the_new_policy,
-    check_versions_count_up_and_are_shared,
-)
-from fp8refit.testing.sources import (
-    check_every_kind_of_source_gives_the_same_bytes,
-    check_prequantized_tensors_are_copied,
-    check_tied_names_may_be_sent_or_not,
-)
+from fp8refit.testing import failing, kv_cache, memory, refusing, serving, sources, threads
 from fp8refit.testing.subject import Check, Subject
-from fp8refit.testing.threads import check_one_refit_at_a_time, check_requests_meet_no_half_written_policy
 
 CHECKS: tuple[Check, ...] = (
-    check_serves_exactly_the_new_policy,
-    check_live_tensors_keep_their_places,
-    check_nothing_is_left_on_the_engine,
-    check_versions_count_up_and_are_shared,
-    check_misfits_are_told_all_at_once,
-    check_bad_values_are_named_and_never_served,
-    check_strict_writes_nothing_bad,
-    check_a_source_that_fails_is_all_or_nothing,
-    check_an_interrupt_is_all_or_nothing,
-    check_a_stream_that_ends_early_is_all_or_nothing,
-    check_a_refused_source_does_not_open_a_dirty_engine,
-    check_one_refit_at_a_time,
-    check_requests_meet_no_half_written_policy,
-    check_a_busy_engine_is_left_alone,
-    check_sleeping_weights_are_not_written,
-    check_caches_that_stay_keep_the_old_policy,
-    check_no_answer_from_the_old_policys_cache,
-    check_every_kind_of_source_gives_the_same_bytes,
-    check_prequantized_tensors_are_copied,
-    check_tied_names_may_be_sent_or_not,
-    check_closing_keeps_version_and_state,
-    check_the_source_is_left_as_it_was,
-    check_the_source_is_let_go,
-    check_memory_does_not_grow,
-    check_scales_fit_the_policy_that_is_served,
-    check_calibrating_alone_gives_the_scales_of_a_refit,
-    check_scales_stay_without_calibration,
-    check_given_scales_are_written_exactly,
-    check_scales_are_read,
-    check_bad_scales_and_batches_write_nothing,
-    check_a_dirty_engine_is_not_calibrated,
+    serving.check_serves_exactly_the_new_policy,
+    serving.check_live_tensors_keep_their_places,
+    serving.check_nothing_is_left_on_the_engine,
+    serving.check_versions_count_up_and_are_shared,
+    refusing.check_misfits_are_told_all_at_once,
+    failing.check_bad_values_are_named_and_never_served,
+    refusing.check_strict_writes_nothing_bad,
+    failing.check_a_source_that_fails_is_all_or_nothing,
+    failing.check_an_interrupt_is_all_or_nothing,
+    failing.check_a_stream_that_ends_early_is_all_or_nothing,
+    failing.check_a_refused_source_does_not_open_a_dirty_engine,
+    threads.check_one_refit_at_a_time,
+    threads.check_requests_meet_no_half_written_policy,
+    refusing.check_a_busy_engine_is_left_alone,
+    refusing.check_sleeping_weights_are_not_written,
+    refusing.check_caches_that_stay_keep_the_old_policy,
+    serving.check_no_answer_from_the_old_policys_cache,
+    sources.check_every_kind_of_source_gives_the_same_bytes,
+    sources.check_prequantized_tensors_are_copied,
+    sources.check_tied_names_may_be_sent_or_not,
+    serving.check_closing_keeps_version_and_state,
+    memory.check_the_source_is_left_as_it_was,
+    memory.check_the_source_is_let_go,
+    memory.check_memory_does_not_grow,
+    kv_cache.check_scales_fit_the_policy_that_is_served,
+    kv_cache.check_calibrating_alone_gives_the_scales_of_a_refit,
+    kv_cache.check_scales_stay_without_calibration,
+    kv_cache.check_given_scales_are_written_exactly,
+    kv_cache.check_scales_are_read,
+    kv_cache.check_bad_scales_and_batches_write_nothing,
+    kv_cache.check_a_dirty_engine_is_not_calibrated,
 )
 """Every check. Its docstring states the promise."""
 

@@ -175,18 +175,9 @@ class AsyncSubject(Subject):
         self.loop.close()
 
     @override
-    def refit(
-        self,
-        refitter: Refitter,
-        state_dict: StateDict,
-        *,
-        manifest: Manifest | None = None,
-        calibration: Calibration | None = None,
-        kv_scales: KvScaleValues | None = None,
-    ) -> RefitReport:
+    def refit(self, refitter: Refitter, state_dict: StateDict, **options: Any) -> RefitReport:
         """Run one refit in the engine's loop."""
-        steps = refitter.refit_async(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
-        return self._run_unless_refitting(steps)
+        return self._run_unless_refitting(refitter.refit_async(state_dict, **options))
 
     @override
     def calibrate(self, refitter: Refitter, calibration: Calibration) -> KvReport:

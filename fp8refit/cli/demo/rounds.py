@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import BaseModel, Field, computed_field
 
 LEAST_FALL = 0.20
 """Minimum fall of the refitted engine's held-out loss, relative to its start."""
@@ -12,10 +12,8 @@ GREATEST_GAP = 0.05
 """Maximum difference between the refitted engine's held-out loss and the trainer's, relative to the trainer's."""
 
 
-class DemoConfig(BaseModel):
+class DemoConfig(BaseModel, frozen=True, extra="forbid"):
     """The size of the demo."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     steps: int = Field(default=150, ge=1)
     """Optimizer steps in total."""
@@ -33,10 +31,8 @@ class DemoConfig(BaseModel):
     """Length of the text sampled at the end."""
 
 
-class Round(BaseModel):
+class Round(BaseModel, frozen=True):
     """One round: some optimizer steps, then a refit. Losses are in nats per byte."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: Literal["round"] = "round"
     step: int
@@ -53,10 +49,8 @@ class Round(BaseModel):
     gb_per_s: float | None
 
 
-class DemoResult(BaseModel):
+class DemoResult(BaseModel, frozen=True):
     """The results of the demo."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: Literal["result"] = "result"
     rounds: tuple[Round, ...] = Field(exclude=True)
