@@ -26,18 +26,23 @@ class Strategy:
     """The trainer's work beforehand, which is not timed."""
 
 
-class BenchEngine(Protocol):
-    """A live engine with random weights."""
+class LiveEngine(Protocol):
+    """A live engine."""
 
     candidate: object
     """The object to pass to `Refitter`."""
     settings: dict[str, object]
     """The arguments it was booted with."""
-    strategies: Sequence[Strategy]
 
     def close(self) -> None:
         """Stop the engine and everything it started."""
         ...
+
+
+class BenchEngine(LiveEngine, Protocol):
+    """A live engine with random weights."""
+
+    strategies: Sequence[Strategy]
 
 
 def adapter_module(name: str, part: str) -> ModuleType:

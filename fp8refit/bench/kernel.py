@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable
+from itertools import product
 from typing import Literal
 
 import torch
@@ -65,9 +66,7 @@ def run_kernel_bench(
     Raises:
         UnsupportedEngineError: A shape does not fit into the device's memory.
     """
-    cases = [
-        (shape, dtype, form) for shape in config.shapes for dtype in config.dtypes for form in config.scale_formats
-    ]
+    cases = list(product(config.shapes, config.dtypes, config.scale_formats))
     copy_rate = copy_gb_per_s(device)
     timings = []
     for index, (shape, dtype, scale_format) in enumerate(cases):

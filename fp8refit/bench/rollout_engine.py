@@ -6,6 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from fp8refit.bench.engine import LiveEngine
+
 MEMORY_SHARE = 0.85
 """Share of a GPU for weights and KV cache, whatever the precision: smaller weights leave more cache."""
 
@@ -40,13 +42,9 @@ class RolloutBoot:
         return self.precision is not Precision.BF16
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(LiveEngine, Protocol):
     """A live engine that generates."""
 
-    candidate: object
-    """The object to pass to `Refitter`."""
-    settings: dict[str, object]
-    """The arguments it was booted with."""
     num_kv_tokens: int | None
     """Tokens that fit into its KV cache; None if it grows."""
 
@@ -56,8 +54,4 @@ class RolloutEngine(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Continue every prompt by `num_tokens` sampled tokens, ignoring end of text."""
-        ...
-
-    def close(self) -> None:
-        """Stop the engine and everything it started."""
         ...

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fp8refit.bench.clock import Percentiles
@@ -29,9 +29,7 @@ def _title(result: RefitBenchResult) -> str:
 
 
 def _phases_table(result: RefitBenchResult) -> Table:
-    table = Table("phase", title="one refit, ms")
-    for column in ("median", "p90", "min", "max"):
-        table.add_column(column, justify="right")
+    table = Table("phase", *_numbers("median", "p90", "min", "max"), title="one refit, ms")
     for name, timing in result.phases_ms.items():
         table.add_row(name, *_cells(timing))
     table.add_section()
@@ -44,15 +42,17 @@ def _phases_table(result: RefitBenchResult) -> Table:
     return table
 
 
+def _numbers(*names: str) -> list[Column]:
+    return [Column(name, justify="right") for name in names]
+
+
 def _cells(timing: Percentiles) -> Iterator[str]:
     yield from (f"{value:.2f}" for value in (timing.median, timing.p90, timing.min, timing.max))
 
 
 def _comparison_table(result: RefitBenchResult) -> Table:
-    table = Table("", title="from BF16 weights to an engine that serves them")
-    for column in ("ms", "against fp8refit", "extra MiB"):
-        table.add_column(column, justify="right")
-    table.add_column("bytes")
+    columns = _numbers("ms", "against fp8refit", "extra MiB")
+    table = Table("", *columns, "bytes", title="from BF16 weights to an engine that serves them")
     ours_ms = result.wall_ms.median
     same = "the same every time" if result.is_repeatable else "NOT the same every time"
     table.add_row(OURS, f"{ours_ms:.1f}", "", f"{result.peak_extra_bytes / 2**20:.0f}", same)
@@ -66,9 +66,7 @@ def _comparison_table(result: RefitBenchResult) -> Table:
 def kernel_table(result: KernelBenchResult) -> Table:
     """Show GB/s and the share of the copy rate, case by case."""
     title = f"quantizer on {result.gpu}, copy {result.copy_gb_per_s:.0f} GB/s"
-    table = Table("matrix", "dtype", "scales", title=title)
-    for column in ("us", "GB/s", "of copy"):
-        table.add_column(column, justify="right")
+    table = Table("matrix", "dtype", "scales", *_numbers("us", "GB/s", "of copy"), title=title)
     for timing in result.timings:
         matrix = f"{timing.num_matrices} of {timing.shape[0]} x {timing.shape[1]}"
         measured = (f"{timing.device_us.median:.1f}", f"{timing.gb_per_s:.0f}", f"{timing.fraction_of_copy:.1%}")
@@ -80,10 +78,8 @@ def rollout_table(result: RolloutBenchResult) -> Group:
     """Show tokens per second, case by case."""
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     title = f"{result.config.model}, {result.config.tp} rank(s) on {result.gpu} ({versions})"
-    table = Table("precision", title=title)
     columns = ("KV cache tokens", "sequences", "context", "new", "prefill s", "tokens/s", "against BF16")
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = Table("precision", *_numbers(*columns), title=title)
     for timing in result.timings:
         ratio = "" if timing.against_bf16 is None else f"{timing.against_bf16:.2f} x"
         prefill = "" if timing.prefill_s is None else f"{timing.prefill_s.median:.2f}"

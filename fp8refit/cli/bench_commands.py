@@ -7,13 +7,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
-import typer.core
 from pydantic import BaseModel
 
-from fp8refit.cli.console import EXIT_FAILED, make_console, make_table, step_progress, write_json
+from fp8refit.cli.console import EXIT_FAILED, make_console, make_table, step_progress, write_result
 from fp8refit.cli.guards import ended_in_order, make_folder, options_checked, standard_output_to_error
 from fp8refit.errors import UnsupportedEngineError
 
+Engine = Annotated[str, typer.Option(help="vllm, sglang, transformers, or another installed adapter's.")]
+Model = Annotated[str, typer.Option(help="A named shape (see `bench shapes`), or a folder with a config.json.")]
+TensorParallel = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write only JSON to standard output.")]
 
 bench = typer.Typer(no_args_is_help=True, help="Measure refits on this machine, with random weights.")
@@ -21,9 +23,9 @@ bench = typer.Typer(no_args_is_help=True, help="Measure refits on this machine, 
 
 @bench.command("refit")
 def bench_refit(
-    engine: Annotated[str, typer.Option(help="vllm, sglang, transformers, or another installed adapter's.")],
-    model: Annotated[str, typer.Option(help="A named shape (see `bench shapes`), or a folder with a config.json.")],
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    engine: Engine,
+    model: Model,
+    tp: TensorParallel = 1,
     online: Annotated[
         bool, typer.Option("--online", help="Boot an engine that quantizes BF16 weights itself.")
     ] = False,
@@ -59,10 +61,7 @@ def bench_refit(
         result = run_refit_bench(config, on_progress=on_progress)
     if plot is not None:
         plot_refits([result], plot)
-    if as_json:
-        write_json(result)
-    else:
-        make_console().print(refit_tables(result))
+    write_result(result, lambda found: make_console().print(refit_tables(found)), as_json=as_json)
     if not result.is_repeatable:
         raise typer.Exit(EXIT_FAILED)
 
@@ -90,17 +89,14 @@ def bench_kernel(
         )
     with step_progress() as on_progress:
         result = run_kernel_bench(config, device=where, on_progress=on_progress)
-    if as_json:
-        write_json(result)
-    else:
-        make_console().print(kernel_table(result))
+    write_result(result, lambda found: make_console().print(kernel_table(found)), as_json=as_json)
 
 
 @bench.command("rollout")
 def bench_rollout(
-    engine: Annotated[str, typer.Option(help="vllm, sglang, transformers, or another installed adapter's.")],
-    model: Annotated[str, typer.Option(help="A named shape (see `bench shapes`), or a folder with a config.json.")],
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    engine: Engine,
+    model: Model,
+    tp: TensorParallel = 1,
     precisions: Annotated[str, typer.Option(help="bf16, fp8 or fp8+kv, separated by commas.")] = "bf16,fp8,fp8+kv",
     batch_sizes: Annotated[str, typer.Option(help="Sequences at a time, separated by commas.")] = "8,64,256",
     context_lengths: Annotated[str, typer.Option(help="Tokens per prompt, separated by commas.")] = "512,4096",
@@ -155,10 +151,7 @@ def bench_rollout(
 
     with ended_in_order(), standard_output_to_error(), step_progress() as on_progress:
         result = run_rollout_bench(config, earlier=earlier, on_progress=on_progress, on_result=keep)
-    if as_json:
-        write_json(result)
-    else:
-        make_console().print(rollout_table(result))
+    write_result(result, lambda found: make_console().print(rollout_table(found)), as_json=as_json)
 
 
 @bench.command("shapes")

@@ -225,10 +225,7 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def _write_index(shards: Mapping[str, list[Output]], file: Path) -> None:
-    weight_map: dict[str, str] = {}
-    for file_name, shard in shards.items():
-        for output in shard:
-            weight_map |= dict.fromkeys(output.names, file_name)
+    weight_map = {name: file_name for file_name, shard in shards.items() for output in shard for name in output.names}
     total = sum(output.num_bytes for shard in shards.values() for output in shard)
     _write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, file)
 

@@ -1,6 +1,7 @@
 """The command line. Tables and progress are for people; with `--json`, standard output is only JSON."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ from fp8refit.cli.console import (
     push_progress,
     show_fields,
     write_json,
+    write_result,
 )
 from fp8refit.cli.guards import ended_in_order, make_folder, options_checked, standard_output_to_error
 from fp8refit.cli.show_layout import show_layout
@@ -102,10 +104,7 @@ def inspect(
     adapter = find_adapter(engine)
     with ended_in_order(), standard_output_to_error(), Refitter(adapter.boot(model)) as refitter:
         layout = refitter.layout()
-    if as_json:
-        write_json(layout)
-    else:
-        show_layout(layout)
+    write_result(layout, show_layout, as_json=as_json)
 
 
 @app.command()
@@ -127,10 +126,7 @@ def quantize(
     layout = _read_layout(like) if like is not None else None
     with ended_in_order(), byte_progress("quantize") as on_progress:
         report = quantize_checkpoint(src, dst, like=layout, scale_format=scale_format, on_progress=on_progress)
-    if as_json:
-        write_json(report)
-    else:
-        show_fields(report, title=str(dst))
+    write_result(report, partial(show_fields, title=str(dst)), as_json=as_json)
 
 
 @app.command()
@@ -172,10 +168,7 @@ def push(
         )
     with push_progress(to) as on_progress:
         result = push_checkpoint(checkpoint, to, config, on_progress=on_progress)
-    if as_json:
-        write_json(result)
-    else:
-        _show_push(result)
+    write_result(result, _show_push, as_json=as_json)
     if result.failed:
         raise typer.Exit(EXIT_REFUSED if len(result.failed) == len(result.servers) else EXIT_FAILED)
 

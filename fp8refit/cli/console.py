@@ -4,9 +4,9 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import typer
-import typer.core
 from pydantic import BaseModel
 from rich.console import Console
 from rich.markup import escape
@@ -21,6 +21,8 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
+Result = TypeVar("Result", bound=BaseModel)
+
 EXIT_FAILED = 1
 """The command ran, but its result is bad."""
 EXIT_REFUSED = 2
@@ -34,9 +36,22 @@ def write_json(model: BaseModel) -> None:
     typer.echo(model.model_dump_json())
 
 
+def write_result(result: Result, show: Callable[[Result], object], *, as_json: bool) -> None:
+    """Write a result as JSON, or show it to people."""
+    if as_json:
+        write_json(result)
+    else:
+        show(result)
+
+
+def print_line(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line as it is. It is not broken, so that names in it can be searched for."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def complain(text: str) -> None:
-    """Write an error to standard error. Lines are not broken, so that names in them can be searched for."""
-    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    """Write an error to standard error."""
+    print_line(Console(stderr=True), text, "red")
 
 
 def make_console() -> Console:

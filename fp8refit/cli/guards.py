@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import typer
-import typer.core
 from pydantic import ValidationError
 
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from fp8refit.cli.console import WIDE, make_console, make_table
+from fp8refit.cli.console import WIDE, make_console, make_table, print_line
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.names import in_one, without_numbers
 
@@ -28,15 +28,13 @@ def show_layout(layout: EngineLayout) -> None:
         counts = Counter(kind for kinds in layout.kv.scales.values() for kind in kinds)
         scales = ", ".join(f"{count} of {kind}" for kind, count in counts.items()) or "none"
         place = f"{layout.kv.dtype} under {layout.kv.backend}" if layout.kv.backend else layout.kv.dtype
-        console.print(f"KV cache: {place}; scales: {scales}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"KV cache: {place}; scales: {scales}")
         for refusal in layout.kv.refusals:
-            console.print(
-                f"KV scales cannot be set: {refusal}", style="yellow", markup=False, highlight=False, soft_wrap=True
-            )
+            print_line(console, f"KV scales cannot be set: {refusal}", "yellow")
     if layout.is_proved:
         console.print("The engine's own loader puts random values where these slots say.", highlight=False)
     for refusal in layout.refusals:
-        console.print(f"cannot be refitted: {refusal}", style="red", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"cannot be refitted: {refusal}", "red")
 
 
 def _kinds_table(slots: Iterable[SlotLayout]) -> Table:
@@ -73,8 +71,8 @@ def _show_slots(console: Console, slots: Iterable[SlotLayout]) -> None:
         return
     console.print("slots:")
     for (_, place, full, form, kernel), names in rows.items():
-        console.print(in_one(names), markup=False, highlight=False, soft_wrap=True)
-        console.print(f"  {place} of {full}, {form}, {kernel}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, in_one(names))
+        print_line(console, f"  {place} of {full}, {form}, {kernel}")
 
 
 def _show_aliases(console: Console, aliases: Mapping[str, str]) -> None:
@@ -83,7 +81,7 @@ def _show_aliases(console: Console, aliases: Mapping[str, str]) -> None:
         alike.setdefault((without_numbers(alias), without_numbers(name)), []).append(alias)
     for names in alike.values():
         slots = in_one(aliases[alias] for alias in names)
-        console.print(f"{in_one(names)} shares the slot of {slots}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"{in_one(names)} shares the slot of {slots}")
 
 
 def _show_written(console: Console, written_as: Mapping[str, tuple[str, ...]]) -> None:
@@ -96,7 +94,7 @@ def _show_written(console: Console, written_as: Mapping[str, tuple[str, ...]]) -
         written = tuple(map(in_one, zip(*(written_as[name] for name in names), strict=True)))
         stored = f"is stored as {', '.join(written)}" if written else "cannot be stored"
         text = f"{in_one(names)} {stored} in a block-FP8 checkpoint for this engine"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, text)
 
 
 def _format_of(slot: SlotLayout) -> str:

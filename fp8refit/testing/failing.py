@@ -1,6 +1,6 @@
 """Checks of refits that fail halfway: the engine serves the old policy, or nothing until the next good refit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from unittest import SkipTest
 
 from torch import Tensor
@@ -26,13 +26,13 @@ def check_bad_values_are_named_and_never_served(subject: Subject) -> None:
 def check_a_source_that_fails_is_all_or_nothing(subject: Subject) -> None:
     """If the source raises halfway, its error is raised, and the engine serves the old policy or nothing."""
     manifest = manifest_of(subject.policy(1))
-    sources: dict[str, Callable[[], tuple[StateDict, Manifest | None]]] = {
-        "an iterator": lambda: (_failing(subject, _SourceError), None),
-        "an iterator with manifest": lambda: (_failing(subject, _SourceError), manifest),
-        "a function with manifest": lambda: (lambda: _failing(subject, _SourceError), manifest),
+    sources: dict[str, tuple[StateDict, Manifest | None]] = {
+        "an iterator": (_failing(subject, _SourceError), None),
+        "an iterator with manifest": (_failing(subject, _SourceError), manifest),
+        "a function with manifest": (lambda: _failing(subject, _SourceError), manifest),
     }
-    for kind, make in sources.items():
-        before, (source, announced) = serve(subject), make()
+    for kind, (source, announced) in sources.items():
+        before = serve(subject)
         situation = f"a refit from {kind} that raises halfway"
         error = hold_fails(subject, Exception, situation, source, manifest=announced)
         hold(

@@ -1,7 +1,6 @@
 """Checks of FP8 KV-cache scales: measured for the policy served, or given, and used by the engine."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import SkipTest
@@ -18,7 +17,7 @@ from fp8refit.errors import (
 from fp8refit.report import KvReport
 from fp8refit.sources.source import StateDict
 from fp8refit.testing.policies import poisoned, policy_of
-from fp8refit.testing.promises import differing, expect, hold, listed
+from fp8refit.testing.promises import differing, expect, hold, hold_equal, listed
 from fp8refit.testing.steps import Served, answers_of, hold_all_or_nothing, refit, restoring
 from fp8refit.testing.subject import Subject
 
@@ -35,19 +34,18 @@ def check_scales_fit_the_policy_that_is_served(subject: Subject) -> None:
     """After calibration, an engine has the new policy's scales everywhere, whatever it had before, and the same
     weights.
     """
-    first, second = _calibrated(subject, 1), _calibrated(subject, 2)
+    (first, _), (second, _) = _calibrated(subject, 1), _calibrated(subject, 2)
     hold(
-        first.scales != second.scales,
+        first != second,
         "two policies gave the same scales: are they measured under the new weights, and are these the live ones?",
     )
-    _give(subject, _some_scales(first.scales), seed=2)
-    again = _calibrated(subject, 1)
-    changed = differing(first.scales, again.scales)
-    hold(not changed, f"the second calibration of a policy gave other scales, in {listed(changed)}")
+    _give(subject, _some_scales(first), seed=2)
+    again, served = _calibrated(subject, 1)
+    hold_equal(first, again, "the second calibration of a policy gave other scales, in")
     _give(subject, _scales_of(subject), seed=1)
-    again.served.hold_bytes(subject, "a refit with the scales that a calibration gave, instead of one,")
+    served.hold_bytes(subject, "a refit with the scales that a calibration gave, instead of one,")
     hold(
-        answers_of(subject) == again.served.answers,
+        answers_of(subject) == served.answers,
         "a refit with the scales of a calibration led to other answers than the calibration",
     )
 
@@ -57,8 +55,8 @@ def check_calibrating_alone_gives_the_scales_of_a_refit(subject: Subject) -> Non
     """`calibrate` gives the scales of a refit with its batch, under the same version. Caches of other scales are not
     reused.
     """
-    expected = _calibrated(subject, 1)
-    _give(subject, _some_scales(expected.scales), seed=1)
+    scales, served = _calibrated(subject, 1)
+    _give(subject, _some_scales(scales), seed=1)
     version, traces = subject.refitter().version, subject.traces()
     subject.drop_caches()
     subject.generate()  # fills caches that the calibration must drop
@@ -67,13 +65,12 @@ def check_calibrating_alone_gives_the_scales_of_a_refit(subject: Subject) -> Non
     except RefitError as error:
         raise AssertionError(f"a calibration alone failed: {type(error).__name__}: {error}") from error
     _hold_written(subject, report, "a calibration alone")
-    changed = differing(expected.scales, report.scales)
-    hold(not changed, f"a calibration alone gave other scales than a refit with its batch, in {listed(changed)}")
+    hold_equal(scales, report.scales, "a calibration alone gave other scales than a refit with its batch, in")
     hold(
-        subject.generate() == expected.served.answers,
+        subject.generate() == served.answers,
         "after a calibration, a prompt asked before got another answer than an engine with empty caches gives",
     )
-    expected.served.hold_bytes(subject, "a calibration alone")
+    served.hold_bytes(subject, "a calibration alone")
     hold(
         subject.refitter().version == version,
         f"a calibration alone changed version {version} to {subject.refitter().version}",
@@ -159,21 +156,11 @@ def check_a_dirty_engine_is_not_calibrated(subject: Subject) -> None:
     hold_all_or_nothing(subject, before, situation)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Calibrated:
-    """The result of a refit with a calibration batch."""
-
-    scales: Mapping[str, float]
-    """The measured scales."""
-    served: Served
-
-
-def _calibrated(subject: Subject, seed: int) -> _Calibrated:
-    """Refit to a policy and calibrate with it."""
+def _calibrated(subject: Subject, seed: int) -> tuple[Mapping[str, float], Served]:
+    """Refit to a policy and calibrate with it. Return the measured scales and what is served."""
     report = refit(subject, policy_of(subject, seed), calibration=_batch_of(subject)).kv
-    _hold_written(subject, report, "a refit with a calibration batch")
-    assert report is not None, "held"
-    return _Calibrated(scales=report.scales, served=Served.of(subject))
+    scales = _hold_written(subject, report, "a refit with a calibration batch")
+    return scales, Served.of(subject)
 
 
 def _give(subject: Subject, scales: Mapping[str, float], seed: int = 0) -> Served:
@@ -220,14 +207,15 @@ def _hold_scales(subject: Subject, expected: Mapping[str, float], situation: str
     hold(not wrong, f"{situation} left wrong scales: {listed(told)}")
 
 
-def _hold_written(subject: Subject, report: KvReport | None, situation: str) -> None:
-    """Check that the engine has the scales that a report says were measured."""
+def _hold_written(subject: Subject, report: KvReport | None, situation: str) -> Mapping[str, float]:
+    """Check that the engine has the scales that a report says were measured, and return them."""
     hold(report is not None and bool(report.scales), f"{situation} reports no scale")
     assert report is not None, "held"
     held = _scales_of(subject)
     unlike = held.keys() ^ {*report.scales, *report.kept}
     hold(not unlike, f"only one of kv_scales() and the report of {situation} knows {listed(sorted(unlike))}")
     _hold_scales(subject, {**held, **report.scales}, situation)
+    return report.scales
 
 
 def _hold_untouched(subject: Subject, before: Served, scales: Mapping[str, float], situation: str) -> None:

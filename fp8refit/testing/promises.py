@@ -31,6 +31,12 @@ def differing(one: Mapping[str, object], other: Mapping[str, object]) -> list[st
     return sorted(name for name in one.keys() | other.keys() if one.get(name, absent) != other.get(name, absent))
 
 
+def hold_equal(one: Mapping[str, object], other: Mapping[str, object], problem: str) -> None:
+    """Fail unless the mappings are equal. `problem` leads to the names that differ."""
+    names = differing(one, other)
+    hold(not names, f"{problem} {listed(names)}")
+
+
 def listed(names: Iterable[str]) -> str:
     """Format the first names for a message."""
     first, *others = (*names, "")[:-1] or ("nothing",)

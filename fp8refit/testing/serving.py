@@ -4,7 +4,7 @@ from unittest import SkipTest
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.testing.policies import policy_of
-from fp8refit.testing.promises import differing, hold, listed
+from fp8refit.testing.promises import differing, hold, hold_equal, listed
 from fp8refit.testing.steps import Served, hold_all_or_nothing, hold_fails, refit, restoring, serve, try_bad_values
 from fp8refit.testing.subject import Subject
 
@@ -16,11 +16,9 @@ def check_serves_exactly_the_new_policy(subject: Subject) -> None:
     for seed in (0, 1, 2, 0):
         now = serve(subject, seed)
         hold(bool(now.live), "live_bytes() gives no tensor")
-        wrong = differing(subject.expected_bytes(subject.policy(seed)), now.live)
-        hold(not wrong, f"a refit left wrong bytes in {listed(wrong)}")
+        hold_equal(subject.expected_bytes(subject.policy(seed)), now.live, "a refit left wrong bytes in")
         before = served.setdefault(seed, now)
-        changed = differing(before.live, now.live)
-        hold(not changed, f"policy {seed} gave other bytes the second time, in {listed(changed)}")
+        hold_equal(before.live, now.live, f"policy {seed} gave other bytes the second time, in")
         hold(before.answers == now.answers, f"policy {seed} gave other answers the second time")
     same = [name for name in served[0].live if served[0].live[name] == served[1].live.get(name)]
     hold(len(same) < len(served[0].live), "two policies left the same live bytes: are these the live ones?")

@@ -12,7 +12,7 @@ from fp8refit.errors import EngineDirtyError, NonFiniteError, RefitError
 from fp8refit.report import RefitReport
 from fp8refit.sources.source import Manifest, StateDict
 from fp8refit.testing.policies import poisoned, policy_of
-from fp8refit.testing.promises import Error, differing, expect, hold, listed
+from fp8refit.testing.promises import Error, expect, hold, hold_equal
 from fp8refit.testing.subject import Check, Subject
 
 REFUSAL_S = 1.0
@@ -35,8 +35,7 @@ class Served:
     def hold_bytes(self, subject: Subject, situation: str) -> None:
         """Check that the engine is clean and holds the same bytes."""
         hold(not subject.refitter().is_dirty, f"{situation} left the engine dirty")
-        wrong = differing(self.live, subject.live_bytes())
-        hold(not wrong, f"{situation} left wrong bytes in {listed(wrong)}")
+        hold_equal(self.live, subject.live_bytes(), f"{situation} left wrong bytes in")
 
     def hold(self, subject: Subject, situation: str) -> None:
         """Check that the engine is as it was."""
@@ -142,6 +141,5 @@ def hold_all_or_nothing(subject: Subject, before: Served, situation: str) -> Non
     version = subject.refitter().version
     hold(version == before.version, f"{situation} changed version {before.version} to {version}")
     healed = serve(subject)
-    changed = differing(before.live, healed.live)
-    hold(not changed, f"the good refit after {situation} left other bytes than before in {listed(changed)}")
+    hold_equal(before.live, healed.live, f"the good refit after {situation} left other bytes than before in")
     hold(healed.answers == before.answers, f"the good refit after {situation} left other answers than before")
