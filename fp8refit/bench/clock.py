@@ -4,11 +4,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 from pydantic import BaseModel, Field
 
+Result = TypeVar("Result")
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 """A number of measurements, limited so that they end and fit into memory."""
 _COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
@@ -32,25 +33,31 @@ class Percentiles(BaseModel, frozen=True):
         return cls(median=statistics.median(ordered), p90=p90, min=ordered[0], max=ordered[-1], count=len(ordered))
 
 
-def wait(device: torch.device) -> None:
-    """Wait until everything launched on `device` is done."""
-    if device.type == "cuda":
+def time_call(run: Callable[[], Result], device: torch.device) -> tuple[float, int, Result]:
+    """Time a call on an idle device.
+
+    Returns:
+        Host seconds from call to return, the peak of additional GPU memory in bytes, as torch counts it in this process (0
+        on a CPU), and the call's result.
+    """
+    has_gpu, held_bytes, extra_bytes = device.type == "cuda", 0, 0
+    if has_gpu:
         torch.cuda.synchronize(device)
-
-
-def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Host seconds of a run, from an idle device to an idle device."""
-    wait(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held_bytes = torch.cuda.memory_allocated(device)
     start_s = time.perf_counter()
-    run()
-    wait(device)
-    return time.perf_counter() - start_s
+    result = run()
+    seconds = time.perf_counter() - start_s
+    if has_gpu:
+        torch.cuda.synchronize(device)
+        extra_bytes = torch.cuda.max_memory_allocated(device) - held_bytes
+    return seconds, extra_bytes, result
 
 
 def device_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Seconds on the device's clock, or on the host's if the device has none."""
     if device.type != "cuda":
-        return seconds(run, device)
+        return time_call(run, device)[0]
     with torch.cuda.device(device):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
@@ -66,24 +73,3 @@ def copy_gb_per_s(device: torch.device, repeats: int = 5) -> float:
     target = torch.empty_like(source)
     times_s = [device_seconds(lambda: target.copy_(source), device) for _ in range(repeats + 1)][1:]
     return 2 * source.numel() / statistics.median(times_s) / 1e9
-
-
-class PeakMemory:
-    """The peak of additional GPU memory in a block, as torch counts it in this process; 0 on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._held = 0
-
-    def __enter__(self) -> "PeakMemory":
-        if self._device.type == "cuda":
-            wait(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._held = torch.cuda.memory_allocated(self._device)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.extra_bytes = 0
-        if self._device.type == "cuda":
-            wait(self._device)
-            self.extra_bytes = torch.cuda.max_memory_allocated(self._device) - self._held

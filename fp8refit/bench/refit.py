@@ -3,11 +3,9 @@
 import platform
 import statistics
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from pydantic import BaseModel, Field
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from fp8refit import __version__
 from fp8refit.bench import policies
-from fp8refit.bench.clock import Count, PeakMemory, Percentiles, copy_gb_per_s, wait
+from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, time_call
 from fp8refit.bench.engine import BenchEngine, Strategy, open_bench_engine
 from fp8refit.bench.shapes import folder_of
 from fp8refit.driver.refitter import Refitter
@@ -23,7 +21,6 @@ from fp8refit.errors import UnsupportedEngineError
 from fp8refit.report import RefitReport
 
 OURS = "fp8refit"
-Result = TypeVar("Result")
 
 
 class RefitBenchConfig(BaseModel, frozen=True, extra="forbid"):
@@ -190,23 +187,14 @@ class _Bench:
 
     def _time_ours(self, policy: Mapping[str, Tensor]) -> tuple[float, RefitReport, int]:
         """Return milliseconds from call to return, the report, and the peak of additional memory."""
-        wall_ms, extra_bytes, report = self._timed(lambda: self._refitter.refit(dict(policy)))
-        return wall_ms, report, max(extra_bytes, report.extra_bytes)
+        wall_s, extra_bytes, report = time_call(lambda: self._refitter.refit(dict(policy)), self._device)
+        return 1e3 * wall_s, report, max(extra_bytes, report.extra_bytes)
 
     def _time_other(self, strategy: Strategy, policy: Mapping[str, Tensor], seed: int) -> "_Run":
         strategy.prepare(policy)
-        wall_ms, extra_bytes, _ = self._timed(lambda: strategy.update(policy))
+        wall_s, extra_bytes, _ = time_call(lambda: strategy.update(policy), self._device)
         fingerprints = tuple(self._refitter.fingerprints())
-        return _Run(seed=seed, wall_ms=wall_ms, extra_bytes=extra_bytes, fingerprints=fingerprints)
-
-    def _timed(self, run: Callable[[], Result]) -> tuple[float, int, Result]:
-        """Return milliseconds from call to return, the peak of additional memory, and the result."""
-        wait(self._device)
-        with PeakMemory(self._device) as memory:
-            start_s = time.perf_counter()
-            result = run()
-            wall_ms = 1e3 * (time.perf_counter() - start_s)
-        return wall_ms, memory.extra_bytes, result
+        return _Run(seed=seed, wall_ms=1e3 * wall_s, extra_bytes=extra_bytes, fingerprints=fingerprints)
 
     def _result(
         self,
