@@ -7,13 +7,7 @@ from unittest import SkipTest
 
 import torch
 
-from fp8refit.errors import (
-    EngineDirtyError,
-    InvalidCalibrationError,
-    InvalidSourceError,
-    NonFiniteError,
-    RefitError,
-)
+from fp8refit.errors import EngineDirtyError, InvalidCalibrationError, InvalidSourceError, NonFiniteError, RefitError
 from fp8refit.report import KvReport
 from fp8refit.sources.source import StateDict
 from fp8refit.testing.policies import poisoned, policy_of

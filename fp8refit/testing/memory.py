@@ -33,8 +33,7 @@ def check_the_source_is_left_as_it_was(subject: Subject) -> None:
     live = subject.live_bytes()
     for tensor in policy.values():
         tensor.zero_()
-    problem = "the engine serves the trainer's own storage: writing there changed"
-    hold_equal(live, subject.live_bytes(), problem)
+    hold_equal(live, subject.live_bytes(), "the engine serves the trainer's own storage: writing there changed")
 
 
 @restoring
