@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 Validate = Literal["fused", "strict", "off"]
 InFlight = Literal["wait", "abort", "keep"]
@@ -17,10 +17,8 @@ MAX_TIMEOUT_S = 86_400
 """The longest `RefitConfig.timeout_s`: one day."""
 
 
-class KvConfig(BaseModel):
+class KvConfig(BaseModel, frozen=True, extra="forbid"):
     """How the scales of an FP8 KV cache are computed from a calibration batch."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     margin: float | None = Field(default=None, gt=0, le=1e6, allow_inf_nan=False)
     """A scale is `margin * amax / 448`, where amax is the largest absolute value in the batch. The margin leaves room for
@@ -38,19 +36,15 @@ class KvConfig(BaseModel):
     each rank uses what its own heads saw, which is finer."""
 
 
-class KvOrder(BaseModel):
+class KvOrder(BaseModel, frozen=True, extra="forbid"):
     """Where the KV scales of one refit come from: token ids to measure on, or scales by name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     token_ids: tuple[tuple[int, ...], ...] = ()
     scales: dict[str, float] = {}
 
 
-class CollectiveConfig(BaseModel):
+class CollectiveConfig(BaseModel, frozen=True, extra="forbid"):
     """How to broadcast a policy with `transport="collective"`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str = Field(default="127.0.0.1", max_length=255)
     """Address of the trainer's host where the engine's ranks connect. The loopback address reaches only engines on that
@@ -68,10 +62,8 @@ class CollectiveConfig(BaseModel):
     BF16 if its slots differ in format or cut through its blocks."""
 
 
-class RefitConfig(BaseModel):
+class RefitConfig(BaseModel, frozen=True, extra="forbid"):
     """How a `Refitter` works. The defaults suit a trainer with BF16 or fp32 master weights."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     validate_values: Validate = Field(default="fused", alias="validate")
     """Pass it as `validate=`. When to look for NaN and Inf. `fused`: while writing; a bad tensor leaves the engine dirty,

@@ -5,13 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import BaseModel, computed_field
 
 
-class KvReport(BaseModel):
+class KvReport(BaseModel, frozen=True):
     """Which KV-cache scales were written, and where they came from."""
-
-    model_config = ConfigDict(frozen=True)
 
     origin: Literal["calibration", "kv_scales", "state_dict"]
     scales: dict[str, float]
@@ -39,10 +37,8 @@ class KvReport(BaseModel):
         return ranks[0].model_copy(update={"scales": scales, "kept": tuple(kept), "seconds": seconds})
 
 
-class RankReport(BaseModel):
+class RankReport(BaseModel, frozen=True):
     """What one rank wrote, and how long it took."""
-
-    model_config = ConfigDict(frozen=True)
 
     rank: int = 0
     device: str = ""
@@ -76,10 +72,8 @@ class RankReport(BaseModel):
     once."""
 
 
-class RefitReport(BaseModel):
+class RefitReport(BaseModel, frozen=True):
     """The result of one refit. `str(report)` is a table, `report.model_dump_json()` is JSON."""
-
-    model_config = ConfigDict(frozen=True)
 
     version: int
     """The policy version that the engine now serves. The first refit makes it 1."""
@@ -179,10 +173,8 @@ class RefitReport(BaseModel):
         return "\n".join(f"{name:<9} {value:>13}" for name, value in rows)
 
 
-class VerifyReport(BaseModel):
+class VerifyReport(BaseModel, frozen=True):
     """How the weights in an engine compare with a policy."""
-
-    model_config = ConfigDict(frozen=True)
 
     version: int
     """The version that the engine says it serves."""

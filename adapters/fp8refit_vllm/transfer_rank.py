@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from fp8refit import __version__
 from fp8refit.errors import EngineBusyError, EngineDirtyError, RankFailedError, TransportError
@@ -27,12 +27,10 @@ FINDING_S = 30.0
 """Time limit in seconds for connecting to a trainer's board."""
 
 
-class Letter(BaseModel):
+class Letter(BaseModel, frozen=True, extra="forbid"):
     """What vLLM's methods carry: a `fp8refit.remote.messages.Request` to every rank, and where to answer it: on the board,
     under the number of the rank.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     address: Address
     message: str

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import RefitError
@@ -17,10 +17,8 @@ from fp8refit.ranks.rank import Rank
 from fp8refit.transport.vote import ErrorRecord, merge_errors
 
 
-class Claims(BaseModel):
+class Claims(BaseModel, frozen=True):
     """The names that a rank needs or accepts."""
-
-    model_config = ConfigDict(frozen=True)
 
     needed: frozenset[str] = frozenset()
     """Names without which a policy is not complete."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, field_validator
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
@@ -37,10 +37,8 @@ _NUM_SAMPLES = 64
 _last_report: RefitReport | None = None
 
 
-class DropInOptions(BaseModel):
+class DropInOptions(BaseModel, frozen=True, extra="forbid"):
     """The drop-in's options, from the environment or from the engine's plugin options, which take precedence."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     drop_in: bool = False
     """`FP8REFIT_DROP_IN=1`: whether loading weights into a live engine is a refit."""

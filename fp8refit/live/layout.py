@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator
+from pydantic import BaseModel, PositiveInt, field_validator
 
 from fp8refit.live.names import is_kv_scale
 from fp8refit.live.slots import Inventory, KvCache, ScaleFormat, Stacked, dtype_name
@@ -14,10 +14,8 @@ from fp8refit.live.slots import Inventory, KvCache, ScaleFormat, Stacked, dtype_
 _DTYPES = frozenset(dtype_name(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
 
 
-class SlotLayout(BaseModel):
+class SlotLayout(BaseModel, frozen=True):
     """One slot without its storage."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     """Checkpoint name."""
@@ -45,10 +43,8 @@ class SlotLayout(BaseModel):
         return name
 
 
-class KvLayout(BaseModel):
+class KvLayout(BaseModel, frozen=True):
     """The FP8 KV cache of one rank."""
-
-    model_config = ConfigDict(frozen=True)
 
     dtype: str
     backend: str
@@ -68,10 +64,8 @@ class KvLayout(BaseModel):
         )
 
 
-class EngineLayout(BaseModel):
+class EngineLayout(BaseModel, frozen=True):
     """What one engine rank holds, and why it may be refused."""
-
-    model_config = ConfigDict(frozen=True)
 
     engine: str
     versions: dict[str, str]

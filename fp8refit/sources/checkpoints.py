@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from fp8refit.errors import InvalidSourceError
@@ -76,10 +76,8 @@ class SafetensorsSource:
         return ((name, tensor.read()) for name, tensor in self.stored.items())
 
 
-class _Index(BaseModel):
+class _Index(BaseModel, strict=True):
     """The contents of `model.safetensors.index.json`."""
-
-    model_config = ConfigDict(strict=True)
 
     weight_map: dict[str, str]
 

@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from torch import Tensor
 
@@ -57,10 +57,8 @@ _MAX_THREADS = 8
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
-class _Entry(BaseModel):
+class _Entry(BaseModel, strict=True, extra="forbid"):
     """What a header says about one tensor."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     dtype: str
     shape: list[_Count]

@@ -6,13 +6,11 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 
-class FileStamp(BaseModel):
+class FileStamp(BaseModel, frozen=True, extra="forbid"):
     """Identifies a file and the state of it that was checked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     num_bytes: int
@@ -29,12 +27,10 @@ class FileStamp(BaseModel):
         return self.model_dump(exclude=told_apart) == other.model_dump(exclude=told_apart)
 
 
-class FilesRead(BaseModel):
+class FilesRead(BaseModel, frozen=True, extra="forbid"):
     """The files that one reader opened. Two readers that find different states in one place read different
     checkpoints.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str
     """Absolute; links in it are not resolved."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Literal, Protocol, TypeAlias
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from typing_extensions import override
 
 import fp8refit.errors
@@ -27,10 +27,8 @@ from fp8refit.sources.stamps import FilesRead
 Phase: TypeAlias = Literal["ready", "names", "prepared", "go", "written", "measured", "scaled"]
 
 
-class ErrorRecord(BaseModel):
+class ErrorRecord(BaseModel, frozen=True):
     """An error as a value."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: str
     """Class name of a `RefitError`, or of an unexpected error."""
@@ -68,10 +66,8 @@ class ErrorRecord(BaseModel):
         return RankFailedError(f"{self.kind}: {self.message}")
 
 
-class Ballot(BaseModel):
+class Ballot(BaseModel, frozen=True):
     """What one rank says at the end of a step."""
-
-    model_config = ConfigDict(frozen=True)
 
     phase: Phase
     error: ErrorRecord | None = None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -26,10 +26,8 @@ from fp8refit.transport.process_group import wait_for
 _NO_LIMIT = 1 << 62
 
 
-class Holding(BaseModel):
+class Holding(BaseModel, frozen=True):
     """What one rank says about a tensor that it holds whole or in part."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     shape: tuple[int, ...]

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_process_group_store
@@ -32,10 +32,8 @@ _POLL_S = 2e-3
 Step: TypeAlias = Literal["plan", "read", "batch", "end", "done", "follow", "names"]
 
 
-class Statement(BaseModel):
+class Statement(BaseModel, frozen=True):
     """What one rank says at one step."""
-
-    model_config = ConfigDict(frozen=True)
 
     step: Step
     """What the rank does. `plan`: asks what there is. `read`: wants to gather everything. `batch`, `end`: is within or at

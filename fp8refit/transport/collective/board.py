@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError
 
@@ -16,10 +16,8 @@ _PART_BYTES = 4 << 20
 _ABORTED, _END_OF_WORD = "aborted", "\0"
 
 
-class Address(BaseModel):
+class Address(BaseModel, frozen=True, extra="forbid"):
     """Where the trainer's store is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     token: str = Field(min_length=16, max_length=64)
     """Identifies the group, so that nobody joins by accident."""

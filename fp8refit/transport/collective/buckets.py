@@ -12,7 +12,7 @@ from math import prod
 from typing import Annotated, Self, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from fp8refit.errors import StagingMemoryError
@@ -33,10 +33,8 @@ _Length = Annotated[int, Field(ge=0, lt=1 << 40)]
 _Shape: TypeAlias = tuple[int, ...]
 
 
-class Cut(BaseModel):
+class Cut(BaseModel, frozen=True, extra="forbid"):
     """Which rows or columns of a tensor each section of ranks gets."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     dim: int = Field(ge=0, lt=8)
     """0 for rows."""
@@ -44,10 +42,8 @@ class Cut(BaseModel):
     """Start and length for each section; they may overlap."""
 
 
-class WireTensor(BaseModel):
+class WireTensor(BaseModel, frozen=True, extra="forbid"):
     """One tensor of a policy as it is sent."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(max_length=_MAX_NAME)
     """Checkpoint name."""

@@ -39,7 +39,7 @@ _STORE_POLL_S = 0.2
 _NO_SECTIONS: Mapping[int, Tensor] = MappingProxyType({})
 
 
-class Meeting(Address):
+class Meeting(Address, frozen=True):
     """Where the members of a group meet, and how they communicate."""
 
     size: int = Field(ge=2, le=1 << 16)
