@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(160)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 
 def test_a_bf16_engine_of_the_rollout_benchmark_holds_the_same_policy_as_others(run_engine):

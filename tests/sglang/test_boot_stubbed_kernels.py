@@ -5,7 +5,7 @@ import pytest
 from tests.sglang.conftest import FRESH
 from tests.vllm.processes import run_python
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(160)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 LINEARS = {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.o_proj", "mlp.down_proj")}
 FUSED_LINEARS = {

@@ -7,7 +7,7 @@ import pytest
 
 from tests.sglang.conftest import REFITTED
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(160)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 
 def assert_calibrated(found: dict, num_ranks: int) -> None:

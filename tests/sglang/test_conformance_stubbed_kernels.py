@@ -7,7 +7,7 @@ import pytest
 
 from fp8refit.testing import CHECKS, kv_cache, name_of
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(160)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 KV_CACHE = {name.removeprefix("check_") for name in vars(kv_cache) if name.startswith("check_")}
 """SGLang has no FP8 KV cache on a CPU."""

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(160)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 SOURCES = ["stacked", "stacked, one-shot", "apart", "apart, one-shot", "block-FP8 safetensors"]
 

@@ -6,7 +6,7 @@ latents in prefill too (`cpu_linear.py`); its own choice for prefill has no kern
 
 import pytest
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(160)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 NUM_RANKS = 2
 ATTENTION = "model.layers.1.self_attn"

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(160)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 NUM_UNIFIED = {"qwen3": 14, "qwen3_moe": 12}
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.cross_engine import DIGEST
 from tests.sglang.conftest import REFITTED
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(160)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 SOURCES = [
     "mapping",
