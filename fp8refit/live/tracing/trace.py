@@ -112,7 +112,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes = func._schema.is_mutable
         if writes and (into := [t for t in _written(func, args, kwargs or {}) if storage_of(t) in self._parameters]):
             if len(into) == 1 and into[0] is tensors[0]:
-                self._write(func, tensors, args, kwargs or {})
+                self._write(func, into[0], args, kwargs or {})
             else:
                 for tensor in into:
                     self._object(self._parameters[storage_of(tensor)], f"is changed by {func} when it is loaded")
@@ -125,8 +125,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._follow(func, args, kwargs or {}, tensors[0], made, is_only=made is out)
         return out
 
-    def _write(self, func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Any) -> None:
-        into = tensors[0]
+    def _write(self, func: Any, into: Tensor, args: tuple[Any, ...], kwargs: Any) -> None:
         name = self._parameters[storage_of(into)]
         if not into.numel():
             return
