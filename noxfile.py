@@ -1,5 +1,6 @@
 """Every check, each in an environment of its own: engines pin versions that cannot live together.
 
+- `nox -s quick`: lint, types and the quick tests, in two minutes, before every commit
 - `nox -s demo`: the main job on the embedded default: no GPU, no download
 - `nox -s tests`: core and transformers, then real vLLM, then real SGLang with stubbed kernels, on the CPU
 - `nox -s tests_old_sglang`: the oldest SGLang that runs
@@ -11,11 +12,15 @@
 - `nox -s zoo`: every model that an engine names and transformers can make small; writes docs/zoo.md
 - `nox -s matrix`: refits, updates and weight transfer on every version in `MATRIX`; writes benchmarks/results/matrix.json
 - `nox -s planted`: every fault of `tests/planted`, planted into a copy, is found by its fuzzer or oracle
+- `nox -s release`: everything of a release up to the upload, which it leaves to you
 
 `-j 2` runs two sessions at once: most tests of engines are one process that works, or several that wait for each other.
 """
 
 import os
+import re
+import shutil
+from pathlib import Path
 
 import nox
 
@@ -55,6 +60,9 @@ VERL_NEEDS = (
     "tensordict==0.10.0",
     "torchdata",
 )
+QUICK = ("tests/test_architecture.py", "tests/fill", "tests/live", "tests/sources")
+DOCSTRINGS = "DOC102,DOC202,DOC403"
+"""Docstrings name no argument, result or yield that a signature lacks; `D417` in pyproject.toml is the other way round."""
 NEEDS_CUDA_TORCH = ("torchvision", "torchaudio", "torchcodec")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": None}
 """None unsets a variable: a module that an installer left uncompiled is compiled once, not in every process."""
@@ -63,6 +71,16 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHON
 def group(name: str) -> list[str]:
     """The requirements of one dependency group of pyproject.toml."""
     return nox.project.dependency_groups(PROJECT, name)
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """Lint, types, and the tests of `QUICK`: two minutes on two cores."""
+    install_core(session)
+    session.install(*group("lint"), *group("types"))
+    check_lint(session)
+    session.run("mypy")
+    session.run("pytest", "-n", "2", "-m", "not gpu", *(session.posargs or QUICK), env=ENVIRONMENT)
 
 
 @nox.session
@@ -258,10 +276,16 @@ def run_planted(session: nox.Session, finders: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Format and lint."""
+    """Format, lint and spelling."""
     session.install(*group("lint"))
+    check_lint(session)
+
+
+def check_lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
+    session.run("ruff", "check", "--preview", "--select", DOCSTRINGS, ".")
+    session.run("codespell")
 
 
 @nox.session
@@ -276,3 +300,24 @@ def docs(session: nox.Session) -> None:
     """Build the documentation's site into build/site."""
     session.install(*group("docs"), *group("lint"))  # ruff formats signatures
     session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build what is released and check it: `-- --no-tag` before the tag is set. The upload is left to you."""
+    session.install(*group("release"))
+    version = re.search('__version__ = "(.+)"', Path("fp8refit/__init__.py").read_text())[1]
+    heading = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$"
+    if not re.search(heading, Path("CHANGELOG.md").read_text(), re.MULTILINE):
+        session.error(f"CHANGELOG.md has no dated section for {version}")
+    if session.run("git", "status", "--porcelain", external=True, silent=True).strip():
+        session.error("the working tree has changes that are not committed")
+    tags = session.run("git", "tag", "--points-at", "HEAD", external=True, silent=True).split()
+    if f"v{version}" not in tags and "--no-tag" not in session.posargs:
+        session.error(f"the commit has no tag v{version}")
+    shutil.rmtree("dist", ignore_errors=True)
+    session.run("python", "-m", "build")
+    files = sorted(map(str, Path("dist").iterdir()))
+    session.run("twine", "check", "--strict", *files)
+    session.run("check-wheel-contents", *(file for file in files if file.endswith(".whl")))
+    session.log(f"{', '.join(files)}: ready; `twine upload dist/*` releases them")
