@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -39,7 +39,7 @@ class Measured:
     kernels: list[KernelBenchResult]
     rollouts: dict[str, list[RolloutBenchResult]]
     """By engine, smallest model first."""
-    layers: list[dict]
+    layers: list[dict[str, Any]]
     """Of vLLM's linear layers, see `tests/gpu/run_linear.py`."""
 
     @property
@@ -267,7 +267,7 @@ PRODUCTS = {
 }
 
 
-def render_layers(found: dict) -> str:
+def render_layers(found: dict[str, Any]) -> str:
     """Linear layers of one model, by the number of tokens."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     columns = [found["model"], *PRODUCTS.values(), "gain with DeepGEMM", "with CUTLASS"]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
@@ -141,13 +142,13 @@ def load_example() -> ModuleType:
     return module
 
 
-def read(folder: Path) -> dict[str, dict]:
+def read(folder: Path) -> dict[str, dict[str, Any]]:
     """Results by the names of their files, in the order of the page."""
     found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("grpo_*.json"))}
     return {name: found[name] for name in sorted(found, key=lambda name: [*SECTIONS, name].index(name))}
 
 
-def render(results: dict[str, dict]) -> str:
+def render(results: dict[str, dict[str, Any]]) -> str:
     """The page, as Markdown."""
     return "\n".join([HEAD, *(render_file(name, results) for name in results)])
 
@@ -157,7 +158,7 @@ def section_of(name: str) -> Section:
     return SECTIONS.get(name, Section(has_density=True))
 
 
-def render_file(name: str, results: dict[str, dict]) -> str:
+def render_file(name: str, results: dict[str, dict[str, Any]]) -> str:
     """What one command found: rewards and mismatch, and how much of the policy changed in a step."""
     section, found = section_of(name), results[name]
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
@@ -184,7 +185,7 @@ def peak(steps: dict[str, list[float]]) -> int:
     return rewards.index(max(rewards))
 
 
-OF_RUNS: dict[str, Callable[[dict], float]] = {
+OF_RUNS: dict[str, Callable[[dict[str, Any]], float]] = {
     "warm_up": lambda run: run["warm_up_reward"],
     "peak": lambda run: max(run["steps"]["expected_reward"]),
     "peak_step": lambda run: run["steps"]["step"][peak(run["steps"])],
@@ -204,7 +205,7 @@ class Figures:
     `{FILE>VARIANT.COLUMN}` counts the seeds for which the other file has the higher figure.
     """
 
-    def __init__(self, results: dict[str, dict], name: str) -> None:
+    def __init__(self, results: dict[str, dict[str, Any]], name: str) -> None:
         self._results, self._name = results, name
 
     def fill(self, text: str) -> str:
@@ -230,13 +231,13 @@ class Figures:
         runs = sorted(self._chosen("runs", file, variant), key=lambda run: run["seed"])
         return {run["seed"]: OF_RUNS[column](run) for run in runs}
 
-    def _chosen(self, kind: str, file: str, variant: str) -> list[dict]:
+    def _chosen(self, kind: str, file: str, variant: str) -> list[dict[str, Any]]:
         name, _, lr = variant.partition(" at ")
         rows = self._results[file][kind]
         return [row for row in rows if row["variant"] == name and (not lr or row["lr"] == float(lr))]
 
 
-def rewards_table(summary: Sequence[dict]) -> str:
+def rewards_table(summary: Sequence[dict[str, Any]]) -> str:
     """A row for each variant: rewards, mismatch, and what refits cost in runs that had the GPU alone."""
     has_times = any("refit_share" in row for row in summary)
     columns = ["variant", "lr", "seeds", "warm-up", "reward", "trainer's", "k3", "token error", "ESS"]
@@ -244,7 +245,7 @@ def rewards_table(summary: Sequence[dict]) -> str:
     return table(columns, [learning_cells(row, has_times=has_times) for row in summary])
 
 
-def density_table(summary: Sequence[dict]) -> str:
+def density_table(summary: Sequence[dict[str, Any]]) -> str:
     """A row for each variant: which shares change in a step."""
     columns = ["variant", "lr", "BF16 values", "FP8 codes", "scales", "FP8 codes, UE8M0", "scales, UE8M0"]
     return table(columns, [density_cells(row) for row in sorted(summary, key=lambda row: row["lr"])])
@@ -255,7 +256,7 @@ def picture(name: str, kind: str) -> str:
     return f"{name}_{kind}.png"
 
 
-def learning_cells(row: dict, *, has_times: bool) -> list[str]:
+def learning_cells(row: dict[str, Any], *, has_times: bool) -> list[str]:
     """Of one variant."""
     rewards = (spread(row[column], "{:.3f}") for column in ("warm_up_reward", "reward", "expected_reward"))
     error = row["token_mult_prob_error"][1]
@@ -264,7 +265,7 @@ def learning_cells(row: dict, *, has_times: bool) -> list[str]:
     return [row["variant"], f"{row['lr']:g}", str(row["seeds"]), *rewards, *mismatch, *(times if has_times else [])]
 
 
-def density_cells(row: dict) -> list[str]:
+def density_cells(row: dict[str, Any]) -> list[str]:
     """Of one variant: which shares change in a step."""
     shares = ("bf16", "codes_fp32", "scales_fp32", "codes_ue8m0", "scales_ue8m0")
     return [row["variant"], f"{row['lr']:g}", *(f"{row[f'changed_{share}'][1]:.3%}" for share in shares)]
@@ -282,7 +283,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def write(results: dict[str, dict], docs: Path) -> None:
+def write(results: dict[str, dict[str, Any]], docs: Path) -> None:
     """The page and its pictures."""
     example = load_example()
     for name, found in results.items():

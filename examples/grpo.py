@@ -32,17 +32,18 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
 from grpo_engines import ENGINES, MAX_CALIBRATION, Engine, Rollouts
 from grpo_results import FILE, add_run, describe, draw, read_results
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from fp8refit import __version__, correction, quantize_blockwise
-from fp8refit.precision import unify
+from fp8refit.precision import Unified, unify
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COMMAND = "FP8REFIT_GRPO_COMMAND"
@@ -166,7 +167,7 @@ def reward(rollouts: Rollouts) -> Tensor:
 # --- the policy ---
 
 
-def make_policy(size: Size) -> nn.Module:
+def make_policy(size: Size) -> PreTrainedModel:
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=size.hidden,
@@ -243,8 +244,8 @@ class Density:
         before, self._before = self._before, self._held_by(policy)
         shares = {}
         for kind, now in self._before.items():
-            changed = sum((a != b).sum() for a, b in zip(before[kind], now, strict=True))
-            shares[f"changed_{kind}"] = changed.item() / sum(tensor.numel() for tensor in now)
+            changed = sum(int((a != b).sum()) for a, b in zip(before[kind], now, strict=True))
+            shares[f"changed_{kind}"] = changed / sum(tensor.numel() for tensor in now)
         return shares
 
     @staticmethod
@@ -274,12 +275,14 @@ class Run:
         self.generator = torch.Generator().manual_seed(1000 + seed)
         self.optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.warm_up_reward = expected_reward(policy, self.held_out)
-        is_unified = variant.precision == "unified"
-        self.served = unify(policy, like=engine.refitter.layout()) if is_unified else policy
-        self.records: list[dict] = []
+        self.served: nn.Module | Unified = policy
+        if variant.precision == "unified":
+            assert engine.refitter is not None, "its engine is FP8"
+            self.served = unify(policy, like=engine.refitter.layout())
+        self.records: list[dict[str, Any]] = []
         self.state_file = options.out / f"{variant}-{seed}-{lr}.pt"
 
-    def steps(self) -> Iterator[dict]:
+    def steps(self) -> Iterator[dict[str, Any]]:
         """Run GRPO steps from the last saved one, and yield a record of each."""
         calibration = torch.cat([self.held_out, solve(self.held_out)], 1).tolist()
         self.update_engine(calibration[:MAX_CALIBRATION])
@@ -395,7 +398,7 @@ def finish(run: Run) -> None:
     run.state_file.unlink(missing_ok=True)
 
 
-def settings_of(options: argparse.Namespace) -> dict:
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """What must be the same for all runs in a folder."""
     return {
         "engine": options.engine,
@@ -409,7 +412,7 @@ def settings_of(options: argparse.Namespace) -> dict:
     }
 
 
-def check_settings(file: Path, found: dict, options: argparse.Namespace) -> None:
+def check_settings(file: Path, found: dict[str, Any], options: argparse.Namespace) -> None:
     """Refuse to go on with `file` if it was made with other settings. Those that an older file lacks are not compared."""
     wanted = settings_of(options)
     changed = [
@@ -456,7 +459,7 @@ def model_folder(options: argparse.Namespace) -> Path:
     return folder
 
 
-def about_run(run: Run) -> dict:
+def about_run(run: Run) -> dict[str, Any]:
     options = run.options
     return {
         "variant": str(run.variant),
@@ -469,7 +472,7 @@ def about_run(run: Run) -> dict:
     }
 
 
-def about_all(engine: Engine) -> dict:
+def about_all(engine: Engine) -> dict[str, Any]:
     return {
         "command": os.environ[COMMAND],
         "gpu": torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.processor() or "CPU",
@@ -477,7 +480,7 @@ def about_all(engine: Engine) -> dict:
     }
 
 
-def open_log(folder: Path) -> Callable[[dict], None]:
+def open_log(folder: Path) -> Callable[[dict[str, Any]], None]:
     """Writes records for TensorBoard, if it is installed."""
     if find_spec("tensorboard") is None:
         return lambda record: None
@@ -485,7 +488,7 @@ def open_log(folder: Path) -> Callable[[dict], None]:
 
     writer = SummaryWriter(folder)
 
-    def log(record: dict) -> None:
+    def log(record: dict[str, Any]) -> None:
         for name, value in record.items():
             writer.add_scalar(name, value, record["step"])
         writer.flush()  # it may be looked at now, and this process may be stopped
@@ -493,7 +496,7 @@ def open_log(folder: Path) -> Callable[[dict], None]:
     return log
 
 
-def show(progress: Progress, task: int, run: Run, record: dict) -> None:
+def show(progress: Progress, task: TaskID, run: Run, record: dict[str, Any]) -> None:
     said = f"{run.state_file.stem}: reward {record['reward']:.2f}, expected {record['expected_reward']:.3f}"
     progress.update(task, completed=record["step"], description=said)
     if progress.disable and record["step"] % 10 == 0:

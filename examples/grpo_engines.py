@@ -5,6 +5,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported: its engine is in this process
 
@@ -68,13 +69,14 @@ class Engine:
 
     def update(self, policy: nn.Module | Unified, calibration: list[list[int]] | None) -> None:
         """Load `policy` into the engine, and set KV scales by `calibration`."""
-        if self.refitter is None:
-            self.load_bf16(policy)
-        elif isinstance(policy, Unified):
+        if isinstance(policy, Unified):
+            assert self.refitter is not None, "only FP8 engines have a trainer in their precision"
             report = self.refitter.refit(policy.served(), calibration=calibration)
             assert report.num_quantized == 0, "the engine takes the bytes that the trainer computes with"
-        else:
+        elif self.refitter is not None:
             self.refitter.refit(policy.state_dict(), calibration=calibration)
+        else:
+            self.load_bf16(policy)
 
     @property
     def kernels(self) -> list[str]:
@@ -87,11 +89,11 @@ class Engine:
 
 
 class VllmEngine(Engine):
-    def __init__(self, model: Path, precision: str, options: dict) -> None:
+    def __init__(self, model: Path, precision: str, options: dict[str, Any]) -> None:
         import vllm
 
         self.version = {"vllm": vllm.__version__}
-        settings = {"skip_tokenizer_init": True, "max_model_len": 256, "gpu_memory_utilization": 0.3}
+        settings: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 256, "gpu_memory_utilization": 0.3}
         settings["kv_cache_dtype"] = "fp8" if precision == "fp8kv" else "auto"
         if precision != "bf16":
             settings["quantization"] = "fp8_per_block"
@@ -115,7 +117,7 @@ class VllmEngine(Engine):
 
 
 class SglangEngine(Engine):
-    def __init__(self, model: Path, precision: str, options: dict) -> None:
+    def __init__(self, model: Path, precision: str, options: dict[str, Any]) -> None:
         import sglang
 
         self.version = {"sglang": sglang.__version__}
@@ -150,7 +152,7 @@ class SglangEngine(Engine):
 
 
 class TransformersEngine(Engine):
-    def __init__(self, model: Path, precision: str, options: dict) -> None:
+    def __init__(self, model: Path, precision: str, options: dict[str, Any]) -> None:
         from fp8refit_transformers import to_block_fp8
 
         self.version = {"transformers": sys.modules["transformers"].__version__}

@@ -4,6 +4,7 @@ import json
 import statistics
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 FILE = "grpo.json"
 CHANGED = ("changed_bf16", "changed_codes_fp32", "changed_scales_fp32", "changed_codes_ue8m0", "changed_scales_ue8m0")
@@ -19,13 +20,13 @@ PARTS = ("rollout_s", "train_s", "refit_s")
 LOGARITHMIC = ("k3", "token_mult_prob_error", *CHANGED)
 
 
-def read_results(out: Path) -> dict:
+def read_results(out: Path) -> dict[str, Any]:
     """The results so far in the folder `out`."""
     file = out / FILE
     return json.loads(file.read_text()) if file.exists() else {"runs": []}
 
 
-def add_run(out: Path, run: dict, records: list[dict], about: dict) -> None:
+def add_run(out: Path, run: dict[str, Any], records: list[dict[str, Any]], about: dict[str, Any]) -> None:
     """Add a finished run: one list per column of its `records`, and the facts in `about`, common to all runs."""
     results = read_results(out)
     steps = {name: [float(f"{record[name]:.6g}") for record in records] for name in records[0]}
@@ -36,7 +37,7 @@ def add_run(out: Path, run: dict, records: list[dict], about: dict) -> None:
     part.replace(out / FILE)
 
 
-def summarize(runs: list[dict]) -> list[dict]:
+def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Summarize each variant as `[min, mean, max]` over its seeds. Rewards are those of the last fifth of the steps."""
     rows = []
     for (variant, lr), those in by_variant(runs).items():
@@ -57,9 +58,9 @@ def summarize(runs: list[dict]) -> list[dict]:
     return rows
 
 
-def by_variant(runs: list[dict]) -> dict[tuple[str, float], list[dict]]:
+def by_variant(runs: list[dict[str, Any]]) -> dict[tuple[str, float], list[dict[str, Any]]]:
     """Runs by variant and learning rate."""
-    found: dict[tuple[str, float], list[dict]] = {}
+    found: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for run in runs:
         found.setdefault((run["variant"], run["lr"]), []).append(run)
     return found
@@ -73,7 +74,7 @@ def spread(values: list[float]) -> list[float]:
     return [min(values), statistics.mean(values), max(values)]
 
 
-def describe(summary: list[dict]) -> str:
+def describe(summary: list[dict[str, Any]]) -> str:
     """One line per variant."""
     lines = []
     for row in summary:
@@ -87,7 +88,7 @@ def describe(summary: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def draw(results: dict, out: Path) -> None:
+def draw(results: dict[str, Any], out: Path) -> None:
     """Plot the steps, if matplotlib is installed: means over seeds, with their range."""
     if find_spec("matplotlib") is None:
         return

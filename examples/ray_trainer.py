@@ -5,6 +5,7 @@ python examples/ray_trainer.py Qwen/Qwen3-0.6B
 
 import sys
 from functools import partial
+from typing import Any
 
 import ray
 import torch
@@ -15,9 +16,9 @@ import fp8refit
 
 PROMPT = [1, 2, 3, 4]
 NUM_GPUS = int(torch.cuda.is_available())
+placed = ray.remote(num_cpus=0, num_gpus=NUM_GPUS)
 
 
-@ray.remote(num_cpus=0, num_gpus=NUM_GPUS)
 class Rollouts:
     def __init__(self, model: str) -> None:
         self.llm = LLM(model=model, quantization="fp8_per_block", max_model_len=512, skip_tokenizer_init=True)
@@ -31,9 +32,8 @@ class Rollouts:
         return list(self.llm.generate({"prompt_token_ids": PROMPT}, sampling, use_tqdm=False)[0].outputs[0].token_ids)
 
 
-@ray.remote(num_cpus=0, num_gpus=NUM_GPUS)
 class Trainer:
-    def __init__(self, model: str, rollouts: list) -> None:
+    def __init__(self, model: str, rollouts: list[Any]) -> None:
         self.policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
         self.policy = self.policy.to("cuda" if NUM_GPUS else "cpu")
         engines = [fp8refit.HostedEngine(partial(ask, actor)) for actor in rollouts]
@@ -44,7 +44,9 @@ class Trainer:
         with torch.no_grad():  # stands for an optimizer step
             for parameter in self.policy.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=1e-4)
-        return self.broadcaster.push(self.policy.state_dict()).version
+        report = self.broadcaster.push(self.policy.state_dict())
+        assert report is not None, "only other ranks of a trainer's group get none"
+        return report.version
 
 
 def ask(actor: ray.actor.ActorHandle, message: str, timeout_s: float) -> str:
@@ -53,8 +55,8 @@ def ask(actor: ray.actor.ActorHandle, message: str, timeout_s: float) -> str:
 
 def main(model: str) -> None:
     with ray.init():
-        rollouts = [Rollouts.remote(model) for _ in range(2)]
-        trainer = Trainer.remote(model, rollouts)
+        rollouts = [placed(Rollouts).remote(model) for _ in range(2)]
+        trainer = placed(Trainer).remote(model, rollouts)
         for _ in range(3):
             version = ray.get(trainer.step.remote())
             print(f"version {version}: rollouts {ray.get([actor.generate.remote() for actor in rollouts])}")

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import urllib.request
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -33,6 +34,7 @@ def main(model: str, urls: list[str]) -> None:
                 for parameter in policy.parameters():
                     parameter.add_(torch.randn_like(parameter), alpha=1e-4)
             report = broadcaster.push(policy.state_dict())
+            assert report is not None, "only other ranks of a trainer's group get none"
             print(f"version {report.version} on {len(report.ranks)} ranks: rollouts {[rollout(url) for url in urls]}")
 
 
@@ -42,7 +44,7 @@ def rollout(url: str) -> list[int]:
     return ask(f"{url}/v1/completions", asked)["choices"][0]["token_ids"]
 
 
-def ask(url: str, body: dict | None = None) -> dict:
+def ask(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, HEADERS)) as answer:
         return json.load(answer)

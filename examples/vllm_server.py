@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import urllib.request
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -40,7 +41,7 @@ def rollout(url: str) -> list[int]:
     return ask(f"{url}/v1/completions", asked)["choices"][0]["token_ids"]
 
 
-def ask(url: str, body: dict | None = None) -> dict:
+def ask(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, HEADERS)) as answer:
         return json.load(answer)
