@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8refit.errors import StagingMemoryError, TransportError
 from fp8refit.live.slots import dtype_name
-from fp8refit.transport.memory.cuda_driver import CudaDriver, CudaDriverError, Driver
+from fp8refit.transport.memory.cuda_driver import CudaDriver, CudaDriverError
 from fp8refit.transport.memory.exporter import share_allocation
 from fp8refit.transport.memory.memfd import make_memfd
 from fp8refit.transport.memory.process import Process
@@ -33,7 +33,7 @@ class Bucket:
         TransportError: The GPU cannot share memory between processes.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device | None = None, *, driver: Driver | None = None) -> None:
+    def __init__(self, num_bytes: int, device: torch.device | None = None, *, driver: CudaDriver | None = None) -> None:
         if num_bytes <= 0:
             raise ValueError(f"a bucket needs at least one byte, not {num_bytes}")
         self.num_bytes = num_bytes
@@ -107,7 +107,7 @@ class Bucket:
             close()
 
 
-def _gpu_memory(num_bytes: int, device: torch.device, driver: Driver) -> tuple[Segment, Tensor, Callable[[], None]]:
+def _gpu_memory(num_bytes: int, device: torch.device, driver: CudaDriver) -> tuple[Segment, Tensor, Callable[[], None]]:
     uuid = driver.device_uuid(device)
     if uuid is None:
         raise ValueError(f"a bucket lies on a GPU or, with device=None, in host memory; not on {device}")

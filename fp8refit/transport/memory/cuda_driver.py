@@ -9,7 +9,6 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -82,50 +81,6 @@ class _DeviceBytes:
 def is_mapped(address: int) -> bool:
     """Whether a kernel may access `address`; see `CudaDriver.is_mapped`."""
     return CudaDriver().is_mapped(address)
-
-
-class Driver(Protocol):
-    """What is needed from the GPU driver. `CudaDriver` implements it and documents the methods."""
-
-    def device_uuid(self, device: torch.device) -> str | None:
-        """Return a GPU's name for other processes."""
-        ...
-
-    def find_device(self, uuid: str) -> torch.device | None:
-        """Return the GPU with a name from another process."""
-        ...
-
-    def allocation_of(self, address: int) -> tuple[int, int]:
-        """Return first address and size of the allocation around an address."""
-        ...
-
-    def buffer_id(self, address: int) -> int | None:
-        """Return what distinguishes an allocation from a later one at the same address."""
-        ...
-
-    def ipc_handle(self, base: int) -> bytes | None:
-        """Return the handle with which other processes can map an allocation, if any."""
-        ...
-
-    def open_ipc(self, handle: bytes, device: torch.device) -> int:
-        """Map an allocation of another process."""
-        ...
-
-    def close_ipc(self, address: int, device: torch.device) -> None:
-        """Unmap it."""
-        ...
-
-    def device_malloc(self, num_bytes: int, device: torch.device) -> int:
-        """Allocate memory that other processes can map."""
-        ...
-
-    def device_free(self, address: int, device: torch.device) -> None:
-        """Free it."""
-        ...
-
-    def tensor_at(self, address: int, num_bytes: int, device: torch.device) -> Tensor:
-        """View memory as bytes."""
-        ...
 
 
 class CudaDriver:

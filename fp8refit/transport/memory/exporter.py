@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.slots import dtype_name
-from fp8refit.transport.memory.cuda_driver import CudaDriver, Driver
+from fp8refit.transport.memory.cuda_driver import CudaDriver
 from fp8refit.transport.memory.process import Process
 from fp8refit.transport.memory.segment import DTYPES, Segment, TensorRef, extent_bytes
 
@@ -48,7 +48,7 @@ class Exporter:
     must first tell the ranks to unmap them (`Importer.keep_only`).
     """
 
-    def __init__(self, *, driver: Driver | None = None) -> None:
+    def __init__(self, *, driver: CudaDriver | None = None) -> None:
         self._driver = CudaDriver() if driver is None else driver
         self._process = Process.current()
         self._segments: dict[_SegmentKey, Segment | None] = {}
@@ -131,7 +131,7 @@ class Exporter:
         return Export(refs=tuple(refs), segments=shared, leftover=tuple(leftover), digest=digest, gpus=gpus)
 
 
-def share_allocation(driver: Driver, key: _SegmentKey, num_bytes: int, process: Process) -> Segment | None:
+def share_allocation(driver: CudaDriver, key: _SegmentKey, num_bytes: int, process: Process) -> Segment | None:
     """Describe an allocation so that other processes can map it; None if they cannot."""
     uuid, base, buffer_id = key
     handle = driver.ipc_handle(base)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8refit.errors import TransportError
-from fp8refit.transport.memory.cuda_driver import CudaDriver, CudaDriverError, Driver
+from fp8refit.transport.memory.cuda_driver import CudaDriver, CudaDriverError
 from fp8refit.transport.memory.memfd import map_memfd
 from fp8refit.transport.memory.process import Process
 from fp8refit.transport.memory.segment import DTYPES, Segment, TensorRef, check_refs, why_unopened
@@ -39,7 +39,7 @@ class Importer:
             GPU, which must be visible here, to copy from.
     """
 
-    def __init__(self, device: torch.device, *, reads_peers: bool = True, driver: Driver | None = None) -> None:
+    def __init__(self, device: torch.device, *, reads_peers: bool = True, driver: CudaDriver | None = None) -> None:
         self._device = device
         self._reads_peers = reads_peers
         self._driver = CudaDriver() if driver is None else driver
