@@ -12,7 +12,7 @@ from fp8refit import __version__
 from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, device_seconds
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.fill.kernels import Task, compile_table
-from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat, dtype_name
+from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat, dtype_name, in_blocks
 
 DEFAULT_SHAPES = ((4096, 4096), (12288, 4096), (4096, 12288), (1536, 2048), (28672, 8192))
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
@@ -92,7 +92,7 @@ def _time(
     copy_rate: float,
 ) -> KernelTiming:
     rows, cols = shape
-    grid = (-(-rows // _BLOCK), -(-cols // _BLOCK))
+    grid = in_blocks(shape, (_BLOCK, _BLOCK))
     bytes_each = rows * cols * (_DTYPES[dtype].itemsize + 1) + 4 * grid[0] * grid[1]
     num_matrices = min(_MOST_MATRICES, -(-config.min_bytes // bytes_each))
     try:

@@ -21,6 +21,7 @@ from fp8refit.live.slots import (
     Stacked,
     TensorMeta,
     dtype_name,
+    in_blocks,
     stored_as,
 )
 from fp8refit.sources.checkpoints import SafetensorsSource
@@ -50,16 +51,15 @@ class Output:
     @property
     def num_source_bytes(self) -> int:
         """Bytes that are read."""
-        return prod(self.source.shape) * self.source.dtype.itemsize
+        return self.source.num_bytes
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are written, scales included."""
         num_bytes = prod(self.source.shape) * self.dtype.itemsize
         if self.scale_format is not None:
-            block_n, block_k = self.block_size
-            for _, _, (*stack, rows, cols) in stored_as(self.written, self.source.shape):
-                num_bytes += 4 * prod((*stack, -(-rows // block_n), -(-cols // block_k)))
+            for _, _, shape in stored_as(self.written, self.source.shape):
+                num_bytes += 4 * prod(in_blocks(shape, self.block_size))
         return num_bytes
 
     @property

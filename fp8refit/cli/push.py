@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -180,7 +179,7 @@ class _Counted:
 
 
 def _num_bytes(source: SafetensorsSource) -> int:
-    return sum(prod(meta.shape) * meta.dtype.itemsize for meta in source.metadata.values())
+    return sum(meta.num_bytes for meta in source.metadata.values())
 
 
 def _describe(error: RefitError) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 from fp8refit.cli.console import WIDE, make_console, make_table, print_line
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.names import in_one, without_numbers
+from fp8refit.live.slots import in_blocks
 
 
 def show_layout(layout: EngineLayout) -> None:
@@ -109,6 +110,5 @@ def _num_bytes(slot: SlotLayout) -> int:
     dtype: torch.dtype = getattr(torch, slot.dtype)
     num_bytes = prod(slot.shape) * dtype.itemsize
     if slot.block_size is not None:
-        num_blocks = prod(-(-length // size) for length, size in zip(slot.shape, slot.block_size, strict=True))
-        num_bytes += num_blocks * torch.float32.itemsize
+        num_bytes += prod(in_blocks(slot.shape, slot.block_size)) * torch.float32.itemsize
     return num_bytes

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
+from math import prod
 from typing import Protocol, TypeAlias
 
 import torch
@@ -65,6 +66,11 @@ class TensorMeta:
     def of(cls, tensor: Tensor) -> "TensorMeta":
         """Describe `tensor`."""
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its values."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {list(self.shape)}"
@@ -142,6 +148,12 @@ class Stacked:
         experts, rows, cols = self.shape
         ways = [way for way, found in ((False, (experts, rows, cols)), (True, (experts, cols, rows))) if found == shape]
         return self.is_transposed if len(ways) == 2 else next(iter(ways), None)
+
+
+def in_blocks(shape: Sequence[int], block_size: tuple[int, int]) -> tuple[int, ...]:
+    """Return the shape of the block scales of a matrix, or of a stack of matrices."""
+    *stack, rows, columns = shape
+    return (*stack, -(-rows // block_size[0]), -(-columns // block_size[1]))
 
 
 def stored_as(written: Sequence[str], shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:

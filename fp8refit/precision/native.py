@@ -10,7 +10,7 @@ from fp8refit.errors import PrecisionError
 from fp8refit.fill.kernels import fits_scale_format
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.names import strip_wrappers
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, dtype_name
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, dtype_name, in_blocks
 from fp8refit.precision.formats import formats_of
 from fp8refit.precision.weights import BlockFormat
 
@@ -86,9 +86,9 @@ def _parts(value: Any, wanted: BlockFormat | None) -> tuple[str | None, tuple[Te
             f"holds {dtype_name(codes.dtype)} with {dtype_name(scale.dtype)} scales; this engine holds E4M3 with float32",
             None,
         )
-    if tuple(scale.shape) != wanted.grid(codes.shape):
+    if tuple(scale.shape) != (expected := in_blocks(codes.shape, wanted.block_size)):
         block = "x".join(map(str, wanted.block_size))
-        return f"has scales {list(scale.shape)}, but blocks of {block} need {list(wanted.grid(codes.shape))}", None
+        return f"has scales {list(scale.shape)}, but blocks of {block} need {list(expected)}", None
     if not bool(fits_scale_format(scale, wanted.scale_format).all()):
         return f"has scales that are not all {wanted.scale_format}, which this engine's kernel needs", None
     return None, (codes, scale.contiguous())

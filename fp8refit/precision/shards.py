@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8refit.fill.kernels.reference import E4M3_MAX, block_scales
-from fp8refit.live.slots import FP8_DTYPE
+from fp8refit.live.slots import FP8_DTYPE, in_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -90,7 +90,7 @@ def _own_rows(weight: "TrainedWeight") -> tuple[Tensor, int, int]:
 def _own_maxima(weight: "TrainedWeight") -> Tensor:
     """Return the largest magnitude of this rank's part of every block: 0 if it has no part, Inf for NaN."""
     rows, first, _ = _own_rows(weight)
-    grid = rows.new_zeros(weight.format.grid(weight.parameter.shape))
+    grid = rows.new_zeros(in_blocks(weight.parameter.shape, weight.format.block_size))
     if not rows.numel():
         return grid
     block_n, block_k = weight.format.block_size

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fp8refit.errors import NonFiniteError, PrecisionError
 from fp8refit.fill.kernels import Action, Task, WorkTable, compile_table
 from fp8refit.fill.kernels.work import source_layout
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat, in_blocks
 from fp8refit.precision.products import has_fp8_products
 from fp8refit.precision.shards import has_fsdp, quantize_shards
 
@@ -38,11 +38,6 @@ class BlockFormat:
     def is_ue8m0(self) -> bool:
         """Whether scales are powers of two."""
         return self.scale_format is ScaleFormat.UE8M0
-
-    def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the scales of a matrix or a stack of matrices."""
-        *stack, rows, cols = shape
-        return (*stack, -(-rows // self.block_size[0]), -(-cols // self.block_size[1]))
 
 
 class TrainedWeight:
@@ -109,7 +104,7 @@ class TrainedWeight:
         """Return where codes of this rank go. If that is new, scales are 0, which no block has."""
         if self.local_codes is None or self.local_codes.device != device:
             self.local_codes = torch.zeros((*shape,), dtype=torch.uint8, device=device).view(FP8_DTYPE)
-            self.scale = torch.zeros(self.format.grid(self.parameter.shape), device=device)
+            self.scale = torch.zeros(in_blocks(self.parameter.shape, self.format.block_size), device=device)
             self.has_fp8_products = has_fp8_products(device)
         return self.local_codes
 

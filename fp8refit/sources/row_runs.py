@@ -157,7 +157,7 @@ def row_ranges(meta: TensorMeta, max_bytes: int) -> Iterator[tuple[int, int]]:
 
     A piece has at most `max_bytes`, unless one row of blocks, or one row of a tensor that is not a matrix, is larger.
     """
-    if prod(meta.shape) * meta.dtype.itemsize <= max_bytes or not meta.shape:
+    if meta.num_bytes <= max_bytes or not meta.shape:
         yield 0, meta.shape[0] if meta.shape else 1
         return
     row_bytes = prod(meta.shape[1:]) * meta.dtype.itemsize

@@ -16,7 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.fill.kernels.reference import quantize_reference
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, Refusal, Slot, TensorMeta, Write, stored_as
+from fp8refit.live.slots import (
+    FP8_DTYPE,
+    SCALE_SUFFIX,
+    Inventory,
+    Refusal,
+    Slot,
+    TensorMeta,
+    Write,
+    in_blocks,
+    stored_as,
+)
 from fp8refit.live.tracing.kinds import Place, kinds_of
 from fp8refit.live.tracing.random_values import RandomValues
 from fp8refit.live.tracing.reading import Held, Reading, twin_name
@@ -243,15 +253,13 @@ class _Trial:
             slots = self._slots.get(name, [])
             if name in self._coded:
                 block = slots[0].block_size
-                codes, scales = (
-                    self._random.make("codes", meta.shape),
-                    self._random.make("scales", _grid(meta.shape, block)),
-                )
+                codes = self._random.make("codes", meta.shape)
+                scales = self._random.make("scales", in_blocks(meta.shape, block))
                 policy |= {name: codes, name + SCALE_SUFFIX: scales}
                 for spelled, start, part in stored_as(self._twin.written_as.get(name, (name,)), meta.shape):
                     blocks = (*start[:-2], start[-2] // block[0], start[-1] // block[1])
                     given[spelled] = _box(codes, start, part)
-                    given[spelled + SCALE_SUFFIX] = _box(scales, blocks, _grid(part, block))
+                    given[spelled + SCALE_SUFFIX] = _box(scales, blocks, in_blocks(part, block))
             elif slots or name in used or prod(meta.shape) <= _READ_AS_NUMBER:
                 kind = next((kind for kind in _EXACT.values() if name in self._exact[kind]), "any")
                 given[name] = self._random.make(kind, meta.shape)
@@ -299,11 +307,6 @@ def _with_own_blocks(stored: tuple[Tensor, ...], rows: int) -> Iterable[tuple[Te
 
 def _is_on_grid(slot: Slot) -> bool:
     return not any(start % size for start, size in zip(slot.origin[-2:], slot.block_size, strict=True))
-
-
-def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    *stack, rows, columns = shape
-    return (*stack, -(-rows // block[0]), -(-columns // block[1]))
 
 
 def _box(tensor: Tensor, start: Sequence[int], shape: tuple[int, ...]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import (
+    SCALE_SUFFIX,
     SOURCE_DTYPES,
     Inventory,
     PartlyRead,
@@ -29,7 +30,6 @@ from fp8refit.live.tracing.records import Base, Computed, Copy
 from fp8refit.live.tracing.rules import KernelRules, Why
 from fp8refit.live.tracing.staged import Staged, fault_of_recipe
 from fp8refit.live.tracing.stored import (
-    SCALE_SUFFIX,
     TWO_HALVES,
     are_matrices,
     block_rows,

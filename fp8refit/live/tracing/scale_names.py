@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8refit.live.names import without_numbers
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, TensorMeta, stored_as
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, TensorMeta, in_blocks, stored_as
 from fp8refit.live.tracing.boxes import Range, pieces_of
 from fp8refit.live.tracing.records import Copy, Traced
 from fp8refit.live.tracing.stored import matrices
@@ -149,7 +149,9 @@ class ScaleNames:
         for name, spelling in spelled.items():
             for written, _, shape in stored_as(spelling, self.sources[name].shape):
                 stored[written] = TensorMeta(shape=shape, dtype=FP8_DTYPE)
-                stored[written + SCALE_SUFFIX] = TensorMeta(shape=self._scales_of(shape), dtype=torch.float32)
+                stored[written + SCALE_SUFFIX] = TensorMeta(
+                    shape=in_blocks(shape, self.block_size), dtype=torch.float32
+                )
         return stored
 
     def _fits(
@@ -160,9 +162,9 @@ class ScaleNames:
         found: set[_Place | None] = set()
         for written, start, shape in stored_as(spelling, full_shape):
             weight = set(self._places(copies.get(written, ()), shape))
-            scale = set(self._places(copies.get(written + SCALE_SUFFIX, ()), self._scales_of(shape)))
-            in_blocks = {place and place.in_blocks(self.named, self.block_size) for place in weight}
-            if None in in_blocks or in_blocks != scale:
+            scale = set(self._places(copies.get(written + SCALE_SUFFIX, ()), in_blocks(shape, self.block_size)))
+            blocks = {place and place.in_blocks(self.named, self.block_size) for place in weight}
+            if None in blocks or blocks != scale:
                 return False
             found |= {place and place.moved(start) for place in weight}
         return found == set(self._places(expected, full_shape))
@@ -179,10 +181,6 @@ class ScaleNames:
                     yield _Place(
                         copy.parameter, matrix.into, matrix.read, piece.is_transposed and _is_wide(matrix.read)
                     )
-
-    def _scales_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        *stack, rows, columns = shape
-        return (*stack, -(-rows // self.block_size[0]), -(-columns // self.block_size[1]))
 
 
 def _without_numbers(spelling: Spelling) -> Spelling:

@@ -7,16 +7,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from fp8refit.live.slots import (
-    FP8_DTYPE,
-    SOURCE_DTYPES,
-    dtype_name,
-)
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, dtype_name, in_blocks
 from fp8refit.live.tracing.boxes import Boxes, Range
 from fp8refit.live.tracing.records import Copy
 from fp8refit.live.tracing.rules import KernelRules, Why
 
-SCALE_SUFFIX = "_scale_inv"
 TWO_HALVES = "w13_weight"
 """Gate and up projections of an expert layer, one above the other."""
 
@@ -69,7 +64,8 @@ def _why_not_row_major(name: str, weight: Tensor, scale: Tensor, block_size: tup
         return f"its `{name}` is not a row-major float8_e4m3fn matrix"
     *experts, rows, columns = weight.shape
     halves = 2 if name == TWO_HALVES and rows // 2 % block_size[0] else 1
-    expected = [*experts, halves * -(-rows // halves // block_size[0]), -(-columns // block_size[1])]
+    num_rows, num_columns = in_blocks((rows // halves, columns), block_size)
+    expected = [*experts, halves * num_rows, num_columns]
     if scale.dtype is not torch.float32 or list(scale.shape) != expected or not scale.is_contiguous():
         found = f"{dtype_name(scale.dtype)} {list(scale.shape)}"
         return f"its `{name}{SCALE_SUFFIX}` is {found}, not row-major float32 {expected}"

@@ -7,7 +7,6 @@ and the first of them sends it to the rest.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import prod
 from typing import Any
 
 import torch
@@ -181,7 +180,7 @@ class OwnerBroadcast:
         assert self._memory is not None, "allocated"
         places, start = {}, 0
         for part in self._parts:
-            end = start + prod(part.meta.shape) * part.meta.dtype.itemsize
+            end = start + part.meta.num_bytes
             places[part.name] = self._memory[start:end].view(part.meta.dtype).view(part.meta.shape)
             start += _num_bytes(part)
         return places
@@ -195,4 +194,4 @@ def _lost(error: RuntimeError) -> RankFailedError:
 
 def _num_bytes(part: Part) -> int:
     """Size of the whole tensor, including its alignment."""
-    return -(-prod(part.meta.shape) * part.meta.dtype.itemsize // 16) * 16
+    return -(-part.meta.num_bytes // 16) * 16

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from fp8refit.errors import StagingMemoryError
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, TensorMeta
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, TensorMeta, in_blocks
 from fp8refit.transport.memory.segment import DTYPES
 
 HEADER_BYTES = 256
@@ -100,7 +100,9 @@ class WireTensor(BaseModel, frozen=True, extra="forbid"):
         """What the ranks are told to expect: the tensor, and the scales sent with it."""
         metas = {self.name: TensorMeta(shape=self.shape, dtype=DTYPES[self.dtype])}
         if self.block_size is not None:
-            metas[self.name + SCALE_SUFFIX] = TensorMeta(shape=self._in_blocks(self.shape), dtype=torch.float32)
+            metas[self.name + SCALE_SUFFIX] = TensorMeta(
+                shape=in_blocks(self.shape, self.block_size), dtype=torch.float32
+            )
         return metas
 
     def boxes(self, first_row: int, num_rows: int) -> Iterator[tuple[int, _Shape, _Shape]]:
@@ -127,7 +129,7 @@ class WireTensor(BaseModel, frozen=True, extra="forbid"):
             name=self.name + SCALE_SUFFIX,
             dtype=torch.float32,
             start=tuple(first // size for first, size in zip(start, self.block_size, strict=True)),
-            shape=self._in_blocks(shape),
+            shape=in_blocks(shape, self.block_size),
             offset_bytes=offset_bytes + _aligned(values.num_bytes),
         )
         return values, scales
@@ -145,12 +147,8 @@ class WireTensor(BaseModel, frozen=True, extra="forbid"):
         """Bytes of a box and its scales in a bucket."""
         num_bytes = _aligned(prod(shape) * DTYPES[self.dtype].itemsize)
         if self.block_size is not None:
-            num_bytes += _aligned(prod(self._in_blocks(shape)) * torch.float32.itemsize)
+            num_bytes += _aligned(prod(in_blocks(shape, self.block_size)) * torch.float32.itemsize)
         return num_bytes
-
-    def _in_blocks(self, shape: _Shape) -> _Shape:
-        assert self.block_size is not None, f"{self.name=}"
-        return tuple(-(-n // size) for n, size in zip(shape, self.block_size, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
