@@ -372,9 +372,9 @@ def peak_bytes(rank: int, placements: tuple[Placement, ...], max_bytes: int) -> 
 
     Nothing is communicated: gloo's threads let go of a buffer some time after its operation is over.
     """
-    all_gather, broadcast = batches._all_gather, batches._broadcast
-    batches._all_gather = batches._broadcast = lambda *_: nullcontext()
-    wait, batches._wait = batches._wait, lambda works, timeout_s: None
+    all_gather, broadcast = batches._all_gather, batches.broadcast
+    batches._all_gather = batches.broadcast = lambda *_: nullcontext()
+    wait, batches.wait_for = batches.wait_for, lambda work, timeout_s: None
     mesh = mesh_of(2, 2)
     state_dict: dict[str, Any] = {f"layers.{index}.weight": torch.randn(256, 64) for index in range(20)}
     state_dict["embed_tokens.weight"] = torch.randn(4096, 64)
@@ -388,7 +388,7 @@ def peak_bytes(rank: int, placements: tuple[Placement, ...], max_bytes: int) -> 
         for piece in source.pieces(max_bytes):
             del piece
     source.close()
-    batches._all_gather, batches._broadcast, batches._wait = all_gather, broadcast, wait
+    batches._all_gather, batches.broadcast, batches.wait_for = all_gather, broadcast, wait
     held = peak = 0
     for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":

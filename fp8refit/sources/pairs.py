@@ -1,6 +1,6 @@
 """Pairs of a name and a value, as trainers send them, and which of them can be read."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -57,7 +57,9 @@ def read_all(raw_names: Sequence[str], values: Sequence[Any]) -> dict[str, Tenso
     return tensors if len(tensors) == len(values) else None
 
 
-def readable(items: Iterable[Any], problems: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+def readable(
+    items: Iterable[Any], problems: dict[str, str], why_not: Callable[[Any], str | None] = why_unreadable
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every readable tensor once, under its checkpoint name. `problems` gets a line for each other name."""
     names = set()
     for name, raw_name, tensor in named(items):
@@ -65,7 +67,7 @@ def readable(items: Iterable[Any], problems: dict[str, str]) -> Iterator[tuple[s
             problems[name] = f"{name}: sent twice, the second time as {raw_name}; send it once"
             continue
         names.add(name)
-        if problem := why_unreadable(tensor):
+        if problem := why_not(tensor):
             problems[name] = f"{name}: {problem}"
         else:
             yield name, tensor

@@ -5,16 +5,19 @@ dimension. `Rows` are part of a tensor that is larger than a bucket. A `Whole` t
 own library can undo. Every rank of the mesh makes the same batches and gathers them in the same order.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
 from fp8refit.errors import RankFailedError
 from fp8refit.sources.row_runs import row_ranges
@@ -33,17 +36,20 @@ PartRows: TypeAlias = Iterator[tuple[Part, int, Tensor]]
 """A part, the position of its first row here, and the rows."""
 
 
-class Batch(Protocol):
-    """What is gathered between two votes of the trainer's ranks."""
+class Batch(ABC):
+    """What is gathered between two votes of the trainer's ranks: operations, each of which needs the result of the one before.
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors in it."""
-        ...
+    Only the memory of the first is allocated beforehand, to hold less at once.
+    """
+
+    _steps: Iterator[Launch]
+    _launch: Launch | None
+    _works: Sequence[Any]
 
     def allocate(self) -> None:
         """Allocate memory and copy this rank's data into it: everything that may fail on one rank alone."""
-        ...
+        self._steps = self._communicate()
+        self._launch = next(self._steps, None)
 
     def begin(self) -> None:
         """Start communicating, as far as possible without waiting. Every rank of the mesh calls it.
@@ -51,7 +57,7 @@ class Batch(Protocol):
         Raises:
             RankFailedError: A rank died.
         """
-        ...
+        self._works = self._launch() if self._launch is not None else ()
 
     def finish(self, timeout_s: float) -> None:
         """Wait for what was started, and communicate the rest.
@@ -59,13 +65,24 @@ class Batch(Protocol):
         Raises:
             RankFailedError: A rank died, or did not join in time.
         """
-        ...
+        while self._launch is not None:
+            with no_rank_lost():
+                for work in self._works:
+                    wait_for(work, timeout_s)
+            self._launch, self._works = None, ()
+            self._launch = next(self._steps, None)
+            if self._launch is not None:
+                self._works = self._launch()
 
+    @abstractmethod
     def tensors(self) -> PartRows:
         """Yield what was gathered, once. Each tensor has memory of its own or of the trainer; nothing is kept after the
         last.
         """
-        ...
+
+    @abstractmethod
+    def _communicate(self) -> Iterator[Launch]:
+        """Yield what starts each step. Its operations have finished when the next one is requested."""
 
 
 def batches(parts: Iterable[Part], max_bytes: int) -> Iterator[Batch]:
@@ -91,40 +108,7 @@ def batches(parts: Iterable[Part], max_bytes: int) -> Iterator[Batch]:
         yield Bucket(waiting)
 
 
-class _StepByStep:
-    """A batch of several collective operations, each of which needs the result of the one before.
-
-    Only the memory of the first is allocated beforehand, to hold less at once.
-    """
-
-    _steps: Iterator[Launch]
-    _launch: Launch | None
-    _works: Sequence[Any]
-
-    def allocate(self) -> None:
-        """Allocate what the first operation needs."""
-        self._steps = self._communicate()
-        self._launch = next(self._steps, None)
-
-    def begin(self) -> None:
-        """Start the first operation."""
-        self._works = self._launch() if self._launch is not None else ()
-
-    def finish(self, timeout_s: float) -> None:
-        """Wait for it, and carry out the others."""
-        while self._launch is not None:
-            _wait(self._works, timeout_s)
-            self._launch, self._works = None, ()
-            self._launch = next(self._steps, None)
-            if self._launch is not None:
-                self._works = self._launch()
-
-    def _communicate(self) -> Iterator[Launch]:
-        """Yield what starts each step. Its operations have finished when the next one is requested."""
-        raise NotImplementedError
-
-
-class Bucket(_StepByStep):
+class Bucket(Batch):
     """Whole tensors on one mesh, and tensors that need no gather.
 
     Peak memory: what is sent plus what arrives, or what arrives plus one of its tensors.
@@ -136,13 +120,8 @@ class Bucket(_StepByStep):
         self._rounds: list[_Round] = []
         self._boxes: dict[int, Tensor] = {}
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors in it."""
-        return tuple(part.name for part in self._parts)
-
+    @override
     def tensors(self) -> PartRows:
-        """Yield each whole tensor."""
         last = self._rounds[-1] if self._rounds else None
         for index, part in enumerate(self._parts):
             if last is not None and index in last.entries:
@@ -151,6 +130,7 @@ class Bucket(_StepByStep):
                 yield part, 0, self._boxes.pop(index, part.local)
         self._rounds.clear()
 
+    @override
     def _communicate(self) -> Iterator[Launch]:
         if self._mesh is None:
             return
@@ -162,10 +142,10 @@ class Bucket(_StepByStep):
             if number:
                 before = self._rounds[number - 1]
                 self._boxes |= {index: before.take(index) for index in before.entries}
-                before.release()
+                before.came = None
             one.pack(self._boxes)
             yield one.gather
-            one.forget_sent()
+            one.sent = None
 
 
 class _Round:
@@ -190,37 +170,31 @@ class _Round:
                 end += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._num_bytes = end
         self._device = parts[next(iter(self.entries))].device
-        self._sent: Tensor | None = None
-        self._came: Tensor | None = None
+        self.sent: Tensor | None = None
+        self.came: Tensor | None = None
 
     def pack(self, inner: dict[int, Tensor]) -> None:
         """Copy this rank's boxes in. Boxes assembled by an earlier round are removed from `inner`."""
-        self._sent = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
-        self._came = torch.empty(self._num_bytes * self._size, dtype=torch.uint8, device=self._device)
+        self.sent = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        self.came = torch.empty(self._num_bytes * self._size, dtype=torch.uint8, device=self._device)
         for index, entry in self.entries.items():
             box = inner.pop(index, self._parts[index].local)
-            place = self._sent[entry.start : entry.end].view(entry.dtype).view(entry.join.padded)
+            place = self.sent[entry.start : entry.end].view(entry.dtype).view(entry.join.padded)
             dim = entry.join.dim
             if box.shape[dim] != place.shape[dim]:
                 place = place.narrow(dim, 0, box.shape[dim])
             place.copy_(box)
 
     def gather(self) -> Sequence[Any]:
-        assert self._sent is not None and self._came is not None, "packed"
-        return [_all_gather(self._came, self._sent, self._group)]
-
-    def forget_sent(self) -> None:
-        self._sent = None
+        assert self.sent is not None and self.came is not None, "packed"
+        return [_all_gather(self.came, self.sent, self._group)]
 
     def take(self, index: int) -> Tensor:
         """Assemble the box that was spread over the ranks of this axis."""
-        assert self._came is not None, "gathered"
+        assert self.came is not None, "gathered"
         entry = self.entries[index]
-        boxes = self._came.view(self._size, -1)[:, entry.start : entry.end].view(entry.dtype)
+        boxes = self.came.view(self._size, -1)[:, entry.start : entry.end].view(entry.dtype)
         return _join(boxes.view(self._size, *entry.join.padded), entry.join.dim, entry.join.shape)
-
-    def release(self) -> None:
-        self._came = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +229,7 @@ class _Entry:
     dtype: torch.dtype
 
 
-class Rows(_StepByStep):
+class Rows(Batch):
     """Some rows of a tensor that is larger than a bucket.
 
     Ranks that hold whole rows broadcast them into place. Columns and other cuts come from every rank at once. Peak
@@ -268,17 +242,13 @@ class Rows(_StepByStep):
         self._first, self._count = first, count
         self._rows: Tensor | None = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The name of the tensor."""
-        return (self._part.name,)
-
+    @override
     def tensors(self) -> PartRows:
-        """Yield the rows."""
         rows, self._rows = self._rows, None
         assert rows is not None, "gathered"
         yield self._part, self._first, rows
 
+    @override
     def _communicate(self) -> Iterator[Launch]:
         own = self._layout.box(self._coordinate, len(self._layout.stages))
         first, count = own.rows(self._first, self._count)
@@ -321,7 +291,7 @@ class Rows(_StepByStep):
             place = rows.narrow(0, first - begin, count)
             if owner == me:
                 place.copy_(own)
-            works.append(_broadcast(place, owner, group))
+            works.append(broadcast(place, owner, group))
         return works
 
     def _pack(self, depth: int, own: Tensor) -> tuple[Tensor, Tensor]:
@@ -338,7 +308,7 @@ class Rows(_StepByStep):
         return [_all_gather(_bytes(came), _bytes(sent), self._mesh.get_group(self._layout.stages[depth].axis))]
 
 
-class Whole:
+class Whole(Batch):
     """A tensor that only PyTorch can gather: partial sums, or shards cut by two libraries in turn.
 
     Peak memory: the tensor, and whatever PyTorch needs.
@@ -348,30 +318,17 @@ class Whole:
         self._part = part
         self._tensor: Tensor | None = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The name of the tensor."""
-        return (self._part.name,)
-
-    def allocate(self) -> None:
-        """Do nothing: PyTorch allocates."""
-
-    def begin(self) -> None:
-        """Do nothing: PyTorch's gather waits."""
-
-    def finish(self, timeout_s: float) -> None:
-        """Gather the tensor."""
-        try:
-            with torch.no_grad():
-                self._tensor = self._part.local.full_tensor()  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            raise _lost(error) from error
-
+    @override
     def tensors(self) -> PartRows:
-        """Yield the tensor."""
         tensor, self._tensor = self._tensor, None
         assert tensor is not None, "gathered"
         yield self._part, 0, tensor
+
+    @override
+    def _communicate(self) -> Iterator[Launch]:
+        yield lambda: ()  # PyTorch's gather waits, so nothing begins before `finish`
+        with no_rank_lost(), torch.no_grad():
+            self._tensor = self._part.local.full_tensor()  # type: ignore[attr-defined]
 
 
 def _join(boxes: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
@@ -387,26 +344,26 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _all_gather(came: Tensor, sent: Tensor, group: ProcessGroup) -> Any:
-    try:
+    with no_rank_lost():
         return _all_gather_single(came, sent, group=group, async_op=True)
-    except RuntimeError as error:
-        raise _lost(error) from error
 
 
-def _broadcast(rows: Tensor, owner: int, group: ProcessGroup) -> Any:
+def broadcast(tensor: Tensor, owner: int, group: ProcessGroup) -> Any:
+    """Start sending a tensor from one rank of a group to all others, and return what to wait for."""
+    with no_rank_lost():
+        return torch.distributed.broadcast(_bytes(tensor), group_src=owner, group=group, async_op=True)
+
+
+@contextmanager
+def no_rank_lost() -> Iterator[None]:
+    """Translate what a collective operation raises if a rank is gone.
+
+    Raises:
+        RankFailedError: A rank died, or did not join in time.
+    """
     try:
-        return torch.distributed.broadcast(_bytes(rows), group_src=owner, group=group, async_op=True)
+        yield
     except RuntimeError as error:
-        raise _lost(error) from error
-
-
-def _wait(works: Sequence[Any], timeout_s: float) -> None:
-    try:
-        for work in works:
-            wait_for(work, timeout_s)
-    except RuntimeError as error:
-        raise _lost(error) from error
-
-
-def _lost(error: RuntimeError) -> RankFailedError:
-    return RankFailedError(f"a rank of the trainer died or did not join while its shards were gathered ({error})")
+        raise RankFailedError(
+            f"a rank of the trainer died or did not join while its shards were gathered ({error})"
+        ) from error

@@ -22,10 +22,10 @@ from fp8refit.config import MAX_TIMEOUT_S
 from fp8refit.errors import InvalidSourceError, RankFailedError, RefitError
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.storage import why_unreadable
-from fp8refit.sources.pairs import named
+from fp8refit.sources.pairs import named, readable
 from fp8refit.sources.row_runs import Piece, cut
 from fp8refit.sources.sharded.batches import Batch, PartRows, batches
-from fp8refit.sources.sharded.owned import Holding, Shared, owner_batches, unite
+from fp8refit.sources.sharded.owned import Holding, Shared, owner_batches, unite, why_differ
 from fp8refit.sources.sharded.renaming import Renamer, Renaming
 from fp8refit.sources.sharded.shards import Part, PartReader, has_shards, is_shard
 from fp8refit.sources.sharded.trainer_group import Statement, Step, Trainers, trainer_group, waits_at_most
@@ -236,16 +236,10 @@ class Gathered(AbstractContextManager["Gathered"]):
             self.join()
 
     def _read(self, state_dict: Mapping[str, Tensor] | NamedTensors) -> None:
-        reader, seen = PartReader(), set()
-        for name, raw_name, tensor in named(state_dict.items() if isinstance(state_dict, Mapping) else state_dict):
-            if name in seen:
-                self._problems[name] = f"{name}: sent twice, the second time as {raw_name}; send it once"
-                continue
-            seen.add(name)
-            problem = None if is_shard(tensor) else why_unreadable(tensor)
-            if problem is not None:
-                self._problems[name] = f"{name}: {problem}"
-                continue
+        reader, items = PartReader(), state_dict.items() if isinstance(state_dict, Mapping) else state_dict
+        for name, tensor in readable(
+            items, self._problems, lambda value: None if is_shard(value) else why_unreadable(value)
+        ):
             try:
                 self._parts.append(reader.read(name, tensor))
             except InvalidSourceError as error:
@@ -458,11 +452,7 @@ def _differences(lines: Sequence[Sequence[str]]) -> list[str]:
     names = dict.fromkeys(name for of_rank in said for name in of_rank)
     problems = []
     for name in names:
-        ranks: dict[str, list[int]] = {}
-        for rank, of_rank in enumerate(said):
-            ranks.setdefault(of_rank.get(name, "absent"), []).append(rank)
-        if len(ranks) > 1:
-            views = "; ".join(f"on rank {', '.join(map(str, held))} {what}" for what, held in ranks.items())
+        if views := why_differ({rank: of_rank.get(name, "absent") for rank, of_rank in enumerate(said)}):
             problems.append(f"{name}: {views}")
     return problems or [
         "source: the ranks of the trainer hold the same tensors in different orders; give all the same order"

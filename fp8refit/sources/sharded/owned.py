@@ -4,7 +4,7 @@ The ranks exchange once who holds what. A tensor that all hold is gathered like 
 and the first of them sends it to the rest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -14,13 +14,12 @@ import torch.distributed
 from pydantic import BaseModel
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
-from fp8refit.errors import RankFailedError
 from fp8refit.live.fingerprint import checksum
 from fp8refit.live.slots import TensorMeta, dtype_name
-from fp8refit.sources.sharded.batches import Batch, PartRows, batches
+from fp8refit.sources.sharded.batches import Batch, Launch, PartRows, batches, broadcast
 from fp8refit.sources.sharded.shards import Part
-from fp8refit.transport.process_group import wait_for
 
 _NO_LIMIT = 1 << 62
 
@@ -66,15 +65,20 @@ def unite(own: Sequence[Part], said: Sequence[Sequence[Holding]]) -> tuple[list[
             holders.setdefault(holding.name, {})[rank] = holding
     shared, problems = [], []
     for name, held in holders.items():
-        views: dict[str, list[int]] = {}
-        for rank, holding in held.items():
-            views.setdefault(f"{holding.dtype} {list(holding.shape)}, {holding.placed}", []).append(rank)
-        if len(views) > 1:
-            told = "; ".join(f"on rank {', '.join(map(str, ranks))} {view}" for view, ranks in views.items())
-            problems.append(f"{name}: {told}")
-            continue
-        shared.append(Shared(part=mine.get(name) or _absent(next(iter(held.values()))), owners=tuple(held)))
+        if views := why_differ({rank: f"{one.dtype} {list(one.shape)}, {one.placed}" for rank, one in held.items()}):
+            problems.append(f"{name}: {views}")
+        else:
+            shared.append(Shared(part=mine.get(name) or _absent(next(iter(held.values()))), owners=tuple(held)))
     return shared, problems
+
+
+def why_differ(views: Mapping[int, str]) -> str:
+    """Say what ranks have, by rank; empty if all have the same."""
+    ranks: dict[str, list[int]] = {}
+    for rank, view in views.items():
+        ranks.setdefault(view, []).append(rank)
+    told = "; ".join(f"on rank {', '.join(map(str, alike))} {view}" for view, alike in ranks.items())
+    return told if len(ranks) > 1 else ""
 
 
 def _absent(holding: Holding) -> Part:
@@ -110,8 +114,8 @@ def owner_batches(
         yield OwnerBroadcast(waiting, owners, group, device, timeout_s=timeout_s)
 
 
-class OwnerBroadcast:
-    """Whole tensors that their first owner sends to all other ranks. Implements `fp8refit.sources.sharded.batches.Batch`.
+class OwnerBroadcast(Batch):
+    """Whole tensors that their first owner sends to all other ranks.
 
     Peak memory: all of them, and what their owners need to assemble one of their buckets.
     """
@@ -128,23 +132,23 @@ class OwnerBroadcast:
         self._parts, self._group, self._device, self._timeout_s = parts, group, device, timeout_s
         self._source = owners[0]
         self._rank = torch.distributed.get_rank(group)
-        is_owner = self._rank in owners
-        self._inner = list(batches(parts, _NO_LIMIT)) if is_owner else []
+        self._inner = list(batches(parts, _NO_LIMIT)) if self._rank in owners else []
         self._memory: Tensor | None = None
-        self._work: Any = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors in it."""
-        return tuple(part.name for part in self._parts)
+    @override
+    def tensors(self) -> PartRows:
+        places, self._memory = self._places(), None
+        for part in self._parts:
+            yield part, 0, places.pop(part.name)
 
-    def allocate(self) -> None:
-        """Allocate the memory, and copy in what this rank has."""
+    @override
+    def _communicate(self) -> Iterator[Launch]:
         self._memory = torch.empty(sum(map(_num_bytes, self._parts)), dtype=torch.uint8, device=self._device)
         for batch in self._inner:
             batch.allocate()
+        yield self._send
 
-    def begin(self) -> None:
+    def _send(self) -> Sequence[Any]:
         """Gather among the owners, who wait for each other, then start sending. When this returns, the data is on its
         way, so nobody waits for a rank that stops here.
         """
@@ -156,25 +160,7 @@ class OwnerBroadcast:
             for part, _, tensor in batch.tensors():
                 if self._rank == self._source:
                     places[part.name].copy_(tensor)
-        try:
-            self._work = torch.distributed.broadcast(
-                self._memory, group_src=self._source, group=self._group, async_op=True
-            )
-        except RuntimeError as error:
-            raise _lost(error) from error
-
-    def finish(self, timeout_s: float) -> None:
-        """Wait until everything has arrived."""
-        try:
-            wait_for(self._work, timeout_s)
-        except RuntimeError as error:
-            raise _lost(error) from error
-
-    def tensors(self) -> PartRows:
-        """Yield each tensor."""
-        places, self._memory = self._places(), None
-        for part in self._parts:
-            yield part, 0, places.pop(part.name)
+        return [broadcast(self._memory, self._source, self._group)]
 
     def _places(self) -> dict[str, Tensor]:
         assert self._memory is not None, "allocated"
@@ -184,12 +170,6 @@ class OwnerBroadcast:
             places[part.name] = self._memory[start:end].view(part.meta.dtype).view(part.meta.shape)
             start += _num_bytes(part)
         return places
-
-
-def _lost(error: RuntimeError) -> RankFailedError:
-    return RankFailedError(
-        f"a rank of the trainer died or did not join while a pipeline stage was sent to all ({error})"
-    )
 
 
 def _num_bytes(part: Part) -> int:
