@@ -8,6 +8,7 @@ from fp8refit.driver.adapters import booting
 from fp8refit.driver.engine import DelegatingEngine
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import UnsupportedEngineError
+from fp8refit.live.slots import quantization_config
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
 from fp8refit_sglang.compat import VERSIONS, loop_of, why_not_refitted
@@ -18,15 +19,6 @@ from fp8refit_sglang.plugin import is_loaded
 from fp8refit_sglang.scheduler_driver import SchedulerDriver
 from fp8refit_sglang.server import SglangServer
 from fp8refit_sglang.worker import rank_of
-
-BLOCK_FP8 = {
-    "quantization_config": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": [128, 128],
-    }
-}
 
 
 class SglangEngine(DelegatingEngine):
@@ -63,14 +55,14 @@ class SglangEngine(DelegatingEngine):
             import sglang
             from transformers import AutoConfig
         with booting(cls.name, model):
-            config = AutoConfig.from_pretrained(model)
-            is_quantized = getattr(config, "quantization_config", None) is not None
+            is_quantized = getattr(AutoConfig.from_pretrained(model), "quantization_config", None) is not None
+            overrides = {} if is_quantized else {"quantization_config": quantization_config()}
             return sglang.Engine(
                 model_path=model,
                 load_format="dummy",
                 skip_tokenizer_init=True,
                 disable_cuda_graph=True,
-                json_model_override_args=json.dumps({} if is_quantized else BLOCK_FP8),
+                json_model_override_args=json.dumps(overrides),
             )
 
 

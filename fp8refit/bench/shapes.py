@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8refit.errors import UnsupportedEngineError
+from fp8refit.live.slots import quantization_config
 
 _COMMON: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -135,16 +136,10 @@ def write_config(shape: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))
 
 
-def block_fp8(model: Path) -> dict[str, Any]:
+def block_fp8(model: Path) -> dict[str, object]:
     """The quantization entry of `config.json` in block-FP8 checkpoints of `model`: routers stay in BF16."""
     config = json.loads((model / "config.json").read_text())
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": [f"model.layers.{layer}.mlp.gate" for layer in _routed_layers(config)],
-    }
+    return quantization_config(kept=[f"model.layers.{layer}.mlp.gate" for layer in _routed_layers(config)])
 
 
 def _routed_layers(config: dict[str, Any]) -> list[int]:

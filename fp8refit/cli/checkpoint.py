@@ -31,7 +31,7 @@ from fp8refit.cli.whole_folder import CONFIG_NAME, becoming, free_place, naming
 from fp8refit.errors import CheckpointError, NonFiniteError
 from fp8refit.fill.kernels import quantize_blockwise
 from fp8refit.live.layout import EngineLayout
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, stored_as
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, quantization_config, stored_as
 from fp8refit.sources.checkpoints import SafetensorsSource
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
@@ -241,14 +241,7 @@ def _write_config(config: Mapping[str, Any], outputs: list[Output], block_size: 
         and len(output.source.shape) == 2
         and not EMBEDDING.search(output.name)
     ]
-    quantization_config = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(block_size),
-        "modules_to_not_convert": list(dict.fromkeys(kept)),
-    }
-    _write_json({**config, **stored, "quantization_config": quantization_config}, file)
+    _write_json({**config, **stored, "quantization_config": quantization_config(block_size, kept)}, file)
 
 
 def _write_json(value: object, file: Path) -> None:

@@ -1,6 +1,6 @@
 """Records of what a live engine holds, slot by slot. No torch operation runs here."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
@@ -154,6 +154,17 @@ def in_blocks(shape: Sequence[int], block_size: tuple[int, int]) -> tuple[int, .
     """Return the shape of the block scales of a matrix, or of a stack of matrices."""
     *stack, rows, columns = shape
     return (*stack, -(-rows // block_size[0]), -(-columns // block_size[1]))
+
+
+def quantization_config(block_size: tuple[int, int] = (128, 128), kept: Iterable[str] = ()) -> dict[str, object]:
+    """Return what `config.json` says in block-FP8 checkpoints. Modules in `kept` are not quantized."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block_size),
+        "modules_to_not_convert": list(dict.fromkeys(kept)),
+    }
 
 
 def stored_as(written: Sequence[str], shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
