@@ -21,7 +21,7 @@ from fp8refit.live.names import strip_wrappers
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.storage import why_unreadable
 from fp8refit.sources.making import Room, in_batches
-from fp8refit.sources.row_runs import Piece, Recipe, cut, whole
+from fp8refit.sources.row_runs import Piece, Recipe, cut
 
 
 def merged(model: nn.Module) -> "Merged":
@@ -52,27 +52,11 @@ def merged(model: nn.Module) -> "Merged":
     problems += _untied(weights.values())
     if problems:
         raise InvalidSourceError(problems)
-    return Merged(weights.values(), _layouts.setdefault(model, _Layout()))
+    return Merged(model, weights.values())
 
 
-class _Layout:
-    """The layout of a model's weights at the last scan. Holds no weight."""
-
-    def __init__(self) -> None:
-        self._guard: LayoutGuard | None = None
-        self._metadata: dict[str, TensorMeta] = {}
-
-    def recall(self, names: Sequence[str], values: Sequence[Tensor]) -> dict[str, TensorMeta] | None:
-        """Return names, shapes and dtypes if the layout is unchanged, else None."""
-        return self._metadata if self._guard is not None and self._guard.holds(names, values) else None
-
-    def keep(self, names: Sequence[str], values: Sequence[Tensor], metadata: dict[str, TensorMeta]) -> None:
-        """Remember the layout of weights that can all be read."""
-        self._guard, self._metadata = LayoutGuard(names, values), metadata
-
-
-_layouts: WeakKeyDictionary[nn.Module, _Layout] = WeakKeyDictionary()
-"""One layout for each model that is still alive."""
+_layouts: WeakKeyDictionary[nn.Module, tuple[LayoutGuard, dict[str, TensorMeta]]] = WeakKeyDictionary()
+"""For each model that is still alive, the layout of its weights at the last scan if all could be read. Holds no weight."""
 
 
 class Merged:
@@ -80,8 +64,8 @@ class Merged:
 
     is_repeatable = True
 
-    def __init__(self, weights: Iterable["_Weight"], layout: _Layout) -> None:
-        self._weights, self._layout = tuple(weights), layout
+    def __init__(self, model: nn.Module, weights: Iterable["_Weight"]) -> None:
+        self._model, self._weights = model, tuple(weights)
 
     def scan(self) -> tuple[dict[str, TensorMeta], tuple[str, ...]]:
         """Read names, shapes and dtypes, without merging anything."""
@@ -89,16 +73,16 @@ class Merged:
         names = [weight.name for weight in self._weights] + [weight.name for weight, _ in products for _ in range(2)]
         tensors = [weight.value for weight in self._weights]
         tensors += [matrix for _, each in products for matrix in (each.up, each.down)]
-        known = self._layout.recall(names, tensors)
-        if known is not None:
-            return known, ()
+        known = _layouts.get(self._model)
+        if known is not None and known[0].holds(names, tensors):
+            return known[1], ()
         problems = {weight.name: why for weight in self._weights if (why := why_unreadable(weight.value))}
         metadata = {each.name: TensorMeta.of(each.value) for each in self._weights if each.name not in problems}
         for weight, product in products:
             if weight.name in metadata and (why := _why_not_added(weight.value, product)):
                 problems[weight.name] = why
         if not problems:
-            self._layout.keep(names, tensors, metadata)
+            _layouts[self._model] = LayoutGuard(names, tensors), metadata
         return metadata, tuple(f"{name}: {why}" for name, why in problems.items())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -115,7 +99,7 @@ class Merged:
     def pick(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the weights with these names, merged."""
         wanted = set(names)
-        return dict(Merged([each for each in self._weights if each.name in wanted], self._layout))
+        return dict(Merged(self._model, [each for each in self._weights if each.name in wanted]))
 
     def pieces(self, max_bytes: int) -> Iterator[Piece]:
         """Yield the weights in pieces, each of which stays valid until the next one is requested."""
@@ -131,14 +115,9 @@ class Merged:
                 recipe = _Rows(
                     name=weight.name, first_row=0, tensor=value, full_shape=shape, weight=weight, adapters=adapters
                 )
-                if value.nbytes > max_bytes:
-                    yield from recipe.cut(max_bytes)
-                else:
-                    yield recipe
-            elif value.nbytes > max_bytes:
-                yield from cut(weight.name, value.detach(), max_bytes)
+                yield from recipe.cut(max_bytes)
             else:
-                yield whole(weight.name, value.detach())
+                yield from cut(weight.name, value.detach(), max_bytes)
 
     def make(self, recipes: Sequence[Recipe], outs: Sequence[Tensor]) -> None:
         """Merge rows: one launch adds the first adapter of every weight, the next one the second, and so on."""

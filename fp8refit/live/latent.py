@@ -40,18 +40,8 @@ class Absorbed:
     def live(self) -> tuple[LiveTensor, ...]:
         """The copies that are neither parameters nor buffers. They must not move either."""
         attributes = vars(self.owner)
-        held = ((key, attributes[key]) for key in (self.keys, self.values) if key in attributes)
-        return tuple(
-            LiveTensor(
-                name=f"{self.name}.{key}",
-                holder=attributes,
-                key=key,
-                tensor=tensor,
-                data_ptr=tensor.data_ptr(),
-                layout=(tensor.shape, tensor.stride(), tensor.dtype),
-            )
-            for key, tensor in held
-        )
+        held = (key for key in (self.keys, self.values) if key in attributes)
+        return tuple(LiveTensor.of(f"{self.name}.{key}", attributes, key, attributes[key]) for key in held)
 
     def refresh(self) -> None:
         """Compute the copies again, in place."""

@@ -22,6 +22,12 @@ class LiveTensor:
     data_ptr: int
     layout: tuple[torch.Size, tuple[int, ...], torch.dtype]
 
+    @classmethod
+    def of(cls, name: str, holder: dict[str, Tensor | None], key: str, tensor: Tensor) -> "LiveTensor":
+        """Describe `tensor`, which `holder` has under `key` now."""
+        layout = tensor.shape, tensor.stride(), tensor.dtype
+        return cls(name=name, holder=holder, key=key, tensor=tensor, data_ptr=tensor.data_ptr(), layout=layout)
+
     @property
     def has_moved(self) -> bool:
         """Whether the module now holds a different tensor, or this one with another storage or layout."""
@@ -58,14 +64,7 @@ class Watch:
 def live_tensors(model: nn.Module) -> tuple[LiveTensor, ...]:
     """Return every parameter and buffer of `model`. Tied ones appear under each name."""
     return tuple(
-        LiveTensor(
-            name=f"{prefix}.{key}" if prefix else key,
-            holder=holder,
-            key=key,
-            tensor=tensor,
-            data_ptr=tensor.data_ptr(),
-            layout=(tensor.shape, tensor.stride(), tensor.dtype),
-        )
+        LiveTensor.of(f"{prefix}.{key}" if prefix else key, holder, key, tensor)
         for prefix, module in model.named_modules()
         for holder in (module._parameters, module._buffers)
         for key, tensor in holder.items()

@@ -13,7 +13,7 @@ engine's kernel does. The gradient is straight-through. A refit then ships those
 Norms and rotary embeddings round where the engine's do. Attention and activation functions remain the trainer's.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from fp8refit.precision.layers import make_experts, make_linear, make_rounded
 from fp8refit.precision.native import block_scaled
 from fp8refit.precision.rounding import round_once
 from fp8refit.precision.shards import has_fsdp, shard_axis
-from fp8refit.precision.weights import TrainedWeights
+from fp8refit.precision.weights import BlockFormat, TrainedWeights
 
 __all__ = ["Unified", "block_scaled", "unify"]
 
@@ -64,8 +64,8 @@ def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
     """
     held = held_by(like)
     problems: list[str] = []
-    linears: list[tuple[str, nn.Linear, Held]] = []
-    experts: dict[nn.Module, dict[str, tuple[str, Held]]] = {}
+    linears: list[tuple[str, nn.Linear, BlockFormat]] = []
+    experts: dict[nn.Module, dict[str, tuple[str, BlockFormat]]] = {}
     rounded: dict[nn.Module, dict[str, torch.dtype]] = {}
     filled: set[str] = set()
     for module, key, name, parameter in _parameters(model):
@@ -81,26 +81,26 @@ def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
             if torch.promote_types(parameter.dtype, dtype) != dtype:
                 rounded.setdefault(module, {})[key] = dtype
         elif isinstance(module, nn.Linear):
-            linears.append((name, module, wanted))
+            linears.append((name, module, wanted.block_format))
         else:
-            experts.setdefault(module, {})[key] = (name, wanted)
+            experts.setdefault(module, {})[key] = (name, wanted.block_format)
     if not problems:
         problems += [
             f"{slot.name}: is in this engine but not in the model" for slot in like.slots if slot.name not in filled
         ]
         problems += [
-            f"{_first_name(parts)}: only part of its experts is block FP8"
+            f"{next(iter(parts.values()))[0]}: only part of its experts is block FP8"
             for parts in experts.values()
             if len(parts) < 2
         ]
     if problems:
         raise PrecisionError(list(dict.fromkeys(problems)))
     weights = TrainedWeights(model)
-    for name, linear, wanted in linears:
-        make_linear(linear, weights.add(name, linear, "weight", _format(wanted)))
+    for name, linear, block_format in linears:
+        make_linear(linear, weights.add(name, linear, "weight", block_format))
         rounded.pop(linear, None)  # an Fp8Linear casts its bias to the dtype of its product
     for module, parts in experts.items():
-        make_experts(module, {key: weights.add(name, module, key, _format(w)) for key, (name, w) in parts.items()})
+        make_experts(module, {key: weights.add(name, module, key, held_as) for key, (name, held_as) in parts.items()})
     for module, dtypes in rounded.items():
         make_rounded(module, dtypes)
     if like.rounds_once:
@@ -200,12 +200,3 @@ def _is_linear(module: nn.Module, key: str) -> bool:
 
 def _is_experts(module: nn.Module, key: str) -> bool:
     return key in _EXPERTS and set(module._parameters) == _EXPERTS and hasattr(module, "_apply_gate")
-
-
-def _format(held: Held) -> Any:
-    assert held.block_format is not None, f"{held=}"
-    return held.block_format
-
-
-def _first_name(parts: Mapping[str, tuple[str, Held]]) -> str:
-    return next(iter(parts.values()))[0]

@@ -59,6 +59,9 @@ class Recipe(_Run):
 
     def cut(self, max_bytes: int) -> "Iterator[Recipe]":
         """Yield recipes of its rows, split as by `cut`."""
+        if self.tensor.nbytes <= max_bytes:
+            yield self
+            return
         for each in cut(
             self.name, self.tensor.detach(), max_bytes, first_row=self.first_row, full_shape=self.full_shape
         ):
@@ -115,10 +118,7 @@ def in_pieces(source: Source, max_bytes: int) -> Generator[Piece, None, None]:
         return
     for name, tensor in source:
         check_readable(name, tensor)
-        if tensor.nbytes <= max_bytes:
-            yield whole(name, tensor)
-        else:
-            yield from cut(name, tensor, max_bytes)
+        yield from cut(name, tensor, max_bytes)
 
 
 def _checked(runs: Iterator[AnyRun]) -> Generator[AnyRun, None, None]:
@@ -126,11 +126,6 @@ def _checked(runs: Iterator[AnyRun]) -> Generator[AnyRun, None, None]:
         check_readable(run.name, run.tensor)
         yield run
         del run  # nothing of it is held while the next one is made
-
-
-def whole(name: str, tensor: Tensor) -> Piece:
-    """A tensor in one piece."""
-    return Piece(name=name, first_row=0, tensor=tensor, full_shape=tuple(tensor.shape))
 
 
 def cut(
@@ -147,6 +142,9 @@ def cut(
         full_shape: Shape of the whole, if `tensor` is only a part.
     """
     full_shape = full_shape if full_shape is not None else tuple(tensor.shape)
+    if tensor.nbytes <= max_bytes:
+        yield Piece(name=name, first_row=first_row, tensor=tensor, full_shape=full_shape)
+        return
     for start, count in row_ranges(TensorMeta.of(tensor), max_bytes):
         rows = tensor.narrow(0, start, count) if tensor.ndim else tensor
         yield Piece(name=name, first_row=first_row + start, tensor=rows, full_shape=full_shape)
