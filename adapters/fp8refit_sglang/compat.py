@@ -4,7 +4,6 @@ Messages travel in SGLang's own request for weights by IPC handles: it reaches t
 are free text, and it needs no update session.
 """
 
-import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -215,12 +214,6 @@ def why_not_refitted(arguments: Any) -> str | None:
     if value("weight_cache_mode", "off") not in (None, "off"):
         return 'its weights are shared with other engines; set weight_cache_mode="off"'
     return None
-
-
-def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
-    """The event loop that an `sglang.Engine` was created with."""
-    loop: asyncio.AbstractEventLoop = engine.loop
-    return loop
 
 
 def is_cache_fp8() -> bool:

@@ -11,7 +11,7 @@ from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.slots import quantization_config
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
-from fp8refit_sglang.compat import VERSIONS, loop_of, why_not_refitted
+from fp8refit_sglang.compat import VERSIONS, why_not_refitted
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.driver import NOT_LOADED, Driver
 from fp8refit_sglang.live_scheduler import Scheduler
@@ -77,7 +77,7 @@ def _controls_of(candidate: Any) -> TokenizerControls:
     _check_arguments(candidate.server_args)
     if not is_loaded():
         raise UnsupportedEngineError(NOT_LOADED)
-    return TokenizerControls(candidate.tokenizer_manager, loop_of(candidate))
+    return TokenizerControls(candidate.tokenizer_manager, candidate.loop)
 
 
 def _check_arguments(arguments: Any) -> None:

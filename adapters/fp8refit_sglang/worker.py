@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 FLUSH = "flush"
 FLUSHED, KEPT = "flushed", "kept"
 
-_ENDPOINT, _RANK = "_fp8refit_endpoint", "_fp8refit_rank"
+_SERVER, _RANK = "_fp8refit_server", "_fp8refit_rank"
 
 
 def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -42,9 +42,8 @@ def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     address = address_in(request)
     if address is None:
         return original(manager, request)
-    endpoint = made_once(manager.scheduler, _ENDPOINT, lambda: RankEndpoint(Scheduler(manager.scheduler)))
     try:
-        endpoint.answer(address)
+        _converse(Scheduler(manager.scheduler), address)
     except RefitError as error:
         logger.warning("the driver of a refit is gone: %s", error)
         return receipt(success=False, message=str(error))
@@ -61,34 +60,22 @@ def note_sleep(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     return original(manager, request)
 
 
-class RankEndpoint:
-    """Receives a driver's messages to one rank, and answers them.
+def _converse(scheduler: Scheduler, address: str) -> None:
+    """Answer what the driver at `address` says to one rank.
 
-    Args:
-        scheduler: The scheduler that holds the rank's model.
+    Raises:
+        RankFailedError: The driver is gone.
     """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._server = RankServer(lambda: rank_of(scheduler))
-
-    def answer(self, address: str) -> None:
-        """Answer what the driver at `address` says.
-
-        Raises:
-            RankFailedError: The driver is gone.
-        """
-        connection = RankConnection(address, self._scheduler.rank, timeout_s=RefitConfig().timeout_s)
-        try:
-            for message in connection.messages():
-                connection.answer(self._obey(message))
-        finally:
-            connection.close()
-
-    def _obey(self, message: str) -> str:
-        if message == FLUSH:
-            return FLUSHED if self._scheduler.flush() else KEPT
-        return self._server.handle(message)
+    server = made_once(scheduler.itself, _SERVER, lambda: RankServer(lambda: rank_of(scheduler)))
+    connection = RankConnection(address, scheduler.rank, timeout_s=RefitConfig().timeout_s)
+    try:
+        for message in connection.messages():
+            if message == FLUSH:
+                connection.answer(FLUSHED if scheduler.flush() else KEPT)
+            else:
+                connection.answer(server.handle(message))
+    finally:
+        connection.close()
 
 
 def rank_of(scheduler: Scheduler) -> Rank:

@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,8 @@ class VllmBench:
 
     def close(self) -> None:
         """Stop the engine and everything it started."""
-        self.candidate.llm_engine.engine_core.shutdown()
         self._inventory = Inventory(slots=())
-        del self.candidate
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        shut_down(self)
 
     def _reload_checkpoint(self, policy: Mapping[str, Tensor]) -> None:
         layout = EngineLayout.of(self._inventory, engine="vllm", versions={}, device="")
@@ -130,6 +127,15 @@ class VllmBench:
             raise AssertionError("vLLM kept its prefix cache; no request runs in a benchmark")
 
 
+def shut_down(owner: Any) -> None:
+    """Stop the LLM that `owner` holds as `candidate`, and free its memory."""
+    owner.candidate.llm_engine.engine_core.shutdown()
+    del owner.candidate
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def _place(made: dict[int, Tensor], live: Tensor) -> Tensor:
     """Return the view of a new parameter that corresponds to `live`, which is a view of the live one."""
     parameter = live._base if live._base is not None else live
@@ -141,24 +147,14 @@ def _place(made: dict[int, Tensor], live: Tensor) -> Tensor:
     return made[parameter.data_ptr()].as_strided(live.shape, live.stride(), offset)
 
 
-def boot(model: Path, *, tp: int) -> VllmBench:
+def boot(model: Path, *, tp: int, online: bool = False) -> VllmBench:
     """Boot an engine with random weights.
 
     Raises:
         UnsupportedEngineError: vLLM is not installed.
     """
-    return _boot(model, tp=tp, online=False)
-
-
-def boot_online(model: Path, *, tp: int) -> VllmBench:
-    """Boot an engine with random weights that quantizes BF16 weights itself.
-
-    Raises:
-        UnsupportedEngineError: vLLM is not installed.
-    """
-    return _boot(model, tp=tp, online=True)
-
-
-def _boot(model: Path, *, tp: int, online: bool) -> VllmBench:
     with VERSIONS.importing():
         return VllmBench(model, tp=tp, online=online)
+
+
+boot_online = partial(boot, online=True)

@@ -42,10 +42,6 @@ def _join_gates(layer: Any) -> None:
         layer._combined_gate_weight.copy_(torch.cat([layer.gate.weight, layer.shared_expert_gate.weight]))
 
 
-def _copy(copy: Tensor, weight: Tensor) -> None:
-    copy.copy_(weight)
-
-
 class VllmRules:
     """Implements `fp8refit.live.tracing.rules.KernelRules` for vLLM."""
 
@@ -115,4 +111,4 @@ class VllmRules:
             impl = getattr(module, "impl", None)
             source = getattr(impl, "_sinks_source", None)
             if impl is not None and source is not None and impl.sinks is not source:  # FlashInfer wants them in float32
-                yield Refresh(name=f"{name}: sinks", run=partial(_copy, impl.sinks, source), written=(impl.sinks,))
+                yield Refresh(name=f"{name}: sinks", run=partial(impl.sinks.copy_, source), written=(impl.sinks,))

@@ -1,6 +1,5 @@
 """vLLM in the rollout benchmark, with its usual settings: compiled, with CUDA graphs."""
 
-import gc
 import os
 from collections.abc import Mapping, Sequence
 
@@ -10,6 +9,7 @@ from fp8refit.bench import policies
 from fp8refit.bench.rollout_engine import MEMORY_SHARE, Precision, RolloutBoot
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.live.slots import TensorMeta
+from fp8refit_vllm.bench import shut_down
 from fp8refit_vllm.compat import VERSIONS
 from fp8refit_vllm.worker import Extension
 
@@ -75,11 +75,7 @@ class VllmRollout:
 
     def close(self) -> None:
         """Stop the engine and everything it started."""
-        self.candidate.llm_engine.engine_core.shutdown()
-        del self.candidate
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        shut_down(self)
 
 
 def boot(wanted: RolloutBoot) -> VllmRollout:

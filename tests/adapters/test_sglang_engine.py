@@ -431,7 +431,7 @@ def test_a_refit_that_is_cancelled_while_ranks_answer_can_be_followed_by_another
     async def steps():
         refitter = Refitter(engine)
         await refitter.refit_async(engine.make_policy(1))
-        target = rank._fp8refit_endpoint._server.orders.rank.target
+        target = rank._fp8refit_server.orders.rank.target
         original, loop = getattr(target, step), asyncio.get_running_loop()
         refit = asyncio.create_task(refitter.refit_async(engine.make_policy(3)))
 
@@ -479,7 +479,7 @@ def test_ranks_are_told_no_more_of_a_refit_that_was_cancelled(solo, told):
             told.clear()
             await refitter.refit_async(iter(policy.items()))
         assert told == [("prepare", False), (FLUSH, False), ("stream", True)]
-        target = solo.schedulers[0]._fp8refit_endpoint._server.orders.rank.target
+        target = solo.schedulers[0]._fp8refit_server.orders.rank.target
         check = target._check_kept
 
         def check_slowly(prepared):
@@ -518,7 +518,7 @@ def test_a_source_is_read_while_the_ranks_write(solo):
     async def steps():
         refitter = Refitter(solo)
         await refitter.refit_async(iter(policy.items()))
-        orders = solo.schedulers[0]._fp8refit_endpoint._server.orders
+        orders = solo.schedulers[0]._fp8refit_server.orders
         obey = orders.obey
 
         def note(order):
@@ -694,7 +694,7 @@ def test_a_rank_that_hangs_up_is_lost_and_requests_are_refused(engine, monkeypat
     def fail(message):
         raise ValueError("no answer to this")
 
-    monkeypatch.setattr(engine.schedulers[-1]._fp8refit_endpoint, "_obey", fail)
+    monkeypatch.setattr(engine.schedulers[-1]._fp8refit_server, "handle", fail)
     with pytest.raises(EngineLostError, match="restart the engine"):
         refitter.refit(engine.make_policy(2))
     with pytest.raises(EngineDirtyError, match="the engine is lost"):

@@ -48,7 +48,7 @@ def test_weights_of_others_are_sglang_s_affair(scheduler):
     request = UpdateWeightsFromIPCReqInput(zmq_handles={"GPU-1": "ipc:///tmp/weights"})
     receipt = scheduler.weight_updater.update_weights_from_ipc(request)
     assert (receipt.success, receipt.message) == (False, "no ZMQ socket in ['GPU-1']")
-    assert not hasattr(scheduler, "_fp8refit_endpoint")
+    assert not hasattr(scheduler, "_fp8refit_server")
 
 
 def test_a_driver_is_answered_and_sglang_hears_that_all_is_well(scheduler):
