@@ -50,7 +50,8 @@ class Room:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._likes: list[Tensor] = []
+        self._likes: list[tuple[int, Tensor]] = []
+        """What it is for: the first byte of each tensor, and one like it."""
         self._num_bytes = 0
         self._views: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
         """Views of the memory. Layers are alike, so views for one layer serve the next."""
@@ -59,10 +60,10 @@ class Room:
         """Reserve room for a contiguous tensor like `like`; False if it must go into the next batch."""
         end = self._num_bytes + like.nbytes
         if self._likes:
-            device = self._likes[0].device
+            device = self._likes[0][1].device
             if not _shares_launches(device) or like.device != device or end > self._max_bytes:
                 return False
-        self._likes.append(like)
+        self._likes.append((self._num_bytes, like))
         self._num_bytes = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return True
 
@@ -75,20 +76,16 @@ class Room:
         self._likes, self._num_bytes = [], 0
         if not likes:
             return []
-        device = likes[0].device
+        device = likes[0][1].device
         if needed > self._memory.nbytes or device != self._memory.device:
             self._views.clear()
             self._memory = torch.empty(0, dtype=torch.uint8, device=device)
             ample = min(1 << needed.bit_length(), self._max_bytes) if _shares_launches(device) else 0
             self._memory = torch.empty(max(needed, ample), dtype=torch.uint8, device=device)
-        return self._lay_out(likes)
+        return [self._view(*each) for each in likes]
 
-    def _lay_out(self, likes: Sequence[Tensor]) -> list[Tensor]:
-        start, found = 0, []
-        for like in likes:
-            end, key = start + like.nbytes, (start, like.shape, like.dtype)
-            if key not in self._views:
-                self._views[key] = self._memory[start:end].view(like.dtype).view(like.shape)
-            found.append(self._views[key])
-            start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        return found
+    def _view(self, start: int, like: Tensor) -> Tensor:
+        key = start, like.shape, like.dtype
+        if key not in self._views:
+            self._views[key] = self._memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+        return self._views[key]

@@ -102,8 +102,8 @@ FAULTS = [
     Fault(
         name="sinks that FlashInfer cast keep the old policy",
         path="adapters/fp8refit_vllm/layout.py",
-        before="    copy.copy_(weight)\n",
-        after="    pass\n",
+        before="run=partial(impl.sinks.copy_, source)",
+        after="run=lambda: None",
         found_by="tests/vllm/test_kept_copies.py -k sinks",
         session="vllm",
     ),

@@ -7,7 +7,7 @@ the rest of the layer, because a loader keeps the tensors of an expert together.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 from torch import Tensor
@@ -22,21 +22,8 @@ _EXPERT = re.compile(r"^(.*\.\d+\..*\.)(\d+)(\.[^\d.][^.]*(?:\.[^\d.][^.]*)*)$")
 _NUMBER = re.compile(r"\.\d+\.")
 _MIN_EXPERTS = 8
 """With fewer experts, every layer is traced whole."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Layer:
-    """The tensors of one layer's experts."""
-
-    names: dict[tuple[int, str], str] = field(default_factory=dict)
-    """Checkpoint names by expert and tensor."""
-
-    def one_of_each(self, turn: int) -> Iterator[str]:
-        """Yield the name of one tensor of each expert. `turn` decides which one."""
-        held: dict[int, list[str]] = {}
-        for (expert, _), name in self.names.items():
-            held.setdefault(expert, []).append(name)
-        yield from (names[(expert + turn) % len(names)] for expert, names in held.items())
+_Layer: TypeAlias = dict[tuple[int, str], str]
+"""The checkpoint names of one layer's experts, by expert and tensor."""
 
 
 def trace_alike(
@@ -51,7 +38,7 @@ def trace_alike(
         trace: `trace_loader`, or `trace_once`.
     """
     groups = _groups(sources)
-    later = {name for _, *others in groups for layer in others for name in layer.names.values()}
+    later = {name for _, *others in groups for layer in others for name in layer.values()}
     traced = trace(load, parameters, {name: meta for name, meta in sources.items() if name not in later})
     if not later:
         return traced
@@ -59,7 +46,7 @@ def trace_alike(
         name: sources[name]
         for _, *others in groups
         for turn, layer in enumerate(others)
-        for name in layer.one_of_each(turn)
+        for name in _one_of_each(layer, turn)
     }
     looked = trace(load, parameters, looked_at)
     copies_of, copies_seen = _copies_of(traced), _copies_of(looked)
@@ -67,14 +54,12 @@ def trace_alike(
     casts, unlike = traced.casts | looked.casts, dict[str, TensorMeta]()
     for first, *others in groups:
         for layer in others:
-            copies = _copied(
-                first, layer, copies_of, {n: copies_seen(n) for n in layer.names.values() if n in looked_at}
-            )
+            copies = _copied(first, layer, copies_of, {n: copies_seen(n) for n in layer.values() if n in looked_at})
             if copies is None:
-                unlike |= {name: sources[name] for name in layer.names.values()}
+                unlike |= {name: sources[name] for name in layer.values()}
             else:
                 found += copies
-                names = {first.names[key]: name for key, name in layer.names.items()} if traced.casts else {}
+                names = {first[key]: name for key, name in layer.items()} if traced.casts else {}
                 casts |= {(names[name], dtype) for name, dtype in traced.casts if name in names}
     rest = trace(load, parameters, unlike) if unlike else Traced(copies=())
     return replace(traced, copies=tuple(found), casts=casts).with_all([rest])
@@ -93,6 +78,14 @@ def _copies_of(traced: Traced) -> Callable[[str], list[Copy] | None]:
     return lambda source: None if source in others else copies.get(source, [])
 
 
+def _one_of_each(layer: _Layer, turn: int) -> Iterator[str]:
+    """Yield the name of one tensor of each expert. `turn` decides which one."""
+    held: dict[int, list[str]] = {}
+    for (expert, _), name in layer.items():
+        held.setdefault(expert, []).append(name)
+    yield from (names[(expert + turn) % len(names)] for expert, names in held.items())
+
+
 def _groups(sources: Mapping[str, TensorMeta]) -> list[list[_Layer]]:
     """Group layers with the same experts and shapes."""
     layers: dict[str, _Layer] = {}
@@ -100,11 +93,11 @@ def _groups(sources: Mapping[str, TensorMeta]) -> list[list[_Layer]]:
         found = _EXPERT.match(name)
         if found is not None:
             prefix, expert, rest = found.groups()
-            layers.setdefault(prefix, _Layer()).names[int(expert), rest] = name
+            layers.setdefault(prefix, {})[int(expert), rest] = name
     groups: dict[object, list[_Layer]] = {}
     for prefix, layer in layers.items():
-        if len({expert for expert, _ in layer.names}) >= _MIN_EXPERTS:
-            held = frozenset((key, sources[name]) for key, name in layer.names.items())
+        if len({expert for expert, _ in layer}) >= _MIN_EXPERTS:
+            held = frozenset((key, sources[name]) for key, name in layer.items())
             groups.setdefault((_NUMBER.sub(".*.", prefix), held), []).append(layer)
     return [group for group in groups.values() if len(group) > 1]
 
@@ -117,7 +110,7 @@ def _copied(
 ) -> list[Copy] | None:
     """Rename the first layer's copies for another layer; None if tensors go to different places there."""
     renamed: dict[str, str] = {}
-    copies = [(copies_of(first.names[key]), name) for key, name in layer.names.items()]
+    copies = [(copies_of(first[key]), name) for key, name in layer.items()]
     for model, name in copies:
         found = seen.get(name, model)
         if model is None or found is None or len(found) != len(model):

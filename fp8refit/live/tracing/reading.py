@@ -326,7 +326,8 @@ class Reading:
                 pieces = with_halves_swapped(pieces, weight.shape[1])
             if pieces is not None and all(are_matrices(boxes, weight.ndim) for _, boxes in pieces):
                 starts = block_rows([boxes for _, boxes in pieces], weight, scale, block_size)
-        if scale is not None and self._is_padded(prefix, name):
+        zeros = [copy for copy in self._copies.get(self._twin.firsts[twin_name(prefix, name)], ()) if not copy.source]
+        if scale is not None and zeros:
             reason = f"`{name}` is padded when it is loaded, and the scales of the padding are unknown"
             self._refuse(prefix, module, (reason, "Boot with sizes that fit the engine's"))
             return
@@ -341,19 +342,9 @@ class Reading:
                 if scale is not None and starts is not None:
                     common["scale"] = blocks_of(scale, matrix, starts, common["block_size"])
                 self._slots.append(self._slot(copy.source, matrix, weight, prefix, **common))
-        self._add_padding(prefix, name, weight)
-
-    def _is_padded(self, prefix: str, name: str) -> bool:
-        copies = self._copies.get(self._twin.firsts[twin_name(prefix, name)], ())
-        return any(not copy.source for copy in copies)
-
-    def _add_padding(self, prefix: str, name: str, tensor: Tensor) -> None:
-        """Record what a loader sets to zero."""
-        full_name = twin_name(prefix, name)
-        for copy in self._copies[self._twin.firsts[full_name]]:
-            if not copy.source:
-                zeros = written_by(copy, self._twin.tensors[full_name].shape)
-                self._padding += (box_of(tensor, box, range(tensor.ndim)) for box in zeros or ())
+        for copy in zeros:
+            boxes_of_zeros = written_by(copy, tuple(weight.shape)) or ()
+            self._padding += (box_of(weight, box, range(weight.ndim)) for box in boxes_of_zeros)
 
     def _add_staged(
         self, prefix: str, module: nn.Module, name: str, weight: Tensor, scale: Tensor | None, common: dict[str, Any]
