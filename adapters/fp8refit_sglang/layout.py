@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8refit.fill.kernels import dequantize_blockwise
 from fp8refit.live.slots import Refresh, ScaleFormat
-from fp8refit.live.tracing.rules import Kernel, Remedies, Why
+from fp8refit.live.tracing.rules import Kernel, Why
 from fp8refit.live.tracing.stored import is_experts
 from fp8refit_sglang.experts import ROUTER_COPY, kernel_of_experts, refreshes_of_routers, why_not_read
 from fp8refit_sglang.latent import ABSORBED, has_known_rule, is_latent, why_not_absorbed
@@ -39,11 +39,8 @@ class SglangRules:
         model: The live model.
     """
 
-    remedies = Remedies(
-        no_block_fp8="Boot from a block-FP8 checkpoint (fp8refit quantize)",
-        other_quantization="Boot from a checkpoint with weight_block_size (fp8refit quantize)",
-    )
-
+    no_block_fp8 = "Boot from a block-FP8 checkpoint (fp8refit quantize)"
+    other_quantization = "Boot from a checkpoint with weight_block_size (fp8refit quantize)"
     absorbed = ABSORBED
 
     def __init__(self, model: nn.Module) -> None:

@@ -85,12 +85,9 @@ def _try_to(drop: Callable[[], bool]) -> tuple[bool, float, str]:
 
 
 def _publish(core: Any, answers: Sequence[Any], request: str) -> int:
-    """Publish the version that all ranks hold, and return it; 0 if they disagree or this vLLM publishes no versions."""
-    version = _whole_version(answers, request)
-    return version if version and publish_in_core(core, version) else 0
-
-
-def _whole_version(answers: Sequence[Any], request: str) -> int:
-    """The version that every rank holds after the request; 0 if a rank failed or versions differ."""
+    """Publish the version that every rank holds after the request, and return it; 0 if a rank failed, versions differ, or this
+    vLLM publishes none.
+    """
     versions = {reply.version for reply in have_done(answers, request) if not reply.is_dirty}
-    return versions.pop() if len(versions) == 1 else 0
+    version = versions.pop() if len(versions) == 1 else 0
+    return version if version and publish_in_core(core, version) else 0

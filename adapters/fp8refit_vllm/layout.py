@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.live.slots import Refresh, ScaleFormat
-from fp8refit.live.tracing.rules import Kernel, Remedies, Why
+from fp8refit.live.tracing.rules import Kernel, Why
 from fp8refit.live.tracing.stored import is_experts
 from fp8refit_vllm.compat import dequantized, fp32_format, linear_kernel, wants_powers_of_two
 from fp8refit_vllm.experts import experts_backend, kernel_of_experts, sync_experts, why_experts_move
@@ -45,11 +45,8 @@ def _join_gates(layer: Any) -> None:
 class VllmRules:
     """Implements `fp8refit.live.tracing.rules.KernelRules` for vLLM."""
 
-    remedies = Remedies(
-        no_block_fp8='Boot from a block-FP8 checkpoint (fp8refit quantize), or with quantization="fp8_per_block"',
-        other_quantization='Boot from a checkpoint with weight_block_size, or with quantization="fp8_per_block"',
-    )
-
+    no_block_fp8 = 'Boot from a block-FP8 checkpoint (fp8refit quantize), or with quantization="fp8_per_block"'
+    other_quantization = 'Boot from a checkpoint with weight_block_size, or with quantization="fp8_per_block"'
     absorbed = _ABSORBED
 
     def why_refused(self, module: nn.Module) -> Why:

@@ -66,7 +66,7 @@ def _held(slots: list[SlotLayout], shape: tuple[int, ...]) -> Held:
     """
     ways = {(slot.scale_format, slot.block_size, slot.dtype) for slot in slots}
     if len(ways) != 1:
-        said = _listed(f"{scale or dtype} {list(block or ())}" for scale, block, dtype in ways)
+        said = ", ".join(sorted(f"{scale or dtype} {list(block or ())}" for scale, block, dtype in ways))
         raise ValueError(f"slots of this engine hold it in different formats ({said}), but a forward pass has only one")
     ((scale_format, block_size, dtype),) = ways
     is_quantized = scale_format is not None and block_size is not None
@@ -88,7 +88,3 @@ def _problems(slot: SlotLayout) -> Iterable[str]:
             f"{slot.name}: a rank of this engine begins at {list(slot.offset)}, inside a block of the whole tensor, so its "
             "codes differ from a trainer's"
         )
-
-
-def _listed(values: Iterable[str]) -> str:
-    return ", ".join(sorted(values))

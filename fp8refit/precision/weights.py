@@ -300,7 +300,8 @@ class TrainedWeights:
         if weights not in self._tables or key != self._tables[weights][0]:
             devices = {master.device for master in masters}
             if len(devices) != 1 or devices & {torch.device("meta")}:
-                raise PrecisionError([f"{_listed(devices)}: all weights must be on one device, with values"])
+                listed = ", ".join(sorted(map(str, devices)))
+                raise PrecisionError([f"{listed}: all weights must be on one device, with values"])
             tasks = [task for pair in zip(weights, masters, strict=True) for task in _tasks(*pair)]
             owners = [weight for weight, m in zip(weights, masters, strict=True) for _ in _matrices(m)]
             self._tables[weights] = key, compile_table(tasks, devices.pop()), owners
@@ -331,7 +332,3 @@ def _tasks(weight: TrainedWeight, master: Tensor) -> Iterable[Task]:
             block_size=weight.format.block_size,
             scale_format=weight.format.scale_format,
         )
-
-
-def _listed(values: Iterable[object]) -> str:
-    return ", ".join(sorted(map(str, values)))

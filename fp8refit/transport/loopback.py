@@ -226,7 +226,7 @@ class RankConnection:
             header = self._take(_HEADER_BYTES, deadline_s, may_end=not is_first)
             if not header:
                 return
-            has_more, is_first = _has_more(header), False
+            has_more, is_first = bool(int.from_bytes(header) & _MORE), False
             yield self._take(_size_of(header), deadline_s).decode()
 
     def answer(self, message: str) -> None:
@@ -326,10 +326,6 @@ async def _read(reader: asyncio.StreamReader) -> str:
 def _frame(message: str, *, has_more: bool = False) -> bytes:
     body = message.encode()
     return (len(body) | _MORE * has_more).to_bytes(_HEADER_BYTES) + body
-
-
-def _has_more(header: bytes) -> bool:
-    return bool(int.from_bytes(header) & _MORE)
 
 
 def _size_of(header: bytes) -> int:

@@ -11,12 +11,33 @@ from torch import Tensor
 from fp8refit.transport.memory.memfd import make_memfd, map_memfd
 from fp8refit.transport.memory.segment import Segment
 
-_READER, _RAISED, _DROPS, _VERSION = range(4)
 _NUM_BYTES = 32
+
+
+class _Word:
+    """One of the numbers in the flag's memory."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def __get__(self, flag: "SharedFlag", kind: type) -> int:
+        return int(flag._words[self._place])
+
+    def __set__(self, flag: "SharedFlag", value: int) -> None:
+        flag._words[self._place] = value
 
 
 class SharedFlag:
     """The flag of one rank. The rank calls `make`, the scheduler `find`."""
+
+    is_read = _Word(0)
+    """Whether a scheduler looks at it."""
+    is_raised = _Word(1)
+    """Whether to refuse requests: the policy is incomplete or being written."""
+    num_drops = _Word(2)
+    """How often caches had to be dropped. If it rose, caches belong to an older policy."""
+    version = _Word(3)
+    """Version of the current policy."""
 
     def __init__(self, segment: Segment, memory: Tensor) -> None:
         self.segment = segment
@@ -36,37 +57,5 @@ class SharedFlag:
             TransportError: It cannot be mapped.
         """
         flag = cls(segment, map_memfd(segment))
-        flag._words[_READER] = 1
+        flag.is_read = True
         return flag
-
-    @property
-    def is_read(self) -> bool:
-        """Whether a scheduler looks at it."""
-        return bool(self._words[_READER])
-
-    @property
-    def is_raised(self) -> bool:
-        """Whether to refuse requests: the policy is incomplete or being written."""
-        return bool(self._words[_RAISED])
-
-    @is_raised.setter
-    def is_raised(self, is_raised: bool) -> None:
-        self._words[_RAISED] = is_raised
-
-    @property
-    def num_drops(self) -> int:
-        """How often caches had to be dropped. If it rose, caches belong to an older policy."""
-        return int(self._words[_DROPS])
-
-    @num_drops.setter
-    def num_drops(self, num_drops: int) -> None:
-        self._words[_DROPS] = num_drops
-
-    @property
-    def version(self) -> int:
-        """Version of the current policy."""
-        return int(self._words[_VERSION])
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._words[_VERSION] = version

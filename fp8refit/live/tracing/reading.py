@@ -154,7 +154,7 @@ class Reading:
             model: Its class.
         """
         if not self._refusals and not self._has_block_fp8:
-            reason, remedy = NO_BLOCK_FP8, self._rules.remedies.no_block_fp8
+            reason, remedy = NO_BLOCK_FP8, self._rules.no_block_fp8
             self._refusals.append(Refusal(module=model, reason=reason, remedy=remedy))
         naming, held = self._twin.naming, {slot.name for slot in self._slots}
         if not self._refusals:  # a refused layer may hold its weights under other names

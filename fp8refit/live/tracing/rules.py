@@ -25,20 +25,13 @@ class Kernel:
     """How to select another kernel."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remedies:
-    """What a user can set, in the engine's own words."""
-
-    no_block_fp8: str
-    """For a model without block-FP8 weights."""
-    other_quantization: str
-    """For a layer with another quantization."""
-
-
 class KernelRules(Protocol):
     """What one engine's kernels do to weights after loading."""
 
-    remedies: Remedies
+    no_block_fp8: str
+    """What a user can set, in the engine's own words, for a model without block-FP8 weights."""
+    other_quantization: str
+    """The same for a layer with another quantization."""
     absorbed: tuple[str, str]
     """Attributes of a latent attention layer that hold absorbed keys and values; see `fp8refit.live.latent.Absorbed`."""
 

@@ -35,7 +35,7 @@ def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapp
     if odd:
         held = ", ".join(f"{name} ({dtype_name(own[name].dtype)})" for name in odd)
         method = type(getattr(module, "quant_method", None)).__name__
-        return f"holds {held} under {method}, which is not block FP8", rules.remedies.other_quantization
+        return f"holds {held} under {method}, which is not block FP8", rules.other_quantization
     if not scaled:
         return None
     kernel = rules.kernel_of(module)

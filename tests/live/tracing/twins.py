@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from fp8refit.live.slots import ScaleFormat, TensorMeta
-from fp8refit.live.tracing.rules import Kernel, Remedies
+from fp8refit.live.tracing.rules import Kernel
 from fp8refit.live.tracing.twin import Naming, Twin, trace_twin
 from tests.live.tracing.models import HEAD
 
@@ -14,7 +14,7 @@ Load = Callable[[Iterator[tuple[str, Tensor]]], None]
 
 
 class FakeKernelRules:
-    remedies = Remedies(no_block_fp8="Quantize it", other_quantization="Quantize it in blocks")
+    no_block_fp8, other_quantization = "Quantize it", "Quantize it in blocks"
 
     def why_refused(self, module):
         return getattr(module, "why_refused", None)
