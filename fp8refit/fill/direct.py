@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
-from fp8refit.fill.kernels import Action, Task, WorkTable, compile_table, join_tables
+from fp8refit.fill.kernels import Action, Task
 from fp8refit.fill.kernels.products import LowRank, ProductKind, kind_of
 from fp8refit.fill.kernels.rows import can_merge
 from fp8refit.fill.kernels.work import ALIGNMENT_BYTES, source_layout
 from fp8refit.fill.plan import RefitPlan, Step
+from fp8refit.fill.program import Flags, Launched, Program
 from fp8refit.fill.row_tasks import cut_to_run
 from fp8refit.fill.tasks import bind
 from fp8refit.live.layout_guard import Addresses, LayoutGuard
@@ -101,22 +102,16 @@ class DirectFill:
         device: The slots' device.
         config: Options of the refit.
         action: Whether to write to the slots or to compare with them.
-
-    Attributes:
-        differing: Names of tensors that differ from their slots, as of the last `bad_sources`.
     """
 
     def __init__(
         self, slots: Sequence[Slot], device: torch.device, config: RefitConfig, action: Action = Action.WRITE
     ) -> None:
         self.device, self.config = device, config
-        self.differing: set[str] = set()
         self._slots, self._action = slots, action
         self._check = config.validate_values != "off"
         self._plan: RefitPlan | None = None
-        self._table: WorkTable | None = None
-        self._sources: list[str] = []
-        """The source tensor of each task of the table."""
+        self._program: Program | None = None
         self._known: dict[str, _Known] = {}
         """By key."""
         self._groups: dict[str, _Group] = {}
@@ -124,10 +119,9 @@ class DirectFill:
         self._num_grouped = 0
         self._unmerged: set[str] = set()
         """Names of tensors whose slots do not allow to add products while they are quantized."""
-        self._new: list[tuple[WorkTable, list[str], list[tuple[str, _Known]]]] = []
-        """Tables that this stream compiled, with the source of each task, and the key and layout of each place."""
-        self._unread: list[tuple[WorkTable, list[str]]] = []
-        """Tables that ran, or began to, and whose flags nobody has read, with the source of each task."""
+        self._new: list[tuple[Program, list[tuple[str, _Known]]]] = []
+        """Programs that this stream compiled, with the key and layout of each place."""
+        self._launched = Launched()
 
     def begin(self, plan: RefitPlan | None) -> None:
         """Start a new stream. Flags of earlier streams are dropped, and what was compiled by one that did not end.
@@ -135,9 +129,7 @@ class DirectFill:
         Args:
             plan: The plan; None if it is not made yet. If it differs from the last one, nothing is recognized.
         """
-        for table, _ in self._unread:
-            table.forget_flags()
-        self._unread.clear()
+        self._launched.forget()
         self._new.clear()
         if plan is None or plan is not self._plan:
             self.forget()
@@ -150,26 +142,24 @@ class DirectFill:
             self._plan = plan
             return
         num_places = len(self._known)
-        keys = [key for _, _, places in new for key, _ in places]
+        keys = [key for _, places in new for key, _ in places]
         if len(self._known.keys() | set(keys)) < num_places + len(keys):
             # A tensor's layout has changed. A table cannot drop its old rows, so the next stream compiles everything again.
             self.forget()
             return
-        for _, sources, places in new:
-            self._sources += sources
+        for _, places in new:
             for key, known in places:
                 known.place += num_places
                 self._known[key] = known
             num_places += len(places)
-        self._table = join_tables(
-            [*([self._table] if self._table is not None else []), *(table for table, _, _ in new)]
-        )
+        earlier = [self._program] if self._program is not None else []
+        self._program = Program.join([*earlier, *(program for program, _ in new)])
         self._forget_groups()
         self._plan = plan
 
     def forget(self) -> None:
         """Drop everything compiled."""
-        self._plan, self._table, self._sources = None, None, []
+        self._plan = self._program = None
         self._known.clear()
         self._unmerged.clear()
         self._new.clear()
@@ -251,33 +241,27 @@ class DirectFill:
         *,
         products: Sequence[LowRank | None] = (),
     ) -> bool:
-        assert self._table is not None, "something was recognized"
-        if not self._unread or self._unread[0][0] is not self._table:
-            self._unread.insert(0, (self._table, self._sources))
+        assert self._program is not None, "something was recognized"
+        self._launched.add(self._program)
         check, action = self._check, self._action
-        return self._table.run(place, tensors, addresses, products=products, check=check, action=action)
+        return self._program.table.run(place, tensors, addresses, products=products, check=check, action=action)
 
     def _compile(self, lying: Sequence[Lying]) -> None:
-        """Compile a new table for tensors that are not recognized, and fill from them."""
+        """Compile a new program for tensors that are not recognized, and fill from them."""
         for is_kept in (True, False):
             part = [each for each in lying if each.is_kept is is_kept]
             if not part:
                 continue
             tasks = [(place, each.name, task) for place, each in enumerate(part) for task in self._tasks(each)]
-            sources = [name for _, name, _ in tasks]
             places = [place for place, _, _ in tasks]
-            table = compile_table([task for _, _, task in tasks], self.device, places, num_places=len(part))
-            self._unread.append((table, sources))
-            table.launch(check=self._check, action=self._action)
-            table.release()
+            named = [(name, task) for _, name, task in tasks]
+            program = Program.compile(named, self.device, places, num_places=len(part))
+            self._launched.add(program)
+            program.table.launch(check=self._check, action=self._action)
+            program.table.release()
             if is_kept:
-                self._new.append(
-                    (
-                        table,
-                        sources,
-                        [(each.key, _Known(at, each.tensor, each.product)) for at, each in enumerate(part)],
-                    )
-                )
+                known = [(each.key, _Known(at, each.tensor, each.product)) for at, each in enumerate(part)]
+                self._new.append((program, known))
 
     def _tasks(self, lying: Lying) -> list[Task]:
         tasks: list[Task | None] = [
@@ -287,17 +271,14 @@ class DirectFill:
             tasks = [cut_to_run(task, lying.first_row, lying.tensor.shape[0]) for task in tasks if task is not None]
         return [task for task in tasks if task is not None]
 
-    def bad_sources(self) -> list[str]:
-        """Wait for everything, and return the names of flagged tensors."""
-        self.differing = {sources[index] for table, sources in self._unread for index in table.differing_tasks()}
-        bad = {sources[index] for table, sources in self._unread for index in table.bad_tasks()}
-        self._unread.clear()
-        return sorted(bad)
+    def read_flags(self) -> Flags:
+        """Wait for everything, and return what was flagged."""
+        return self._launched.read_flags()
 
     @property
     def num_device_bytes(self) -> int:
         """Device memory held between streams."""
-        return self._table.num_device_bytes if self._table is not None else 0
+        return self._program.table.num_device_bytes if self._program is not None else 0
 
 
 def _key(name: str, product: LowRank | None) -> str:

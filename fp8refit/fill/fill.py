@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8refit.fill.plan import RefitPlan
+from fp8refit.fill.program import Flags
 from fp8refit.sources.files import StoredTensor
 from fp8refit.sources.row_runs import Piece
 
@@ -16,17 +17,10 @@ Arriving: TypeAlias = tuple[str, Tensor] | tuple[str, StoredTensor] | Piece
 
 
 class Fill(ABC):
-    """Carries out a plan, or part of one. Only `bad_sources` synchronizes with the device."""
+    """Carries out a plan, or part of one. Only `look` and `read_flags` wait for the device."""
 
     is_first: bool
     """Whether something was compiled for this refit."""
-
-    @property
-    def differing(self) -> set[str]:
-        """Names of tensors that differ from their slots, as of the last `bad_sources`: of all that are compared, or of those
-        that came before under another name.
-        """
-        return set()
 
     @property
     @abstractmethod
@@ -43,9 +37,9 @@ class Fill(ABC):
         """Names of tensors that have arrived one by one, whole or in part."""
         return ()
 
-    @abstractmethod
-    def look(self) -> list[str]:
-        """Read everything without writing, and return the names of tensors with NaN or Inf."""
+    def look(self) -> Flags:
+        """Read everything without writing, and return what is flagged. Pushed tensors are not there to be read."""
+        return Flags()
 
     @abstractmethod
     def launch(self, begun: torch.cuda.Event | None) -> None:
@@ -86,5 +80,5 @@ class Fill(ABC):
         return
 
     @abstractmethod
-    def bad_sources(self) -> list[str]:
-        """Wait for the device, and return the names of source tensors flagged since the last call."""
+    def read_flags(self) -> Flags:
+        """Wait for the device, and return what was flagged since the last call."""

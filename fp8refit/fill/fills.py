@@ -1,6 +1,6 @@
 """Chooses how to write a source, and keeps what the next source with the same layout can reuse."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +16,7 @@ from fp8refit.fill.fill import Fill
 from fp8refit.fill.from_buckets import ReceivedFill, ReceivedSource
 from fp8refit.fill.kernels import Action
 from fp8refit.fill.plan import PlanBuilder, RefitPlan, compile_plan
+from fp8refit.fill.program import Flags
 from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging, least_bucket_bytes
 from fp8refit.fill.stream import StreamFill
@@ -56,9 +57,9 @@ class Prepared:
         for fill in self.fills:
             fill.release()
 
-    def bad_sources(self) -> list[str]:
-        """Wait for the device, and return the names of flagged source tensors."""
-        return [name for fill in self.fills for name in fill.bad_sources()]
+    def read_flags(self) -> Flags:
+        """Wait for the device, and return what was flagged."""
+        return Flags.union(fill.read_flags() for fill in self.fills)
 
     def check_values(self) -> None:
         """Read everything without writing.
@@ -68,16 +69,17 @@ class Prepared:
             InvalidSourceError: The source can be read only once.
         """
         check_can_be_read_twice(self.source)
-        if bad := [name for fill in self.fills for name in fill.look()]:
+        if bad := Flags.union(fill.look() for fill in self.fills).bad:
             raise self.error_of(bad, written=False)
 
-    def error_of(self, bad: list[str], *, written: bool) -> RefitError:
+    def error_of(self, bad: Iterable[str], *, written: bool) -> RefitError:
         """The error for flagged tensors: scales that do not fit their slots, or NaN or Inf."""
+        bad = sorted(bad)
         if self.plan is not None and all(name.endswith(SCALE_SUFFIX) for name in bad):
             slots = self.inventory.slots
             formats = {step.source: required_format(slots[step.slot], self.config) for step in self.plan.steps}
             return InvalidSourceError([scale_problem(name, formats[name]) for name in bad])
-        return NonFiniteError(sorted(bad), written=written)
+        return NonFiniteError(bad, written=written)
 
 
 class Fills:

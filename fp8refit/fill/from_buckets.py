@@ -15,8 +15,9 @@ from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError, TransportError
 from fp8refit.fill.arrivals import by_source
 from fp8refit.fill.fill import Arriving, Fill
-from fp8refit.fill.kernels import Action, Task, WorkTable, compile_table
+from fp8refit.fill.kernels import Action, Task
 from fp8refit.fill.plan import RefitPlan
+from fp8refit.fill.program import Flags, Launched, Program
 from fp8refit.fill.row_tasks import cut_to_run
 from fp8refit.fill.tasks import bind
 from fp8refit.live.slots import Slot
@@ -77,10 +78,10 @@ class ReceivedFill(Fill):
         lacking = {step: prod(step.shape) for step in plan.steps}
         seconds = frozenset(plan.seconds)
         steps = by_source((*plan.steps, *plan.seconds))
-        self._work: list[dict[Action, tuple[WorkTable, list[str]]]] = []
-        """For each bucket, its tables with the source tensor of each task; what came under another name is compared."""
+        self._work: list[dict[Action, Program]] = []
+        """The programs of each bucket. What came under another name is compared."""
         for ordinal, bucket in enumerate(source.buckets):
-            tasks: dict[Action, list[tuple[Task, str]]] = {Action.WRITE: []}
+            tasks: dict[Action, list[tuple[str, Task]]] = {Action.WRITE: []}
             portions = bucket.portions(source.buffer(ordinal))
             placed = ((source.tensors[run.tensor], each) for run in bucket.runs for each in run.placements)
             for tensor, part, portion in (
@@ -91,25 +92,18 @@ class ReceivedFill(Fill):
                     if task is None:
                         continue
                     action = Action.COMPARE if step in seconds else Action.WRITE
-                    tasks.setdefault(action, []).append((task, _blamed(tensor, part)))
+                    tasks.setdefault(action, []).append((_blamed(tensor, part), task))
                     if action is Action.WRITE:
                         lacking[step] -= task.target.numel()
-            self._work.append(
-                {
-                    action: (compile_table([task for task, _ in found], device), [name for _, name in found])
-                    for action, found in tasks.items()
-                }
-            )
+            self._work.append({action: Program.compile(found, device) for action, found in tasks.items()})
         absent = sorted({step.source for step, count in lacking.items() if count})
         if absent:
             raise TransportError(
                 f"this rank is not sent all that it holds of {absent[0]} and of {len(absent) - 1} other tensor(s): the engine "
                 "has changed since it joined the broadcast; refit again"
             )
-        self._unread: list[tuple[WorkTable, list[str]]] = []
-        """Tables that ran, or began to, and whose flags nobody has read, with the source tensor of each task."""
+        self._launched = Launched()
         self._num_filled = 0
-        self._differing: set[str] = set()
 
     def renew(self, source: ReceivedSource, config: RefitConfig) -> bool:
         """Prepare for another refit; False if the source or the options are not those this was made for."""
@@ -124,6 +118,7 @@ class ReceivedFill(Fill):
     @override
     def launch(self, begun: torch.cuda.Event | None) -> None:
         """Start. Nothing has arrived yet."""
+        self._launched.forget()
         self._num_filled = 0
         if begun is not None:
             begun.record()
@@ -133,9 +128,9 @@ class ReceivedFill(Fill):
 
         Takes no tensors.
         """
-        for action, (table, names) in self._work[self._num_filled].items():
-            self._unread.append((table, names))
-            table.launch(check=self._config.validate_values != "off", action=action)
+        for action, program in self._work[self._num_filled].items():
+            self._launched.add(program)
+            program.table.launch(check=self._config.validate_values != "off", action=action)
         self._num_filled += 1
 
     @override
@@ -144,28 +139,17 @@ class ReceivedFill(Fill):
             raise InvalidSourceError(["source: ended before everything that was announced had arrived"])
 
     @override
-    def look(self) -> list[str]:
-        """Nothing to do: the trainer has checked the values."""
-        return []
-
-    @property
-    @override
-    def differing(self) -> set[str]:
-        return self._differing
-
-    def bad_sources(self) -> list[str]:
-        """Wait for everything, and return the trainer's names of flagged tensors, including those that overflow only in
+    def read_flags(self) -> Flags:
+        """Wait for everything, and return what was flagged by the trainer's names, including tensors that overflow only in
         this engine's dtype.
         """
-        self._differing = {names[index] for table, names in self._unread for index in table.differing_tasks()} - {""}
-        bad = {names[index] for table, names in self._unread for index in table.bad_tasks()}
-        self._unread.clear()
-        return sorted(bad - {""})
+        bad, differing = self._launched.read_flags()
+        return Flags(bad - {""}, differing - {""})
 
     @property
     def num_device_bytes(self) -> int:
         """Device memory held between refits: tables and buffers."""
-        return sum(table.num_device_bytes for work in self._work for table, _ in work.values()) + sum(
+        return sum(program.table.num_device_bytes for work in self._work for program in work.values()) + sum(
             buffer.nbytes for buffer in self._source.buffers
         )
 

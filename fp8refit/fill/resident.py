@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from fp8refit.config import RefitConfig
 from fp8refit.fill.fill import Fill
-from fp8refit.fill.kernels import Action, compile_table
+from fp8refit.fill.kernels import Action, Task
 from fp8refit.fill.kernels.work import have_layouts, source_layout
 from fp8refit.fill.plan import RefitPlan
+from fp8refit.fill.program import Flags, Program
 from fp8refit.fill.tasks import bind, scale_problem
 from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.slots import Op, Slot
@@ -32,7 +33,7 @@ class ResidentFill(Fill):
         config: RefitConfig,
         action: Action = Action.WRITE,
     ) -> None:
-        self._action, self._differing = action, set[str]()
+        self._action = action
         tensors = source.tensors
         self._plan = plan
         self._config = config
@@ -42,22 +43,15 @@ class ResidentFill(Fill):
         self._unbound = {name: _meta(tensors[name]) for name in elsewhere.union(plan.ignored)}
         steps = [step for step in plan.steps if step.source not in elsewhere]
         self.staged_steps = [step for step in plan.steps if step.source in elsewhere]
-        self._sources = [step.source for step in steps]
-        self._layouts = {name: source_layout(tensors[name]) for name in dict.fromkeys(self._sources)}
+        self._layouts = {step.source: source_layout(tensors[step.source]) for step in steps}
         self._recognise(source)
-        tasks = [bind(step, slots[step.slot], tensors[step.source], config) for step in steps]
-        self._table = compile_table(tasks, device, _places(self._sources))
-        strict_scales = [
-            index
-            for index, task in enumerate(tasks)
-            if task.op is Op.COPY_SCALES and config.on_scale_mismatch == "refuse"
-        ]
-        self._scale_sources = [self._sources[index] for index in strict_scales]
-        self._scale_formats = [tasks[index].scale_format for index in strict_scales]
-        self._scale_table = None
-        if strict_scales:
-            places = _places(self._scale_sources)
-            self._scale_table = compile_table([tasks[index] for index in strict_scales], device, places)
+        tasks = [(step.source, bind(step, slots[step.slot], tensors[step.source], config)) for step in steps]
+        strict = config.on_scale_mismatch == "refuse"
+        scales = [(name, task) for name, task in tasks if strict and task.op is Op.COPY_SCALES]
+        self._program = _compile(tasks, device)
+        self._scale_formats = {name: task.scale_format for name, task in scales}
+        self._scales = _compile(scales, device) if scales else None
+        """Checks the scales of prequantized tensors before anything is written."""
 
     def renew(self, source: MappingSource, config: RefitConfig, action: Action = Action.WRITE) -> bool:
         """Point the tables at the tensors of `source` if the layout is the same; otherwise return False."""
@@ -67,11 +61,11 @@ class ResidentFill(Fill):
             if source.problems or not self._fits(source.tensors):
                 return False
             self._recognise(source)
-        if not self._table.refresh([source.sent[place] for place in self._places], self._guard.addresses[self._places]):
+        tensors = [source.sent[place] for place in self._places]
+        if not self._program.table.refresh(tensors, self._guard.addresses[self._places]):
             return False
-        if self._scale_table is not None:
-            tensors = source.tensors
-            self._scale_table.refresh([tensors[name] for name in dict.fromkeys(self._scale_sources)])
+        if self._scales is not None:
+            self._scales.table.refresh([source.tensors[name] for name in self._scale_formats])
         self.is_first, self._action = False, action
         return True
 
@@ -90,11 +84,10 @@ class ResidentFill(Fill):
 
     def misfit_scales(self) -> list[str]:
         """Return one line per prequantized tensor whose scales do not fit its slot. Writes nothing."""
-        if self._scale_table is None:
+        if self._scales is None:
             return []
-        self._scale_table.launch(check=True, action=Action.CHECK)
-        bad = self._scale_table.bad_tasks()
-        return [scale_problem(self._scale_sources[index], self._scale_formats[index]) for index in bad]
+        self._scales.table.launch(check=True, action=Action.CHECK)
+        return [scale_problem(name, self._scale_formats[name]) for name in sorted(self._scales.read_flags().bad)]
 
     @property
     @override
@@ -102,43 +95,40 @@ class ResidentFill(Fill):
         return self._plan
 
     @override
-    def look(self) -> list[str]:
-        self._table.launch(check=True, action=Action.CHECK)
-        return self.bad_sources()
+    def look(self) -> Flags:
+        self._program.table.launch(check=True, action=Action.CHECK)
+        return self.read_flags()
 
     @override
     def launch(self, begun: torch.cuda.Event | None) -> None:
-        self._table.launch(check=self._config.validate_values != "off", action=self._action, begun=begun)
+        check = self._config.validate_values != "off"
+        self._program.table.launch(check=check, action=self._action, begun=begun)
 
     @override
-    def bad_sources(self) -> list[str]:
-        self._differing = {self._sources[index] for index in self._table.differing_tasks()}
-        return sorted({self._sources[index] for index in self._table.bad_tasks()})
-
-    @property
-    @override
-    def differing(self) -> set[str]:
-        return self._differing
+    def read_flags(self) -> Flags:
+        return self._program.read_flags()
 
     @override
     def release(self) -> None:
         """Release the source's tensors. Call `renew` before the next use."""
-        for table in (self._table, self._scale_table):
-            if table is not None:
-                table.release()
+        for program in self._programs:
+            program.table.release()
 
     @property
     @override
     def num_device_bytes(self) -> int:
         """Device memory held between refits, in bytes."""
-        tables = [table for table in (self._table, self._scale_table) if table is not None]
-        return sum(table.num_device_bytes for table in tables)
+        return sum(program.table.num_device_bytes for program in self._programs)
+
+    @property
+    def _programs(self) -> list[Program]:
+        return [self._program] if self._scales is None else [self._program, self._scales]
 
 
-def _places(sources: Sequence[str]) -> list[int]:
-    """For each step, the index of its source among the distinct sources, in order."""
-    places = {name: place for place, name in enumerate(dict.fromkeys(sources))}
-    return [places[name] for name in sources]
+def _compile(tasks: Sequence[tuple[str, Task]], device: torch.device) -> Program:
+    """Compile tasks, with one place for each distinct source, in order."""
+    places = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in tasks))}
+    return Program.compile(tasks, device, [places[name] for name, _ in tasks])
 
 
 def _meta(tensor: Tensor) -> tuple[torch.Size, torch.dtype, int]:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
-from fp8refit.fill.kernels import Action, Task, WorkTable, compile_table
+from fp8refit.fill.kernels import Action, Task
 from fp8refit.fill.plan import Step
+from fp8refit.fill.program import Flags, Program
 from fp8refit.fill.row_tasks import Seams, cut_to_run
 from fp8refit.fill.tasks import bind, split
 from fp8refit.live.slots import Op, Slot
@@ -46,9 +47,8 @@ class Staging:
         self._check = config.validate_values != "off"
         self._buckets: list[_Bucket] = []
         self._seams = Seams()
-        self._bad: set[str] = set()
-        self.differing: set[str] = set()
-        """Names of tensors that differ from their slots, as of the last `bad_sources`."""
+        self._flags = Flags()
+        """Of what has been written since they were read."""
 
     @property
     def bucket_bytes(self) -> int:
@@ -77,7 +77,7 @@ class Staging:
         Args:
             step: The step.
             tensor: The whole source tensor.
-            is_stable: Whether its bytes stay unchanged until `bad_sources` returns.
+            is_stable: Whether its bytes stay unchanged until `read_flags` returns.
             read_box: Reads the bytes, for a tensor without bytes of its own.
         """
         task = bind(step, self._slots[step.slot], tensor, self._config)
@@ -116,11 +116,12 @@ class Staging:
                 self.flush()
             self._buckets[0].put(name, piece, box, is_stable=is_stable, read_box=read_box)
 
-    def bad_sources(self) -> list[str]:
-        """Write what is staged, wait, and return the names of flagged source tensors."""
+    def read_flags(self) -> Flags:
+        """Write what is staged, wait, and return what was flagged since the last call."""
         for _ in self._buckets:
             self.flush()
-        return sorted(self._bad)
+        flags, self._flags = self._flags, Flags()
+        return flags
 
     def release(self) -> None:
         """Free the buckets with their contents."""
@@ -132,13 +133,11 @@ class Staging:
             return
         self._buckets[0].launch(check=self._check, action=self._action)
         self._buckets.reverse()
-        bad, differing = self._buckets[0].drain()
-        self._bad |= bad
-        self.differing |= differing
+        self._flags = Flags.union((self._flags, self._buckets[0].drain()))
 
 
 class _Bucket:
-    """One staging buffer, the tasks that read it, and their table while it runs."""
+    """One staging buffer, the tasks that read it, and their program while it runs."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
@@ -148,9 +147,8 @@ class _Bucket:
             torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) if device.type == "cuda" else None
         )
         self._used = 0
-        self._sources: list[str] = []
-        self._tasks: list[Task] = []
-        self._table: WorkTable | None = None
+        self._tasks: list[tuple[str, Task]] = []
+        self._program: Program | None = None
 
     def has_room(self, box: Tensor) -> bool:
         return self._used + box.numel() * box.element_size() <= self.num_bytes
@@ -169,22 +167,19 @@ class _Bucket:
         if box is not staged:
             staged.copy_(box, non_blocking=True)
         self._used += -(-num_bytes // _BUCKET_ALIGNMENT_BYTES) * _BUCKET_ALIGNMENT_BYTES
-        self._sources.append(name)
-        self._tasks.append(replace(task, source=staged, offset=(0,) * staged.ndim, select=(), is_transposed=False))
+        task = replace(task, source=staged, offset=(0,) * staged.ndim, select=(), is_transposed=False)
+        self._tasks.append((name, task))
 
     def launch(self, *, check: bool, action: Action) -> None:
         if self._tasks:
-            self._table = compile_table(self._tasks, self._device)
-            self._table.launch(check=check, action=action)
+            self._program = Program.compile(self._tasks, self._device)
+            self._program.table.launch(check=check, action=action)
 
-    def drain(self) -> tuple[set[str], set[str]]:
-        """Wait until the bucket may be reused, and return the names of sources that are flagged, and that differ."""
-        bad, differing = set(), set()
-        if self._table is not None:
-            bad = {self._sources[index] for index in self._table.bad_tasks()}
-            differing = {self._sources[index] for index in self._table.differing_tasks()}
-        self._used, self._sources, self._tasks, self._table = 0, [], [], None
-        return bad, differing
+    def drain(self) -> Flags:
+        """Wait until the bucket may be reused, and return what was flagged."""
+        flags = self._program.read_flags() if self._program is not None else Flags()
+        self._used, self._tasks, self._program = 0, [], None
+        return flags
 
 
 def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:

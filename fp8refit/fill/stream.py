@@ -15,6 +15,7 @@ from fp8refit.fill.arrivals import Arrivals, Expected
 from fp8refit.fill.direct import DirectFill
 from fp8refit.fill.fill import Arriving, Fill
 from fp8refit.fill.plan import RefitPlan
+from fp8refit.fill.program import Flags
 from fp8refit.fill.staging import Staging
 from fp8refit.fill.taking import Taker
 from fp8refit.sources.checkpoints import SafetensorsSource
@@ -78,11 +79,11 @@ class StreamFill(Fill):
         return self._arrivals.came
 
     @override
-    def look(self) -> list[str]:
+    def look(self) -> Flags:
         scout = self._make_scout()
         scout.read(drain=False)
         scout.finish()
-        return scout.bad_sources()
+        return scout.read_flags()
 
     @override
     def launch(self, begun: torch.cuda.Event | None) -> None:
@@ -119,13 +120,9 @@ class StreamFill(Fill):
         self._staging.release()
 
     @override
-    def bad_sources(self) -> list[str]:
-        return self._staging.bad_sources() + (self._direct.bad_sources() if self._direct is not None else [])
-
-    @property
-    @override
-    def differing(self) -> set[str]:
-        return self._staging.differing | (self._direct.differing if self._direct is not None else set())
+    def read_flags(self) -> Flags:
+        staged = self._staging.read_flags()
+        return staged if self._direct is None else Flags.union((staged, self._direct.read_flags()))
 
     def _tensors(self) -> Iterable[Arriving | list[Arriving]]:
         """Read the source, whole tensors, runs of rows, or groups of both; a list if all tensors stay valid."""

@@ -8,6 +8,7 @@ import torch
 from fp8refit.errors import InvalidSourceError, UnsupportedEngineError
 from fp8refit.fill.fill import Arriving
 from fp8refit.fill.fills import Prepared
+from fp8refit.fill.plan import RefitPlan
 from fp8refit.fill.ties import tie_problem
 from fp8refit.live.slots import Inventory
 from fp8refit.ranks.live_model import LiveModel, assert_in_place
@@ -73,13 +74,15 @@ class Write:
         if self._events is not None:
             self._events[1].synchronize()
         filled_s = time.perf_counter()
-        if bad := prepared.bad_sources():
+        bad, differing = prepared.read_flags()
+        if bad:
             raise prepared.error_of(bad, written=writes)
-        if writes and (untied := [name for fill in prepared.fills for name in fill.differing]):
-            raise InvalidSourceError(list(map(tie_problem, sorted(untied))))
+        if writes and differing:
+            raise InvalidSourceError(list(map(tie_problem, sorted(differing))))
         plan, brought = prepared.plan, self._live.brought
         assert plan is not None, "a fill that is complete has a plan"
-        return self._report(filled_s, brought.write(plan) if writes and brought is not None else None)
+        kv = brought.write(plan) if writes and brought is not None else None
+        return self._report(plan, filled_s, differing=tuple(sorted(differing)), kv=kv)
 
     def _complete(self, inventory: Inventory) -> None:
         """Write what no source sends: padding, tensors derived from weights, and KV scales of a failed attempt."""
@@ -92,9 +95,10 @@ class Write:
         if self._live.kv is not None and self._live.kv.torn is not None:
             self._live.kv.heal()
 
-    def _report(self, filled_s: float, kv: KvReport | None) -> RankReport:
-        plan, fills = self.prepared.plan, self.prepared.fills
-        assert plan is not None, "complete"
+    def _report(
+        self, plan: RefitPlan, filled_s: float, *, differing: tuple[str, ...], kv: KvReport | None
+    ) -> RankReport:
+        fills = self.prepared.fills
         return RankReport(
             device=str(self._live.device),
             num_tensors=plan.num_sources,
@@ -110,7 +114,7 @@ class Write:
             is_first=any(fill.is_first for fill in fills),
             source_digest=plan.source_digest,
             kv=kv,
-            differing=tuple(sorted(name for fill in fills for name in fill.differing)),
+            differing=differing,
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fp8refit.fill.resident
+import fp8refit.fill.program
 from fp8refit.fill.kernels import triton_table
 from fp8refit.live.slots import Op
 from fp8refit.sources.source import as_source
@@ -45,7 +45,7 @@ class Operations(TorchDispatchMode):
 def launches(monkeypatch):
     """The kinds of work that were launched."""
     recorded = record_launches(monkeypatch)
-    monkeypatch.setattr(fp8refit.fill.resident, "compile_table", triton_table.TritonTable)
+    monkeypatch.setattr(fp8refit.fill.program, "compile_table", triton_table.TritonTable)
     return recorded
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fp8refit
-import fp8refit.fill.direct
+import fp8refit.fill.program
 from fp8refit import KvConfig, RefitConfig, gathered
 from fp8refit.errors import (
     CacheFlushError,
@@ -244,13 +244,13 @@ def test_an_update_heals_what_a_refit_left_and_a_refit_what_an_update_left(site)
 def compiled(monkeypatch):
     """How many tasks each table was compiled of."""
     counts = []
-    honest = fp8refit.fill.direct.compile_table
+    honest = fp8refit.fill.program.compile_table
 
     def note(tasks, *arguments, **options):
         counts.append(len(tasks))
         return honest(tasks, *arguments, **options)
 
-    monkeypatch.setattr(fp8refit.fill.direct, "compile_table", note)
+    monkeypatch.setattr(fp8refit.fill.program, "compile_table", note)
     return counts
 
 

@@ -24,7 +24,7 @@ from tests.fuzz.line_faults import lines_of, raising
 # An error in front of the first step of a coroutine leaves it unawaited.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 FILL = Path(fp8refit.__file__).parent / "fill"
-FILES = [str(FILL / name) for name in ("direct.py", "resident.py", "kernels/reference_table.py")]
+FILES = [str(FILL / name) for name in ("direct.py", "resident.py", "program.py", "kernels/reference_table.py")]
 """What is kept from one write to the next."""
 ERRORS = [KeyboardInterrupt, RuntimeError, MemoryError, SystemExit]
 NUM_POLICIES = 3

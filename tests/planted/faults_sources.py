@@ -303,8 +303,8 @@ FAULTS = [
     Fault(
         name="a tied tensor that differs is committed",
         path="fp8refit/ranks/write.py",
-        before="        if writes and (untied :=",
-        after="        if not writes and (untied :=",
+        before="        if writes and differing:\n",
+        after="        if not writes and differing:\n",
         found_by=SOURCES,
     ),
     Fault(
@@ -324,8 +324,8 @@ FAULTS = [
     Fault(
         name="a bucket's second name is written",
         path="fp8refit/fill/from_buckets.py",
-        before='            table.launch(check=self._config.validate_values != "off", action=action)\n',
-        after='            table.launch(check=self._config.validate_values != "off")\n',
+        before='            program.table.launch(check=self._config.validate_values != "off", action=action)\n',
+        after='            program.table.launch(check=self._config.validate_values != "off")\n',
         found_by=SECOND_NAME,
     ),
     Fault(

@@ -87,8 +87,8 @@ FAULTS = [
     ),
     Fault(
         name="flags of an aborted stream",
-        path="fp8refit/fill/direct.py",
-        before="        for table, _ in self._unread:\n            table.forget_flags()\n",
+        path="fp8refit/fill/program.py",
+        before="        for program in self._programs:\n            program.table.forget_flags()\n",
         after="",
         found_by=f"{ABORTED}::test_an_error_at_every_line_of_a_fill",
     ),

@@ -1,0 +1,82 @@
+"""Compiled tasks with the source tensor that each of them reads, so that what kernels flag can be named."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fp8refit.fill.kernels import Task, WorkTable, compile_table, join_tables
+
+
+class Flags(NamedTuple):
+    """What kernels flagged, by the names of source tensors."""
+
+    bad: frozenset[str] = frozenset()
+    """Tensors with NaN or Inf, or with scales that do not fit."""
+    differing: frozenset[str] = frozenset()
+    """Tensors that differ from their slots: of all that were compared, or of those that came before under another name."""
+
+    @classmethod
+    def union(cls, flags: Iterable["Flags"]) -> "Flags":
+        """All of several."""
+        bad, differing = set[str](), set[str]()
+        for each in flags:
+            bad |= each.bad
+            differing |= each.differing
+        return cls(frozenset(bad), frozenset(differing))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Program:
+    """A table and the source tensor of each of its tasks."""
+
+    table: WorkTable
+    sources: Sequence[str]
+
+    @classmethod
+    def compile(
+        cls,
+        tasks: Sequence[tuple[str, Task]],
+        device: torch.device,
+        places: Sequence[int] | None = None,
+        *,
+        num_places: int | None = None,
+    ) -> "Program":
+        """Compile tasks, each with the name of its source tensor. See `compile_table`."""
+        table = compile_table([task for _, task in tasks], device, places, num_places=num_places)
+        return cls(table=table, sources=[name for name, _ in tasks])
+
+    @classmethod
+    def join(cls, programs: Sequence["Program"]) -> "Program":
+        """One program with the tasks and places of several, one after another."""
+        table = join_tables([each.table for each in programs])
+        return cls(table=table, sources=[name for each in programs for name in each.sources])
+
+    def read_flags(self) -> Flags:
+        """Wait for everything that was launched, and return what is flagged."""
+        bad, differing = self.table.bad_tasks(), self.table.differing_tasks()
+        return Flags(frozenset(self.sources[task] for task in bad), frozenset(self.sources[task] for task in differing))
+
+
+class Launched:
+    """Programs that ran, or began to, and whose flags nobody has read."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Program, None] = {}
+
+    def add(self, program: Program) -> None:
+        """Add a program. Call it before the launch, which may be interrupted."""
+        self._programs[program] = None
+
+    def read_flags(self) -> Flags:
+        """Wait for all of them, and return what is flagged."""
+        flags = Flags.union(program.read_flags() for program in self._programs)
+        self._programs.clear()
+        return flags
+
+    def forget(self) -> None:
+        """Wait for all of them, and drop their flags: those of one write are never another's."""
+        for program in self._programs:
+            program.table.forget_flags()
+        self._programs.clear()
