@@ -14,8 +14,9 @@ from fp8refit.driver.attach import AttachedEngine
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import CacheFlushError, EngineBusyError
 from fp8refit.fill.kernels.reference import quantize_reference
+from fp8refit.fill.plan import PlanBuilder, RefitPlan
 from fp8refit.live.parameters import live_tensors
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, Refresh, Refusal, ScaleFormat, Slot
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, Refresh, Refusal, ScaleFormat, Slot, TensorMeta
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
 from fp8refit.report import KvReport, RankReport
@@ -206,6 +207,11 @@ class FakeEntryPoint:
 
     def load(self) -> type[FakeEngine]:
         return FakeEngine
+
+
+def compile_plan(slots: tuple[Slot, ...], sources: Mapping[str, TensorMeta], **options: object) -> RefitPlan:
+    """The plan of a source whose tensors are all known."""
+    return PlanBuilder(slots, **options).plan(sources)
 
 
 def make_target(model: FakeModel) -> Target:

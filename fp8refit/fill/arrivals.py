@@ -37,35 +37,22 @@ class Arrivals:
 
     Args:
         expected: The expected tensors; None if unknown.
-        is_announced: Whether anything unexpected is an error; otherwise it is planned on arrival.
-        make_builder: Starts a plan for unannounced tensors.
+        make_builder: Starts a plan for tensors that arrive unexpectedly; None if all were announced, so that it is an error.
 
     Attributes:
-        expected: The expected tensors; None while they are planned on arrival.
-        on_surprise: Called before an unannounced stream is planned again because it differs from the last one.
+        expected: The expected tensors; None if they are planned on arrival.
+        plan: The plan; None for an unannounced stream, whose plan is certain only once all tensors have arrived.
     """
 
-    def __init__(
-        self,
-        expected: Expected | None,
-        *,
-        is_announced: bool,
-        make_builder: Callable[[], PlanBuilder],
-    ) -> None:
+    def __init__(self, expected: Expected | None, *, make_builder: Callable[[], PlanBuilder] | None = None) -> None:
         self.expected = expected
-        self.on_surprise: Callable[[], None] = lambda: None
-        self._is_announced = is_announced
+        self.plan = expected.plan if expected is not None and make_builder is None else None
         self._make_builder = make_builder
-        self._builder = make_builder() if expected is None else None
+        self._builder = make_builder() if expected is None and make_builder is not None else None
         self._names: set[str] = set()
         self._firsts = expected.firsts if expected is not None else {}
         self._came_as: dict[str, str] = {}
         """The name under which each tensor came first that has two."""
-
-    @property
-    def plan(self) -> RefitPlan | None:
-        """The plan of an announced stream; None for others, whose plan is certain only once all tensors have arrived."""
-        return self.expected.plan if self.expected is not None and self._is_announced else None
 
     @property
     def came(self) -> Iterable[str]:
@@ -102,10 +89,10 @@ class Arrivals:
         if expected is not None:
             metadata = expected.metadata
             is_other = metadata is not None and metadata.get(name) != meta
-            if self._is_announced:
+            if self._make_builder is None:
                 self._check_was_announced(name, meta, expected)
             elif is_other or name in self._names:
-                self._plan_again(expected)
+                self._plan_again(expected, self._make_builder)
         if self._builder is not None:
             return self._builder.add(name, meta)
         assert expected is not None, "otherwise it is planned on arrival"
@@ -127,22 +114,23 @@ class Arrivals:
         first = self._firsts.get(name)
         return first is not None and self._came_as.setdefault(first, name) != name
 
-    def finish(self) -> tuple[Expected, bool]:
-        """Check that everything arrived. Returns what arrived, and whether it was planned on arrival.
+    def finish(self) -> Expected:
+        """Check that everything arrived, and return what did: `expected`, unless it was planned on arrival.
 
         Raises:
             InvalidSourceError: Tensors are missing, or do not fit.
         """
-        expected = self.expected
-        if expected is not None and not self._is_announced and len(self._names) < len(expected.metadata or ()):
-            self._plan_again(expected)
+        came, make_builder = self.expected, self._make_builder
+        if came is not None and make_builder is not None and len(self._names) < len(came.metadata or ()):
+            self._plan_again(came, make_builder)
         if self._builder is not None:
-            return Expected.of(self._builder.finish(), self._builder.seen), True
-        assert expected is not None, "otherwise it was planned on arrival"
-        absent = [name for name in expected.steps if self._is_announced and name not in self._names]
+            came = Expected.of(self._builder.finish(), self._builder.seen)
+        assert came is not None, "otherwise it was planned on arrival"
+        absent = [name for name in came.steps if make_builder is None and name not in self._names]
         if absent:
             raise InvalidSourceError([f"{name}: was announced but did not arrive" for name in absent])
-        return expected, False
+        self.plan = came.plan
+        return came
 
     def _check_was_announced(self, name: str, meta: TensorMeta, expected: Expected) -> None:
         """Check that a tensor arrives only once, and as announced.
@@ -156,11 +144,10 @@ class Arrivals:
             announced = expected.metadata.get(name, "nothing of that name")
             raise InvalidSourceError([f"{name}: arrived as {meta}, but {announced} was announced"])
 
-    def _plan_again(self, expected: Expected) -> None:
+    def _plan_again(self, expected: Expected, make_builder: Callable[[], PlanBuilder]) -> None:
         """Plan what arrived, and plan the rest on arrival: the stream is not like the last one."""
         assert expected.metadata is not None, "nothing else is judged twice"
-        self.on_surprise()
-        self.expected, self._firsts, self._builder = None, {}, self._make_builder()
+        self.expected, self._firsts, self._builder = None, {}, make_builder()
         for name in self._names:
             self._builder.add(name, expected.metadata[name])
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
+from fp8refit.fill.arrivals import Expected
 from fp8refit.fill.kernels import Action, Task
 from fp8refit.fill.kernels.products import LowRank, ProductKind, kind_of
 from fp8refit.fill.kernels.rows import can_merge
 from fp8refit.fill.kernels.work import ALIGNMENT_BYTES, source_layout
-from fp8refit.fill.plan import RefitPlan, Step
+from fp8refit.fill.plan import Step
 from fp8refit.fill.program import Flags, Launched, Program
 from fp8refit.fill.row_tasks import cut_to_run
 from fp8refit.fill.tasks import bind
@@ -101,16 +102,16 @@ class DirectFill:
         slots: The slots of the planned inventory.
         device: The slots' device.
         config: Options of the refit.
-        action: Whether to write to the slots or to compare with them.
+
+    Attributes:
+        expected: What the streams bring that everything was compiled for; None if the next one compiles everything again.
     """
 
-    def __init__(
-        self, slots: Sequence[Slot], device: torch.device, config: RefitConfig, action: Action = Action.WRITE
-    ) -> None:
-        self.device, self.config = device, config
-        self._slots, self._action = slots, action
-        self._check = config.validate_values != "off"
-        self._plan: RefitPlan | None = None
+    def __init__(self, slots: Sequence[Slot], device: torch.device, config: RefitConfig) -> None:
+        self.device = device
+        self.expected: Expected | None = None
+        self._slots, self._config = slots, config
+        self._action = Action.WRITE
         self._program: Program | None = None
         self._known: dict[str, _Known] = {}
         """By key."""
@@ -123,30 +124,38 @@ class DirectFill:
         """Programs that this stream compiled, with the key and layout of each place."""
         self._launched = Launched()
 
-    def begin(self, plan: RefitPlan | None) -> None:
+    def expect(self, expected: Expected) -> None:
+        """Expect other streams, and drop everything compiled."""
+        self.forget()
+        self.expected = expected
+
+    def begin(self, action: Action) -> None:
         """Start a new stream. Flags of earlier streams are dropped, and what was compiled by one that did not end.
 
         Args:
-            plan: The plan; None if it is not made yet. If it differs from the last one, nothing is recognized.
+            action: Whether to write to the slots or to compare with them.
         """
         self._launched.forget()
         self._new.clear()
-        if plan is None or plan is not self._plan:
+        if self.expected is None:
             self.forget()
-        self._plan = plan
+        self._action = action
 
-    def end(self, plan: RefitPlan) -> None:
-        """End the stream, and keep what it compiled for streams of this plan."""
-        new, self._new, self._plan = self._new, [], None  # without a plan, the next stream compiles everything again
-        if not new:
-            self._plan = plan
-            return
+    def end(self, came: Expected) -> None:
+        """End the stream, and keep what it compiled for streams like it. What is kept from earlier ones must be for `came`."""
+        new, self._new, expected, self.expected = self._new, [], self.expected, None
+        if came is not expected:
+            self.forget()  # tensors of these names and layouts may have other steps
+        if new and not self._join(new):
+            self.forget()
+        self.expected = came
+
+    def _join(self, new: Sequence[tuple[Program, list[tuple[str, _Known]]]]) -> bool:
+        """Add programs to the one that is kept; False if they have other layouts of its tensors, whose rows it cannot drop."""
         num_places = len(self._known)
         keys = [key for _, places in new for key, _ in places]
         if len(self._known.keys() | set(keys)) < num_places + len(keys):
-            # A tensor's layout has changed. A table cannot drop its old rows, so the next stream compiles everything again.
-            self.forget()
-            return
+            return False
         for _, places in new:
             for key, known in places:
                 known.place += num_places
@@ -155,11 +164,11 @@ class DirectFill:
         earlier = [self._program] if self._program is not None else []
         self._program = Program.join([*earlier, *(program for program, _ in new)])
         self._forget_groups()
-        self._plan = plan
+        return True
 
     def forget(self) -> None:
         """Drop everything compiled."""
-        self._plan = self._program = None
+        self.expected = self._program = None
         self._known.clear()
         self._unmerged.clear()
         self._new.clear()
@@ -243,7 +252,7 @@ class DirectFill:
     ) -> bool:
         assert self._program is not None, "something was recognized"
         self._launched.add(self._program)
-        check, action = self._check, self._action
+        check, action = self._config.validate_values != "off", self._action
         return self._program.table.run(place, tensors, addresses, products=products, check=check, action=action)
 
     def _compile(self, lying: Sequence[Lying]) -> None:
@@ -257,7 +266,7 @@ class DirectFill:
             named = [(name, task) for _, name, task in tasks]
             program = Program.compile(named, self.device, places, num_places=len(part))
             self._launched.add(program)
-            program.table.launch(check=self._check, action=self._action)
+            program.table.launch(check=self._config.validate_values != "off", action=self._action)
             program.table.release()
             if is_kept:
                 known = [(each.key, _Known(at, each.tensor, each.product)) for at, each in enumerate(part)]
@@ -265,7 +274,7 @@ class DirectFill:
 
     def _tasks(self, lying: Lying) -> list[Task]:
         tasks: list[Task | None] = [
-            bind(step, self._slots[step.slot], lying.tensor, self.config, lying.product) for step in lying.steps
+            bind(step, self._slots[step.slot], lying.tensor, self._config, lying.product) for step in lying.steps
         ]
         if lying.first_row is not None:
             tasks = [cut_to_run(task, lying.first_row, lying.tensor.shape[0]) for task in tasks if task is not None]

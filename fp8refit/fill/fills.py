@@ -1,10 +1,9 @@
 """Chooses how to write a source, and keeps what the next source with the same layout can reuse."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from fp8refit.fill.direct import DirectFill
 from fp8refit.fill.fill import Fill
 from fp8refit.fill.from_buckets import ReceivedFill, ReceivedSource
 from fp8refit.fill.kernels import Action
-from fp8refit.fill.plan import PlanBuilder, RefitPlan, compile_plan
+from fp8refit.fill.plan import PlanBuilder, RefitPlan
 from fp8refit.fill.program import Flags
 from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging, least_bucket_bytes
@@ -23,7 +22,7 @@ from fp8refit.fill.stream import StreamFill
 from fp8refit.fill.tasks import misfit_scales, required_format, scale_problem
 from fp8refit.fill.ties import untied
 from fp8refit.live.collector import collector_paused
-from fp8refit.live.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat, TensorMeta
+from fp8refit.live.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat
 from fp8refit.sources.handover import HandedSource
 from fp8refit.sources.source import MappingSource, PushedSource, RandomAccess, Source, check_can_be_read_twice
 
@@ -85,7 +84,8 @@ class Prepared:
 class Fills:
     """Prepares fills of one inventory.
 
-    Keeps what was compiled for a source. The next source of the same kind reuses it if one check finds the same layout.
+    Keeps what was compiled for a source. The next source of the same kind reuses it if one check finds the same layout, and
+    the options are the same.
 
     Args:
         inventory: The rank's inventory.
@@ -95,13 +95,11 @@ class Fills:
     def __init__(self, inventory: Inventory, device: torch.device) -> None:
         self._inventory = inventory
         self._device = device
+        self._config, self._foreign = RefitConfig(), frozenset[str]()
+        """The options and `foreign` names that everything kept was compiled for."""
         self._resident: ResidentFill | None = None
         self._received: ReceivedFill | None = None
-        self._expected: tuple[tuple[str, ...], Expected] | None = None
-        """`keep` patterns and expectations of the last stream."""
-        self._foreign: frozenset[str] = frozenset()
-        """The `foreign` names that everything kept was compiled for."""
-        self._directs: dict[Action, DirectFill] = {}
+        self._direct: DirectFill | None = None
         self._ticket = object()
 
     @collector_paused()
@@ -128,17 +126,17 @@ class Fills:
             StagingMemoryError: There is no room for a stream's buckets.
         """
         self.release()
-        if foreign is not self._foreign and foreign != self._foreign:
-            self._resident = self._received = self._expected = None
-        self._foreign = foreign
+        if (config, foreign) != (self._config, self._foreign):
+            self._resident = self._received = self._direct = None
+            self._config, self._foreign = config, foreign
         action = Action.COMPARE if compares else Action.WRITE
         fills: tuple[Fill, ...]
         if isinstance(source, MappingSource):
-            fills = self._prepare_mapping(source, config, foreign, action)
+            fills = self._prepare_mapping(source, action)
         elif isinstance(source, ReceivedSource):
-            fills = (self._prepare_received(source, config, foreign),)
+            fills = (self._prepare_received(source),)
         else:
-            fills = (self._prepare_stream(source, config, foreign, action),)
+            fills = (self._prepare_stream(source, action),)
         return Prepared(
             source=source,
             config=config,
@@ -159,12 +157,11 @@ class Fills:
         if self._resident is not None:
             self._resident.release()
 
-    def _prepare_mapping(
-        self, source: MappingSource, config: RefitConfig, foreign: frozenset[str], action: Action
-    ) -> tuple[Fill, ...]:
-        slots, resident = self._inventory.slots, self._resident
-        if resident is None or not resident.renew(source, config, action):
-            plan = self._compile(*source.scan(), config, foreign)
+    def _prepare_mapping(self, source: MappingSource, action: Action) -> tuple[Fill, ...]:
+        slots, config, resident = self._inventory.slots, self._config, self._resident
+        if resident is None or not resident.renew(source, action):
+            metadata, problems = source.scan()
+            plan = self._builder(problems).plan(metadata)
             self._resident = None
             self._resident = resident = ResidentFill(plan, slots, source, self._device, config, action)
         staged, misfits = resident.staged_steps, resident.misfit_scales()
@@ -180,125 +177,64 @@ class Fills:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the trainer must have finished computing what is read
         rest = Expected(plan=resident.plan, steps=by_source(staged))
-        return resident, self._stream(source, rest, config, foreign, action, is_announced=True, is_first=False)
+        return resident, StreamFill(source, Arrivals(rest), self._staging(source, action))
 
-    def _prepare_received(self, source: ReceivedSource, config: RefitConfig, foreign: frozenset[str]) -> ReceivedFill:
+    def _prepare_received(self, source: ReceivedSource) -> ReceivedFill:
         received = self._received
-        if received is None or not received.renew(source, config):
-            plan = self._compile(source.metadata or {}, source.problems, config, foreign)
+        if received is None or not received.renew(source):
+            plan = self._builder(source.problems).plan(source.metadata or {})
             self._received = None
-            self._received = received = ReceivedFill(plan, self._inventory.slots, source, self._device, config)
-        self._check_scales(received.plan, source, config)
+            self._received = received = ReceivedFill(plan, self._inventory.slots, source, self._device, self._config)
+        self._check_scales(received.plan, source)
         return received
 
-    def _prepare_stream(
-        self, source: Source, config: RefitConfig, foreign: frozenset[str], action: Action
-    ) -> StreamFill:
+    def _prepare_stream(self, source: Source, action: Action) -> StreamFill:
         """Plan a stream before it is written, unless it is unannounced and can be read only once."""
-        scanned, is_first = source.scan(), False
-        known = self._expected[1] if self._expected is not None and self._expected[0] == config.keep else None
+        if self._direct is None:
+            self._direct = DirectFill(self._inventory.slots, self._device, self._config)
+        direct, scanned, is_first = self._direct, source.scan(), False
         if scanned is None:
-            is_first = known is None
+            arrivals = Arrivals(direct.expected, make_builder=self._builder)
         else:
             metadata, problems = scanned
-            if known is None or problems or known.metadata != metadata:
-                plan = self._compile(metadata, problems, config, foreign)
-                known, is_first = Expected.of(plan, metadata), True
-                self._expected = config.keep, known
-            self._check_scales(known.plan, source, config)
-            if isinstance(source, RandomAccess) and (problems := untied(known.plan.ties, source)):
+            expected = direct.expected
+            if expected is None or problems or expected.metadata != metadata:
+                expected, is_first = Expected.of(self._builder(problems).plan(metadata), metadata), True
+                direct.expect(expected)
+            self._check_scales(expected.plan, source)
+            if isinstance(source, RandomAccess) and (problems := untied(expected.plan.ties, source)):
                 raise InvalidSourceError(problems)
+            arrivals = Arrivals(expected)
+        return StreamFill(source, arrivals, self._staging(source, action), direct=direct, is_first=is_first)
 
-        def learn(came: Expected) -> None:
-            self._expected = config.keep, came
-
-        return self._stream(
-            source,
-            known,
-            config,
-            foreign,
-            action,
-            is_announced=scanned is not None,
-            is_first=is_first,
-            direct=self._direct_for(config, action),
-            learn=learn,
-        )
-
-    def _stream(
-        self,
-        source: Source,
-        expected: Expected | None,
-        config: RefitConfig,
-        foreign: frozenset[str],
-        action: Action,
-        *,
-        is_announced: bool,
-        is_first: bool,
-        direct: DirectFill | None = None,
-        learn: Callable[[Expected], None] = lambda _: None,
-    ) -> StreamFill:
-        """Make a stream's fill with its staging memory, before anything is written.
+    def _staging(self, source: Source, action: Action) -> Staging:
+        """Make a stream's staging memory, before anything is written.
 
         Raises:
             StagingMemoryError: There is not enough memory.
         """
-        slots = self._inventory.slots
-
-        def make_builder() -> PlanBuilder:
-            return PlanBuilder(
-                slots,
-                aliases=self._inventory.aliases,
-                unneeded=foreign.union(self._inventory.unneeded),
-                stacked=self._inventory.stacked,
-                keep=config.keep,
-            )
-
-        def make_staging(action: Action) -> Staging:
-            with _room_for_buckets(config, self._device):
-                staging = Staging(slots, self._device, config, action)
-                if action is not Action.COMPARE and not isinstance(source, HandedSource):
-                    staging.reserve(self._least_bucket_bytes)
-            return staging
-
-        def make(action: Action, **options: Any) -> StreamFill:
-            arrivals = Arrivals(expected, is_announced=is_announced, make_builder=make_builder)
-            return StreamFill(source, arrivals, make_staging(action), make_scout=make_scout, **options)
-
-        def make_scout() -> StreamFill:
-            return make(Action.CHECK, is_first=False)
-
-        return make(action, direct=direct, is_first=is_first, learn=learn)
+        with _room_for_buckets(self._config, self._device):
+            staging = Staging(self._inventory.slots, self._device, self._config, action)
+            if action is Action.WRITE and not isinstance(source, HandedSource):
+                staging.reserve(self._least_bucket_bytes)
+        return staging
 
     @cached_property
     def _least_bucket_bytes(self) -> int:
         return least_bucket_bytes(self._inventory.slots)
 
-    def _direct_for(self, config: RefitConfig, action: Action) -> DirectFill:
-        """The fill for stream tensors on this device, with the table of earlier streams."""
-        direct = self._directs.get(action)
-        if direct is None or direct.config != config:
-            direct = self._directs[action] = DirectFill(self._inventory.slots, self._device, config, action)
-        return direct
-
-    def _compile(
-        self,
-        metadata: Mapping[str, TensorMeta],
-        problems: Sequence[str],
-        config: RefitConfig,
-        foreign: frozenset[str],
-    ) -> RefitPlan:
+    def _builder(self, problems: Sequence[str] = ()) -> PlanBuilder:
         inventory = self._inventory
-        return compile_plan(
+        return PlanBuilder(
             inventory.slots,
-            metadata,
             aliases=inventory.aliases,
-            unneeded=foreign.union(inventory.unneeded),
+            unneeded=self._foreign.union(inventory.unneeded),
             stacked=inventory.stacked,
             problems=problems,
-            keep=config.keep,
+            keep=self._config.keep,
         )
 
-    def _check_scales(self, plan: RefitPlan, source: Source, config: RefitConfig) -> None:
+    def _check_scales(self, plan: RefitPlan, source: Source) -> None:
         """Check scales in a stream, as far as they can be read before it is written.
 
         Raises:
@@ -310,7 +246,7 @@ class Fills:
             for step in plan.steps
             if step.op is Op.COPY_SCALES and slots[step.slot].scale_format is ScaleFormat.UE8M0
         }
-        if not need_powers or config.on_scale_mismatch != "refuse":
+        if not need_powers or self._config.on_scale_mismatch != "refuse":
             return
         misfits: list[str] = []
         if isinstance(source, PushedSource):

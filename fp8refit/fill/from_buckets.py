@@ -105,10 +105,10 @@ class ReceivedFill(Fill):
         self._launched = Launched()
         self._num_filled = 0
 
-    def renew(self, source: ReceivedSource, config: RefitConfig) -> bool:
-        """Prepare for another refit; False if the source or the options are not those this was made for."""
+    def renew(self, source: ReceivedSource) -> bool:
+        """Prepare for another refit; False if the source is not the one this was made for."""
         self.is_first = False
-        return source is self._source and config == self._config
+        return source is self._source
 
     @property
     @override

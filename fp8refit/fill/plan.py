@@ -1,7 +1,7 @@
 """Plans what to read from which source tensor and write to which slot, from names, shapes and dtypes only.
 
-`PlanBuilder` takes one source tensor at a time, so that a stream can be planned while it arrives. `compile_plan` takes
-a whole source and raises all problems at once.
+`PlanBuilder` takes one source tensor at a time, so that a stream can be planned while it arrives. At the end it raises all
+problems at once.
 """
 
 import fnmatch
@@ -65,36 +65,6 @@ class RefitPlan:
     """SHA-256 over names, shapes and dtypes of the source: equal on all ranks of a refit."""
 
 
-def compile_plan(
-    slots: tuple[Slot, ...],
-    sources: Mapping[str, TensorMeta],
-    *,
-    aliases: Mapping[str, str] | None = None,
-    unneeded: Iterable[str] = (),
-    stacked: Iterable[Stacked] = (),
-    problems: Iterable[str] = (),
-    keep: Sequence[str] = (),
-) -> RefitPlan:
-    """Plan a refit of `slots` from a source whose tensors are all known.
-
-    Args:
-        slots: The inventory's slots.
-        sources: Checkpoint name to shape and dtype.
-        aliases: Names that share another name's slot.
-        unneeded: Names that a source may send although no slot takes them; see `Inventory.unneeded`.
-        stacked: Tensors that may replace those of single experts.
-        problems: Problems already found in the source (duplicates), to be raised with the others.
-        keep: Patterns of names that may be missing.
-
-    Raises:
-        InvalidSourceError: Names every missing, unexpected or ill-fitting tensor.
-    """
-    builder = PlanBuilder(slots, aliases=aliases, unneeded=unneeded, stacked=stacked, problems=problems, keep=keep)
-    for name, meta in sources.items():
-        builder.add(name, meta)
-    return builder.finish()
-
-
 def is_any_of(patterns: Sequence[str]) -> Callable[[str], bool]:
     """A function that tells whether a name matches any pattern."""
     matchers = [re.compile(fnmatch.translate(pattern)) for pattern in patterns]
@@ -115,7 +85,16 @@ def are_unneeded(names: Iterable[str]) -> Callable[[str], bool]:
 
 
 class PlanBuilder:
-    """Collects steps tensor by tensor; `finish` checks that nothing is missing."""
+    """Collects steps tensor by tensor; `finish` checks that nothing is missing.
+
+    Args:
+        slots: The inventory's slots.
+        aliases: Names that share another name's slot.
+        unneeded: Names that a source may send although no slot takes them; see `Inventory.unneeded`.
+        stacked: Tensors that may replace those of single experts.
+        problems: Problems already found in the source (duplicates), to be raised with the others.
+        keep: Patterns of names that may be missing.
+    """
 
     def __init__(
         self,
@@ -147,6 +126,16 @@ class PlanBuilder:
         """Steps of those that came before under another name."""
         self._weights: dict[int, Step] = {}
         self._scales: dict[int, Step] = {}
+
+    def plan(self, sources: Mapping[str, TensorMeta]) -> RefitPlan:
+        """Plan a source whose tensors are all known.
+
+        Raises:
+            InvalidSourceError: See `finish`.
+        """
+        for name, meta in sources.items():
+            self.add(name, meta)
+        return self.finish()
 
     def add(self, name: str, meta: TensorMeta) -> list[Step]:
         """Check one source tensor and return its steps: none if it is ignored or does not fit."""
@@ -238,7 +227,7 @@ class PlanBuilder:
         """Check that nothing is missing, and return the plan.
 
         Raises:
-            InvalidSourceError: Lists every problem found so far and every missing weight.
+            InvalidSourceError: Names every missing, unexpected or ill-fitting tensor.
         """
         problems = [*self._problems, *self._come_apart(), *self._incomplete()]
         if problems:

@@ -53,10 +53,8 @@ class ResidentFill(Fill):
         self._scales = _compile(scales, device) if scales else None
         """Checks the scales of prequantized tensors before anything is written."""
 
-    def renew(self, source: MappingSource, config: RefitConfig, action: Action = Action.WRITE) -> bool:
+    def renew(self, source: MappingSource, action: Action = Action.WRITE) -> bool:
         """Point the tables at the tensors of `source` if the layout is the same; otherwise return False."""
-        if config != self._config:
-            return False
         if not self._guard.holds(source.sent_names, source.sent):
             if source.problems or not self._fits(source.tensors):
                 return False

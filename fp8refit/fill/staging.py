@@ -3,7 +3,7 @@ fills.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from math import prod
 from typing import TypeAlias
@@ -43,7 +43,7 @@ class Staging:
         self._slots = slots
         self._config = config
         self.device = device
-        self._action = action
+        self.action = action
         self._check = config.validate_values != "off"
         self._buckets: list[_Bucket] = []
         self._seams = Seams()
@@ -99,14 +99,17 @@ class Staging:
         return self._seams.runs_of_blocks(step.slot, wanted, slot.block_size[0], first_row, rows)
 
     @contextmanager
-    def comparing(self) -> Iterator[None]:
-        """While active, compare with what was written; without effect if nothing is written."""
-        action = self._action
+    def doing(self, action: Action) -> Iterator[None]:
+        """While active, do something else with what is staged."""
         self.flush()
-        self._action = Action.COMPARE if action is Action.WRITE else action
+        usual, self.action = self.action, action
         yield
         self.flush()
-        self._action = action
+        self.action = usual
+
+    def comparing(self) -> AbstractContextManager[None]:
+        """While active, compare with what was written; without effect if nothing is written."""
+        return self.doing(Action.COMPARE if self.action is Action.WRITE else self.action)
 
     def _stage(self, name: str, task: Task, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
         self.reserve()
@@ -131,7 +134,7 @@ class Staging:
         """Write what is staged, and switch to the other bucket once that has been written."""
         if not self._buckets:
             return
-        self._buckets[0].launch(check=self._check, action=self._action)
+        self._buckets[0].launch(check=self._check, action=self.action)
         self._buckets.reverse()
         self._flags = Flags.union((self._flags, self._buckets[0].drain()))
 

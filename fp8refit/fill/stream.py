@@ -5,15 +5,16 @@ to be the same, and is planned again if it differs.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import torch
 from typing_extensions import override
 
-from fp8refit.fill.arrivals import Arrivals, Expected
+from fp8refit.fill.arrivals import Arrivals
 from fp8refit.fill.direct import DirectFill
 from fp8refit.fill.fill import Arriving, Fill
+from fp8refit.fill.kernels import Action
 from fp8refit.fill.plan import RefitPlan
 from fp8refit.fill.program import Flags
 from fp8refit.fill.staging import Staging
@@ -35,9 +36,7 @@ class StreamFill(Fill):
         arrivals: Judges what arrives.
         staging: Buckets for tensors that are elsewhere.
         direct: Fills from tensors on the engine's device; None to stage them too.
-        make_scout: Makes a fill of the same source that only checks values.
         is_first: Whether the expected tensors were planned for this refit.
-        learn: Called with what arrived, if that was not expected.
     """
 
     def __init__(
@@ -47,25 +46,19 @@ class StreamFill(Fill):
         staging: Staging,
         *,
         direct: DirectFill | None = None,
-        make_scout: Callable[[], "StreamFill"],
-        is_first: bool,
-        learn: Callable[[Expected], None] = lambda _: None,
+        is_first: bool = False,
     ) -> None:
         self._source = source
         self._arrivals = arrivals
         self._staging = staging
         self._direct = direct
         self._taker = Taker(arrivals, staging, direct, is_stable=isinstance(source, MappingSource))
-        self._make_scout = make_scout
-        self._learn = learn
-        self._plan = arrivals.plan
         self.is_first = is_first
-        arrivals.on_surprise = self._begin_anew
 
     @property
     @override
     def plan(self) -> RefitPlan | None:
-        return self._plan
+        return self._arrivals.plan
 
     @property
     @override
@@ -80,17 +73,17 @@ class StreamFill(Fill):
 
     @override
     def look(self) -> Flags:
-        scout = self._make_scout()
-        scout.read(drain=False)
-        scout.finish()
-        return scout.read_flags()
+        scout = StreamFill(self._source, Arrivals(self._arrivals.expected), self._staging)
+        with self._staging.doing(Action.CHECK):
+            scout.read(drain=False)
+            scout.finish()
+            return scout.read_flags()
 
     @override
     def launch(self, begun: torch.cuda.Event | None) -> None:
         """Start; nothing has arrived yet."""
-        expected = self._arrivals.expected
         if self._direct is not None:
-            self._direct.begin(expected.plan if expected is not None else None)
+            self._direct.begin(self._staging.action)
         if begun is not None:
             begun.record()
 
@@ -106,12 +99,10 @@ class StreamFill(Fill):
     @override
     def finish(self) -> None:
         self._taker.check_is_complete()
-        came, is_new = self._arrivals.finish()
-        if is_new:
-            self._learn(came)
-        self._plan = came.plan
+        came = self._arrivals.finish()
+        self.is_first |= not self._arrivals.are_known
         if self._direct is not None:
-            self._direct.end(came.plan)
+            self._direct.end(came)
         self._taker.flush()
 
     @override
@@ -132,10 +123,8 @@ class StreamFill(Fill):
         if isinstance(source, InPieces):
             return source.pieces(self._staging.bucket_bytes)
         if isinstance(source, MappingSource):
-            tensors, expected = source.tensors, self._arrivals.expected
-            if self._direct is not None or expected is None:
-                return list(tensors.items())
-            return [(name, tensors[name]) for name in expected.steps]
+            assert self._arrivals.expected is not None, "a mapping is announced"
+            return [(name, source.tensors[name]) for name in self._arrivals.expected.steps]
         if isinstance(source, SafetensorsSource):
             return iter(source.stored.items())
         return () if isinstance(source, PushedSource) else iter(source)
@@ -158,7 +147,3 @@ class StreamFill(Fill):
                 for _ in tensors:
                     pass
             raise
-
-    def _begin_anew(self) -> None:
-        self.is_first = True
-        self._taker.begin_anew()

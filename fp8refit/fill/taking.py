@@ -262,9 +262,3 @@ class Taker:
         """
         if self._cut is not None:
             self._cut.check_is_complete()
-
-    def begin_anew(self) -> None:
-        """Forget what earlier streams compiled, because this one differs from the last."""
-        if self._direct is not None:
-            self._fill_waiting()
-            self._direct.forget()

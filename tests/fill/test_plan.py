@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fp8refit.errors import InvalidSourceError
-from fp8refit.fill.plan import PlanBuilder, compile_plan
+from fp8refit.fill.plan import PlanBuilder
 from fp8refit.live.slots import FP8_DTYPE, Op, Slot, Stacked, TensorMeta
-from tests.fakes import HIDDEN, FakeModel
+from tests.fakes import HIDDEN, FakeModel, compile_plan
 
 EMBED = "model.embed_tokens.weight"
 Q = "model.layers.0.self_attn.q_proj.weight"

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor
 
 from fp8refit.errors import InvalidSourceError
-from fp8refit.fill.plan import compile_plan
+from fp8refit.fill.plan import PlanBuilder
 from fp8refit.live.slots import Slot, TensorMeta
 from tests.bad_tensors import HARMLESS, MISFITS, NOT_FINITE, WITHOUT_BYTES
 from tests.fakes import FakeModel, make_policy
@@ -320,7 +320,7 @@ def test_a_saved_mixture_of_experts_is_told_in_one_line(layers, experts, parent,
         sent["norm.weight"] = (8,)
     metadata = {name: TensorMeta(shape=shape, dtype=torch.bfloat16) for name, shape in sent.items()}
     with pytest.raises(InvalidSourceError) as raised:
-        compile_plan(tuple(slots), metadata)
+        PlanBuilder(tuple(slots)).plan(metadata)
     said, *others = raised.value.problems
     assert "state_dict()" in said and "leave it out" not in str(raised.value)
     assert others == ["norm.weight: missing"] * missing

@@ -296,8 +296,8 @@ FAULTS = [
     Fault(
         name="the second name of a tensor is staged and written",
         path="fp8refit/fill/staging.py",
-        before="        self._action = Action.COMPARE if action is Action.WRITE else action\n",
-        after="",
+        before="Action.COMPARE if self.action is Action.WRITE else self.action",
+        after="self.action",
         found_by=SOURCES,
     ),
     Fault(

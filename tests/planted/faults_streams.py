@@ -77,8 +77,8 @@ FAULTS = [
     Fault(
         name="a stream that begins like the last one is taken for whole",
         path="fp8refit/fill/arrivals.py",
-        before="if expected is not None and not self._is_announced and len(self._names) < len(expected.metadata or ()):",
-        after="if expected is not None and not self._is_announced and not self._names:",
+        before="if came is not None and make_builder is not None and len(self._names) < len(came.metadata or ()):",
+        after="if came is not None and make_builder is not None and not self._names:",
         found_by=STREAMS,
     ),
     Fault(

@@ -95,8 +95,8 @@ FAULTS = [
     Fault(
         name="layouts that are known without their rows",
         path="fp8refit/fill/direct.py",
-        before="        new, self._new, self._plan = self._new, [], None  #",
-        after="        new, self._new, self._plan = self._new, [], plan  #",
+        before="        new, self._new, expected, self.expected = self._new, [], self.expected, None\n",
+        after="        new, self._new, expected = self._new, [], self.expected\n",
         found_by=f"{ABORTED}::test_an_error_at_every_line_of_a_fill",
     ),
     Fault(

@@ -23,6 +23,7 @@ from fp8refit.errors import (
     StagingMemoryError,
     UnsupportedEngineError,
 )
+from fp8refit.fill.plan import PlanBuilder
 from fp8refit.live.slots import FP8_DTYPE, Refresh, Refusal, ScaleFormat, TensorMeta
 from fp8refit.ranks.target import Target
 from fp8refit.sources.row_runs import Piece, Recipe
@@ -499,13 +500,13 @@ def compiled(monkeypatch) -> list[str]:
     """Digests of the plans that were compiled."""
     digests = []
 
-    def compile_and_record(*args, **options):
-        plan = compile_plan(*args, **options)
+    def plan_and_record(*args):
+        plan = plan_all(*args)
         digests.append(plan.digest)
         return plan
 
-    compile_plan = fp8refit.fill.fills.compile_plan
-    monkeypatch.setattr(fp8refit.fill.fills, "compile_plan", compile_and_record)
+    plan_all = PlanBuilder.plan
+    monkeypatch.setattr(PlanBuilder, "plan", plan_and_record)
     return digests
 
 
@@ -754,7 +755,7 @@ def test_a_fault_found_while_preparing_ends_the_engine_too(target, model, monkey
     def fault(*args, **kwargs):
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(fp8refit.fill.fills, "compile_plan", fault)
+    monkeypatch.setattr(PlanBuilder, "plan", fault)
     with pytest.raises(EngineLostError, match="illegal memory access"):
         target.prepare(from_function(make_policy(model, seed=1), None), RefitConfig())
     monkeypatch.undo()

@@ -15,7 +15,7 @@ from fp8refit.errors import (
     InvalidSourceError,
     UnsupportedEngineError,
 )
-from fp8refit.fill.plan import compile_plan
+from fp8refit.fill.plan import PlanBuilder
 from fp8refit.live.names import kv_scale_names
 from fp8refit.live.slots import Inventory, KvCache, KvLayer, KvScale, Refusal, Slot, TensorMeta
 from fp8refit.ranks.kv.brought import BroughtScales
@@ -314,7 +314,7 @@ def arrive(engine, **values):
     metadata = {"w": TensorMeta(shape=(2,), dtype=torch.float32)} | {
         name: TensorMeta.of(tensor) for name, tensor in brought.items()
     }
-    plan = compile_plan(inventory.slots, metadata, aliases=inventory.aliases, unneeded=inventory.unneeded)
+    plan = PlanBuilder(inventory.slots, aliases=inventory.aliases, unneeded=inventory.unneeded).plan(metadata)
     for step in plan.steps:
         if step.source in brought:
             inventory.slots[step.slot].weight.view(()).copy_(brought[step.source])
