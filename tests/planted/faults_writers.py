@@ -95,19 +95,19 @@ FAULTS = [
     Fault(
         name="layouts that are known without their rows",
         path="fp8refit/fill/direct.py",
-        before="        new, self._new, expected, self.expected = self._new, [], self.expected, None\n",
-        after="        new, self._new, expected = self._new, [], self.expected\n",
+        before="        if new and not self._join(new):\n            self.forget()\n        self.expected = came\n",
+        after="        self.expected = came\n        if new and not self._join(new):\n            self.forget()\n",
         found_by=f"{ABORTED}::test_an_error_at_every_line_of_a_fill",
     ),
     Fault(
         name="flags of an interrupted launch",
         path="fp8refit/fill/kernels/triton_table.py",
         before="        self._has_run |= bool(launches)\n        with on_device(self._device):\n"
-        "            for launcher, first_tile, num_tiles in launches:\n"
-        "                launcher.launch(self._arrays, shift, first_tile, num_tiles)\n",
+        "            for launch, first_tile, num_tiles in launches:\n"
+        "                launch.launch_tiles(self._arrays, shift, first_tile, num_tiles)\n",
         after="        with on_device(self._device):\n"
-        "            for launcher, first_tile, num_tiles in launches:\n"
-        "                launcher.launch(self._arrays, shift, first_tile, num_tiles)\n"
+        "            for launch, first_tile, num_tiles in launches:\n"
+        "                launch.launch_tiles(self._arrays, shift, first_tile, num_tiles)\n"
         "        self._has_run |= bool(launches)\n",
         found_by=f"{TABLES}::test_flags_of_a_launch_that_was_interrupted_are_dropped",
     ),

@@ -7,7 +7,7 @@ and would load one element at a time. Tasks whose addresses and rows are multipl
 own, whose kernel is told so.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -160,34 +160,27 @@ def products_of_places(rows: Rows) -> np.ndarray:
     return products
 
 
-def in_order(kinds: Iterable[Kind]) -> list[Kind]:
-    """Kinds in the order of their launches: quantization first."""
-    return sorted(kinds, key=lambda kind: (kind.op is not Op.QUANTIZE, repr(kind)))
+def number_tiles(rows: Rows) -> tuple[np.ndarray, list[tuple[Kind, list[int]]]]:
+    """Set the first tile of every row.
 
-
-def number_tiles(rows: Rows) -> np.ndarray:
-    """Set the first tile of every row, and return the row of every tile, (tiles,) int32."""
-    tile_rows, next_tile = [], 0
+    Returns:
+        The row of every tile, (tiles,) int32; and every kind, in the order of the launches, with its first tiles: for each row
+        and the end, the first tile of this kind that belongs to it or to a later row.
+    """
     by_kind: dict[Kind, list[int]] = {}
     for number, kind in enumerate(rows.kinds):
         by_kind.setdefault(kind, []).append(number)
-    for kind in in_order(by_kind):
-        numbers = np.array(by_kind[kind])
-        counts = rows.fields[numbers, TILES_PER_ROW] * -(-rows.fields[numbers, ROWS] // kind.block_size[0])
-        ends = next_tile + np.cumsum(counts)
-        rows.fields[numbers, FIRST_TILE] = ends - counts
-        tile_rows.append(np.repeat(numbers, counts))
-        next_tile = int(ends[-1])
-    return np.concatenate(tile_rows).astype(np.int32) if tile_rows else np.zeros(0, dtype=np.int32)
-
-
-def first_tiles(rows: Rows, kind: Kind) -> list[int]:
-    """For each row and the end: the first tile of this kind that belongs to it or to a later row."""
-    is_it = np.array([each == kind for each in rows.kinds])
-    counts = np.where(is_it, rows.fields[:, TILES_PER_ROW] * -(-rows.fields[:, ROWS] // kind.block_size[0]), 0)
-    first = int(rows.fields[is_it, FIRST_TILE].min())
-    firsts: list[int] = (first + np.concatenate([[0], np.cumsum(counts)])).tolist()
-    return firsts
+    tile_rows, kinds, next_tile = [np.zeros(0, dtype=np.int64)], [], 0
+    # Long launches first, so that the short ones are queued while they run.
+    for kind in sorted(by_kind, key=lambda kind: (kind.op is not Op.QUANTIZE, repr(kind))):
+        numbers, counts = np.array(by_kind[kind]), np.zeros(len(rows.kinds), dtype=np.int64)
+        counts[numbers] = rows.fields[numbers, TILES_PER_ROW] * -(-rows.fields[numbers, ROWS] // kind.block_size[0])
+        firsts = next_tile + np.concatenate([[0], np.cumsum(counts)])
+        rows.fields[numbers, FIRST_TILE] = firsts[numbers]
+        tile_rows.append(np.repeat(np.arange(len(counts)), counts))
+        kinds.append((kind, firsts.tolist()))
+        next_tile = int(firsts[-1])
+    return np.concatenate(tile_rows).astype(np.int32), kinds
 
 
 def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:

@@ -55,11 +55,12 @@ class Launch:
     Args:
         kernel: The kernel, whose last parameters are constants.
         constants: Their values.
+        tiles_per_program: How many tiles of a table one program takes.
         options: Options for Triton's compiler.
     """
 
-    def __init__(self, kernel: Any, constants: Mapping[str, Any], **options: int) -> None:
-        self._kernel, self._options = kernel, options
+    def __init__(self, kernel: Any, constants: Mapping[str, Any], tiles_per_program: int = 1, **options: int) -> None:
+        self._kernel, self._options, self._tiles_per_program = kernel, options, tiles_per_program
         self._constants = tuple(constants[name] for name in kernel.arg_names[-len(constants) :])
 
     def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
@@ -68,30 +69,17 @@ class Launch:
         if compiled is not None:
             self._kernel, self._options = compiled, {}
 
+    def launch_tiles(self, arrays: tuple[Tensor, ...], shift: int, first_tile: int, num_tiles: int) -> None:
+        """Launch some tiles of a table, as `launch` does.
 
-class Launcher:
-    """Launches one kind of work."""
-
-    def __init__(self, kind: Kind, *, check: bool, action: Action) -> None:
-        self._tiles_per_program, self._launch = _describe(kind, check=check, action=action)
-
-    def launch(self, arrays: tuple[Tensor, ...], shift: int, first_tile: int, num_tiles: int) -> None:
-        """Launch some tiles on the current stream of the current device, which must hold the arrays.
-
-        These are the matrix, the row of each tile, both flags, and the products.
+        The arrays are the matrix, the row of each tile, both flags, and the products.
         """
-        grid = -(-num_tiles // self._tiles_per_program), 1, 1
-        self._launch.launch(grid, *arrays, shift, first_tile, num_tiles)
+        self.launch((-(-num_tiles // self._tiles_per_program), 1, 1), *arrays, shift, first_tile, num_tiles)
 
 
 @cache
-def launcher_of(kind: Kind, device: torch.device, *, check: bool, action: Action) -> Launcher:
-    """Return the launcher of a kind. Each device has its own, because a compiled kernel is loaded on one device."""
-    return Launcher(kind, check=check, action=action)
-
-
-def _describe(kind: Kind, *, check: bool, action: Action) -> tuple[int, Launch]:
-    """Tiles of one program, and its kernel."""
+def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) -> Launch:
+    """Return the launch of a kind. Each device has its own, because a compiled kernel is loaded on one device."""
     common = {
         "SOURCE": _TRITON_DTYPES[kind.source_dtype],
         "TARGET": _TRITON_DTYPES[kind.target_dtype],
@@ -122,13 +110,13 @@ def _describe(kind: Kind, *, check: bool, action: Action) -> tuple[int, Launch]:
             }
         )
         if merges:
-            return num_blocks, Launch(_quantize_tiles, constants, num_warps=_MERGE_WARPS, num_stages=1)
-        return num_blocks, Launch(_quantize_tiles, constants, num_warps=_QUANTIZE_WARPS)
+            return Launch(_quantize_tiles, constants, num_blocks, num_warps=_MERGE_WARPS, num_stages=1)
+        return Launch(_quantize_tiles, constants, num_blocks, num_warps=_QUANTIZE_WARPS)
     rule = {Op.COPY: Check.FINITE, Op.COPY_CODES: Check.CODES}.get(kind.op)
     if rule is None:
         rule = Check.POWERS_OF_TWO if kind.scale_format is ScaleFormat.UE8M0 else Check.SCALES
     constants = common | {"TILE": COPY_TILE, "RULE": int(rule)}
-    return 1, Launch(_copy_tiles, constants, num_warps=_COPY_WARPS)
+    return Launch(_copy_tiles, constants, num_warps=_COPY_WARPS)
 
 
 @triton.jit

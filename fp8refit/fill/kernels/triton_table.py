@@ -14,15 +14,13 @@ from fp8refit.fill.kernels.products import LowRank, fields_of, of_boxes
 from fp8refit.fill.kernels.rows import (
     SOURCE,
     Rows,
-    first_tiles,
-    in_order,
     join_rows,
     number_tiles,
     products_of_places,
     rows_of_all,
     source_addresses,
 )
-from fp8refit.fill.kernels.triton_launch import Launcher, launcher_of, on_device
+from fp8refit.fill.kernels.triton_launch import Launch, launch_of, on_device
 from fp8refit.fill.kernels.work import ALIGNMENT_BYTES, Action, Task, WorkTable
 from fp8refit.live.layout_guard import Addresses, addresses_of
 from fp8refit.live.slots import Op
@@ -56,10 +54,7 @@ class TritonTable(WorkTable):
     def _lay_out(self, rows: Rows, device: torch.device) -> None:
         """Number the tiles of every row, kind by kind, and allocate."""
         self._rows, self._device = rows, device
-        tile_rows = number_tiles(rows)
-        # Long launches first, so that the short ones are queued while they run.
-        self._tiles = [(kind, first_tiles(rows, kind)) for kind in in_order(set(rows.kinds))]
-        """Every kind, with its `first_tiles`."""
+        tile_rows, self._tiles = number_tiles(rows)  # with the first tiles of every kind
         self._first_rows: list[int] = np.searchsorted(rows.places, np.arange(rows.num_places + 1)).tolist()
         self._pointed_at = source_addresses(rows)
         """The source address that the rows of each place have."""
@@ -71,9 +66,9 @@ class TritonTable(WorkTable):
         self._has_run = False
         """Whether work was launched, or begun to be, whose flags are not yet being copied to the host."""
         self._graphs: dict[tuple[bool, Action], torch.cuda.CUDAGraph | None] = {}
-        self._launchers: dict[tuple[int, bool, Action], Launcher] = {}
+        self._of_kinds: dict[tuple[int, bool, Action], Launch] = {}
         """By index of the kind."""
-        self._single_launches: dict[tuple[int, bool, Action], list[tuple[Launcher, int, int]]] = {}
+        self._single_launches: dict[tuple[int, bool, Action], list[tuple[Launch, int, int]]] = {}
         """The launches for one place, by that place."""
         self.num_device_bytes = sum(
             each.nbytes for each in (self._matrix.there, self._products.there, self._tile_rows, self._status)
@@ -137,8 +132,8 @@ class TritonTable(WorkTable):
             self._point_products(first, fields_of(products))
         self._has_run |= bool(launches)
         with on_device(self._device):
-            for launcher, first_tile, num_tiles in launches:
-                launcher.launch(self._arrays, shift, first_tile, num_tiles)
+            for launch, first_tile, num_tiles in launches:
+                launch.launch_tiles(self._arrays, shift, first_tile, num_tiles)
         return True
 
     def _point(self, first: int, addresses: Addresses) -> bool:
@@ -202,22 +197,22 @@ class TritonTable(WorkTable):
         return graph
 
     def _launch_all(self, *, check: bool, action: Action) -> None:
-        for launcher, first_tile, num_tiles in self._launches(0, self._rows.num_places, check=check, action=action):
-            launcher.launch(self._arrays, 0, first_tile, num_tiles)
+        for launch, first_tile, num_tiles in self._launches(0, self._rows.num_places, check=check, action=action):
+            launch.launch_tiles(self._arrays, 0, first_tile, num_tiles)
         self._host_status.copy_(self._status, non_blocking=True)
 
-    def _launches(self, first: int, last: int, *, check: bool, action: Action) -> list[tuple[Launcher, int, int]]:
+    def _launches(self, first: int, last: int, *, check: bool, action: Action) -> list[tuple[Launch, int, int]]:
         """The launches for the places from `first` to before `last`: each one's first tile and number of tiles."""
         start, end = self._first_rows[first], self._first_rows[last]
         launches = []
         for index, (kind, firsts) in enumerate(self._tiles):
             if count := firsts[end] - firsts[start]:
                 key = index, check, action
-                launcher = self._launchers.get(key)
-                if launcher is None:
+                launch = self._of_kinds.get(key)
+                if launch is None:
                     checks = check or kind.op is Op.COPY_SCALES
-                    launcher = self._launchers[key] = launcher_of(kind, self._device, check=checks, action=action)
-                launches.append((launcher, firsts[start], count))
+                    launch = self._of_kinds[key] = launch_of(kind, self._device, check=checks, action=action)
+                launches.append((launch, firsts[start], count))
         return launches
 
     @override

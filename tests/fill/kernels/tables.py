@@ -50,10 +50,10 @@ def record_launches(monkeypatch) -> list[Op]:
         def __init__(self, kind, *_, **__):
             self.kind = kind
 
-        def launch(self, *_):
+        def launch_tiles(self, *_):
             recorded.append(self.kind.op)
 
-    monkeypatch.setattr(triton_table, "launcher_of", Recorder)
+    monkeypatch.setattr(triton_table, "launch_of", Recorder)
     return recorded
 
 

@@ -7,7 +7,7 @@ import torch
 
 from fp8refit.fill.kernels.reference_table import ReferenceTable
 from fp8refit.fill.kernels.table import compile_table, join_tables
-from fp8refit.fill.kernels.triton_launch import Launcher
+from fp8refit.fill.kernels.triton_launch import Launch
 from fp8refit.fill.kernels.triton_table import TritonTable, _Numbers
 from fp8refit.fill.kernels.work import Action
 from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat
@@ -261,14 +261,14 @@ def test_flags_of_a_launch_that_was_interrupted_are_dropped(drops, is_one_run, d
     """The kernel has run, and nothing after it."""
     bad, good = (torch.full((4, 32), value, device=device) for value in (float("nan"), 1.0))
     task = copy_task(good)  # kept: a table holds addresses
-    table, launch = TritonTable([task], device), Launcher.launch
+    table, launch = TritonTable([task], device), Launch.launch
 
     def interrupted(launcher, *arguments):
         launch(launcher, *arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Launcher, "launch", interrupted)
+        patch.setattr(Launch, "launch", interrupted)
         table.refresh([bad])
         with pytest.raises(KeyboardInterrupt):
             if is_one_run:
