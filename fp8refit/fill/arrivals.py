@@ -41,7 +41,7 @@ class Arrivals:
 
     Attributes:
         expected: The expected tensors; None if they are planned on arrival.
-        plan: The plan; None for an unannounced stream, whose plan is certain only once all tensors have arrived.
+        plan: The plan of an announced stream; None for others, whose plan is certain only once all tensors have arrived.
     """
 
     def __init__(self, expected: Expected | None, *, make_builder: Callable[[], PlanBuilder] | None = None) -> None:
@@ -58,11 +58,6 @@ class Arrivals:
     def came(self) -> Iterable[str]:
         """Names that have arrived."""
         return self._builder.seen if self._builder is not None else self._names
-
-    @property
-    def are_known(self) -> bool:
-        """Whether everything so far was expected."""
-        return self._builder is None
 
     def are_new(self, names: Iterable[str]) -> bool:
         """Whether everything so far was expected, none of these names has arrived, and each is the only one of its tensor."""
@@ -129,7 +124,6 @@ class Arrivals:
         absent = [name for name in came.steps if make_builder is None and name not in self._names]
         if absent:
             raise InvalidSourceError([f"{name}: was announced but did not arrive" for name in absent])
-        self.plan = came.plan
         return came
 
     def _check_was_announced(self, name: str, meta: TensorMeta, expected: Expected) -> None:

@@ -101,17 +101,16 @@ class DirectFill:
     Args:
         slots: The slots of the planned inventory.
         device: The slots' device.
-        config: Options of the refit.
 
     Attributes:
         expected: What the streams bring that everything was compiled for; None if the next one compiles everything again.
     """
 
-    def __init__(self, slots: Sequence[Slot], device: torch.device, config: RefitConfig) -> None:
+    def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
         self.device = device
         self.expected: Expected | None = None
-        self._slots, self._config = slots, config
-        self._action = Action.WRITE
+        self._slots = slots
+        self._config, self._action = RefitConfig(), Action.WRITE
         self._program: Program | None = None
         self._known: dict[str, _Known] = {}
         """By key."""
@@ -129,17 +128,18 @@ class DirectFill:
         self.forget()
         self.expected = expected
 
-    def begin(self, action: Action) -> None:
+    def begin(self, config: RefitConfig, action: Action) -> None:
         """Start a new stream. Flags of earlier streams are dropped, and what was compiled by one that did not end.
 
         Args:
+            config: Options of the refit. They may differ from earlier ones in nothing that tables depend on.
             action: Whether to write to the slots or to compare with them.
         """
         self._launched.forget()
         self._new.clear()
         if self.expected is None:
             self.forget()
-        self._action = action
+        self._config, self._action = config, action
 
     def end(self, came: Expected) -> None:
         """End the stream, and keep what it compiled for streams like it. What is kept from earlier ones must be for `came`."""

@@ -21,11 +21,8 @@ class Fill(ABC):
 
     is_first: bool
     """Whether something was compiled for this refit."""
-
-    @property
-    @abstractmethod
-    def plan(self) -> RefitPlan | None:
-        """The plan; None for an unannounced stream until all of it has arrived."""
+    plan: RefitPlan | None
+    """The plan; None for an unannounced stream until all of it has arrived."""
 
     @property
     @abstractmethod

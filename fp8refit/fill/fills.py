@@ -1,7 +1,6 @@
 """Chooses how to write a source, and keeps what the next source with the same layout can reuse."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -84,8 +83,7 @@ class Prepared:
 class Fills:
     """Prepares fills of one inventory.
 
-    Keeps what was compiled for a source. The next source of the same kind reuses it if one check finds the same layout, and
-    the options are the same.
+    Keeps what was compiled for a source. The next source of the same kind reuses it if one check finds the same layout.
 
     Args:
         inventory: The rank's inventory.
@@ -96,7 +94,7 @@ class Fills:
         self._inventory = inventory
         self._device = device
         self._config, self._foreign = RefitConfig(), frozenset[str]()
-        """The options and `foreign` names that everything kept was compiled for."""
+        """Those of the last preparation."""
         self._resident: ResidentFill | None = None
         self._received: ReceivedFill | None = None
         self._direct: DirectFill | None = None
@@ -108,7 +106,6 @@ class Fills:
         source: Source,
         config: RefitConfig,
         *,
-        kv: KvOrder | None = None,
         foreign: frozenset[str] = frozenset(),
         compares: bool = False,
     ) -> Prepared:
@@ -117,7 +114,6 @@ class Fills:
         Args:
             source: The whole policy.
             config: Options of the refit.
-            kv: The KV scales to set after the weights.
             foreign: Names that only other ranks hold. They are accepted.
             compares: Compare with the slots instead of writing to them.
 
@@ -126,9 +122,9 @@ class Fills:
             StagingMemoryError: There is no room for a stream's buckets.
         """
         self.release()
-        if (config, foreign) != (self._config, self._foreign):
+        if _compiled_for(config, foreign) != _compiled_for(self._config, self._foreign):
             self._resident = self._received = self._direct = None
-            self._config, self._foreign = config, foreign
+        self._config, self._foreign = config, foreign
         action = Action.COMPARE if compares else Action.WRITE
         fills: tuple[Fill, ...]
         if isinstance(source, MappingSource):
@@ -143,7 +139,6 @@ class Fills:
             inventory=self._inventory,
             fills=fills,
             writes=not compares,
-            kv=kv,
             ticket=self._ticket,
         )
 
@@ -159,7 +154,7 @@ class Fills:
 
     def _prepare_mapping(self, source: MappingSource, action: Action) -> tuple[Fill, ...]:
         slots, config, resident = self._inventory.slots, self._config, self._resident
-        if resident is None or not resident.renew(source, action):
+        if resident is None or not resident.renew(source, config, action):
             metadata, problems = source.scan()
             plan = self._builder(problems).plan(metadata)
             self._resident = None
@@ -181,7 +176,7 @@ class Fills:
 
     def _prepare_received(self, source: ReceivedSource) -> ReceivedFill:
         received = self._received
-        if received is None or not received.renew(source):
+        if received is None or not received.renew(source, self._config):
             plan = self._builder(source.problems).plan(source.metadata or {})
             self._received = None
             self._received = received = ReceivedFill(plan, self._inventory.slots, source, self._device, self._config)
@@ -191,7 +186,7 @@ class Fills:
     def _prepare_stream(self, source: Source, action: Action) -> StreamFill:
         """Plan a stream before it is written, unless it is unannounced and can be read only once."""
         if self._direct is None:
-            self._direct = DirectFill(self._inventory.slots, self._device, self._config)
+            self._direct = DirectFill(self._inventory.slots, self._device)
         direct, scanned, is_first = self._direct, source.scan(), False
         if scanned is None:
             arrivals = Arrivals(direct.expected, make_builder=self._builder)
@@ -213,10 +208,18 @@ class Fills:
         Raises:
             StagingMemoryError: There is not enough memory.
         """
-        with _room_for_buckets(self._config, self._device):
-            staging = Staging(self._inventory.slots, self._device, self._config, action)
-            if action is Action.WRITE and not isinstance(source, HandedSource):
-                staging.reserve(self._least_bucket_bytes)
+        staging = Staging(self._inventory.slots, self._device, self._config, action)
+        if action is Action.COMPARE or isinstance(source, HandedSource):
+            return staging
+        try:
+            staging.reserve(self._least_bucket_bytes)
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) != _OUT_OF_MEMORY:
+                raise
+            raise StagingMemoryError(
+                f"no room for two staging buckets of {self._config.bucket_bytes >> 20} MiB on {self._device} and in pinned "
+                "host memory; lower bucket_bytes or leave the engine less memory. Nothing was written"
+            ) from error
         return staging
 
     @cached_property
@@ -258,14 +261,6 @@ class Fills:
             raise InvalidSourceError(misfits)
 
 
-@contextmanager
-def _room_for_buckets(config: RefitConfig, device: torch.device) -> Iterator[None]:
-    try:
-        yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-        if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) != _OUT_OF_MEMORY:
-            raise
-        raise StagingMemoryError(
-            f"no room for two staging buckets of {config.bucket_bytes >> 20} MiB on {device} and in pinned host memory; lower "
-            "bucket_bytes or leave the engine less memory. Nothing was written"
-        ) from error
+def _compiled_for(config: RefitConfig, foreign: frozenset[str]) -> tuple[object, ...]:
+    """What plans and tables depend on, beside the inventory and the source."""
+    return config.keep, config.fp32_sources, config.on_scale_mismatch, foreign

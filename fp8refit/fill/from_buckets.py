@@ -70,11 +70,13 @@ class ReceivedFill(Fill):
         TransportError: This rank is not sent everything it holds.
     """
 
+    plan: RefitPlan
+
     def __init__(
         self, plan: RefitPlan, slots: Sequence[Slot], source: ReceivedSource, device: torch.device, config: RefitConfig
     ) -> None:
-        self._plan, self._source, self._config = plan, source, config
-        self.is_first = True
+        self.plan, self.is_first = plan, True
+        self._source, self._config = source, config
         lacking = {step: prod(step.shape) for step in plan.steps}
         seconds = frozenset(plan.seconds)
         steps = by_source((*plan.steps, *plan.seconds))
@@ -105,15 +107,13 @@ class ReceivedFill(Fill):
         self._launched = Launched()
         self._num_filled = 0
 
-    def renew(self, source: ReceivedSource) -> bool:
-        """Prepare for another refit; False if the source is not the one this was made for."""
-        self.is_first = False
-        return source is self._source
+    def renew(self, source: ReceivedSource, config: RefitConfig) -> bool:
+        """Prepare for another refit; False if the source is not the one this was made for.
 
-    @property
-    @override
-    def plan(self) -> RefitPlan:
-        return self._plan
+        `config` may differ in nothing that tables depend on.
+        """
+        self.is_first, self._config = False, config
+        return source is self._source
 
     @override
     def launch(self, begun: torch.cuda.Event | None) -> None:

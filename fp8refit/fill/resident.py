@@ -3,10 +3,9 @@
 For later sources of the same layout, only its addresses change.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from fp8refit.config import RefitConfig
@@ -24,6 +23,8 @@ from fp8refit.sources.source import MappingSource
 class ResidentFill(Fill):
     """Carries out the steps whose tensors are on the engine's device, as one table. The others are `staged_steps`."""
 
+    plan: RefitPlan
+
     def __init__(
         self,
         plan: RefitPlan,
@@ -33,17 +34,15 @@ class ResidentFill(Fill):
         config: RefitConfig,
         action: Action = Action.WRITE,
     ) -> None:
-        self._action = action
         tensors = source.tensors
-        self._plan = plan
-        self._config = config
-        self.is_first = True
-        self._num_names = len(tensors)
+        self.plan, self.is_first = plan, True
+        self._config, self._action = config, action
+        self._layouts = {name: source_layout(tensor) for name, tensor in tensors.items()}
         elsewhere = {name for name, tensor in tensors.items() if tensor.device != device}
-        self._unbound = {name: _meta(tensors[name]) for name in elsewhere.union(plan.ignored)}
         steps = [step for step in plan.steps if step.source not in elsewhere]
         self.staged_steps = [step for step in plan.steps if step.source in elsewhere]
-        self._layouts = {step.source: source_layout(tensors[step.source]) for step in steps}
+        self._read = list(dict.fromkeys(step.source for step in steps))
+        """The tensors that the program reads, in the order of its places."""
         self._recognise(source)
         tasks = [(step.source, bind(step, slots[step.slot], tensors[step.source], config)) for step in steps]
         strict = config.on_scale_mismatch == "refuse"
@@ -53,10 +52,14 @@ class ResidentFill(Fill):
         self._scales = _compile(scales, device) if scales else None
         """Checks the scales of prequantized tensors before anything is written."""
 
-    def renew(self, source: MappingSource, action: Action = Action.WRITE) -> bool:
-        """Point the tables at the tensors of `source` if the layout is the same; otherwise return False."""
+    def renew(self, source: MappingSource, config: RefitConfig, action: Action = Action.WRITE) -> bool:
+        """Point the tables at the tensors of `source` if the layout is the same; otherwise return False.
+
+        `config` may differ in nothing that tables depend on.
+        """
         if not self._guard.holds(source.sent_names, source.sent):
-            if source.problems or not self._fits(source.tensors):
+            is_same = len(source.tensors) == len(self._layouts) and have_layouts(source.tensors, self._layouts)
+            if source.problems or not is_same:
                 return False
             self._recognise(source)
         tensors = [source.sent[place] for place in self._places]
@@ -64,21 +67,14 @@ class ResidentFill(Fill):
             return False
         if self._scales is not None:
             self._scales.table.refresh([source.tensors[name] for name in self._scale_formats])
-        self.is_first, self._action = False, action
+        self.is_first, self._config, self._action = False, config, action
         return True
 
     def _recognise(self, source: MappingSource) -> None:
         """Remember this source's layout, if it has no problems."""
         place_of = {name: place for place, name in enumerate(source.tensors)}
-        places, guard = [place_of[name] for name in self._layouts], LayoutGuard(source.sent_names, source.sent)
+        places, guard = [place_of[name] for name in self._read], LayoutGuard(source.sent_names, source.sent)
         self._places, self._guard = places, guard  # one statement, so that no interrupt can separate them
-
-    def _fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        return (
-            len(tensors) == self._num_names
-            and have_layouts(tensors, self._layouts)
-            and all(name in tensors and _meta(tensors[name]) == meta for name, meta in self._unbound.items())
-        )
 
     def misfit_scales(self) -> list[str]:
         """Return one line per prequantized tensor whose scales do not fit its slot. Writes nothing."""
@@ -86,11 +82,6 @@ class ResidentFill(Fill):
             return []
         self._scales.table.launch(check=True, action=Action.CHECK)
         return [scale_problem(name, self._scale_formats[name]) for name in sorted(self._scales.read_flags().bad)]
-
-    @property
-    @override
-    def plan(self) -> RefitPlan:
-        return self._plan
 
     @override
     def look(self) -> Flags:
@@ -127,7 +118,3 @@ def _compile(tasks: Sequence[tuple[str, Task]], device: torch.device) -> Program
     """Compile tasks, with one place for each distinct source, in order."""
     places = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in tasks))}
     return Program.compile(tasks, device, [places[name] for name, _ in tasks])
-
-
-def _meta(tensor: Tensor) -> tuple[torch.Size, torch.dtype, int]:
-    return tensor.shape, tensor.dtype, tensor.get_device()

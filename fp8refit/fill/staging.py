@@ -41,7 +41,7 @@ class Staging:
         action: Action = Action.WRITE,
     ) -> None:
         self._slots = slots
-        self._config = config
+        self.config = config
         self.device = device
         self.action = action
         self._check = config.validate_values != "off"
@@ -53,7 +53,7 @@ class Staging:
     @property
     def bucket_bytes(self) -> int:
         """Intended size of a bucket."""
-        return self._config.bucket_bytes
+        return self.config.bucket_bytes
 
     def reserve(self, least_bytes: int | None = None) -> None:
         """Allocate the buckets now, before the first tensor is staged.
@@ -63,7 +63,7 @@ class Staging:
         """
         if not self._buckets:
             least_bytes = least_bucket_bytes(self._slots) if least_bytes is None else least_bytes
-            num_bytes = max(self._config.bucket_bytes, least_bytes)
+            num_bytes = max(self.config.bucket_bytes, least_bytes)
             self._buckets = [_Bucket(num_bytes, self.device) for _ in range(2)]
 
     @property
@@ -80,13 +80,13 @@ class Staging:
             is_stable: Whether its bytes stay unchanged until `read_flags` returns.
             read_box: Reads the bytes, for a tensor without bytes of its own.
         """
-        task = bind(step, self._slots[step.slot], tensor, self._config)
+        task = bind(step, self._slots[step.slot], tensor, self.config)
         self._stage(step.source, task, is_stable=is_stable, read_box=read_box)
 
     def add_rows(self, step: Step, rows: Tensor, first_row: int) -> None:
         """Stage what `step` reads of some rows of its tensor, from `first_row`. Runs of rows arrive in order."""
         for first, run in self.runs_of(step, rows, first_row):
-            task = cut_to_run(bind(step, self._slots[step.slot], run, self._config), first, run.shape[0])
+            task = cut_to_run(bind(step, self._slots[step.slot], run, self.config), first, run.shape[0])
             if task is not None:
                 self._stage(step.source, task, is_stable=False)
 

@@ -15,7 +15,6 @@ from fp8refit.fill.arrivals import Arrivals
 from fp8refit.fill.direct import DirectFill
 from fp8refit.fill.fill import Arriving, Fill
 from fp8refit.fill.kernels import Action
-from fp8refit.fill.plan import RefitPlan
 from fp8refit.fill.program import Flags
 from fp8refit.fill.staging import Staging
 from fp8refit.fill.taking import Taker
@@ -53,12 +52,7 @@ class StreamFill(Fill):
         self._staging = staging
         self._direct = direct
         self._taker = Taker(arrivals, staging, direct, is_stable=isinstance(source, MappingSource))
-        self.is_first = is_first
-
-    @property
-    @override
-    def plan(self) -> RefitPlan | None:
-        return self._arrivals.plan
+        self.is_first, self.plan = is_first, arrivals.plan
 
     @property
     @override
@@ -83,7 +77,7 @@ class StreamFill(Fill):
     def launch(self, begun: torch.cuda.Event | None) -> None:
         """Start; nothing has arrived yet."""
         if self._direct is not None:
-            self._direct.begin(self._staging.action)
+            self._direct.begin(self._staging.config, self._staging.action)
         if begun is not None:
             begun.record()
 
@@ -100,7 +94,8 @@ class StreamFill(Fill):
     def finish(self) -> None:
         self._taker.check_is_complete()
         came = self._arrivals.finish()
-        self.is_first |= not self._arrivals.are_known
+        self.is_first |= came is not self._arrivals.expected
+        self.plan = came.plan
         if self._direct is not None:
             self._direct.end(came)
         self._taker.flush()

@@ -250,7 +250,7 @@ class Taker:
     def _recognized(self, lying: Lying) -> Lying:
         """A run of rows, with its place in the table of earlier streams, if it has one."""
         lying.is_kept = self._arrivals.is_settled(lying.name)
-        if self._direct is not None and self._arrivals.are_known and lying.is_kept:
+        if self._direct is not None and self._arrivals.expected is not None and lying.is_kept:
             lying.place = self._direct.place_of(lying.key, lying.tensor)
         return lying
 

@@ -6,7 +6,7 @@ between the last vote and the commit, so losing a driver cannot leave ranks unde
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8refit.config import KvOrder, RefitConfig
@@ -74,7 +74,12 @@ class Rank:
         """
 
         def judge() -> _Judged:
-            return self._judge(make_source(), config, kv=kv, compares=compares, on_judged=on_judged)
+            source, foreign = make_source(), self._agreement.names.foreign
+            prepared = self.target.prepare(source, config, is_ready=True, foreign=foreign, compares=compares)
+            on_judged()
+            files = source.files if isinstance(source, SafetensorsSource) else None
+            claim = prepared.plan.source_digest if prepared.plan is not None else ""
+            return _Judged(prepared=replace(prepared, kv=kv), said={"claim": claim, "files": files})
 
         if is_known:
             return self._prepare_known(judge, kv, config, driver_error)
@@ -187,23 +192,6 @@ class Rank:
             self.target.abandon()
             raise TransportError("the ranks of this engine hold different tensors than at the last refit; refit again")
         return judged.prepared
-
-    def _judge(
-        self,
-        source: Source,
-        config: RefitConfig,
-        *,
-        kv: KvOrder | None,
-        compares: bool,
-        on_judged: Callable[[], None],
-    ) -> "_Judged":
-        prepared = self.target.prepare(
-            source, config, kv=kv, is_ready=True, foreign=self._agreement.names.foreign, compares=compares
-        )
-        on_judged()
-        files = source.files if isinstance(source, SafetensorsSource) else None
-        claim = prepared.plan.source_digest if prepared.plan is not None else ""
-        return _Judged(prepared=prepared, said={"claim": claim, "files": files})
 
     def _agree_on_written(
         self,

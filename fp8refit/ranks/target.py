@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import RefitConfig
 from fp8refit.errors import (
     EngineAsleepError,
     EngineBusyError,
@@ -142,7 +142,6 @@ class Target:
         source: Source,
         config: RefitConfig,
         *,
-        kv: KvOrder | None = None,
         is_ready: bool = False,
         foreign: frozenset[str] = frozenset(),
         compares: bool = False,
@@ -152,7 +151,6 @@ class Target:
         Args:
             source: The whole policy.
             config: Options of the refit.
-            kv: KV scales to set after `write`, already checked.
             is_ready: Whether `check_ready` has just returned; otherwise it is called.
             foreign: Names that only other ranks hold. They are accepted.
             compares: Compare with the slots instead of writing to them.
@@ -173,7 +171,7 @@ class Target:
         with self.live.on_device():
             self.live.synchronize()
             try:
-                prepared = fills.prepare(source, config, kv=kv, foreign=foreign, compares=compares)
+                prepared = fills.prepare(source, config, foreign=foreign, compares=compares)
                 self._check_kept(prepared)
                 if self.live.brought is not None:
                     self.live.brought.check(source, prepared.plan)

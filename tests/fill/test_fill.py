@@ -214,7 +214,7 @@ def test_rebinding_writes_the_other_policy():
     model = FakeModel()
     fill = fill_resident(model, make_policy(model, seed=1))
     policy = make_policy(model, seed=2)
-    assert fill.renew(MappingSource(policy))
+    assert fill.renew(MappingSource(policy), RefitConfig())
     fill.launch(None)
     assert fill.read_flags().bad == set()
     model.embed[10:] = 0
@@ -239,7 +239,7 @@ def test_another_layout_is_not_rebound(change):
     model = FakeModel()
     fill = fill_resident(model, make_policy(model, seed=1))
     before = live_bytes(model)
-    assert not fill.renew(MappingSource(change(make_policy(model, seed=2))))
+    assert not fill.renew(MappingSource(change(make_policy(model, seed=2))), RefitConfig())
     assert live_bytes(model) == before
 
 
@@ -254,11 +254,11 @@ def test_a_known_layout_is_recognised_in_one_call_if_torch_can(monkeypatch, is_r
     model = FakeModel()
     fill = fill_resident(model, make_policy(model, seed=1))
     policy = make_policy(model, seed=2)
-    assert fill.renew(MappingSource(policy)) and bool(looked) is not is_recognised
+    assert fill.renew(MappingSource(policy), RefitConfig()) and bool(looked) is not is_recognised
     reordered = {f"module.{name}": policy[name] for name in reversed(policy)}
     for is_first in (True, False):
         looked.clear()
-        assert fill.renew(MappingSource(reordered)) and bool(looked) is (is_first or not is_recognised)
+        assert fill.renew(MappingSource(reordered), RefitConfig()) and bool(looked) is (is_first or not is_recognised)
     fill.launch(None)
     model.embed[10:] = 0
     model._refresh()

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import fp8refit.fill.fills
 import fp8refit.fill.resident
+import fp8refit.fill.staging
 import fp8refit.fill.stream
 import fp8refit.ranks.target
 from fp8refit.config import RefitConfig
@@ -735,7 +735,7 @@ def test_no_room_for_staging_leaves_the_engine_as_it_was(source, target, model, 
     def no_room(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(fp8refit.fill.fills, "Staging", no_room)
+    monkeypatch.setattr(fp8refit.fill.staging, "_Bucket", no_room)
     if source is from_mapping:
         refit_target(target, source(make_policy(model, seed=1), tmp_path))
     else:
