@@ -74,6 +74,8 @@ class Rank:
         """
 
         def judge() -> _Judged:
+            if is_known:
+                self._agreement.check_ready(kv, config, driver_error)
             source, foreign = make_source(), self._agreement.names.foreign
             prepared = self.target.prepare(source, config, is_ready=True, foreign=foreign, compares=compares)
             on_judged()
@@ -81,13 +83,17 @@ class Rank:
             claim = prepared.plan.source_digest if prepared.plan is not None else ""
             return _Judged(prepared=replace(prepared, kv=kv), said={"claim": claim, "files": files})
 
-        if is_known:
-            return self._prepare_known(judge, kv, config, driver_error)
-        ready = self._agreement.on_ready(kv, config, driver_error)
-        self._agreement.learn_names(ready, config)
+        if not is_known:
+            ready = self._agreement.on_ready(kv, config, driver_error)
+            self._agreement.learn_names(ready, config)
         error, judged = self._agreement.attempt(judge)
-        self._agreement.vote("prepared", error, config, **(judged.said if judged is not None else {}))
+        wanted = self._agreement.wanted(kv, config) if is_known else {}
+        said = judged.said if judged is not None else {}
+        ballots = self._agreement.vote("prepared", error, config, **wanted, **said)
         assert judged is not None, "every rank is ready"
+        if is_known and not self._agreement.names.are_known(ballots):
+            self.target.abandon()
+            raise TransportError("the ranks of this engine hold different tensors than at the last refit; refit again")
         return judged.prepared
 
     def check_calibration(self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None) -> None:
@@ -170,28 +176,6 @@ class Rank:
             return self.target.finish()
 
         return self._agree_on_written(complete, prepared, version=version, confirm=confirm)
-
-    def _prepare_known(
-        self,
-        judge: Callable[[], "_Judged"],
-        kv: KvOrder | None,
-        config: RefitConfig,
-        driver_error: BaseException | None,
-    ) -> Prepared:
-        """`prepare` with one vote on readiness and source."""
-
-        def check_and_judge() -> _Judged:
-            self._agreement.check_ready(kv, config, driver_error)
-            return judge()
-
-        error, judged = self._agreement.attempt(check_and_judge)
-        said = judged.said if judged is not None else {}
-        ballots = self._agreement.vote("prepared", error, config, **self._agreement.wanted(kv, config), **said)
-        assert judged is not None, "every rank is ready"
-        if not self._agreement.names.are_known(ballots):
-            self.target.abandon()
-            raise TransportError("the ranks of this engine hold different tensors than at the last refit; refit again")
-        return judged.prepared
 
     def _agree_on_written(
         self,

@@ -146,18 +146,11 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
     )
 
 
-def source_addresses(rows: Rows) -> np.ndarray:
-    """The source address of each place, (places,) int64; 0 if it has no rows."""
-    addresses = np.zeros(rows.num_places, dtype=np.int64)
-    addresses[rows.places] = rows.fields[:, SOURCE] - rows.byte_offsets
-    return addresses
-
-
-def products_of_places(rows: Rows) -> np.ndarray:
-    """What is added to the source of each place, (places, fields) int64."""
-    products = np.zeros((rows.num_places, rows.products.shape[1]), dtype=np.int64)
-    products[rows.places] = rows.products
-    return products
+def by_place(rows: Rows, values: np.ndarray) -> np.ndarray:
+    """What the source of each place has, (places, ...) int64, from what its rows have; zeros if it has no rows."""
+    found = np.zeros((rows.num_places, *values.shape[1:]), dtype=np.int64)
+    found[rows.places] = values
+    return found
 
 
 def number_tiles(rows: Rows) -> tuple[np.ndarray, list[tuple[Kind, list[int]]]]:

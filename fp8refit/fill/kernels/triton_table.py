@@ -11,15 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fp8refit.fill.kernels.products import LowRank, fields_of, of_boxes
-from fp8refit.fill.kernels.rows import (
-    SOURCE,
-    Rows,
-    join_rows,
-    number_tiles,
-    products_of_places,
-    rows_of_all,
-    source_addresses,
-)
+from fp8refit.fill.kernels.rows import SOURCE, Rows, by_place, join_rows, number_tiles, rows_of_all
 from fp8refit.fill.kernels.triton_launch import Launch, launch_of, on_device
 from fp8refit.fill.kernels.work import ALIGNMENT_BYTES, Action, Task, WorkTable
 from fp8refit.live.layout_guard import Addresses, addresses_of
@@ -56,9 +48,9 @@ class TritonTable(WorkTable):
         self._rows, self._device = rows, device
         tile_rows, self._tiles = number_tiles(rows)  # with the first tiles of every kind
         self._first_rows: list[int] = np.searchsorted(rows.places, np.arange(rows.num_places + 1)).tolist()
-        self._pointed_at = source_addresses(rows)
+        self._pointed_at = by_place(rows, rows.fields[:, SOURCE] - rows.byte_offsets)
         """The source address that the rows of each place have."""
-        self._adds = products_of_places(rows)
+        self._adds = by_place(rows, rows.products)
         """The products that the rows of each place have."""
         with torch.inference_mode(False):  # tensors that can be written in any mode
             self._allocate(rows, tile_rows)
