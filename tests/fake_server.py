@@ -14,7 +14,7 @@ from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.http_client import Server
 from fp8refit.remote.servers.http_endpoint import Door
 from fp8refit.remote.servers.order_handler import OrderHandler
-from fp8refit.remote.servers.orders import OrderRequest
+from fp8refit.remote.servers.orders import OrderRequest, Send
 from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
 from tests.asgi import ELSEWHERE, LOCAL, order_headers, scope_of
 from tests.fake_ranks import Cluster, ThreadChannel
@@ -82,7 +82,8 @@ class Running:
 
     def answer(self, message: str, headers: dict[str, str] | None = None) -> str:
         with suppress(RankFailedError):
-            self.orders.append(OrderRequest.decode(message).order.step)
+            order = OrderRequest.decode(message).order
+            self.orders.append(f"send {len(order.messages)}" if isinstance(order, Send) else order.step)
         scope = scope_of("/", order_headers() | (headers or {}), LOCAL if self.is_trusted else ELSEWHERE)
         return self.do(self.door.take(scope, lambda: self._body(message), self.handler.answer))[1]
 

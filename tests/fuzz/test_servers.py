@@ -177,7 +177,7 @@ numbers = st.sampled_from(
 GOOD_NUMBERS = {
     "pid": ["0", "true"],
     "timeout_s": ["true"],
-    "call": ["true"],
+    "timeouts_s": ["true"],
     "version": ["null", "true", "0", "1e12", str(1 << 31)],
     "message": [],
 }
@@ -362,7 +362,7 @@ class Servers(RuleBasedStateMachine):
         assert self.controls.num_changes == before
 
     @rule(
-        field=st.sampled_from(["pid", "timeout_s", "version", "message", "call"]),
+        field=st.sampled_from(["pid", "timeout_s", "version", "message", "timeouts_s"]),
         numbers=st.lists(numbers, min_size=1, max_size=6),
     )
     def odd_numbers_are_said(self, field, numbers):
@@ -371,15 +371,16 @@ class Servers(RuleBasedStateMachine):
             "pid": (orders.Pause(config=RefitConfig(timeout_s=7.0)), f'"pid":{os.getpid()}'),
             "timeout_s": (orders.Pause(config=RefitConfig(timeout_s=7.0)), '"timeout_s":7.0'),
             "version": (orders.Resume(version=7), '"version":7'),
-            "message": (orders.Call(message="7", timeout_s=7.0), '"message":1'),
-            "call": (orders.Call(message="7", timeout_s=7.0), '"timeout_s":7.0'),
+            "message": (orders.Send(messages=("7",), timeouts_s=(7.0,)), '"messages":[1]'),
+            "timeouts_s": (orders.Send(messages=("7",), timeouts_s=(7.0,)), '"timeouts_s":[7.0]'),
         }[field]
         message = OrderRequest(driver=self.callers["a"], order=order).encode()
         assert message.count(before) == 1
         num_changes = self.controls.num_changes
         for number in numbers:
             if number not in GOOD_NUMBERS[field]:
-                said = message.replace(before, f"{before.partition(':')[0]}:{number}")
+                value = f"[{number}]" if before.endswith("]") else number
+                said = message.replace(before, f"{before.partition(':')[0]}:{value}")
                 response = self.post([said.encode()])
                 assert "cannot read what the driver says; install the same version" in response.refusal
                 assert self.controls.num_changes == num_changes
@@ -438,7 +439,9 @@ class Servers(RuleBasedStateMachine):
         """It does not wait for its turn, and nobody waits for it."""
         self.controls.may_answer.clear()
         order = (
-            OrderRequest(driver=self.callers["a"], order=orders.Call(message="wait", timeout_s=1.0)).encode().encode()
+            OrderRequest(driver=self.callers["a"], order=orders.Send(messages=("wait",), timeouts_s=(1.0,)))
+            .encode()
+            .encode()
         )
         long = self.loop.create_task(post(self.app, self.route, order, headers=self.trusted_headers()))
         self.spin(num_steps=20)
@@ -461,7 +464,7 @@ class Servers(RuleBasedStateMachine):
     @precondition(lambda self: self.holder is not None)
     @rule(message=st.sampled_from([BEGIN, COMMIT, FAIL, "{}", ""]))
     def a_driver_writes(self, message):
-        assert self.give(self.holder, orders.Call(message=message, timeout_s=1.0)) == ""
+        assert self.give(self.holder, orders.Send(messages=(message,), timeouts_s=(1.0,))) == ""
 
     @rule(name=st.sampled_from(NAMES), is_good=st.booleans())
     def a_driver_ends(self, name, is_good):
@@ -492,7 +495,7 @@ class Servers(RuleBasedStateMachine):
         self.callers["dying"] = Caller(place=Place.here(), pid=process.pid, name="dying")
         assert self.give("dying", orders.Pause(config=RefitConfig(timeout_s=100.0))) == ""
         if step is not None:
-            assert self.give("dying", orders.Call(message=step, timeout_s=1.0)) == ""
+            assert self.give("dying", orders.Send(messages=(step,), timeouts_s=(1.0,))) == ""
         process.kill()
         process.wait()
         end_s = time.monotonic() + 10
@@ -508,7 +511,7 @@ class Servers(RuleBasedStateMachine):
         assert self.give("a", orders.Pause(config=RefitConfig(timeout_s=timeout_s))) == ""
         for step in steps:
             self.advance(0.9 * self.silence_s)
-            assert self.give("a", orders.Call(message=step, timeout_s=1.0)) == ""
+            assert self.give("a", orders.Send(messages=(step,), timeouts_s=(1.0,))) == ""
         self.advance(self.silence_s)
         assert self.holder is None
 

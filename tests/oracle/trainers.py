@@ -266,14 +266,14 @@ class _Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         from fp8refit.remote.servers import connection
-        from fp8refit.remote.servers.orders import Call, Pair, Pause, Resume
+        from fp8refit.remote.servers.orders import Pause, Resume, Send
 
         post = connection.Connection.post
 
         def note(line: connection.Connection, order: Any, *, timeout_s: float) -> Any:
             if isinstance(order, Pause):
                 self._begin("pause")
-            elif isinstance(order, Pair) or (isinstance(order, Call) and _step_of(order.message) in _BEGINS):
+            elif isinstance(order, Send) and (len(order.messages) > 1 or _step_of(order.messages[0]) in _BEGINS):
                 self._begin("write")
             elif isinstance(order, Resume):
                 self._begin("resume")

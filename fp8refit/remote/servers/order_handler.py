@@ -103,15 +103,13 @@ class OrderHandler:
             num_requests = await controls.pause(order.config)
             self._hold_for(driver, order.config.timeout_s + SILENCE_S)
             return Answer(value=num_requests)
-        if isinstance(order, orders.Call):
-            return Answer(said=tuple((await self._send((order.message,), (order.timeout_s,))).said))
-        if isinstance(order, orders.Pair):
-            if self._holder is None:  # any other holder was refused before
+        if isinstance(order, orders.Send):
+            if len(order.messages) > 1 and self._holder is None:  # any other holder was refused before
                 raise RankFailedError(
                     "the server gave this refit up or was restarted, and serves requests; refit again"
                 )
-            pair = await self._send((order.first, order.second), order.timeouts_s)
-            return Answer(said=tuple(pair.said), is_refused=pair.is_refused, flush_s=pair.flush_s)
+            answers = await self._send(order.messages, order.timeouts_s)
+            return Answer(said=tuple(answers.said), is_refused=answers.is_refused, flush_s=answers.flush_s)
         if isinstance(order, orders.Tokenize):
             return Answer(token_ids=await controls.tokenize(order.prompts))
         if isinstance(order, orders.Look):

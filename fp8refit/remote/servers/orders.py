@@ -6,7 +6,7 @@ messages to the ranks (`messages`), and prompts. So the server parses little, ho
 
 import os
 import uuid
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import (
     BeforeValidator,
@@ -15,6 +15,7 @@ from pydantic import (
     SerializationInfo,
     ValidationError,
     ValidationInfo,
+    model_validator,
 )
 
 from fp8refit import __version__
@@ -23,7 +24,7 @@ from fp8refit.errors import RankFailedError, UnsupportedEngineError
 from fp8refit.remote.messages import Message, Place, first_problem
 from fp8refit.transport.vote import ErrorRecord
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """Version of these messages; both sides must use the same."""
 MAX_BYTES = 1 << 28
 """Maximum size of an answer."""
@@ -141,21 +142,19 @@ class Tokenize(Message):
     prompts: tuple[Text, ...]
 
 
-class Call(Message):
-    """Send a message to every rank."""
+class Send(Message):
+    """Send one message to every rank, or two in one exchange; see `fp8refit.remote.channel.Channel.send`."""
 
-    step: Literal["call"] = "call"
-    message: Text
-    timeout_s: Wait
+    step: Literal["send"] = "send"
+    messages: tuple[Text, ...] = Field(min_length=1, max_length=2)
+    timeouts_s: tuple[Wait, ...]
+    """Time limit of each message."""
 
-
-class Pair(Message):
-    """Send two messages to every rank in one exchange. The second follows if no rank failed the first."""
-
-    step: Literal["pair"] = "pair"
-    first: Text
-    second: Text
-    timeouts_s: tuple[Wait, Wait]
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.timeouts_s) != len(self.messages):
+            raise ValueError("has another number of time limits than of messages")
+        return self
 
 
 class Look(Message):
@@ -166,7 +165,7 @@ class Look(Message):
 
 
 AnyOrder: TypeAlias = Annotated[
-    Hello | Pause | Resume | Refuse | Flush | Tokenize | Call | Pair | Look, Field(discriminator="step")
+    Hello | Pause | Resume | Refuse | Flush | Tokenize | Send | Look, Field(discriminator="step")
 ]
 
 
@@ -187,7 +186,7 @@ class Caller(Message):
 class OrderRequest(Message):
     """One order of one driver."""
 
-    protocol: Literal[3] = PROTOCOL
+    protocol: Literal[4] = PROTOCOL
     driver: Caller
     order: AnyOrder
 
@@ -231,8 +230,8 @@ class Answer(Message):
     said: tuple[str, ...] = ()
     """The ranks' answers, in rank order."""
     is_refused: bool = False
-    """Whether these are answers to the first of two messages; see `fp8refit.remote.channel.Answers`."""
+    """See `fp8refit.remote.channel.Answers`."""
     flush_s: float = 0.0
-    """Seconds that the ranks waited while the engine dropped its caches."""
+    """See `fp8refit.remote.channel.Answers`."""
     token_ids: list[list[int]] = Field(default_factory=list)
     error: ErrorRecord | None = None

@@ -18,18 +18,7 @@ from fp8refit.remote.host_route import Offered
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.connection import Connection
 from fp8refit.remote.servers.control import ControlPlane
-from fp8refit.remote.servers.orders import (
-    MAX_REASON,
-    Answer,
-    AnyOrder,
-    Call,
-    Flush,
-    Pair,
-    Pause,
-    Refuse,
-    Resume,
-    Tokenize,
-)
+from fp8refit.remote.servers.orders import MAX_REASON, Answer, AnyOrder, Flush, Pause, Refuse, Resume, Send, Tokenize
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.source import Source, StreamSource
 from fp8refit.transport.running import InThread, begun
@@ -102,11 +91,9 @@ class ServerDriver(ControlPlane, Channel):
         return await begun(answers) if self.is_asynchronous else InThread(answers)
 
     async def _exchange(self, messages: Sequence[str], timeouts_s: Sequence[float]) -> Answers:
-        if len(messages) == 1:
-            answer = await self._post(Call(message=messages[0], timeout_s=timeouts_s[0]), timeouts_s[0])
-        else:
-            pair = Pair(first=messages[0], second=messages[1], timeouts_s=(timeouts_s[0], timeouts_s[1]))
-            answer = await self._post(pair, sum(timeouts_s) + self._timeout_s)
+        order = Send(messages=tuple(messages), timeouts_s=tuple(timeouts_s))
+        flush_s = self._timeout_s if len(messages) > 1 else 0.0
+        answer = await self._post(order, sum(timeouts_s) + flush_s)
         return Answers(said=answer.said, is_refused=answer.is_refused, flush_s=answer.flush_s)
 
     async def greet(self) -> str:

@@ -26,8 +26,8 @@ NUM_TENSORS = 18_867
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 waits = st.floats(min_value=1e-3, max_value=1e9)
 some_orders = st.one_of(
-    st.builds(orders.Call, message=texts, timeout_s=waits),
-    st.builds(orders.Pair, first=texts, second=texts, timeouts_s=st.tuples(waits, waits)),
+    st.builds(orders.Send, messages=st.tuples(texts), timeouts_s=st.tuples(waits)),
+    st.builds(orders.Send, messages=st.tuples(texts, texts), timeouts_s=st.tuples(waits, waits)),
     st.builds(orders.Tokenize, prompts=st.lists(texts, max_size=5).map(tuple)),
     st.builds(orders.Refuse, reason=texts),
     st.builds(orders.Look, path=texts),
@@ -61,7 +61,7 @@ def test_an_order_that_is_cut_short_or_goes_on_is_none(order, data):
 
 @pytest.mark.parametrize("length", ["-1", "1.0", "true", '"ab"', "null", "3", "1e400", "9" * 5000])
 def test_a_text_is_as_long_as_it_says(length):
-    message = sent(orders.Call(message="ab", timeout_s=1.0)).replace('"message":2', f'"message":{length}')
+    message = sent(orders.Send(messages=("ab",), timeouts_s=(1.0,))).replace('"messages":[2]', f'"messages":[{length}]')
     refused(message)
 
 
@@ -113,19 +113,27 @@ def broadcast() -> messages.Broadcast:
 def test_the_longest_orders_fit(source):
     kv = KvOrder(token_ids=((151_000,) * 1024,) * 64)
     prepare = messages.Prepare(refit="a", config=RefitConfig(), source=source(), kv=kv)
-    message = sent(orders.Call(message=messages.Request(id="1", order=prepare).encode(), timeout_s=300.0))
+    message = sent(orders.Send(messages=(messages.Request(id="1", order=prepare).encode(),), timeouts_s=(300.0,)))
     assert 4 * len(message) < 3 * orders.MAX_ORDER_BYTES
     tracemalloc.start()
     order = OrderRequest.decode(message).order
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(order.message) > NUM_TENSORS
+    assert len(order.messages[0]) > NUM_TENSORS
     assert peak < 3 * len(message)
 
 
 def test_many_prompts_fit():
     prompts = tuple(f"{index}: {'word ' * 500}" for index in range(10_000))
     assert OrderRequest.decode(sent(orders.Tokenize(prompts=prompts))).order.prompts == prompts
+
+
+@pytest.mark.parametrize(("num_messages", "num_limits"), [(0, 0), (1, 2), (2, 1), (3, 3)])
+def test_one_or_two_messages_are_sent_each_with_a_time_limit(num_messages, num_limits):
+    limits = "[" + ",".join(["1.0"] * num_limits) + "]"
+    message = sent(orders.Send(messages=("",), timeouts_s=(1.0,)))
+    zeros = "[" + ",".join(["0"] * num_messages) + "]"
+    refused(message.replace('"messages":[0]', f'"messages":{zeros}').replace("[1.0]", limits))
 
 
 # What is no order.
@@ -185,10 +193,8 @@ def test_a_number_that_no_process_has_is_refused(pid):
 
 @pytest.mark.parametrize("seconds", ["Infinity", "NaN", "-Infinity", "0", "-1", "1e10", "1e400", str(10**30)])
 def test_nobody_waits_for_ever(seconds):
-    call = sent(orders.Call(message="", timeout_s=7.0)).replace('"timeout_s":7.0', f'"timeout_s":{seconds}')
-    assert "timeout_s" in refused(call)
-    pair = sent(orders.Pair(first="", second="", timeouts_s=(1.0, 7.0))).replace("7.0", seconds)
-    assert "timeouts_s.1" in refused(pair)
+    send = sent(orders.Send(messages=("", ""), timeouts_s=(1.0, 7.0))).replace("7.0", seconds)
+    assert "timeouts_s.1" in refused(send)
     pause = sent(orders.Pause(config=RefitConfig(timeout_s=7.0))).replace('"timeout_s":7.0', f'"timeout_s":{seconds}')
     assert "timeout_s" in refused(pause)
 

@@ -371,7 +371,7 @@ def test_a_stream_like_the_last_is_one_order_to_the_server(running):
         policy = running.cluster.make_policy(version)
         refitter.refit(**stream_of(policy))
         running.cluster.assert_holds(policy, version=version)
-    assert running.orders == ["hello", "pause", "pair", "call", "resume"]  # the call is for the stream's end
+    assert running.orders == ["hello", "pause", "send 2", "send 1", "resume"]  # the last for the stream's end
 
 
 def stream_of(policy):
