@@ -111,3 +111,13 @@ class RefitConfig(BaseModel, frozen=True, extra="forbid"):
     timeout_s: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)
     """Seconds to wait for any other rank or process at each step, and for running requests under `in_flight="wait"`. At
     most 86,400, one day. A rank that reads files must finish within one step."""
+
+
+class Job(BaseModel, frozen=True, extra="forbid"):
+    """What every rank of an engine has to do."""
+
+    config: RefitConfig = RefitConfig()
+    kv: KvOrder | None = None
+    """KV scales to set once the weights are in place."""
+    compares: bool = False
+    """Whether to compare the weights with what a refit would write, instead of writing."""

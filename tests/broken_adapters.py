@@ -314,8 +314,9 @@ class WritesBeforeItJudges(Ranks):
 class OverridesTheConfig(Ranks):
     update: ClassVar[Mapping[str, str]]
 
-    async def prepare(self, make_source, config, **options) -> None:
-        await self.inner.prepare(make_source, config.model_copy(update=self.update), **options)
+    async def prepare(self, make_source, job, **options) -> None:
+        config = job.config.model_copy(update=self.update)
+        await self.inner.prepare(make_source, job.model_copy(update={"config": config}), **options)
 
 
 class LetsBadValuesPass(OverridesTheConfig):
@@ -372,8 +373,8 @@ class AlteredSource:
 
 
 class AltersTheSource(Ranks):
-    async def prepare(self, make_source, config, **options) -> None:
-        await self.inner.prepare(lambda: self.altered(make_source()), config, **options)
+    async def prepare(self, make_source, job, **options) -> None:
+        await self.inner.prepare(lambda: self.altered(make_source()), job, **options)
 
     def altered(self, source: Source) -> Source:
         if isinstance(source, MappingSource):
@@ -650,10 +651,10 @@ class ForgetsScales(ServingModel):
 
 
 class WritesScalesBeforeItJudges(Ranks):
-    async def prepare(self, make_source, config, *, kv=None, driver_error=None) -> None:
-        for name, tensor in self.model.kv.tensors.items() if kv is not None else ():
-            self.model.kv.copies[name] = tensor.fill_(kv.scales.get(name, 3.0)).item()
-        await self.inner.prepare(make_source, config, kv=kv, driver_error=driver_error)
+    async def prepare(self, make_source, job, *, driver_error=None) -> None:
+        for name, tensor in self.model.kv.tensors.items() if job.kv is not None else ():
+            self.model.kv.copies[name] = tensor.fill_(job.kv.scales.get(name, 3.0)).item()
+        await self.inner.prepare(make_source, job, driver_error=driver_error)
 
 
 class LetsAnyTokenPass(ServingModel):
@@ -675,9 +676,9 @@ class CountsACalibration(Ranks):
 
 
 class CalibratesByAMarginOfItsOwn(Ranks):
-    async def calibrate(self, kv, config, **options) -> KvReport:
-        config = config.model_copy(update={"kv": KvConfig(margin=3.0)})
-        return await self.inner.calibrate(kv, config, **options)
+    async def calibrate(self, job, **options) -> KvReport:
+        config = job.config.model_copy(update={"kv": KvConfig(margin=3.0)})
+        return await self.inner.calibrate(job.model_copy(update={"config": config}), **options)
 
 
 BROKEN = (

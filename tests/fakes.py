@@ -138,17 +138,17 @@ class RecordingRanks(LocalRanks):
         super().__init__(Rank(target))
         self._events = events
 
-    async def prepare(self, make_source, config, *, kv=None, driver_error=None) -> None:
+    async def prepare(self, make_source, job, *, driver_error=None) -> None:
         self._events.append("prepare")
-        await super().prepare(make_source, config, kv=kv, driver_error=driver_error)
+        await super().prepare(make_source, job, driver_error=driver_error)
 
     async def write(self, *, driver_error=None) -> Sequence[RankReport]:
         self._events.append("write")
         return await super().write(driver_error=driver_error)
 
-    async def calibrate(self, kv, config, *, driver_error=None) -> KvReport:
+    async def calibrate(self, job, *, driver_error=None) -> KvReport:
         self._events.append("calibrate")
-        return await super().calibrate(kv, config, driver_error=driver_error)
+        return await super().calibrate(job, driver_error=driver_error)
 
 
 class FakeEngine:

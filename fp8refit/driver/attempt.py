@@ -5,13 +5,13 @@ from collections.abc import Awaitable, Callable
 from textwrap import shorten
 from typing import TypeVar
 
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import Job, KvOrder, RefitConfig
 from fp8refit.driver.attach import AttachedEngine
 from fp8refit.driver.engine import Engine
 from fp8refit.errors import EngineBusyError, EngineDirtyError, EngineLostError, InvalidCalibrationError
 from fp8refit.live.turn import IN_USE
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues, order_of
-from fp8refit.report import KvReport, PhaseClock, RefitReport, longest_phases
+from fp8refit.report import KvReport, PhaseClock, RefitReport, VerifyReport, longest_phases
 from fp8refit.sources.source import Manifest, StateDict, as_source
 from fp8refit.transport.error_capture import ErrorCapture
 
@@ -49,14 +49,13 @@ class Attempt:
         """Move the engine to a policy. See `fp8refit.Refitter.refit`."""
         engine, ranks, clock = self._engine, self._engine.ranks, PhaseClock()
         with clock.phase("plan"):
-            order: KvOrder | None = None
+            job = Job(config=config)
             with ErrorCapture() as unready:
                 if calibration is not None or kv_scales is not None:
-                    order = await order_of(calibration, kv_scales, config.kv, engine.tokenize)
+                    kv = await order_of(calibration, kv_scales, config.kv, engine.tokenize)
+                    job = Job(config=config, kv=kv)
                 await engine.check_ready()
-            await ranks.prepare(
-                lambda: as_source(state_dict, manifest=manifest), config, kv=order, driver_error=unready.error
-            )
+            await ranks.prepare(lambda: as_source(state_dict, manifest=manifest), job, driver_error=unready.error)
         self.version, num_interrupted = ranks.version, 0
         with ErrorCapture() as busy:
             with clock.phase("pause"):
@@ -82,21 +81,22 @@ class Attempt:
     async def calibrate(self, calibration: Calibration, config: RefitConfig) -> KvReport:
         """Set KV scales for the served policy. See `fp8refit.Refitter.calibrate`."""
         engine, ranks = self._engine, self._engine.ranks
-        order = KvOrder()
+        job = Job(config=config, kv=KvOrder())
         with ErrorCapture() as unready:
             if ranks.is_dirty:
                 raise EngineDirtyError("this engine holds no whole policy to calibrate for; refit it")
-            order = await order_of(calibration, None, config.kv, engine.tokenize) or order
-            if not order.token_ids:
+            kv = await order_of(calibration, None, config.kv, engine.tokenize)
+            if kv is None or not kv.token_ids:
                 raise InvalidCalibrationError("calibration: no batch was given")
+            job = Job(config=config, kv=kv)
             await engine.check_ready()
-        await ranks.check_calibration(order, config, driver_error=unready.error)
+        await ranks.check_calibration(job, driver_error=unready.error)
         self.version = ranks.version
         with ErrorCapture() as busy:
             await engine.pause(config)
             await engine.flush_caches()
         try:
-            report = await ranks.calibrate(order, config, driver_error=busy.error)
+            report = await ranks.calibrate(job, driver_error=busy.error)
         finally:
             del busy  # it and the error's traceback would keep each other alive
         await self.resume()
@@ -104,6 +104,12 @@ class Attempt:
             "%d KV scales from %d tokens in %.1f ms", len(report.scales), report.num_tokens, report.seconds * 1e3
         )
         return report
+
+    async def verify(self, state_dict: StateDict, config: RefitConfig, *, manifest: Manifest | None) -> VerifyReport:
+        """Compare what the engine holds with a policy. See `fp8refit.Refitter.verify`."""
+        ranks = self._engine.ranks
+        await ranks.prepare(lambda: as_source(state_dict, manifest=manifest), Job(config=config, compares=True))
+        return VerifyReport.of(await ranks.write(), version=ranks.version)
 
     async def resume(self) -> None:
         """Serve the current policy."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import Job, RefitConfig
 from fp8refit.driver.attach import AttachedEngine, attach_engine
 from fp8refit.driver.engine import Engine
 from fp8refit.errors import EngineLostError, RefitError, UnsupportedEngineError
@@ -138,6 +138,7 @@ class EngineGroupRanks(Ranks):
         self._members = tuple(members)
         self._together = together
         self._broadcast = Broadcast([member.audience for member in self._members], together)
+        self._compares = False
 
     @property
     @override
@@ -158,17 +159,18 @@ class EngineGroupRanks(Ranks):
 
     @override
     async def prepare(
-        self,
-        make_source: Callable[[], Source],
-        config: RefitConfig,
-        *,
-        kv: KvOrder | None = None,
-        driver_error: BaseException | None = None,
+        self, make_source: Callable[[], Source], job: Job, *, driver_error: BaseException | None = None
     ) -> None:
+        """Check a policy on all engines. They compare it one by one, and each reads it again: a broadcast cannot compare."""
         if driver_error is not None:
             raise driver_error
-        await self._together([member.meet(config) for member in self._members])
-        await self._broadcast.prepare(make_source(), config, kv=kv)
+        self._compares = job.compares
+        if job.compares:
+            for member in self._members:
+                await member.prepare(make_source, job)
+            return
+        await self._together([member.meet(job) for member in self._members])
+        await self._broadcast.prepare(make_source(), job)
 
     @override
     async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:
@@ -176,33 +178,21 @@ class EngineGroupRanks(Ranks):
         if driver_error is not None:
             await self.abandon()
             raise driver_error
-        reports = await self._broadcast.write(self.version + 1)
+        if self._compares:
+            reports = [await member.write() for member in self._members]
+        else:
+            reports = await self._broadcast.write(self.version + 1)
         every = [report for of_engine in reports for report in of_engine]
         return [report.model_copy(update={"rank": rank}) for rank, report in enumerate(every)]
 
     @override
-    async def check_calibration(
-        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
-    ) -> None:
-        await self._together(
-            [member.check_calibration(kv, config, driver_error=driver_error) for member in self._members]
-        )
+    async def check_calibration(self, job: Job, *, driver_error: BaseException | None = None) -> None:
+        await self._together([member.check_calibration(job, driver_error=driver_error) for member in self._members])
 
     @override
-    async def calibrate(
-        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
-    ) -> KvReport:
-        reports = await self._together(
-            [member.calibrate(kv, config, driver_error=driver_error) for member in self._members]
-        )
-        return KvReport.merge(reports)
-
-    @override
-    async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
-        """Verify engine by engine; each reads the policy again."""
-        found = [await member.verify(make_source, config) for member in self._members]
-        every = [report for of_engine in found for report in of_engine]
-        return [report.model_copy(update={"rank": rank}) for rank, report in enumerate(every)]
+    async def calibrate(self, job: Job, *, driver_error: BaseException | None = None) -> KvReport:
+        calls = [member.calibrate(job, driver_error=driver_error) for member in self._members]
+        return KvReport.merge(await self._together(calls))
 
     @override
     async def abandon(self) -> None:

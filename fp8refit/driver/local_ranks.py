@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import Job
 from fp8refit.errors import RankFailedError
 from fp8refit.fill.fills import Prepared
 from fp8refit.live.layout import EngineLayout
@@ -26,51 +26,41 @@ class LocalRanks(Ranks):
     drops_caches = False
 
     def __init__(self, rank: Rank) -> None:
-        self._rank = rank
+        self.rank = rank
         self._prepared: Prepared | None = None
-
-    @property
-    def rank(self) -> Rank:
-        """The rank itself."""
-        return self._rank
 
     @property
     @override
     def version(self) -> int:
-        return self._rank.target.version
+        return self.rank.target.version
 
     @property
     @override
     def is_dirty(self) -> bool:
-        return self._rank.target.is_dirty
+        return self.rank.target.is_dirty
 
     @override
     async def prepare(
-        self,
-        make_source: Callable[[], Source],
-        config: RefitConfig,
-        *,
-        kv: KvOrder | None = None,
-        driver_error: BaseException | None = None,
+        self, make_source: Callable[[], Source], job: Job, *, driver_error: BaseException | None = None
     ) -> None:
         self._prepared = None
-        self._prepared = self._rank.prepare(make_source, config, kv=kv, driver_error=driver_error)
+        self._prepared = self.rank.prepare(make_source, job, driver_error=driver_error)
 
     @override
     async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:
         prepared, self._prepared = self._prepared, None
         assert prepared is not None, "write() follows a prepare() that returned"
-        self._rank.agree(prepared, driver_error=driver_error)
+        self.rank.agree(prepared, driver_error=driver_error)
         if isinstance(prepared.source, HandedSource):
             return await self._take(prepared, prepared.source)
-        return self._rank.write(prepared)
+        return self.rank.write(prepared)
 
     async def _take(self, prepared: Prepared, source: HandedSource) -> Sequence[RankReport]:
         """Write the buckets that are handed over.
 
         If this rank fails and there are others, it keeps taking buckets: the others may wait for it at the source.
         """
-        rank, error = self._rank, None
+        rank, error = self.rank, None
         with ErrorCapture() as failed:
             rank.target.begin(prepared)
         while failed.error is None or rank.group.size > 1:
@@ -94,34 +84,26 @@ class LocalRanks(Ranks):
         return rank.finish(prepared, error=error)
 
     @override
-    async def check_calibration(
-        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
-    ) -> None:
-        self._rank.check_calibration(kv, config, driver_error=driver_error)
+    async def check_calibration(self, job: Job, *, driver_error: BaseException | None = None) -> None:
+        self.rank.check_calibration(job, driver_error=driver_error)
 
     @override
-    async def calibrate(
-        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
-    ) -> KvReport:
-        return self._rank.calibrate(kv, config, driver_error=driver_error)
-
-    @override
-    async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
-        return self._rank.write(self._rank.prepare(make_source, config, compares=True))
+    async def calibrate(self, job: Job, *, driver_error: BaseException | None = None) -> KvReport:
+        return self.rank.calibrate(job, driver_error=driver_error)
 
     @override
     async def abandon(self) -> None:
         self._prepared = None
-        self._rank.target.abandon()
+        self.rank.target.abandon()
 
     @override
     async def layout(self) -> EngineLayout:
-        return self._rank.target.layout()
+        return self.rank.target.layout()
 
     @override
     async def fingerprints(self) -> Sequence[str]:
-        return [self._rank.target.live.fingerprint()]
+        return [self.rank.target.live.fingerprint()]
 
     @override
     async def close(self) -> None:
-        self._rank.target.close()
+        self.rank.target.close()

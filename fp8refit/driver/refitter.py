@@ -11,15 +11,12 @@ from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.attempt import take_turn
 from fp8refit.driver.closing import Closing
 from fp8refit.driver.engine import Engine
-from fp8refit.errors import (
-    RefitError,
-    UnsupportedEngineError,
-)
+from fp8refit.errors import RefitError, UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import KvReport, RefitReport, VerifyReport
 from fp8refit.sources.sharded.gather import opened
-from fp8refit.sources.source import Manifest, StateDict, as_source
+from fp8refit.sources.source import Manifest, StateDict
 from fp8refit.transport.running import run
 
 T = TypeVar("T")
@@ -209,12 +206,9 @@ class Refitter(Closing):
 
     async def verify_async(self, state_dict: StateDict, *, manifest: Manifest | None = None) -> VerifyReport:
         """`verify` for an asynchronous engine, awaited in the event loop that drives the engine."""
-        config, ranks = self._config, self._engine.ranks
+        config = self._config
         with opened(state_dict, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s) as whole:
-            reports = await take_turn(
-                self._attached, lambda _: ranks.verify(lambda: as_source(whole, manifest=manifest), config)
-            )
-        return VerifyReport.of(reports, version=ranks.version)
+            return await take_turn(self._attached, lambda attempt: attempt.verify(whole, config, manifest=manifest))
 
     def layout(self) -> EngineLayout:
         """Slots, kernels, scale formats and refusals of the engine."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import Job, RefitConfig
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.ranks.held_names import HeldNames
 from fp8refit.ranks.target import Target
@@ -49,30 +49,32 @@ class Agreement:
                 self.target.live.lost_because = str(verdict)
             raise
 
-    def on_ready(self, kv: KvOrder | None, config: RefitConfig, driver_error: BaseException | None) -> list[Ballot]:
+    def on_ready(self, job: Job, driver_error: BaseException | None) -> list[Ballot]:
         """Agree that every rank is ready. Nothing is written."""
-        error, _ = self.attempt(lambda: self.check_ready(kv, config, driver_error))
-        return self.vote("ready", error, config, **self.wanted(kv, config))
+        error, _ = self.attempt(lambda: self.check_ready(job, driver_error))
+        return self.vote("ready", error, job.config, **self.wanted(job))
 
-    def check_ready(self, kv: KvOrder | None, config: RefitConfig, driver_error: BaseException | None) -> None:
-        """Check that this rank can be written now, and its KV scales set, if `kv` says to. Gives up an unfinished refit."""
+    def check_ready(self, job: Job, driver_error: BaseException | None) -> None:
+        """Check that this rank can be written now, and its KV scales set, if the job says to. Gives up an unfinished
+        refit.
+        """
         if driver_error is not None:
             raise driver_error
         inventory = self.target.check_ready()
         self.target.abandon()
-        if config.prove_trace:
+        if job.config.prove_trace:
             self.target.check_proved()
         if self.group.size > 1:
             self.names.note(inventory)
-        if kv is not None:
-            self.target.live.require_kv().check(kv, config.kv)
+        if job.kv is not None:
+            self.target.live.require_kv().check(job.kv, job.config.kv)
 
-    def wanted(self, kv: KvOrder | None, config: RefitConfig) -> dict[str, str]:
+    def wanted(self, job: Job) -> dict[str, str]:
         """What a ballot says about this rank's names and its driver's request; empty for a single rank."""
         if self.group.size == 1:
             return {}
-        asked = config.model_dump_json() + (kv.model_dump_json() if kv is not None else "")
-        return {"held": self.names.digest, "asked": hashlib.sha256(asked.encode()).hexdigest()}
+        asked = hashlib.sha256(job.model_dump_json().encode()).hexdigest()
+        return {"held": self.names.digest, "asked": asked}
 
     def learn_names(self, ready: Sequence[Ballot], config: RefitConfig) -> None:
         """Learn which names the other ranks hold, from their ballots.

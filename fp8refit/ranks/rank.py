@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import Job
 from fp8refit.errors import EngineDirtyError, TransportError
 from fp8refit.fill.fills import Prepared
 from fp8refit.ranks.agreement import Agreement
@@ -41,12 +41,10 @@ class Rank:
     def prepare(
         self,
         make_source: Callable[[], Source],
-        config: RefitConfig,
+        job: Job,
         *,
-        kv: KvOrder | None = None,
         driver_error: BaseException | None = None,
         is_known: bool = False,
-        compares: bool = False,
         on_judged: Callable[[], None] = lambda: None,
     ) -> Prepared:
         """Agree that every rank can be refitted, then check the source and agree again.
@@ -56,12 +54,10 @@ class Rank:
 
         Args:
             make_source: Makes the policy's source, the same on every rank.
-            config: Options of the refit.
-            kv: KV scales to set after the weights, unless the source sends them.
+            job: What is done with it. KV scales that the source sends are not set again.
             driver_error: Why the engine's driver objects, if it does.
             is_known: Whether every rank knows the source from the last refit, so that checking it is not a collective
                 operation.
-            compares: See `Target.prepare`.
             on_judged: Called when this rank accepts the source, before the others are known to. If it raises, no rank
                 proceeds.
 
@@ -75,33 +71,32 @@ class Rank:
 
         def judge() -> _Judged:
             if is_known:
-                self._agreement.check_ready(kv, config, driver_error)
+                self._agreement.check_ready(job, driver_error)
             source, foreign = make_source(), self._agreement.names.foreign
-            prepared = self.target.prepare(source, config, is_ready=True, foreign=foreign, compares=compares)
+            prepared = self.target.prepare(source, job.config, is_ready=True, foreign=foreign, compares=job.compares)
             on_judged()
             files = source.files if isinstance(source, SafetensorsSource) else None
             claim = prepared.plan.source_digest if prepared.plan is not None else ""
-            return _Judged(prepared=replace(prepared, kv=kv), said={"claim": claim, "files": files})
+            return _Judged(prepared=replace(prepared, kv=job.kv), said={"claim": claim, "files": files})
 
         if not is_known:
-            ready = self._agreement.on_ready(kv, config, driver_error)
-            self._agreement.learn_names(ready, config)
+            ready = self._agreement.on_ready(job, driver_error)
+            self._agreement.learn_names(ready, job.config)
         error, judged = self._agreement.attempt(judge)
-        wanted = self._agreement.wanted(kv, config) if is_known else {}
+        wanted = self._agreement.wanted(job) if is_known else {}
         said = judged.said if judged is not None else {}
-        ballots = self._agreement.vote("prepared", error, config, **wanted, **said)
+        ballots = self._agreement.vote("prepared", error, job.config, **wanted, **said)
         assert judged is not None, "every rank is ready"
         if is_known and not self._agreement.names.are_known(ballots):
             self.target.abandon()
             raise TransportError("the ranks of this engine hold different tensors than at the last refit; refit again")
         return judged.prepared
 
-    def check_calibration(self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None) -> None:
+    def check_calibration(self, job: Job, *, driver_error: BaseException | None = None) -> None:
         """Agree that every rank can set KV scales. Changes nothing.
 
         Args:
-            kv: What to measure, or which scales to set.
-            config: Options.
+            job: What to measure, or which scales to set.
             driver_error: Why the engine's driver objects, if it does.
 
         Raises:
@@ -110,21 +105,21 @@ class Rank:
         """
         if driver_error is None and self.target.is_dirty:
             driver_error = EngineDirtyError("this engine holds no whole policy to calibrate for; refit it")
-        self._agreement.on_ready(kv, config, driver_error)
+        self._agreement.on_ready(job, driver_error)
 
-    def calibrate(self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None) -> KvReport:
+    def calibrate(self, job: Job, *, driver_error: BaseException | None = None) -> KvReport:
         """Set KV scales for the served policy.
 
         Args:
-            kv: What to measure, or which scales to set.
-            config: Options.
+            job: What to measure, or which scales to set.
             driver_error: Why nothing may be written, such as caches that could not be dropped.
 
         Raises:
             RefitError: See `check_calibration`, `LiveModel.measure_kv` and `Target.write_kv`.
         """
-        self.check_calibration(kv, config, driver_error=driver_error)
-        reports = set_kv_scales(self._agreement, kv, config)
+        self.check_calibration(job, driver_error=driver_error)
+        assert job.kv is not None, "a calibration has an order"
+        reports = set_kv_scales(self._agreement, job.kv, job.config)
         self.target.commit(self.target.version)
         return KvReport.merge(reports)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import Job
 from fp8refit.live.layout import EngineLayout
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.source import Source
@@ -32,12 +32,7 @@ class Ranks(Protocol):
         ...
 
     async def prepare(
-        self,
-        make_source: Callable[[], Source],
-        config: RefitConfig,
-        *,
-        kv: KvOrder | None = None,
-        driver_error: BaseException | None = None,
+        self, make_source: Callable[[], Source], job: Job, *, driver_error: BaseException | None = None
     ) -> None:
         """Check names, shapes, dtypes, scales and readiness on every rank, and compile what is missing. Writes nothing.
 
@@ -46,15 +41,14 @@ class Ranks(Protocol):
 
         Args:
             make_source: Makes the policy's source; called only when every rank is ready.
-            config: Options of the refit.
-            kv: KV scales that `write` sets after the weights, measured or given.
+            job: What `write` does.
             driver_error: Why the engine may not be refitted now; raised here, and by the drivers of the other ranks.
 
         Raises:
             InvalidSourceError: The source does not fit; lists every problem.
             NonFiniteError: NaN or Inf, with `validate="strict"`.
             UnsupportedEngineError: The engine, or its KV scales, cannot be refitted; names every module and the setting
-                that helps.
+                that helps. Or a broadcast is asked to compare.
             InvalidCalibrationError: The calibration batch or KV scales do not fit the engine.
             EngineAsleepError: The weights are not mapped.
             EngineLostError: A rank is gone.
@@ -62,7 +56,8 @@ class Ranks(Protocol):
         ...
 
     async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:
-        """Write what was prepared on every rank, and commit it once it is whole on all. Returns one report per rank.
+        """Write what was prepared on every rank, and commit it once it is whole on all; or compare it, and change nothing.
+        Returns one report per rank.
 
         Args:
             driver_error: Why nothing may be written, such as caches that could not be dropped; raised here, and by the
@@ -75,14 +70,11 @@ class Ranks(Protocol):
         """
         ...
 
-    async def check_calibration(
-        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
-    ) -> None:
+    async def check_calibration(self, job: Job, *, driver_error: BaseException | None = None) -> None:
         """Check that KV scales can be set on every rank, while requests still run. Changes nothing.
 
         Args:
-            kv: What to measure, or which scales to set.
-            config: Options.
+            job: What to measure.
             driver_error: Why not; raised here, and by the drivers of the other ranks.
 
         Raises:
@@ -91,28 +83,17 @@ class Ranks(Protocol):
         """
         ...
 
-    async def calibrate(
-        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
-    ) -> KvReport:
+    async def calibrate(self, job: Job, *, driver_error: BaseException | None = None) -> KvReport:
         """Set KV scales on every rank for the served policy. Returns which.
 
         Args:
-            kv: What to measure, or which scales to set.
-            config: Options.
+            job: What to measure.
             driver_error: Why nothing may be written; raised here, and by the drivers of the other ranks.
 
         Raises:
             EngineDirtyError: No whole policy is served.
             CalibrationError: NaN or Inf in the network, or not enough memory to measure it; nothing was written.
             RefitError: See `prepare`. An error after the first scale was written leaves all ranks dirty.
-        """
-        ...
-
-    async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
-        """Compare every rank's weights with what a refit would write. Returns one report per rank. Changes nothing.
-
-        Raises:
-            RefitError: See `prepare`, and `fp8refit.ranks.target.Target.finish`.
         """
         ...
 

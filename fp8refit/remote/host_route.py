@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import torch
 
-from fp8refit.config import KvOrder
+from fp8refit.config import Job
 from fp8refit.errors import InvalidSourceError, RefitError
 from fp8refit.live.collector import collector_paused
 from fp8refit.live.slots import dtype_name
@@ -42,14 +42,13 @@ class Offered:
     """A policy that every rank has prepared to write or compare, or prepares with its first order."""
 
     source: Source
+    job: Job
     is_stream: bool
     """Whether this process reads it and hands it over part by part."""
     keeps_mapped: bool
     """Whether tensors stay mapped: those of this policy if they are where the last ones were; of a stream or files,
     those of an earlier refit.
     """
-    sets_kv_scales: bool
-    compares: bool
 
 
 class HostRoute:
@@ -73,7 +72,7 @@ class HostRoute:
         self._source: Source | None = None
         """The source that ranks may be reading."""
 
-    async def prepare(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:
+    async def prepare(self, source: Source, job: Job) -> Offered:
         """Make every rank check a policy. If it is announced as the last one was, the check may be sent together with the
         write.
 
@@ -83,41 +82,33 @@ class HostRoute:
             RefitError: A rank's error.
         """
         self._source = source
-        return await self.or_abandon(self._prepare(source, kv, compares=compares))
+        return await self.or_abandon(self._prepare(source, job))
 
-    async def _prepare(self, source: Source, kv: KvOrder | None, *, compares: bool) -> Offered:
+    async def _prepare(self, source: Source, job: Job) -> Offered:
         ranks, ranks.refit = self._ranks, uuid.uuid4().hex
         # Before the first refit ranks take seconds to read their layout. If their engine can, they do so while the policy is
         # described here.
         reading = None if ranks.version else await ranks.begin(messages.Do(step="read"), num_votes=NUM_VOTES)
         try:
-            offer = self._offer(source)
+            offer = self._offer(source, job)
         finally:  # the next order, even one to abandon the refit, must follow the answers
             if reading is not None:
                 await reading
-        order = messages.Prepare(
-            refit=ranks.refit, config=ranks.config, source=offer, kv=kv, keeps=self.keeps(offer), compares=compares
-        )
+        order = messages.Prepare(refit=ranks.refit, job=job, source=offer, keeps=self.keeps(offer))
         is_stream = isinstance(offer, messages.Pushed)
         is_known = offer == self._streamed if is_stream else order.is_known
-        if not (is_known and kv is None and not compares and ranks.hold(order, begins=is_stream)):
+        if not (is_known and job.kv is None and not job.compares and ranks.hold(order, begins=is_stream)):
             await ranks.ask(order)
         keeps_mapped = "tensors" in order.keeps
-        if isinstance(offer, messages.Pushed) and not compares:
+        if isinstance(offer, messages.Pushed) and not job.compares:
             self._streamed = offer
         if isinstance(offer, messages.MappedTensors):
             # A trainer that gathers into new memory every time needs it back; weights that stay in place stay mapped.
             keeps_mapped = offer.digest == self._offered_digest
             self._mapped = self._exporter.last
-            if not compares:
+            if not job.compares:
                 self._offered_digest = offer.digest
-        return Offered(
-            source=source,
-            is_stream=is_stream,
-            keeps_mapped=keeps_mapped,
-            sets_kv_scales=kv is not None,
-            compares=compares,
-        )
+        return Offered(source=source, job=job, is_stream=is_stream, keeps_mapped=keeps_mapped)
 
     async def write(self, offered: Offered) -> Sequence[RankReport]:
         """Make every rank write what was prepared, or compare it. Returns one report per rank.
@@ -130,27 +121,27 @@ class HostRoute:
             RefitError: A rank's error.
             BaseException: Whatever reading a stream raised.
         """
-        if not offered.compares:
+        if not offered.job.compares:
             self._ranks.is_dirty = True
         replies = await self.or_abandon(self._write(offered))
         self._ranks.refit, self._source = "", None
         return self._ranks.reports(replies)
 
     async def _write(self, offered: Offered) -> Sequence[Reply]:
-        ranks, num_votes = self._ranks, NUM_VOTES if offered.sets_kv_scales else 1
+        ranks, num_votes = self._ranks, NUM_VOTES if offered.job.kv is not None else 1
         if not offered.is_stream:
             order = messages.Write(refit=ranks.refit, keeps_mapped=offered.keeps_mapped)
             replies: Sequence[Reply] = await ranks.ask(order, num_votes=num_votes)
         else:
             ring = self._open_ring()
             with closing(Handing(ranks, self._packer, ring, ranks.refit, num_votes=num_votes)) as handing:
-                handing.open(offered.source, ranks.config.bucket_bytes)
+                handing.open(offered.source, offered.job.config.bucket_bytes)
                 try:
                     replies = await handing.hand_over()
                 except InvalidSourceError as error:
                     is_written = ranks.is_dirty and not ranks.has_refused
                     raise InvalidSourceError(error.problems, written=is_written) from error
-        if not offered.compares:
+        if not offered.job.compares:
             ranks.check_is_one_policy(replies)
         if not offered.keeps_mapped:
             self._mapped = None
@@ -208,7 +199,7 @@ class HostRoute:
         return self._ring
 
     @collector_paused()
-    def _offer(self, source: Source) -> _Offer:
+    def _offer(self, source: Source, job: Job) -> _Offer:
         """Describe how the ranks get the source's tensors."""
         if isinstance(source, SafetensorsSource):
             return messages.Files(path=str(Path(source.path).resolve()), stamps=source.stamps)
@@ -229,7 +220,7 @@ class HostRoute:
                     len(source.tensors),
                     export.leftover[0],
                 )
-        said = summarize(source, self._ranks.config)
+        said = summarize(source, job.config)
         if said is None:
             return messages.Pushed(manifest=None)
         manifest = {name: (meta.shape, dtype_name(meta.dtype)) for name, meta in said.metadata.items()}

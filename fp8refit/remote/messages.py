@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fp8refit.config import KvOrder, RefitConfig, Wait
+from fp8refit.config import Job, Wait
 from fp8refit.live.collector import collector_paused
 from fp8refit.live.layout import EngineLayout
 from fp8refit.report import KvReport, RankReport
@@ -19,7 +19,7 @@ from fp8refit.transport.collective.communicator import Meeting
 from fp8refit.transport.memory.segment import Segment, TensorRef
 from fp8refit.transport.vote import ErrorRecord
 
-PROTOCOL = 14
+PROTOCOL = 15
 """Version of these messages; both sides must use the same."""
 _MAX_PROBLEMS = 100
 """Further problems are only counted: pydantic's list of them takes a hundred times the size of the message."""
@@ -139,11 +139,8 @@ class Prepare(Message):
     step: Literal["prepare"] = "prepare"
     refit: str
     """Id of this refit. An unfinished refit is abandoned."""
-    config: RefitConfig
+    job: Job
     source: Annotated[MappedTensors | Files | Pushed | Broadcast, Field(discriminator="kind")]
-    kv: KvOrder | None = None
-    compares: bool = False
-    """Whether to compare with the slots instead of writing to them."""
     keeps: tuple[Literal["tensors", "buckets"], ...] = ()
     """What this driver's refits have mapped that later ones may use: tensors in place, and buckets of streams. The rank
     unmaps the rest."""
@@ -228,8 +225,7 @@ class Calibrate(Message):
     """Set KV scales for the policy that is served, or say whether that is possible; see `Rank.calibrate`."""
 
     step: Literal["check_calibration", "calibrate"] = "calibrate"
-    config: RefitConfig
-    kv: KvOrder
+    job: Job
 
 
 Order: TypeAlias = Do | Prepare | Write | RefitStep | Stream | Join | Take | Calibrate

@@ -81,9 +81,9 @@ class RankOrders:
             case messages.Join():
                 self.receiver.join(order)
             case messages.Calibrate(step="check_calibration"):
-                rank.check_calibration(order.kv, order.config, driver_error=held)
+                rank.check_calibration(order.job, driver_error=held)
             case messages.Calibrate():
-                return {"kv": rank.calibrate(order.kv, order.config, driver_error=held)}
+                return {"kv": rank.calibrate(order.job, driver_error=held)}
             case messages.RefitStep(step="abandon"):
                 self._abandon(order)
             case _ if held is not None:
@@ -105,15 +105,13 @@ class RankOrders:
 
         def receive() -> None:
             if order.is_under_way:
-                self.receiver.receive_ahead(self._token, order.config)
+                self.receiver.receive_ahead(self._token, order.job.config)
 
         self._prepared = self.rank.prepare(
             lambda: self._make_source(order),
-            order.config,
-            kv=order.kv,
+            order.job,
             driver_error=held,
             is_known=order.is_known,
-            compares=order.compares,
             on_judged=receive,
         )
 

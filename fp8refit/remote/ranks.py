@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import Job
 from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.ranks.ranks import Ranks
@@ -61,23 +61,19 @@ class RemoteRanks(Ranks):
 
     @override
     async def prepare(
-        self,
-        make_source: Callable[[], Source],
-        config: RefitConfig,
-        *,
-        kv: KvOrder | None = None,
-        driver_error: BaseException | None = None,
+        self, make_source: Callable[[], Source], job: Job, *, driver_error: BaseException | None = None
     ) -> None:
         if driver_error is not None:
             raise driver_error
         self._offered = None
-        await self.meet(config)
+        await self.meet(job)
         source = make_source()
-        if config.transport == "collective":
-            await self._broadcast.prepare(source, config, kv=kv)
+        if job.config.transport == "collective":
+            await self._broadcast.prepare(source, job)
             return
-        self._broadcast.leave()
-        self._offered = await self._offer(source, kv)
+        if not job.compares:
+            self._broadcast.leave()
+        self._offered = await self._offer(source, job)
 
     @override
     async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:
@@ -92,41 +88,23 @@ class RemoteRanks(Ranks):
         return reports
 
     @override
-    async def verify(self, make_source: Callable[[], Source], config: RefitConfig) -> Sequence[RankReport]:
-        """Compare over the host route, which is the only one that can.
-
-        Raises:
-            UnsupportedEngineError: The transport is a broadcast.
-        """
-        if config.transport == "collective":
-            raise UnsupportedEngineError(
-                'verify() needs memory, or files, that the ranks can read: leave out transport="collective"'
-            )
-        await self.meet(config)
-        return await self.host_route.write(await self._offer(make_source(), None, compares=True))
-
-    @override
     async def abandon(self) -> None:
         self._offered = None
         await self.host_route.abandon()
 
     @override
-    async def check_calibration(
-        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
-    ) -> None:
+    async def check_calibration(self, job: Job, *, driver_error: BaseException | None = None) -> None:
         if driver_error is not None:
             raise driver_error
-        await self.meet(config)
-        await self.asked.ask(messages.Calibrate(step="check_calibration", config=config, kv=kv))
+        await self.meet(job)
+        await self.asked.ask(messages.Calibrate(step="check_calibration", job=job))
 
     @override
-    async def calibrate(
-        self, kv: KvOrder, config: RefitConfig, *, driver_error: BaseException | None = None
-    ) -> KvReport:
+    async def calibrate(self, job: Job, *, driver_error: BaseException | None = None) -> KvReport:
         if driver_error is not None:
             raise driver_error
         with ErrorCapture() as failed:
-            report = (await self.asked.ask(messages.Calibrate(config=config, kv=kv)))[0].kv
+            report = (await self.asked.ask(messages.Calibrate(job=job)))[0].kv
             if report is None:
                 raise RankFailedError("a rank calibrated but did not report the result; refit again")
             return report
@@ -154,18 +132,23 @@ class RemoteRanks(Ranks):
         finally:
             self._release()
 
-    async def meet(self, config: RefitConfig) -> None:
-        """Identify the ranks, for a refit with `config`.
+    async def meet(self, job: Job) -> None:
+        """Identify the ranks, before a job.
 
         Raises:
             EngineLostError: They no longer answer.
             RankFailedError: They have another version of fp8refit.
+            UnsupportedEngineError: The ranks have to compare with a broadcast; only the host route can do that.
         """
-        self.asked.config = config
+        if job.compares and job.config.transport == "collective":
+            raise UnsupportedEngineError(
+                'verify() needs memory, or files, that the ranks can read: leave out transport="collective"'
+            )
+        self.asked.config = job.config
         await self.asked.meet()
 
-    async def _offer(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:
-        return await self.host_route.prepare(source, kv, compares=compares)
+    async def _offer(self, source: Source, job: Job) -> Offered:
+        return await self.host_route.prepare(source, job)
 
     def _release(self) -> None:
         """Give back what this process shares with the ranks."""

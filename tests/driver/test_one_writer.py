@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fp8refit import EngineBusyError, EngineHost, HostedEngine, RankFailedError, RefitConfig, Refitter, update
+from fp8refit.config import Job
 from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.live.turn import DisplacedError, Turn
@@ -201,7 +202,7 @@ class Order:
     def prepare(self, path, **options):
         source = messages.Files(path=str(path), stamps=as_source(path).stamps)
         config = RefitConfig(**options)
-        return self(messages.Prepare(refit=self.refit, config=config, source=source, kv=None, keeps=()))
+        return self(messages.Prepare(refit=self.refit, job=Job(config=config), source=source, keeps=()))
 
     def write(self):
         return self(messages.Write(refit=self.refit, keeps_mapped=False))

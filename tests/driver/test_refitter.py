@@ -410,7 +410,7 @@ def test_a_lost_engine_refuses_requests_for_good(model):
 
 def test_an_engine_that_is_lost_before_a_byte_is_written_refuses_requests_too(model):
     refitter = Refitter(model)
-    model._fp8refit_engine.engine.ranks._rank.target.live.lost_because = "rank 1 died; restart the engine"
+    model._fp8refit_engine.engine.ranks.rank.target.live.lost_because = "rank 1 died; restart the engine"
     with pytest.raises(EngineLostError, match="rank 1 died"):
         refitter.refit(make_policy(model, seed=1))
     assert model.blocked == "the engine is lost (EngineLostError: rank 1 died; restart the engine)"
@@ -792,7 +792,7 @@ def test_a_calibration_and_a_refit_wait_for_nobody(model, cache):
 
 def test_a_lost_engine_is_not_calibrated_and_refuses(model, cache):
     refitter = Refitter(model)
-    model._fp8refit_engine.engine.ranks._rank.target.live.lost_because = "rank 1 died; restart the engine"
+    model._fp8refit_engine.engine.ranks.rank.target.live.lost_because = "rank 1 died; restart the engine"
     with pytest.raises(EngineLostError, match="rank 1 died"):
         refitter.calibrate(BATCH)
     assert "the engine is lost" in model.blocked

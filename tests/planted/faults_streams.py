@@ -14,8 +14,8 @@ FAULTS = [
     Fault(
         name="a server that has let requests in again writes what its late driver sends",
         path="fp8refit/remote/servers/order_handler.py",
-        before="if self._holder is None:  # any",
-        after="if self._holder is self:  # any",
+        before="self._holder is None:  # any",
+        after="self._holder is self:  # any",
         found_by="tests/remote/servers/test_server_driver.py -k nothing_is_written_while_a_server_serves",
     ),
     Fault(

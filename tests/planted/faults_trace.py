@@ -308,7 +308,7 @@ FAULTS = [
     Fault(
         name="a trace is not proved",
         path="fp8refit/ranks/agreement.py",
-        before="        if config.prove_trace:\n            self.target.check_proved()\n",
+        before="        if job.config.prove_trace:\n            self.target.check_proved()\n",
         after="",
         found_by="tests/ranks/test_rank.py -k proved",
     ),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8refit.config import KvConfig, KvOrder, RefitConfig
+from fp8refit.config import Job, KvConfig, KvOrder, RefitConfig
 from fp8refit.errors import (
     CacheFlushError,
     CalibrationError,
@@ -467,8 +467,8 @@ def test_a_rank_whose_layout_is_not_proved_is_refused_on_every_rank_unless_nobod
 def test_ranks_out_of_step_end_the_engine(drivers, cluster):
     make_source = partial(as_source, cluster.make_policy(1))
     first, second = cluster.ranks
-    prepared, _ = together([partial(rank.prepare, make_source, CONFIG) for rank in cluster.ranks])
-    outcomes = together([partial(first.agree, prepared), partial(second.prepare, make_source, CONFIG)])
+    prepared, _ = together([partial(rank.prepare, make_source, Job(config=CONFIG)) for rank in cluster.ranks])
+    outcomes = together([partial(first.agree, prepared), partial(second.prepare, make_source, Job(config=CONFIG))])
     assert_agreed(outcomes, EngineLostError, "rank 0 is at 'go', rank 1 is at 'ready'")
     outcomes = drivers.refit({"state_dict": cluster.make_policy(1)})
     assert_agreed(outcomes, EngineLostError, "out of step")
@@ -478,7 +478,7 @@ def test_ranks_out_of_step_end_the_engine(drivers, cluster):
 def test_a_rank_that_never_comes_is_waited_for_as_long_as_asked(cluster):
     start_s = time.perf_counter()
     with pytest.raises(EngineLostError):
-        cluster.ranks[0].prepare(lambda: None, RefitConfig(timeout_s=0.2))
+        cluster.ranks[0].prepare(lambda: None, Job(config=RefitConfig(timeout_s=0.2)))
     assert 0.2 <= time.perf_counter() - start_s < 5
     assert not cluster.targets[0].is_dirty
     with pytest.raises(EngineLostError):
@@ -489,7 +489,7 @@ def test_a_rank_that_dies_before_all_agreed_leaves_the_others_unwritten_and_lost
     policy, before = cluster.make_policy(1), cluster.live_bytes()
 
     def die():
-        cluster.ranks[1].prepare(partial(as_source, policy), CONFIG)
+        cluster.ranks[1].prepare(partial(as_source, policy), Job(config=CONFIG))
         cluster.groups[1]._meeting.barrier.abort()
 
     outcome, _ = together([partial(drivers.refitters[0].refit, policy), die])
@@ -505,7 +505,7 @@ def test_a_rank_that_dies_while_it_is_written_leaves_the_others_dirty_and_lost(d
     kept = threading.Event()
 
     def die():
-        cluster.ranks[1].agree(cluster.ranks[1].prepare(partial(as_source, policy), CONFIG))
+        cluster.ranks[1].agree(cluster.ranks[1].prepare(partial(as_source, policy), Job(config=CONFIG)))
         kept.wait(10)
         cluster.groups[1]._meeting.barrier.abort()
 
@@ -524,7 +524,9 @@ def test_versions_that_came_apart_are_one_again_after_the_next_refit(drivers, cl
 @pytest.mark.parametrize("way", ["write", "finish"])
 def test_a_write_that_is_whole_on_every_rank_is_committed_by_it(way, cluster):
     policy = cluster.make_policy(1)
-    prepared = together([partial(rank.prepare, partial(as_source, policy), CONFIG) for rank in cluster.ranks])
+    prepared = together(
+        [partial(rank.prepare, partial(as_source, policy), Job(config=CONFIG)) for rank in cluster.ranks]
+    )
     if way == "finish":
         together([partial(rank.target.begin, each) for rank, each in zip(cluster.ranks, prepared, strict=True)])
     outcomes = together([partial(getattr(rank, way), each) for rank, each in zip(cluster.ranks, prepared, strict=True)])
@@ -548,9 +550,9 @@ def test_alone_nothing_of_the_source_is_read_before_the_rank_is_ready(model):
 
     target.check_ready = asleep
     with pytest.raises(EngineAsleepError):
-        Rank(target).prepare(make_source, CONFIG)
+        Rank(target).prepare(make_source, Job(config=CONFIG))
     with pytest.raises(EngineBusyError):
-        Rank(target).prepare(make_source, CONFIG, driver_error=EngineBusyError("2 requests"))
+        Rank(target).prepare(make_source, Job(config=CONFIG), driver_error=EngineBusyError("2 requests"))
     assert made == []
 
 
@@ -558,7 +560,7 @@ def test_alone_the_rank_is_asked_once_whether_it_is_ready(model):
     target, asked = make_target(model), []
     check_ready = target.check_ready
     target.check_ready = lambda: asked.append(1) or check_ready()
-    Rank(target).prepare(lambda: as_source(make_policy(model, seed=1)), CONFIG)
+    Rank(target).prepare(lambda: as_source(make_policy(model, seed=1)), Job(config=CONFIG))
     assert asked == [1]
 
 
@@ -569,7 +571,7 @@ def test_alone_an_error_is_raised_as_it_is(model):
         raise error
 
     with pytest.raises(ConnectionError) as caught:
-        Rank(make_target(model)).prepare(make_source, CONFIG)
+        Rank(make_target(model)).prepare(make_source, Job(config=CONFIG))
     assert caught.value is error
 
 
@@ -804,9 +806,9 @@ def test_a_dirty_rank_is_not_calibrated_and_neither_are_the_others(kv_drivers, k
     arm(kv_cluster.targets[0], "finished", StagingMemoryError("no room"))
     kv_drivers.refit({"state_dict": kv_cluster.make_policy(1)})
     assert_agreed(kv_drivers.calibrate({"calibration": BATCH}), EngineDirtyError, "no whole policy")
-    order = KvOrder(token_ids=((1, 2),))
+    job = Job(config=KV_CONFIG, kv=KvOrder(token_ids=((1, 2),)))
     kv_cluster.targets[0].is_dirty = False
-    outcomes = together([partial(rank.calibrate, order, KV_CONFIG) for rank in kv_cluster.ranks])
+    outcomes = together([partial(rank.calibrate, job) for rank in kv_cluster.ranks])
     assert_agreed(outcomes, EngineDirtyError, "^rank 1: this engine holds no whole policy")
     assert kv_cluster.scales == [BOOTED] * 2
     assert_heals(kv_drivers)
@@ -851,11 +853,11 @@ def test_alone_a_rank_raises_what_its_pass_raised(model):
     model.kv.on_pass = fail
     target = make_target(model)
     with pytest.raises(ConnectionError) as caught:
-        Rank(target).calibrate(KvOrder(token_ids=((1,),)), CONFIG)
+        Rank(target).calibrate(Job(config=CONFIG, kv=KvOrder(token_ids=((1,),))))
     assert caught.value is error
     assert not target.is_dirty
     model.kv.on_pass = lambda: None
-    assert Rank(target).calibrate(KvOrder(token_ids=((1,),)), KV_CONFIG).scales == BOOTED
+    assert Rank(target).calibrate(Job(config=KV_CONFIG, kv=KvOrder(token_ids=((1,),)))).scales == BOOTED
     assert target.version == 0
 
 

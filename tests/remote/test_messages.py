@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import Job, KvOrder, RefitConfig
 from fp8refit.errors import InvalidSourceError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.remote import messages
@@ -57,15 +57,15 @@ SOURCES = [
 ]
 ORDERS = [
     messages.Do(step="hello"),
-    *(messages.Prepare(refit="r", config=CONFIG, source=source) for source in SOURCES),
+    *(messages.Prepare(refit="r", job=Job(config=CONFIG), source=source) for source in SOURCES),
     messages.RefitStep(step="begin", refit="r"),
     messages.Stream(refit="r", ring=SEGMENT),
     messages.Write(refit="r", keeps_mapped=True),
     messages.RefitStep(step="finish", refit="r"),
     messages.Join(meeting=MEETING, first_rank=1, timeout_s=2.5),
     messages.Take(refit="r", version=4),
-    messages.Calibrate(step="check_calibration", config=CONFIG, kv=KvOrder(scales={"a.k_scale": 0.5})),
-    messages.Calibrate(config=CONFIG, kv=KvOrder(token_ids=((1, 2), (3,)))),
+    messages.Calibrate(step="check_calibration", job=Job(config=CONFIG, kv=KvOrder(scales={"a.k_scale": 0.5}))),
+    messages.Calibrate(job=Job(config=CONFIG, kv=KvOrder(token_ids=((1, 2), (3,))))),
     messages.RefitStep(step="abandon", refit="r"),
     messages.Do(step="read"),
     messages.Do(step="describe"),

@@ -20,6 +20,7 @@ from fp8refit import (
     Refitter,
     TransportError,
 )
+from fp8refit.config import Job
 from fp8refit.remote.channel import GRACE_S, NUM_VOTES, Answers, send_in_turn
 from fp8refit.remote.messages import Do, Request
 from fp8refit.remote.ranks import RemoteRanks
@@ -475,14 +476,14 @@ def test_an_engine_that_is_not_paused_hears_nothing(any_steady):
 
 
 def test_whatever_else_comes_first_ends_what_waits(steady):
-    config = steady.refitter._config
+    job = Job(config=steady.refitter._config)
     before = steady.cluster.live_bytes()
 
     def source():
         return as_source(steady.fill(2))
 
     ranks = steady.ranks
-    finish(ranks.prepare(source, config))
+    finish(ranks.prepare(source, job))
     finish(ranks.fingerprints())
     with pytest.raises(RankFailedError, match="this refit was abandoned"):
         finish(ranks.write())

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8refit import KvConfig, RefitConfig, __version__
-from fp8refit.config import KvOrder
+from fp8refit.config import Job, KvOrder
 from fp8refit.errors import (
     CalibrationError,
     EngineDirtyError,
@@ -89,7 +89,7 @@ def refused(server: RankServer, order: messages.Order, error: type[Exception], m
 
 
 def prepare(refit: str, source, *, keeps=(), **options) -> messages.Prepare:
-    return messages.Prepare(refit=refit, config=RefitConfig(**options), source=source, keeps=keeps)
+    return messages.Prepare(refit=refit, job=Job(config=RefitConfig(**options)), source=source, keeps=keeps)
 
 
 def pushed(policy, **fields) -> messages.Pushed:
@@ -356,7 +356,7 @@ BATCH = KvOrder(token_ids=((1, 2, 3), (4,)))
 
 
 def calibrate(kv: KvOrder = BATCH) -> messages.Calibrate:
-    return messages.Calibrate(kv=kv, config=RefitConfig(kv=KvConfig(margin=1.0)))
+    return messages.Calibrate(job=Job(kv=kv, config=RefitConfig(kv=KvConfig(margin=1.0))))
 
 
 def test_a_calibration_is_done_as_the_driver_says_and_told(server, cache, target):
@@ -384,7 +384,7 @@ def test_a_calibration_that_cannot_be_is_a_value_and_the_engine_serves(server, c
 def test_scales_are_set_when_parts_are_written(server, cache, model, bucket):
     policy = make_policy(model, seed=1)
     config = RefitConfig(kv=KvConfig(margin=1.0))
-    do(server, messages.Prepare(refit="a", config=config, source=pushed(policy), kv=BATCH))
+    do(server, messages.Prepare(refit="a", job=Job(config=config, kv=BATCH), source=pushed(policy)))
     do(server, messages.RefitStep(step="begin", refit="a"))
     do(server, push("a", policy, bucket))
     assert cache.batches == []
@@ -402,7 +402,7 @@ def test_scales_are_set_when_parts_are_written(server, cache, model, bucket):
 def test_a_rank_that_failed_in_its_scales_is_not_calibrated_but_refitted(server, cache, model, tmp_path):
     cache.on_pass = lambda: 1 / 0
     source = files(make_policy(model, seed=1), tmp_path)
-    do(server, messages.Prepare(refit="a", config=RefitConfig(), source=source, kv=BATCH))
+    do(server, messages.Prepare(refit="a", job=Job(kv=BATCH), source=source))
     reply = refused(server, written("a"), RankFailedError, "ZeroDivisionError")
     assert (reply.is_dirty, reply.version) == (True, 0)
     cache.on_pass = lambda: None
@@ -611,4 +611,4 @@ def test_requests_hold_no_tensor_and_nothing_but_json():
     request = Request(
         id="1", order=prepare("a", messages.Files(path="/x", stamps=()), validate="strict", timeout_s=3.0)
     )
-    assert json.loads(request.encode())["order"]["config"]["validate"] == "strict"
+    assert json.loads(request.encode())["order"]["job"]["config"]["validate"] == "strict"

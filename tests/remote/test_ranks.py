@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8refit import KvConfig, RefitConfig, RefitReport, __version__, gathered
+from fp8refit.config import Job
 from fp8refit.errors import (
     CacheFlushError,
     CalibrationError,
@@ -250,8 +251,8 @@ def test_ranks_read_their_layout_while_the_first_policy_is_described(suspends, p
         assert live.inventory is not None or described.wait(10), "the policy is described after the layout is read"
         return read(live)
 
-    def offer(route, source):
-        found = describe(route, source)
+    def offer(route, source, job):
+        found = describe(route, source, job)
         described.set()
         return found
 
@@ -288,7 +289,7 @@ def test_what_goes_wrong_while_ranks_read_their_layout_leaves_no_answer_behind(c
 
         return hear()
 
-    def fail(route, source):
+    def fail(route, source, job):
         raise MemoryError("no memory for names")
 
     remote.channel.on_request = lambda request: happened.append(request.order.step)
@@ -670,7 +671,7 @@ def test_an_abandoned_refit_unmaps_tensors_and_the_next_one_maps_them_again(driv
     remote, policy = Remote(cluster), on_the_gpu(cluster.make_policy(1), driver)
     remote.refitter.refit(policy)
     remote.refitter.refit(policy)
-    asyncio.run(remote.ranks.prepare(lambda: as_source(policy), remote.refitter.config))
+    asyncio.run(remote.ranks.prepare(lambda: as_source(policy), Job(config=remote.refitter.config)))
     asyncio.run(remote.ranks.abandon())
     remote.refitter.refit(policy)
     cluster.assert_holds(policy, version=3)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from fp8refit.config import KvOrder
+from fp8refit.config import Job
 from fp8refit.live.layout import EngineLayout
 from fp8refit.remote import messages
 from fp8refit.remote.channel import NUM_VOTES, AskedRanks
@@ -37,7 +37,7 @@ class Audience:
         replies = sorted(await self.asked.ask(messages.Do(step="describe")), key=lambda reply: reply.rank)
         return [reply.layout for reply in replies if reply.layout is not None]
 
-    async def prepare(self, offer: messages.Broadcast, *, refit: str, kv: KvOrder | None, may_wait: bool) -> bool:
+    async def prepare(self, offer: messages.Broadcast, *, refit: str, job: Job, may_wait: bool) -> bool:
         """Make them check an offer: now or, if `may_wait`, together with `take`.
 
         Returns:
@@ -45,7 +45,7 @@ class Audience:
         """
         asked, asked.refit = self.asked, refit
         self._num_buckets = offer.num_buckets
-        order = messages.Prepare(refit=refit, config=asked.config, source=offer, kv=kv, keeps=self.host_route.keeps())
+        order = messages.Prepare(refit=refit, job=job, source=offer, keeps=self.host_route.keeps())
         if may_wait and asked.hold(order.model_copy(update={"is_under_way": True})):
             return True
         with self._named():

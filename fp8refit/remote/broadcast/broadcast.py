@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import Job, RefitConfig
 from fp8refit.errors import InvalidSourceError, RefitError, TransportError
 from fp8refit.fill.ties import untied
 from fp8refit.live.layout import EngineLayout
@@ -65,7 +65,7 @@ class _Prepared:
     """A prepared broadcast."""
 
     source: Source
-    config: RefitConfig
+    job: Job
 
 
 class Broadcast:
@@ -91,7 +91,7 @@ class Broadcast:
         self._prepared: _Prepared | None = None
         self._refit = ""
 
-    async def prepare(self, source: Source, config: RefitConfig, *, kv: KvOrder | None) -> None:
+    async def prepare(self, source: Source, job: Job) -> None:
         """Check a source, connect to the engines, and make all ranks check the offer. Writes nothing.
 
         A single engine that knows the offer may postpone its check to the write, to save an exchange.
@@ -106,13 +106,13 @@ class Broadcast:
         with ErrorCapture() as failed:
             was_joined = self._communicator is not None
             with ErrorCapture() as stale:
-                await self._prepare(source, config, kv)
+                await self._prepare(source, job)
             if was_joined and isinstance(stale.error, TransportError):
                 # An engine was restarted, or another trainer has refitted it: connect again, once.
                 await self._abandon()
                 self.leave()
                 stale.error = None
-                await self._prepare(source, config, kv)
+                await self._prepare(source, job)
             if stale.error is not None:
                 raise stale.take()
         if failed.error is not None:
@@ -140,7 +140,7 @@ class Broadcast:
         if isinstance(failed.error, TransportError) and any(audience.asked.has_refused for audience in self._audiences):
             # See `prepare`. The ranks check again when they take it, because caches are dropped in between.
             with ErrorCapture() as failed:
-                await self._prepare(prepared.source, prepared.config, None, is_again=True)
+                await self._prepare(prepared.source, prepared.job, is_again=True)
                 return await self._send(prepared.source, version)
             await self._abandon()
         raise failed.take()
@@ -170,19 +170,17 @@ class Broadcast:
             raise error
         return reports
 
-    async def _prepare(
-        self, source: Source, config: RefitConfig, kv: KvOrder | None, *, is_again: bool = False
-    ) -> None:
-        offer = await self._offer(source, config)
+    async def _prepare(self, source: Source, job: Job, *, is_again: bool = False) -> None:
+        offer = await self._offer(source, job.config)
         self._refit = uuid.uuid4().hex
         # With several engines one might write while another refuses; and a stream cannot be sent twice.
-        is_alone = len(self._audiences) == 1 and isinstance(source, MappingSource) and kv is None
+        is_alone = len(self._audiences) == 1 and isinstance(source, MappingSource) and job.kv is None
         may_wait = is_alone and (offer.tensors is None or is_again)
         waits = await self._together(
-            [audience.prepare(offer, refit=self._refit, kv=kv, may_wait=may_wait) for audience in self._audiences]
+            [audience.prepare(offer, refit=self._refit, job=job, may_wait=may_wait) for audience in self._audiences]
         )
         assert all(waits) or not is_again, "what waited once waits again"
-        self._known_digest, self._prepared = offer.digest, _Prepared(source=source, config=config)
+        self._known_digest, self._prepared = offer.digest, _Prepared(source=source, job=job)
 
     async def _abandon(self) -> None:
         with contextlib.suppress(RefitError):

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from fp8refit.config import KvOrder, RefitConfig
+from fp8refit.config import Job, RefitConfig
 from fp8refit.errors import InvalidSourceError, RefitError, TransportError
 from fp8refit.remote.channel import GRACE_S, Answers, Channel
 from fp8refit.remote.host_route import Offered
@@ -136,14 +136,14 @@ class ServedRanks(RemoteRanks):
         self._driver = driver
 
     @override
-    async def meet(self, config: RefitConfig) -> None:
+    async def meet(self, job: Job) -> None:
         server = await self._driver.greet()
         if server != self._driver.greeted or self.asked.lost_because is not None:
             self._release()
             self.asked.start_over()  # another server answers in its place
             self._driver.greeted = server
-        self._check_can_be_met(config)
-        await super().meet(config)
+        self._check_can_be_met(job.config)
+        await super().meet(job)
 
     def _check_can_be_met(self, config: RefitConfig) -> None:
         """Check that a server on another host is not asked to join a broadcast at the default loopback address.
@@ -160,7 +160,7 @@ class ServedRanks(RemoteRanks):
             )
 
     @override
-    async def _offer(self, source: Source, kv: KvOrder | None, *, compares: bool = False) -> Offered:
+    async def _offer(self, source: Source, job: Job) -> Offered:
         """Describe how the server's processes get the source's tensors.
 
         Raises:
@@ -174,7 +174,7 @@ class ServedRanks(RemoteRanks):
                 f"{server.label} runs on another host than this process, or in another container, and cannot map "
                 'its memory; set transport="collective", or pass the path of a checkpoint that the server can read'
             )
-        return await super()._offer(source, kv, compares=compares)
+        return await super()._offer(source, job)
 
 
 def as_stream(files: SafetensorsSource) -> StreamSource:

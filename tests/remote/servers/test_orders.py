@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fp8refit.config import LONGEST_WAIT_S, KvOrder, RefitConfig
+from fp8refit.config import LONGEST_WAIT_S, Job, KvOrder, RefitConfig
 from fp8refit.errors import RankFailedError
 from fp8refit.remote import messages
 from fp8refit.remote.messages import first_problem
@@ -112,7 +112,7 @@ def broadcast() -> messages.Broadcast:
 @pytest.mark.parametrize("source", [mapped, pushed, broadcast])
 def test_the_longest_orders_fit(source):
     kv = KvOrder(token_ids=((151_000,) * 1024,) * 64)
-    prepare = messages.Prepare(refit="a", config=RefitConfig(), source=source(), kv=kv)
+    prepare = messages.Prepare(refit="a", job=Job(kv=kv), source=source())
     message = sent(orders.Send(messages=(messages.Request(id="1", order=prepare).encode(),), timeouts_s=(300.0,)))
     assert 4 * len(message) < 3 * orders.MAX_ORDER_BYTES
     tracemalloc.start()
