@@ -306,17 +306,17 @@ class LetsUnexpectedNamesPass(ServingModel):
 
 
 class WritesBeforeItJudges(Ranks):
-    async def prepare(self, *arguments, **options) -> None:
+    async def prepare(self, *arguments, **options) -> bool:
         self.model.layers[0].bias.zero_()
-        await self.inner.prepare(*arguments, **options)
+        return await self.inner.prepare(*arguments, **options)
 
 
 class OverridesTheConfig(Ranks):
     update: ClassVar[Mapping[str, str]]
 
-    async def prepare(self, make_source, job, **options) -> None:
+    async def prepare(self, make_source, job, **options) -> bool:
         config = job.config.model_copy(update=self.update)
-        await self.inner.prepare(make_source, job.model_copy(update={"config": config}), **options)
+        return await self.inner.prepare(make_source, job.model_copy(update={"config": config}), **options)
 
 
 class LetsBadValuesPass(OverridesTheConfig):
@@ -373,8 +373,8 @@ class AlteredSource:
 
 
 class AltersTheSource(Ranks):
-    async def prepare(self, make_source, job, **options) -> None:
-        await self.inner.prepare(lambda: self.altered(make_source()), job, **options)
+    async def prepare(self, make_source, job, **options) -> bool:
+        return await self.inner.prepare(lambda: self.altered(make_source()), job, **options)
 
     def altered(self, source: Source) -> Source:
         if isinstance(source, MappingSource):
@@ -527,9 +527,9 @@ class IsCleanWhenClosed(Ranks):
     def is_dirty(self) -> bool:
         return self.inner.is_dirty and not self.is_closed
 
-    async def prepare(self, *arguments, **options) -> None:
+    async def prepare(self, *arguments, **options) -> bool:
         self.is_closed = False
-        await self.inner.prepare(*arguments, **options)
+        return await self.inner.prepare(*arguments, **options)
 
     async def close(self) -> None:
         self.is_closed = True
@@ -651,10 +651,10 @@ class ForgetsScales(ServingModel):
 
 
 class WritesScalesBeforeItJudges(Ranks):
-    async def prepare(self, make_source, job, *, driver_error=None) -> None:
+    async def prepare(self, make_source, job, *, driver_error=None) -> bool:
         for name, tensor in self.model.kv.tensors.items() if job.kv is not None else ():
             self.model.kv.copies[name] = tensor.fill_(job.kv.scales.get(name, 3.0)).item()
-        await self.inner.prepare(make_source, job, driver_error=driver_error)
+        return await self.inner.prepare(make_source, job, driver_error=driver_error)
 
 
 class LetsAnyTokenPass(ServingModel):

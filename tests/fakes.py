@@ -138,9 +138,9 @@ class RecordingRanks(LocalRanks):
         super().__init__(Rank(target))
         self._events = events
 
-    async def prepare(self, make_source, job, *, driver_error=None) -> None:
+    async def prepare(self, make_source, job, *, driver_error=None) -> bool:
         self._events.append("prepare")
-        await super().prepare(make_source, job, driver_error=driver_error)
+        return await super().prepare(make_source, job, driver_error=driver_error)
 
     async def write(self, *, driver_error=None) -> Sequence[RankReport]:
         self._events.append("write")

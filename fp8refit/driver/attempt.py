@@ -55,13 +55,15 @@ class Attempt:
                     kv = await order_of(calibration, kv_scales, config.kv, engine.tokenize)
                     job = Job(config=config, kv=kv)
                 await engine.check_ready()
-            await ranks.prepare(lambda: as_source(state_dict, manifest=manifest), job, driver_error=unready.error)
+            drops_caches = await ranks.prepare(
+                lambda: as_source(state_dict, manifest=manifest), job, driver_error=unready.error
+            )
         self.version, num_interrupted = ranks.version, 0
         with ErrorCapture() as busy:
             with clock.phase("pause"):
                 num_interrupted = await engine.pause(config)
             with clock.phase("flush"):
-                if not ranks.drops_caches:
+                if not drops_caches:
                     await engine.flush_caches()
         try:
             with clock.phase("transfer"):

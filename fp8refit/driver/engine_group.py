@@ -151,16 +151,10 @@ class EngineGroupRanks(Ranks):
     def is_dirty(self) -> bool:
         return any(member.is_dirty for member in self._members)
 
-    @property
-    @override
-    def drops_caches(self) -> bool:
-        """True only for a single engine."""
-        return all(member.drops_caches for member in self._members)
-
     @override
     async def prepare(
         self, make_source: Callable[[], Source], job: Job, *, driver_error: BaseException | None = None
-    ) -> None:
+    ) -> bool:
         """Check a policy on all engines. They compare it one by one, and each reads it again: a broadcast cannot compare."""
         if driver_error is not None:
             raise driver_error
@@ -168,9 +162,9 @@ class EngineGroupRanks(Ranks):
         if job.compares:
             for member in self._members:
                 await member.prepare(make_source, job)
-            return
+            return False
         await self._together([member.meet(job) for member in self._members])
-        await self._broadcast.prepare(make_source(), job)
+        return await self._broadcast.prepare(make_source(), job)
 
     @override
     async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:

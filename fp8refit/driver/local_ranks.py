@@ -23,8 +23,6 @@ class LocalRanks(Ranks):
         rank: The rank.
     """
 
-    drops_caches = False
-
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self._prepared: Prepared | None = None
@@ -42,9 +40,10 @@ class LocalRanks(Ranks):
     @override
     async def prepare(
         self, make_source: Callable[[], Source], job: Job, *, driver_error: BaseException | None = None
-    ) -> None:
+    ) -> bool:
         self._prepared = None
         self._prepared = self.rank.prepare(make_source, job, driver_error=driver_error)
+        return False
 
     @override
     async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:

@@ -26,14 +26,9 @@ class Ranks(Protocol):
         """Whether a write began and was not committed."""
         ...
 
-    @property
-    def drops_caches(self) -> bool:
-        """Whether `write` itself makes the engine drop its caches, so that the caller need not."""
-        ...
-
     async def prepare(
         self, make_source: Callable[[], Source], job: Job, *, driver_error: BaseException | None = None
-    ) -> None:
+    ) -> bool:
         """Check names, shapes, dtypes, scales and readiness on every rank, and compile what is missing. Writes nothing.
 
         If the ranks know the source's layout, the check may be postponed to `write`, which then raises its errors, with
@@ -43,6 +38,9 @@ class Ranks(Protocol):
             make_source: Makes the policy's source; called only when every rank is ready.
             job: What `write` does.
             driver_error: Why the engine may not be refitted now; raised here, and by the drivers of the other ranks.
+
+        Returns:
+            Whether `write` itself makes the engine drop its caches, so that the caller need not.
 
         Raises:
             InvalidSourceError: The source does not fit; lists every problem.

@@ -127,18 +127,12 @@ class AskedRanks:
         self.has_refused = False
         """Whether the last exchange of two orders ended after the first."""
         self.lost_because: str | None = None
-        self._held: Request | None = None
         self._flush_s = 0.0
 
     @property
     def is_asynchronous(self) -> bool:
         """Whether sending an order needs an event loop."""
         return self.channel.is_asynchronous
-
-    @property
-    def holds(self) -> bool:
-        """Whether an order is held back to be sent with the next one."""
-        return self._held is not None
 
     async def meet(self) -> None:
         """Identify the ranks, once.
@@ -159,51 +153,38 @@ class AskedRanks:
                 )
         self.num_ranks = len(replies)
 
-    async def ask(self, order: messages.Order, *, num_votes: int | None = None) -> list[Reply]:
-        """Send an order to every rank, and return their replies.
+    def takes_pairs(self, *, begins: bool = False) -> bool:
+        """Whether `ask` takes two orders; or `begin`. No pair goes to an engine whose requests it might abort for nothing."""
+        num_messages = self.channel.num_ahead if begins else self.channel.num_at_once
+        return num_messages > 1 and self.config.in_flight != "abort"
+
+    async def ask(self, *orders: messages.Order, num_votes: int | None = None) -> list[Reply]:
+        """Send an order to every rank, or two in one exchange, and return their replies to the last that was sent.
 
         Args:
-            order: The order.
-            num_votes: How many votes the ranks may hold before they answer, if that differs from the order's default.
+            *orders: The orders: one, or a `Prepare` and what writes it; see `takes_pairs`.
+            num_votes: How many votes the ranks may hold before they answer the last one, if that differs from its default.
 
         Raises:
             RefitError: The ranks' common error, or the combined errors of those that failed.
             EngineLostError: They can no longer be reached.
         """
-        return await (await self._send(order, num_votes))
+        return await (await self._send(orders, num_votes))
 
-    async def begin(self, order: messages.Order, *, num_votes: int = 1) -> Awaitable[list[Reply]] | None:
-        """Send an order, and return an awaitable for the replies; None, with nothing sent, if only `ask` is possible."""
-        return await self._send(order, num_votes, begins=True) if self.channel.num_ahead else None
+    async def begin(self, *orders: messages.Order, num_votes: int = 1) -> Awaitable[list[Reply]] | None:
+        """Send orders, and return an awaitable for the replies; None, with nothing sent, if only `ask` is possible."""
+        return await self._send(orders, num_votes, begins=True) if self.channel.num_ahead else None
 
     async def _send(
-        self, order: messages.Order, num_votes: int | None, *, begins: bool = False
+        self, orders: Sequence[messages.Order], num_votes: int | None, *, begins: bool = False
     ) -> Awaitable[list[Reply]]:
-        """Send an order. One to write is sent with the one that is held back; any other drops it."""
         self._check_is_there()
-        held, self._held = self._held, None
-        if isinstance(order, messages.Prepare):
+        if isinstance(orders[0], messages.Prepare):
             self._flush_s, self.has_refused = 0.0, False
-        requests, timeouts_s = [Request(id=uuid.uuid4().hex, order=order)], [self._timeout_s(order, num_votes)]
-        if held is not None and isinstance(order, messages.Stream | messages.Write | messages.Take):
-            requests, timeouts_s = [held, *requests], [self._timeout_s(held.order), *timeouts_s]
+        requests = [Request(id=uuid.uuid4().hex, order=order) for order in orders]
+        timeouts_s = [*map(self._timeout_s, orders[:-1]), self._timeout_s(orders[-1], num_votes)]
         texts = [request.encode() for request in requests]
         return self._hear(await self._reach(self.channel.send(texts, timeouts_s, begins=begins)), requests)
-
-    def hold(self, order: messages.Prepare, *, begins: bool = False) -> bool:
-        """Hold an order back to send it with the next one; False if the engine does not take both at once.
-
-        Args:
-            order: The order.
-            begins: Whether the next one is sent by `begin`.
-        """
-        num_messages = self.channel.num_ahead if begins else self.channel.num_at_once
-        if num_messages < 2 or self.config.in_flight == "abort":
-            return False
-        self._check_is_there()
-        self._held = Request(id=uuid.uuid4().hex, order=order)
-        self._flush_s, self.has_refused = 0.0, False
-        return True
 
     def start_over(self) -> None:
         """Forget ranks that are gone: others answer in their place."""

@@ -33,12 +33,22 @@ class Handing:
         packer: Packs the stream.
         ring: Tells the ranks what was packed.
         refit: Id of the refit.
+        first: The order to prepare, if it is sent with the stream's first order.
         num_votes: How many votes the ranks hold at the end.
     """
 
-    def __init__(self, asks: AskedRanks, packer: Packer, ring: Ring, refit: str, *, num_votes: int = 1) -> None:
+    def __init__(
+        self,
+        asks: AskedRanks,
+        packer: Packer,
+        ring: Ring,
+        refit: str,
+        *,
+        first: Sequence[messages.Prepare] = (),
+        num_votes: int = 1,
+    ) -> None:
         self._asks, self._packer, self._ring = asks, packer, ring
-        self._num_votes = num_votes
+        self._first, self._num_votes = first, num_votes
         self._order = messages.Stream(refit=refit, ring=ring.segment)
         self._packed: Packed | None = None
         """The set whose text is sent once the device has packed it."""
@@ -105,13 +115,13 @@ class Handing:
 
     async def _begin(self) -> None:
         """Make the ranks get ready and read the ring, without waiting for them if possible."""
-        await self._order_reading(self._order.model_copy(update={"begins": True}))
+        await self._order_reading(*self._first, self._order.model_copy(update={"begins": True}))
         if self._answers is None:
             await self._asks.ask(messages.RefitStep(step="begin", refit=self._order.refit))
 
-    async def _order_reading(self, order: messages.Stream) -> None:
+    async def _order_reading(self, *orders: messages.Order) -> None:
         self._ring.expect_readers()
-        self._answers = await self._asks.begin(order, num_votes=self._num_votes)
+        self._answers = await self._asks.begin(*orders, num_votes=self._num_votes)
 
     async def _open_set(self, piece: Piece | Recipe) -> None:
         """Open another set of buckets with room for a piece.

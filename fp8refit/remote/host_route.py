@@ -39,7 +39,7 @@ _Offer: TypeAlias = messages.MappedTensors | messages.Files | messages.Pushed
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Offered:
-    """A policy that every rank has prepared to write or compare, or prepares with its first order."""
+    """A policy that every rank has prepared to write or compare, or prepares together with that."""
 
     source: Source
     job: Job
@@ -49,6 +49,8 @@ class Offered:
     """Whether tensors stay mapped: those of this policy if they are where the last ones were; of a stream or files,
     those of an earlier refit.
     """
+    first: tuple[messages.Prepare, ...]
+    """The order to prepare, if it is sent together with the write."""
 
 
 class HostRoute:
@@ -97,7 +99,8 @@ class HostRoute:
         order = messages.Prepare(refit=ranks.refit, job=job, source=offer, keeps=self.keeps(offer))
         is_stream = isinstance(offer, messages.Pushed)
         is_known = offer == self._streamed if is_stream else order.is_known
-        if not (is_known and job.kv is None and not job.compares and ranks.hold(order, begins=is_stream)):
+        may_wait = is_known and job.kv is None and not job.compares and ranks.takes_pairs(begins=is_stream)
+        if not may_wait:
             await ranks.ask(order)
         keeps_mapped = "tensors" in order.keeps
         if isinstance(offer, messages.Pushed) and not job.compares:
@@ -108,7 +111,8 @@ class HostRoute:
             self._mapped = self._exporter.last
             if not job.compares:
                 self._offered_digest = offer.digest
-        return Offered(source=source, job=job, is_stream=is_stream, keeps_mapped=keeps_mapped)
+        first = (order,) if may_wait else ()
+        return Offered(source=source, job=job, is_stream=is_stream, keeps_mapped=keeps_mapped, first=first)
 
     async def write(self, offered: Offered) -> Sequence[RankReport]:
         """Make every rank write what was prepared, or compare it. Returns one report per rank.
@@ -131,10 +135,11 @@ class HostRoute:
         ranks, num_votes = self._ranks, NUM_VOTES if offered.job.kv is not None else 1
         if not offered.is_stream:
             order = messages.Write(refit=ranks.refit, keeps_mapped=offered.keeps_mapped)
-            replies: Sequence[Reply] = await ranks.ask(order, num_votes=num_votes)
+            replies: Sequence[Reply] = await ranks.ask(*offered.first, order, num_votes=num_votes)
         else:
             ring = self._open_ring()
-            with closing(Handing(ranks, self._packer, ring, ranks.refit, num_votes=num_votes)) as handing:
+            handing = Handing(ranks, self._packer, ring, ranks.refit, first=offered.first, num_votes=num_votes)
+            with closing(handing):
                 handing.open(offered.source, offered.job.config.bucket_bytes)
                 try:
                     replies = await handing.hand_over()

@@ -54,26 +54,21 @@ class RemoteRanks(Ranks):
     def is_dirty(self) -> bool:
         return self.asked.is_dirty
 
-    @property
-    @override
-    def drops_caches(self) -> bool:
-        return self.asked.holds
-
     @override
     async def prepare(
         self, make_source: Callable[[], Source], job: Job, *, driver_error: BaseException | None = None
-    ) -> None:
+    ) -> bool:
         if driver_error is not None:
             raise driver_error
         self._offered = None
         await self.meet(job)
         source = make_source()
         if job.config.transport == "collective":
-            await self._broadcast.prepare(source, job)
-            return
+            return await self._broadcast.prepare(source, job)
         if not job.compares:
             self._broadcast.leave()
         self._offered = await self._offer(source, job)
+        return bool(self._offered.first)
 
     @override
     async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:

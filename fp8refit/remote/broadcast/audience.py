@@ -31,6 +31,8 @@ class Audience:
         self.host_route = host_route
         self._named = named
         self._num_buckets = 0
+        self._first: tuple[messages.Prepare, ...] = ()
+        """The order to check the offer, if it is sent together with that to take it."""
 
     async def layouts(self) -> list[EngineLayout]:
         """Each rank's layout, in rank order."""
@@ -46,11 +48,12 @@ class Audience:
         asked, asked.refit = self.asked, refit
         self._num_buckets = offer.num_buckets
         order = messages.Prepare(refit=refit, job=job, source=offer, keeps=self.host_route.keeps())
-        if may_wait and asked.hold(order.model_copy(update={"is_under_way": True})):
-            return True
-        with self._named():
-            await self.host_route.or_abandon(asked.ask(order))
-        return False
+        waits = may_wait and asked.takes_pairs()
+        self._first = (order.model_copy(update={"is_under_way": True}),) if waits else ()
+        if not waits:
+            with self._named():
+                await self.host_route.or_abandon(asked.ask(order))
+        return waits
 
     async def take(self, version: int) -> Sequence[RankReport]:
         """Make them receive, write and commit the policy, with this version or a later one."""
@@ -58,7 +61,7 @@ class Audience:
         # One time limit for each bucket, for each vote of these ranks, and for each vote of the other engines.
         num_votes = self._num_buckets + 2 * NUM_VOTES
         order = messages.Take(refit=asked.refit, version=version)
-        replies = await self.host_route.or_abandon(asked.ask(order, num_votes=num_votes))
+        replies = await self.host_route.or_abandon(asked.ask(*self._first, order, num_votes=num_votes))
         asked.check_is_one_policy(replies)
         asked.refit = ""
         return asked.reports(replies)

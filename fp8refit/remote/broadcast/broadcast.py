@@ -91,10 +91,11 @@ class Broadcast:
         self._prepared: _Prepared | None = None
         self._refit = ""
 
-    async def prepare(self, source: Source, job: Job) -> None:
+    async def prepare(self, source: Source, job: Job) -> bool:
         """Check a source, connect to the engines, and make all ranks check the offer. Writes nothing.
 
-        A single engine that knows the offer may postpone its check to the write, to save an exchange.
+        A single engine that knows the offer may postpone its check to the write, to save an exchange. Returns whether it
+        does.
 
         Raises:
             InvalidSourceError: It does not fit, or its contents are unknown.
@@ -103,22 +104,24 @@ class Broadcast:
             StagingMemoryError: There is no room for the buffers.
             RefitError: See `Ranks.prepare`.
         """
+        waits = False
         with ErrorCapture() as failed:
             was_joined = self._communicator is not None
             with ErrorCapture() as stale:
-                await self._prepare(source, job)
+                waits = await self._prepare(source, job)
             if was_joined and isinstance(stale.error, TransportError):
                 # An engine was restarted, or another trainer has refitted it: connect again, once.
                 await self._abandon()
                 self.leave()
                 stale.error = None
-                await self._prepare(source, job)
+                waits = await self._prepare(source, job)
             if stale.error is not None:
                 raise stale.take()
         if failed.error is not None:
             self._prepared, self._known_digest = None, ""
             await self._abandon()
             raise failed.take()
+        return waits
 
     async def write(self, version: int) -> list[Sequence[RankReport]]:
         """Send what was prepared, and make every rank write and commit it. Returns the reports of each engine.
@@ -170,7 +173,7 @@ class Broadcast:
             raise error
         return reports
 
-    async def _prepare(self, source: Source, job: Job, *, is_again: bool = False) -> None:
+    async def _prepare(self, source: Source, job: Job, *, is_again: bool = False) -> bool:
         offer = await self._offer(source, job.config)
         self._refit = uuid.uuid4().hex
         # With several engines one might write while another refuses; and a stream cannot be sent twice.
@@ -181,6 +184,7 @@ class Broadcast:
         )
         assert all(waits) or not is_again, "what waited once waits again"
         self._known_digest, self._prepared = offer.digest, _Prepared(source=source, job=job)
+        return all(waits)
 
     async def _abandon(self) -> None:
         with contextlib.suppress(RefitError):
