@@ -6,7 +6,7 @@ between the last vote and the commit, so losing a driver cannot leave ranks unde
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fp8refit.config import Job
@@ -68,29 +68,25 @@ class Rank:
             RefitError: See `Target.prepare`; or `driver_error`; or another rank's error.
             TransportError: The source is no longer known, because an engine rank replaced tensors.
         """
-
-        def judge() -> _Judged:
-            if is_known:
-                self._agreement.check_ready(job, driver_error)
-            source, foreign = make_source(), self._agreement.names.foreign
-            prepared = self.target.prepare(source, job.config, is_ready=True, foreign=foreign, compares=job.compares)
-            on_judged()
-            files = source.files if isinstance(source, SafetensorsSource) else None
-            claim = prepared.plan.source_digest if prepared.plan is not None else ""
-            return _Judged(prepared=replace(prepared, kv=job.kv), said={"claim": claim, "files": files})
-
+        agreement = self._agreement
         if not is_known:
-            ready = self._agreement.on_ready(job, driver_error)
-            self._agreement.learn_names(ready, job.config)
-        error, judged = self._agreement.attempt(judge)
-        wanted = self._agreement.wanted(job) if is_known else {}
-        said = judged.said if judged is not None else {}
-        ballots = self._agreement.vote("prepared", error, job.config, **wanted, **said)
+            agreement.learn_names(agreement.on_ready(job, driver_error), job.config)
+
+        def judge() -> tuple[Prepared, dict[str, Any]]:
+            if is_known:
+                agreement.check_ready(job, driver_error)
+            judged = self._judge(make_source(), job)
+            on_judged()
+            return judged
+
+        error, judged = agreement.attempt(judge)
+        said = judged[1] if judged is not None else {}
+        ballots = agreement.vote("prepared", error, job.config, **(agreement.wanted(job) if is_known else {}), **said)
         assert judged is not None, "every rank is ready"
-        if is_known and not self._agreement.names.are_known(ballots):
+        if is_known and not agreement.names.are_known(ballots):
             self.target.abandon()
             raise TransportError("the ranks of this engine hold different tensors than at the last refit; refit again")
-        return judged.prepared
+        return judged[0]
 
     def check_calibration(self, job: Job, *, driver_error: BaseException | None = None) -> None:
         """Agree that every rank can set KV scales. Changes nothing.
@@ -172,6 +168,14 @@ class Rank:
 
         return self._agree_on_written(complete, prepared, version=version, confirm=confirm)
 
+    def _judge(self, source: Source, job: Job) -> tuple[Prepared, dict[str, Any]]:
+        """Check a source. Also returns what the rank puts into its ballot."""
+        foreign = self._agreement.names.foreign
+        prepared = self.target.prepare(source, job.config, is_ready=True, foreign=foreign, compares=job.compares)
+        files = source.files if isinstance(source, SafetensorsSource) else None
+        claim = prepared.plan.source_digest if prepared.plan is not None else ""
+        return replace(prepared, kv=job.kv), {"claim": claim, "files": files}
+
     def _agree_on_written(
         self,
         write: Callable[[], RankReport],
@@ -211,12 +215,3 @@ class Rank:
 def _both(brought: KvReport | None, ordered: KvReport) -> KvReport:
     """Combine the scales sent with the weights and the ordered ones written after them."""
     return ordered.model_copy(update={"scales": {**(brought.scales if brought is not None else {}), **ordered.scales}})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Judged:
-    """A source that this rank accepts."""
-
-    prepared: Prepared
-    said: dict[str, Any]
-    """What the rank puts into its ballot."""

@@ -45,10 +45,8 @@ class Offered:
     job: Job
     is_stream: bool
     """Whether this process reads it and hands it over part by part."""
-    keeps_mapped: bool
-    """Whether tensors stay mapped: those of this policy if they are where the last ones were; of a stream or files,
-    those of an earlier refit.
-    """
+    keeps_tensors: bool
+    """Whether tensors stay mapped; see `HostRoute.keeps`."""
     first: tuple[messages.Prepare, ...]
     """The order to prepare, if it is sent together with the write."""
 
@@ -102,17 +100,15 @@ class HostRoute:
         may_wait = is_known and job.kv is None and not job.compares and ranks.takes_pairs(begins=is_stream)
         if not may_wait:
             await ranks.ask(order)
-        keeps_mapped = "tensors" in order.keeps
         if isinstance(offer, messages.Pushed) and not job.compares:
             self._streamed = offer
         if isinstance(offer, messages.MappedTensors):
-            # A trainer that gathers into new memory every time needs it back; weights that stay in place stay mapped.
-            keeps_mapped = offer.digest == self._offered_digest
             self._mapped = self._exporter.last
             if not job.compares:
                 self._offered_digest = offer.digest
         first = (order,) if may_wait else ()
-        return Offered(source=source, job=job, is_stream=is_stream, keeps_mapped=keeps_mapped, first=first)
+        keeps_tensors = "tensors" in order.keeps
+        return Offered(source=source, job=job, is_stream=is_stream, keeps_tensors=keeps_tensors, first=first)
 
     async def write(self, offered: Offered) -> Sequence[RankReport]:
         """Make every rank write what was prepared, or compare it. Returns one report per rank.
@@ -134,7 +130,7 @@ class HostRoute:
     async def _write(self, offered: Offered) -> Sequence[Reply]:
         ranks, num_votes = self._ranks, NUM_VOTES if offered.job.kv is not None else 1
         if not offered.is_stream:
-            order = messages.Write(refit=ranks.refit, keeps_mapped=offered.keeps_mapped)
+            order = messages.RefitStep(step="write", refit=ranks.refit)
             replies: Sequence[Reply] = await ranks.ask(*offered.first, order, num_votes=num_votes)
         else:
             ring = self._open_ring()
@@ -148,22 +144,26 @@ class HostRoute:
                     raise InvalidSourceError(error.problems, written=is_written) from error
         if not offered.job.compares:
             ranks.check_is_one_policy(replies)
-        if not offered.keeps_mapped:
+        if not offered.keeps_tensors:
             self._mapped = None
         return replies
 
     def keeps(self, offer: _Offer | None = None) -> tuple[Literal["tensors", "buckets"], ...]:
-        """What the ranks may leave mapped; see `messages.Prepare`. Tensors that the trainer has freed are forgotten.
+        """What stays mapped; see `messages.Prepare`.
+
+        Tensors do if they lie where the last ones did: a trainer that gathers into new memory every time needs it back. Those
+        of an earlier refit do beside a stream or files, unless the trainer has freed them.
 
         Args:
-            offer: What is refitted next. If it is what is mapped, it was just seen to exist, and the driver is not asked
-                about every segment again.
+            offer: What is refitted next; None for a broadcast.
         """
-        mapped = self._mapped
-        is_offered = mapped is not None and isinstance(offer, messages.MappedTensors) and offer.digest == mapped.digest
-        if mapped is not None and not is_offered and not self._exporter.is_allocated(mapped):
-            self._mapped = None
-        tensors: tuple[Literal["tensors"], ...] = ("tensors",) if self._mapped is not None else ()
+        if isinstance(offer, messages.MappedTensors):
+            keeps_tensors = offer.digest == self._offered_digest
+        else:
+            if self._mapped is not None and not self._exporter.is_allocated(self._mapped):
+                self._mapped = None
+            keeps_tensors = self._mapped is not None
+        tensors: tuple[Literal["tensors"], ...] = ("tensors",) if keeps_tensors else ()
         return (*tensors, "buckets") if self._packer.has_buckets else tensors
 
     async def or_abandon(self, step: Awaitable[T]) -> T:

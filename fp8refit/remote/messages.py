@@ -142,8 +142,8 @@ class Prepare(Message):
     job: Job
     source: Annotated[MappedTensors | Files | Pushed | Broadcast, Field(discriminator="kind")]
     keeps: tuple[Literal["tensors", "buckets"], ...] = ()
-    """What this driver's refits have mapped that later ones may use: tensors in place, and buckets of streams. The rank
-    unmaps the rest."""
+    """What stays mapped for later refits: tensors in place, and buckets of streams. The rank unmaps the rest: before it
+    reads the source, or if that is mapped, after the write. A GPU cannot reclaim memory that is mapped."""
     is_under_way: bool = False
     """Whether the broadcast has begun and `Take` follows: the first buckets may be received now."""
 
@@ -156,19 +156,12 @@ class Prepare(Message):
         )
 
 
-class Write(Message):
-    """Write everything that was prepared; see `Rank.write`."""
-
-    step: Literal["write"] = "write"
-    refit: str
-    keeps_mapped: bool
-    """Whether the trainer's tensors stay mapped for a later refit. Their GPU cannot reclaim mapped memory."""
-
-
 class RefitStep(Message):
-    """A step of a prepared refit: get ready for parts, write the last of them and commit, or drop what was prepared."""
+    """A step of a prepared refit: write all of it and commit; get ready for parts, or write the last of them and commit; or
+    drop what was prepared.
+    """
 
-    step: Literal["begin", "finish", "abandon"]
+    step: Literal["write", "begin", "finish", "abandon"]
     refit: str
 
 
@@ -228,7 +221,7 @@ class Calibrate(Message):
     job: Job
 
 
-Order: TypeAlias = Do | Prepare | Write | RefitStep | Stream | Join | Take | Calibrate
+Order: TypeAlias = Do | Prepare | RefitStep | Stream | Join | Take | Calibrate
 
 
 class Request(Message):

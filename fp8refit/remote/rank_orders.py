@@ -40,13 +40,18 @@ class RankOrders:
         self.receiver = Receiver(rank)
         self.tensors = TensorMapper(live, Importer(live.device))
         self.streams = StreamReader(rank, Importer(live.device))
-        self._token = ""
-        self._refit = ""
+        self._order: messages.Prepare | None = None
+        """The last order to prepare."""
         self._prepared: Prepared | None = None
         self._silence_s = 0.0
         """How long to wait for the next order of what is being written."""
         self._abandoned: deque[str] = deque(maxlen=_MOST_ABANDONED)
         """Refits that were abandoned. Orders of theirs may still arrive."""
+
+    @property
+    def _refit(self) -> str:
+        """Id of the current refit; empty if there is none."""
+        return self._order.refit if self._order is not None else ""
 
     def obey(self, order: messages.Order) -> dict[str, Any]:
         """Carry out an order. Returns the fields of the reply.
@@ -101,11 +106,11 @@ class RankOrders:
         """
         if order.refit in self._abandoned:
             raise DisplacedError
-        self._refit, self._prepared, self._silence_s = order.refit, None, 0.0
+        self._order, self._prepared, self._silence_s = order, None, 0.0
 
         def receive() -> None:
             if order.is_under_way:
-                self.receiver.receive_ahead(self._token, order.job.config)
+                self.receiver.receive_ahead(order.job.config)
 
         self._prepared = self.rank.prepare(
             lambda: self._make_source(order),
@@ -115,7 +120,7 @@ class RankOrders:
             on_judged=receive,
         )
 
-    def _write(self, order: messages.Write | messages.RefitStep | messages.Stream | messages.Take) -> dict[str, Any]:
+    def _write(self, order: messages.RefitStep | messages.Stream | messages.Take) -> dict[str, Any]:
         """A step of writing what was prepared.
 
         Raises:
@@ -123,22 +128,22 @@ class RankOrders:
             DisplacedError: Another refit is.
             RefitError: What this rank could not do.
         """
-        if order.refit != self._refit:
+        if self._order is None or order.refit != self._order.refit:
             raise DisplacedError
         prepared, rank = self._prepared, self.rank
         self._prepared, self._silence_s = None, 0.0
         if prepared is None or not rank.target.is_current(prepared):
             raise RankFailedError("nothing is prepared on this rank; refit again")
         match order:
-            case messages.Write():
+            case messages.RefitStep(step="write"):
                 reports = rank.write(prepared)
-                if not order.keeps_mapped:
+                if "tensors" not in self._order.keeps:
                     self.tensors.unmap()
                 return {"reports": tuple(reports)}
             case messages.RefitStep(step="finish"):
                 return {"reports": tuple(rank.finish(prepared))}
             case messages.Take():
-                return {"reports": tuple(self.receiver.take(order, self._token, prepared))}
+                return {"reports": tuple(self.receiver.take(order, prepared))}
             case messages.RefitStep():
                 rank.target.begin(prepared)
             case messages.Stream():
@@ -170,7 +175,6 @@ class RankOrders:
         if isinstance(source, messages.MappedTensors):
             return self.tensors.open(source)
         if isinstance(source, messages.Broadcast):
-            self._token = source.token
             return self.receiver.source(source)
         if isinstance(source, messages.Files):
             return SafetensorsSource(Path(source.path), judged=source.stamps)
@@ -179,7 +183,7 @@ class RankOrders:
 
     def forget(self) -> None:
         """Abandon the current refit, and unmap everything."""
-        self._refit = ""
+        self._order = None
         self._drop()
         self.unmap()
         self.receiver.forget()

@@ -205,7 +205,7 @@ class Order:
         return self(messages.Prepare(refit=self.refit, job=Job(config=config), source=source, keeps=()))
 
     def write(self):
-        return self(messages.Write(refit=self.refit, keeps_mapped=False))
+        return self(messages.RefitStep(step="write", refit=self.refit))
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ ORDERS = [
     *(messages.Prepare(refit="r", job=Job(config=CONFIG), source=source) for source in SOURCES),
     messages.RefitStep(step="begin", refit="r"),
     messages.Stream(refit="r", ring=SEGMENT),
-    messages.Write(refit="r", keeps_mapped=True),
+    messages.RefitStep(step="write", refit="r"),
     messages.RefitStep(step="finish", refit="r"),
     messages.Join(meeting=MEETING, first_rank=1, timeout_s=2.5),
     messages.Take(refit="r", version=4),

@@ -16,7 +16,6 @@ from fp8refit import (
     EngineAsleepError,
     EngineBusyError,
     InvalidSourceError,
-    RankFailedError,
     Refitter,
     TransportError,
 )

@@ -116,8 +116,8 @@ def push(refit: str, policy, bucket: Bucket) -> messages.Stream:
     return messages.Stream(refit=refit, ring=RING.segment)
 
 
-def written(refit: str, *, keeps_mapped: bool = True) -> messages.Write:
-    return messages.Write(refit=refit, keeps_mapped=keeps_mapped)
+def written(refit: str) -> messages.RefitStep:
+    return messages.RefitStep(step="write", refit=refit)
 
 
 def refit(server, model, folder, *, name: str = "good", seed: int = 1) -> None:
@@ -482,7 +482,7 @@ def mapped(export, **fields) -> messages.MappedTensors:
 
 
 def write(server: RankServer, name: str, source) -> None:
-    do(server, prepare(name, source))
+    do(server, prepare(name, source, keeps=("tensors",)))
     do(server, written(name))
 
 
@@ -536,7 +536,7 @@ def test_memory_that_the_trainer_left_is_unmapped(server, model, driver):
 
 @pytest.mark.parametrize(
     "order",
-    [written("a", keeps_mapped=False), messages.RefitStep(step="abandon", refit="a"), messages.Do(step="close")],
+    [written("a"), messages.RefitStep(step="abandon", refit="a"), messages.Do(step="close")],
 )
 def test_the_trainer_s_memory_is_unmapped_when_it_is_wanted_back(order, server, model, driver):
     export = exporter_of(driver).export(on_the_gpu(make_policy(model, seed=1), driver))
@@ -562,18 +562,18 @@ def test_other_sources_leave_mapped_what_the_driver_says(then, keeps, server, mo
         do(server, messages.RefitStep(step="finish", refit=name))
 
     stream("0", ())
-    do(server, prepare("a", mapped(export), keeps=("buckets",)))
+    do(server, prepare("a", mapped(export), keeps=("tensors", "buckets")))
     do(server, written("a"))
     if then == "files":
         do(server, prepare("b", files(policy, tmp_path), keeps=keeps))
-        do(server, written("b", keeps_mapped="tensors" in keeps))
+        do(server, written("b"))
     else:
         stream("b", keeps)
     assert ("close_ipc 1" in driver.events) == ("tensors" not in keeps)
     assert (bucket.segment.id in server.orders.streams.mapped) == (then == "pushed" or "buckets" in keeps)
     assert_holds(model, policy)
     if "tensors" in keeps:
-        do(server, prepare("c", messages.MappedTensors(digest=export.digest), keeps=("buckets",)))
+        do(server, prepare("c", messages.MappedTensors(digest=export.digest), keeps=("tensors", "buckets")))
         do(server, written("c"))
         assert_holds(model, first)
         assert driver.events.count("open_ipc") == 1

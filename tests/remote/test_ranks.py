@@ -159,8 +159,8 @@ def test_tensors_that_ranks_can_map_stay_where_they_are(driver, cluster):
     assert {source.kind for source in sources} == {"mapped"}
     assert [source.refs is None for source in sources] == [False, False, True]
     assert len({source.digest for source in sources}) == 1
-    writes = [request.order for request in remote.channel.requests if request.order.step == "write"]
-    assert [write.keeps_mapped for write in writes] == [False, True, True]
+    prepares = [request.order for request in remote.channel.requests if request.order.step == "prepare"]
+    assert ["tensors" in prepare.keeps for prepare in prepares] == [False, True, True]
 
 
 def test_tensors_that_stay_in_place_cost_one_question_a_segment(driver, cluster):
@@ -178,8 +178,8 @@ def test_memory_that_the_trainer_takes_anew_is_unmapped_after_every_refit(driver
         policy = on_the_gpu(cluster.make_policy(seed=version), driver)
         remote.refitter.refit(policy)
         cluster.assert_holds(policy, version=version)
-    writes = [request.order for request in remote.channel.requests if request.order.step == "write"]
-    assert [write.keeps_mapped for write in writes] == [False, False, False]
+    prepares = [request.order for request in remote.channel.requests if request.order.step == "prepare"]
+    assert ["tensors" in prepare.keeps for prepare in prepares] == [False, False, False]
     assert [driver.events.count(f"close_ipc {number}") for number in (1, 2, 3)] == [2, 2, 2]
 
 

@@ -37,6 +37,8 @@ class Receiver:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._communicator: Communicator | None = None
+        self._token = ""
+        """That of the group in which the offered source arrives."""
         self._buffers: tuple[Tensor, ...] = ()
         self._source: tuple[tuple[str, int | None], ReceivedSource] | None = None
         self._arriving: deque[Transfer] = deque()
@@ -62,7 +64,8 @@ class Receiver:
             RankFailedError: It does not know the offer.
             StagingMemoryError: There is no room for the buffers.
         """
-        communicator = self._require(offer.token)
+        self._token = offer.token
+        communicator = self._require()
         if offer.sections != communicator.meeting.sections:
             raise TransportError("this rank joined the trainer's group for other sections; refit again")
         known_as = offer.digest, communicator.section
@@ -86,14 +89,14 @@ class Receiver:
             raise TransportError("this rank no longer knows what the last refit announced; refit again")
         return self._source[1]
 
-    def receive_ahead(self, token: str, config: RefitConfig) -> None:
+    def receive_ahead(self, config: RefitConfig) -> None:
         """Start receiving the first buckets, one per buffer, before `take`. The trainer is already sending.
 
         Raises:
             TransportError: A member is gone or gave up.
         """
         assert self._source is not None, "receive_ahead() follows source()"
-        self._begin_next(self._require(token), self._source[1], config, num_taken=0)
+        self._begin_next(self._require(), self._source[1], config, num_taken=0)
 
     def recall(self) -> None:
         """Discard buckets being received, because `take` will not follow. Leaving the group is the only way to end
@@ -102,7 +105,7 @@ class Receiver:
         if self._arriving:
             self.leave()
 
-    def take(self, order: messages.Take, token: str, prepared: Prepared) -> list[RankReport]:
+    def take(self, order: messages.Take, prepared: Prepared) -> list[RankReport]:
         """Receive and write every bucket, agree with all ranks of all engines that the policy is whole, and commit.
 
         A rank that cannot write keeps receiving, so that no other rank waits for it.
@@ -111,7 +114,7 @@ class Receiver:
             RefitError: This rank, another one, or the trainer failed. The rank is dirty.
         """
         assert self._source is not None, "take() follows source()"
-        communicator, source, clock = self._require(token), self._source[1], PhaseClock()
+        communicator, source, clock = self._require(), self._source[1], PhaseClock()
         with ErrorCapture() as failed:
             self._receive(communicator, source, order.refit, prepared, clock)
         timeout_s = NUM_VOTES * prepared.config.timeout_s
@@ -184,14 +187,14 @@ class Receiver:
             sections = {section: own[0]} if section is not None and own[0].numel() else {}
             self._arriving.append(communicator.broadcast(shared, sections=sections, timeout_s=config.timeout_s))
 
-    def _require(self, token: str) -> Communicator:
-        """The group with this token.
+    def _require(self) -> Communicator:
+        """The group in which the offered source arrives.
 
         Raises:
             TransportError: This rank is in no group, or in another.
         """
         communicator = self._communicator
-        if communicator is None or not communicator.is_joined or communicator.meeting.token != token:
+        if communicator is None or not communicator.is_joined or communicator.meeting.token != self._token:
             raise TransportError(
                 "this rank is not in the trainer's broadcast group: the engine was restarted, or another trainer has "
                 "refitted it; refit again"
