@@ -70,7 +70,7 @@ def push_stacks(rank: int, layout: str) -> list[str]:
                 broadcaster.push(weights)
                 found += [
                     tensor.dtype
-                    for tensor in broadcaster._refitter._engine.ranks._broadcast._chosen[-1].tensors
+                    for tensor in broadcaster._refitter._engine.ranks._broadcast._plan.wire.tensors
                     if tensor.name.startswith(EXPERTS)
                 ]
         for remote in remotes:

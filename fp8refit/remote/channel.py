@@ -129,11 +129,6 @@ class AskedRanks:
         self.lost_because: str | None = None
         self._flush_s = 0.0
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether sending an order needs an event loop."""
-        return self.channel.is_asynchronous
-
     async def meet(self) -> None:
         """Identify the ranks, once.
 

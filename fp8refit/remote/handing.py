@@ -146,7 +146,7 @@ class Handing:
                 await self._catch_up()
                 break
             is_spinning = time.monotonic() - start_s < _SPINNING_S
-            if self._asks.is_asynchronous:
+            if self._asks.channel.is_asynchronous:
                 await asyncio.sleep(0 if pause_s < _SLOWEST_POLL_S else pause_s)
             else:
                 time.sleep(0 if is_spinning else pause_s)

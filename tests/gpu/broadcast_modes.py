@@ -17,6 +17,7 @@ from vllm import LLM
 
 from fp8refit import Broadcaster, NonFiniteError, Refitter
 from fp8refit.transport.collective.communicator import Communicator
+from tests.wire_bytes import num_bytes_sent, num_bytes_to
 
 NUM_ROUNDS = 7
 NUM_PUSHES = 50
@@ -113,9 +114,9 @@ def measure(llms: list[LLM], args: argparse.Namespace, trainer: torch.device) ->
     broadcasts = {
         name: way._refitter._engine.ranks._broadcast for name, way in (("fp8", ways.fp8), ("bf16", ways.bf16))
     }
-    found["wire_bytes"] = {name: broadcast._sender.num_bytes for name, broadcast in broadcasts.items()}
+    found["wire_bytes"] = {name: num_bytes_sent(broadcast._plan.sender) for name, broadcast in broadcasts.items()}
     found["wire_bytes_of_rank"] = {
-        name: [broadcast._sender.num_bytes_to(section) for section in broadcast._sections.of_rank or (None,)]
+        name: [num_bytes_to(broadcast._plan.sender, section) for section in broadcast._sections.of_rank or (None,)]
         for name, broadcast in broadcasts.items()
     }
     log("timed")

@@ -74,8 +74,8 @@ FAULTS = [
     Fault(
         name="a broadcast in another order is sent as the last one was announced",
         path="fp8refit/remote/broadcast/broadcast.py",
-        before="        announced = list(said.metadata.items())  # a stream is read in its order\n",
-        after="        announced = sorted(said.metadata.items(), key=lambda item: item[0])\n",
+        before="        made_for = said, list(said.metadata), config,",
+        after="        made_for = said, sorted(said.metadata), config,",
         found_by="tests/fuzz/test_sources.py::test_a_broadcast_may_come_in_any_order",
     ),
     Fault(
@@ -317,8 +317,8 @@ FAULTS = [
     Fault(
         name="a broadcast does not compare what it leaves out",
         path="fp8refit/remote/broadcast/broadcast.py",
-        before="        if isinstance(source, RandomAccess) and (problems := untied(wire.ties, source)):\n",
-        after="        if False and (problems := untied(wire.ties, source)):\n",
+        before="        if isinstance(source, RandomAccess) and (problems := untied(plan.wire.ties, source)):\n",
+        after="        if False and (problems := untied(plan.wire.ties, source)):\n",
         found_by=SECOND_NAME,
     ),
     Fault(

@@ -11,6 +11,7 @@ from subject import NOISE, Subject, booted_as
 
 from fp8refit import Broadcaster, gathered
 from tests.outliers import BATCH
+from tests.wire_bytes import num_bytes_sent, num_bytes_to
 
 FAMILY, KERNEL = "qwen2_wide", "ue8m0"
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
@@ -31,8 +32,11 @@ def run_broadcast(work: str) -> dict:
         for seed, policy in policies.items():
             report = broadcaster.push(policy)
             found["broadcast"][seed] = subject.state() | {"version": report.version, "is_first": report.is_first}
-        sender = broadcaster._refitter._engine.ranks._broadcast._sender
-        found["num_bytes"] = {"sent": sender.num_bytes, "received": [sender.num_bytes_to(rank) for rank in (0, 1)]}
+        sender = broadcaster._refitter._engine.ranks._broadcast._plan.sender
+        found["num_bytes"] = {
+            "sent": num_bytes_sent(sender),
+            "received": [num_bytes_to(sender, rank) for rank in (0, 1)],
+        }
         found["steady"] = try_steady(subject, broadcaster, wide, policies)
         wide.push(policies[1])
         found["bf16"] = subject.live()

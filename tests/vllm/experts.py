@@ -123,7 +123,7 @@ def broadcast_stacks(subject: Subject, family: str) -> dict:
     subject.look("scribble")
     with Broadcaster([subject.llm], timeout_s=20.0) as broadcaster:
         broadcaster.push(make_policy(family, 2))
-        wire = broadcaster._refitter._engine.ranks._broadcast._chosen[-1]
+        wire = broadcaster._refitter._engine.ranks._broadcast._plan.wire
     experts = [tensor for tensor in wire.tensors if ".experts." in tensor.name]
     return {
         "is_broadcast": subject.live() == live,

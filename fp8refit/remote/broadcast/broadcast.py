@@ -2,10 +2,10 @@
 
 import contextlib
 import uuid
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,16 +30,8 @@ from fp8refit.transport.error_capture import ErrorCapture
 T = TypeVar("T")
 
 
-class Together(Protocol):
-    """Awaits several calls concurrently, one per engine."""
-
-    def __call__(self, calls: Sequence[Coroutine[Any, Any, T]], /) -> Awaitable[list[T]]:
-        """Return all results, in order.
-
-        Raises:
-            BaseException: The first call's error, once all have ended.
-        """
-        ...
+Together: TypeAlias = Callable[[Sequence[Coroutine[Any, Any, Any]]], Awaitable[list[Any]]]
+"""Awaits several calls concurrently, one per engine. If any raises, it raises the first error, once all have ended."""
 
 
 async def alone(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -61,11 +53,14 @@ class _Heard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Prepared:
-    """A prepared broadcast."""
+class _Plan:
+    """How policies of one layout are announced and sent."""
 
-    source: Source
-    job: Job
+    made_for: tuple[object, ...]
+    wire: Wire
+    sender: Sender
+    offer: messages.Broadcast
+    """Without the token of a group."""
 
 
 class Broadcast:
@@ -83,12 +78,12 @@ class Broadcast:
         self._config = RefitConfig()
         self._layouts: list[EngineLayout] | None = None
         self._sections = Sections()
-        self._chosen: tuple[tuple[object, ...], Wire] | None = None
-        self._sender: Sender | None = None
         self._heard: _Heard | None = None
-        self._offered: tuple[SourceSummary, messages.Broadcast] | None = None
+        self._plan: _Plan | None = None
+        """That of the last policy."""
         self._known_digest = ""
-        self._prepared: _Prepared | None = None
+        """Digest of the offer that all ranks know."""
+        self._prepared: tuple[Source, Job] | None = None
         self._refit = ""
 
     async def prepare(self, source: Source, job: Job) -> bool:
@@ -138,19 +133,21 @@ class Broadcast:
         """
         prepared, self._prepared = self._prepared, None
         assert prepared is not None, "write() follows prepare()"
+        source, job = prepared
         with ErrorCapture() as failed:
-            return await self._send(prepared.source, version)
+            return await self._send(source, version)
         if isinstance(failed.error, TransportError) and any(audience.asked.has_refused for audience in self._audiences):
             # See `prepare`. The ranks check again when they take it, because caches are dropped in between.
             with ErrorCapture() as failed:
-                await self._prepare(prepared.source, prepared.job, is_again=True)
-                return await self._send(prepared.source, version)
+                await self._prepare(source, job, is_again=True)
+                return await self._send(source, version)
             await self._abandon()
         raise failed.take()
 
     async def _send(self, source: Source, version: int) -> list[Sequence[RankReport]]:
-        sender, communicator = self._sender, self._communicator
-        assert sender is not None and communicator is not None, "prepared"
+        plan, communicator = self._plan, self._communicator
+        assert plan is not None and communicator is not None, "prepared"
+        sender = plan.sender
         if sender.device.type == "cuda":
             torch.cuda.synchronize(sender.device)  # what the trainer computes has to be there before it is read
         layout = self._heard.guard if self._heard is not None else None
@@ -169,7 +166,7 @@ class Broadcast:
         if error is not None:
             self.leave(why=str(error))
             if sending.is_under_way:
-                self._sender = None  # together with its buffers, which are still in use
+                self._plan = None  # together with its buffers, which are still in use
             raise error
         return reports
 
@@ -183,7 +180,7 @@ class Broadcast:
             [audience.prepare(offer, refit=self._refit, job=job, may_wait=may_wait) for audience in self._audiences]
         )
         assert all(waits) or not is_again, "what waited once waits again"
-        self._known_digest, self._prepared = offer.digest, _Prepared(source=source, job=job)
+        self._known_digest, self._prepared = offer.digest, (source, job)
         return all(waits)
 
     async def _abandon(self) -> None:
@@ -195,36 +192,30 @@ class Broadcast:
         said = self._hear(source, config)
         device = _device_of(source)
         communicator = await self._join(config, device)
-        layouts, sections = await self._known_layouts(), self._sections
-        announced = list(said.metadata.items())  # a stream is read in its order
-        sends_both = not isinstance(source, RandomAccess)
-        chosen_for = announced, config, layouts, sends_both
-        if self._chosen is None or self._chosen[0] != chosen_for:
-            self._sender = self._offered = None
-            wire = choose_wire(said.metadata, layouts, config, sections, sends_both=sends_both)
-            self._chosen = chosen_for, wire
-        wire = self._chosen[1]
-        if isinstance(source, RandomAccess) and (problems := untied(wire.ties, source)):
-            raise InvalidSourceError(problems)
-        if self._sender is None or self._sender.device != device:
-            self._sender = None
-            self._sender = Sender(wire, config, device, num_sections=sections.num_sections)
-        if self._offered is None or self._offered[0] != said:
+        layouts, sends_both = await self._known_layouts(), not isinstance(source, RandomAccess)
+        made_for = said, list(said.metadata), config, device, layouts, sends_both  # a stream is read in its order
+        if self._plan is None or self._plan.made_for != made_for:
+            self._plan = None  # its buffers make room for those of the next
+            wire = choose_wire(said.metadata, layouts, config, self._sections, sends_both=sends_both)
+            sender = Sender(wire, config, device, num_sections=self._sections.num_sections)
             offer = messages.Broadcast(
                 token="",
                 digest="",
                 tensors=wire.tensors,
-                sections=sections.of_rank,
+                sections=self._sections.of_rank,
                 bucket_bytes=config.bucket_bytes,
-                num_buckets=self._sender.num_buckets,
+                num_buckets=len(sender.buckets),
                 problems=tuple(said.problems),
                 odd_scales=said.odd_scales,
                 unfit=said.unfit,
             )
-            self._offered = said, offer.model_copy(update={"digest": digest_of(offer)})
-        offer = self._offered[1]
-        known = {"tensors": None} if offer.digest == self._known_digest else {}
-        return offer.model_copy(update={"token": communicator.meeting.token, **known})
+            offer = offer.model_copy(update={"digest": digest_of(offer)})
+            self._plan = _Plan(made_for=made_for, wire=wire, sender=sender, offer=offer)
+        plan = self._plan
+        if isinstance(source, RandomAccess) and (problems := untied(plan.wire.ties, source)):
+            raise InvalidSourceError(problems)
+        known = {"tensors": None} if plan.offer.digest == self._known_digest else {}
+        return plan.offer.model_copy(update={"token": communicator.meeting.token, **known})
 
     def _hear(self, source: Source, config: RefitConfig) -> SourceSummary:
         """Check a source, or reuse the offer of one with the same layout if it does not depend on values.
@@ -255,7 +246,7 @@ class Broadcast:
     def close(self) -> None:
         """Release everything."""
         self.leave()
-        self._sender = self._chosen = self._heard = self._offered = None
+        self._plan = self._heard = None
 
     async def _join(self, config: RefitConfig, device: torch.device) -> Communicator:
         communicator = self._communicator

@@ -94,7 +94,7 @@ class Sender:
     def __init__(self, wire: Wire, config: RefitConfig, device: torch.device, *, num_sections: int = 0) -> None:
         self._wire = wire
         self._config, self.device = config, device
-        self._buckets = lay_out(wire.tensors, config.bucket_bytes, num_sections)
+        self.buckets = lay_out(wire.tensors, config.bucket_bytes, num_sections)
         self._tables: dict[tuple[int, int], _Table] = {}
         self._layout: LayoutGuard | None = None
         """Recognizes the source that all tables point at, if all of it is on the device."""
@@ -102,23 +102,8 @@ class Sender:
         """Names of that source's tensors, in the order sent."""
         self.was_told = False
         """Whether the ranks know, or will learn, how the last send ended."""
-        self._headers = Headers(len(self._buckets), device)
-        self._buffers = take_buffers(self._buckets, device, remedy="lower the trainer's bucket_bytes")
-
-    @property
-    def num_buckets(self) -> int:
-        """Number of buckets of a policy."""
-        return len(self._buckets)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the trainer sends: what goes to all, plus what goes to each section."""
-        return sum(bucket.num_bytes for bucket in self._buckets)
-
-    def num_bytes_to(self, section: int | None) -> int:
-        """Bytes that a rank of a section receives, or any rank if there are no sections."""
-        portions = (0,) if section is None else (0, 1 + section)
-        return sum(bucket.portion_bytes[portion] for bucket in self._buckets for portion in portions)
+        self._headers = Headers(len(self.buckets), device)
+        self._buffers = take_buffers(self.buckets, device, remedy="lower the trainer's bucket_bytes")
 
     def send(
         self, source: Source, communicator: Communicator, refit: str, *, layout: LayoutGuard | None = None
@@ -146,7 +131,7 @@ class Sender:
         travelling: deque[Transfer] = deque()
         packed: list[_Table] = []
         error: BaseException | None = None
-        for ordinal, bucket in enumerate(self._buckets):
+        for ordinal, bucket in enumerate(self.buckets):
             portions = bucket.portions(self._buffers[ordinal % len(self._buffers)])
             if len(travelling) == len(self._buffers):
                 with clock.phase("wait"):
@@ -165,7 +150,7 @@ class Sender:
         with clock.phase("wait"):
             for transfer in travelling:
                 communicator.wait(transfer, timeout_s=timeout_s)
-        logger.debug("sent %d buckets in %s s", len(self._buckets), clock.phases_s)
+        logger.debug("sent %d buckets in %s s", len(self.buckets), clock.phases_s)
         if error is None:
             with ErrorCapture() as unfit:
                 reader.finish()
@@ -195,8 +180,8 @@ class Sender:
 
     def _end(self, communicator: Communicator, ordinal: int) -> None:
         """Send, from this bucket on, as many end markers as ranks will be waiting for when they read the first."""
-        for late in range(ordinal, min(ordinal + NUM_BUFFERS - 1, len(self._buckets))):
-            bucket = self._buckets[late]
+        for late in range(ordinal, min(ordinal + NUM_BUFFERS - 1, len(self.buckets))):
+            bucket = self.buckets[late]
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
             transfer = self._begin(communicator, bucket.portions(buffer), late, Status.NOTHING)
             communicator.wait(transfer, timeout_s=self._config.timeout_s)
@@ -207,7 +192,7 @@ class Sender:
         """Fill one bucket on the current stream, and return the tables that do it, whose flags are known later."""
         launched = self._repeat(ordinal, reader, known)
         if not launched:
-            batches = reader.batches(self._buckets[ordinal].runs)
+            batches = reader.batches(self.buckets[ordinal].runs)
             # Do not hold a piece of a stream while the next one is read.
             launch = partial(self._launch, ordinal, portions, is_whole=reader.holds_all)
             launched = list(map(launch, count(), batches))

@@ -49,6 +49,7 @@ from tests.fake_ranks import (
     stack_experts,
 )
 from tests.fakes import assert_slots_hold, prequantize
+from tests.wire_bytes import num_bytes_sent, num_bytes_to
 
 TIMEOUT_S = 40.0
 every_way = pytest.mark.parametrize("layout", ["tensor", "replicated"])
@@ -173,14 +174,14 @@ def test_a_stack_that_does_not_fit_is_named_before_a_byte_is_written(wrong, open
 def test_a_rank_of_two_receives_its_half_and_what_both_need(open_remote):
     remote = open_remote()
     remote.refitter.refit(remote.cluster.make_policy(1))
-    sender = remote.ranks._broadcast._sender
-    of_rank = [sender.num_bytes_to(section) for section in (0, 1)]
+    sender = remote.ranks._broadcast._plan.sender
+    of_rank = [num_bytes_to(sender, section) for section in (0, 1)]
     offer = first_offer(remote)
     cut = sum(prod(tensor.shape) * (1 if tensor.block_size else 2) for tensor in offer.tensors if tensor.cut)
-    shared = sum(bucket.portion_bytes[0] for bucket in sender._buckets)
+    shared = sum(bucket.portion_bytes[0] for bucket in sender.buckets)
     assert offer.sections == (0, 1)
     assert of_rank[0] == pytest.approx(shared + cut / 2, rel=0.02) == of_rank[1]
-    assert sender.num_bytes == sum(of_rank) - shared
+    assert num_bytes_sent(sender) == sum(of_rank) - shared
     held = [sum(buffer.nbytes for buffer in server.orders.receiver._buffers) for server in remote.servers]
     assert max(held) < 0.7 * sum(buffer.nbytes for buffer in sender._buffers)
 
@@ -190,8 +191,8 @@ def test_ranks_that_hold_the_same_take_one_broadcast(open_remote):
     remote.refitter.refit(remote.cluster.make_policy(1))
     offer = first_offer(remote)
     assert offer.sections == () and {tensor.cut for tensor in offer.tensors} == {None}
-    sender = remote.ranks._broadcast._sender
-    assert sender.num_bytes == sender.num_bytes_to(None)
+    sender = remote.ranks._broadcast._plan.sender
+    assert num_bytes_sent(sender) == num_bytes_to(sender, None)
 
 
 def test_a_stream_may_come_in_another_order_than_the_last(open_remote):
@@ -308,15 +309,15 @@ def test_the_second_refit_announces_and_joins_nothing(open_remote):
     remote = open_remote()
     remote.refitter.refit(remote.cluster.make_policy(1))
     ranks = remote.ranks._broadcast
-    held = [tensor.data_ptr() for tensor in ranks._sender._buffers]
-    tables = {key: table.table for key, table in ranks._sender._tables.items()}
+    held = [tensor.data_ptr() for tensor in ranks._plan.sender._buffers]
+    tables = {key: table.table for key, table in ranks._plan.sender._tables.items()}
     remote.channel.requests.clear()
     report = remote.refitter.refit(remote.cluster.make_policy(2))
     assert remote.channel.steps == ["prepare", "take"]
     assert remote.channel.requests[0].order.source.tensors is None
     assert not report.is_first
-    assert [tensor.data_ptr() for tensor in ranks._sender._buffers] == held
-    assert {key: table.table for key, table in ranks._sender._tables.items()} == tables
+    assert [tensor.data_ptr() for tensor in ranks._plan.sender._buffers] == held
+    assert {key: table.table for key, table in ranks._plan.sender._tables.items()} == tables
 
 
 def test_a_source_that_is_laid_out_as_the_last_is_not_judged_again(open_remote, monkeypatch):

@@ -9,6 +9,7 @@ from fp8refit.live.slots import ScaleFormat, Stacked, TensorMeta
 from fp8refit.remote.broadcast.sections import find_sections
 from fp8refit.remote.broadcast.sender import Sender
 from fp8refit.remote.broadcast.wire_formats import choose_wire
+from tests.wire_bytes import num_bytes_sent, num_bytes_to
 
 HIDDEN, MLP, HEAD, VOCABULARY, NUM_LAYERS = 1024, 3072, 128, 4096, 3
 NUM_HEADS, NUM_KV_HEADS = 8, 4
@@ -65,11 +66,11 @@ def send(metadata, layouts, **options):
 def test_a_rank_receives_about_its_part_and_the_trainer_sends_no_more_than_before(num_ranks, wire, num_replicas):
     layouts = [layout(dense(rank, num_ranks)) for _ in range(num_replicas) for rank in range(num_ranks)]
     metadata = {each.name: TensorMeta(shape=each.full_shape, dtype=torch.bfloat16) for each in layouts[0].slots}
-    whole = send(metadata, [layout(dense(0, 1))], wire=wire)[1].num_bytes
+    whole = num_bytes_sent(send(metadata, [layout(dense(0, 1))], wire=wire)[1])
     _, sender = send(metadata, layouts, wire=wire)
     for section in range(num_ranks):
-        assert sender.num_bytes_to(section) == pytest.approx(whole / num_ranks, rel=0.01)
-    assert sender.num_bytes == pytest.approx(whole, rel=0.01)
+        assert num_bytes_to(sender, section) == pytest.approx(whole / num_ranks, rel=0.01)
+    assert num_bytes_sent(sender) == pytest.approx(whole, rel=0.01)
 
 
 def experts(ids, rank=0, num_ranks=1, scale_format=ScaleFormat.FP32):
@@ -91,7 +92,7 @@ def test_of_a_stack_each_rank_of_expert_parallelism_receives_its_own_experts():
     spans = [tensor.cut.spans for tensor in wire.tensors]
     assert spans == [((0, 256), (0, 0))] * 2 + [((0, 0), (0, 256))] * 4 + [((0, 256), (0, 0))] * 2
     codes = 2 * 512 * HIDDEN
-    assert sender.num_bytes_to(0) == sender.num_bytes_to(1) == pytest.approx(codes, rel=0.01)
+    assert num_bytes_to(sender, 0) == num_bytes_to(sender, 1) == pytest.approx(codes, rel=0.01)
 
 
 @pytest.mark.parametrize("scale_format", ScaleFormat)
