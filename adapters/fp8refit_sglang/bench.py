@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class SglangBench:
                 name=f"update_weights_from_tensor, {label} buckets",
                 summary=f"quantize each weight in eager PyTorch, flatten them into buckets of {label}, hand each over by its "
                 "CUDA IPC handle (`load_format='flattened_bucket'`), and flush",
-                update=lambda policy, num_bytes=num_bytes: self._update(policy, num_bytes),
+                update=partial(self._update, bucket_bytes=num_bytes),
             )
             for label, num_bytes in _BUCKETS_BYTES.items()
         )

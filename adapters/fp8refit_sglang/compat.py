@@ -111,11 +111,12 @@ def http_refusal(reason: str, request: Any) -> Exception:
     """The error that makes a server answer 503, with the reason."""
     from fastapi import HTTPException
 
-    kind: type[Exception] = HTTPException
+    kind: Any = HTTPException
     if getattr(request, "stream", False):
         # By then the stream of `/generate` has begun to answer, and it only reports ValueErrors.
         kind = type("StreamRefusal", (HTTPException, ValueError), {})
-    return kind(status_code=503, detail=str(refusal(reason)))
+    error: Exception = kind(status_code=503, detail=str(refusal(reason)))
+    return error
 
 
 def loses_weights(request: Any, scheduler: Any) -> bool:

@@ -81,7 +81,8 @@ def _controls_of(candidate: Any) -> TokenizerControls:
 
 
 def _check_arguments(arguments: Any) -> None:
-    VERSIONS.check(getattr(arguments, "version", None) or getattr(sys.modules.get("sglang"), "__version__", ""))
+    version: Any = getattr(arguments, "version", None) or getattr(sys.modules.get("sglang"), "__version__", "")
+    VERSIONS.check(version)
     reason = why_not_refitted(arguments)
     if reason is not None:
         raise UnsupportedEngineError(f"this engine cannot be refitted: {reason}")

@@ -57,7 +57,7 @@ def refreshes_of_routers(model: nn.Module) -> tuple[Refresh, ...]:
     )
 
 
-def _copy_router(router: nn.Module) -> None:
+def _copy_router(router: Any) -> None:
     copy = router._buffers[ROUTER_COPY]
     if copy is not None:
         copy.copy_(router._parameters["weight"].detach())

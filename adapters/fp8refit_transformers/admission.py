@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, new_class
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -50,7 +50,8 @@ class _Refused:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies are refused too, even in a process that has not created the class yet."""
-        make, arguments, *state = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, *state = reduced
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]
             return _make_refused, (_own_class(type(self)),), *state
         return make, arguments, *state
@@ -65,7 +66,7 @@ def refuse(model: nn.Module, reason: str) -> None:
         vars(module)[_REFUSAL] = refusal
         if not issubclass(type(module), _Refused):
             # Plain assignment would set it on the module inside a compiled module's wrapper.
-            object.__setattr__(module, "__class__", _refused_class(type(module)))
+            object.__setattr__(module, "__class__", _refused_class(cast(Any, type(module))))
 
 
 def admit(model: nn.Module) -> None:

@@ -54,7 +54,7 @@ class Fp8Kv(nn.Module):
             moved = fn(scale)
             return moved if moved.dtype is scale.dtype else scale.to(moved.device)
 
-        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(keep_dtype, recurse)
         return self
 
 
@@ -73,15 +73,15 @@ class _Codes:
         return dequantize(keys, self.k_scale, dtype), dequantize(values, self.v_scale, dtype)
 
 
-class Fp8Layer(_Codes, DynamicLayer):  # type: ignore[misc]  # transformers is not typed
+class Fp8Layer(_Codes, DynamicLayer):
     """`DynamicLayer` over E4M3 codes: `keys` and `values` are float8_e4m3fn (B, H, L, D)."""
 
 
-class Fp8SlidingWindowLayer(_Codes, DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is not typed
+class Fp8SlidingWindowLayer(_Codes, DynamicSlidingWindowLayer):
     """`DynamicSlidingWindowLayer` over E4M3 codes."""
 
 
-class UnquantizedCache(DynamicCache):  # type: ignore[misc]  # transformers is not typed
+class UnquantizedCache(DynamicCache):
     """A cache that stays unquantized on a model with FP8 caches."""
 
 

@@ -85,7 +85,7 @@ class BlockFp8Linear(nn.Module):
             bytes_of = tensor.detach().view(torch.uint8)
             return fn(bytes_of).view(tensor.dtype)
 
-        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(keep_dtype, recurse)
         return self
 
     def extra_repr(self) -> str:

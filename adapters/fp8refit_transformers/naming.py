@@ -63,7 +63,7 @@ def plain_config(model: str, config: Any, overrides: Any, **options: Any) -> Any
     if callable(overrides):
         return overrides(plain)
     for name, value in overrides.items():
-        inner = getattr(plain, name, None)
+        inner: Any = getattr(plain, name, None)
         if isinstance(value, dict) and hasattr(inner, "update"):
             inner.update(value)
         else:

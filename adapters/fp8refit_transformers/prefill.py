@@ -18,7 +18,7 @@ from fp8refit_transformers.kv_cache import UnquantizedCache, find_decoder
 
 MAX_TOKENS = 8192
 _lock = Lock()
-_eager: list[torch.compiler.set_stance] = []
+_eager: list[Any] = []
 """What ends the stance, once for each pass that runs."""
 
 

@@ -237,8 +237,8 @@ def raise_refusals() -> None:
             raise
 
     step_or_raise.fp8refit_original = step  # type: ignore[attr-defined]
-    LLMEngine.step = step_or_raise  # type: ignore[method-assign]
-    OutputProcessor.process_outputs = process  # type: ignore[method-assign]
+    LLMEngine.step = step_or_raise
+    OutputProcessor.process_outputs = process
 
 
 def publish_in_core(core: Any, version: int) -> bool:

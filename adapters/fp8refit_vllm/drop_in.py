@@ -182,7 +182,7 @@ def quantize_at_boot() -> None:
         return original(args, *positional, **keywords)
 
     setattr(create_engine_config, _ORIGINAL, original)
-    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    EngineArgs.create_engine_config = create_engine_config
 
 
 def not_quantize_at_boot() -> None:
@@ -190,7 +190,7 @@ def not_quantize_at_boot() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     with suppress(AttributeError):
-        EngineArgs.create_engine_config = getattr(EngineArgs.create_engine_config, _ORIGINAL)  # type: ignore[method-assign]
+        EngineArgs.create_engine_config = getattr(EngineArgs.create_engine_config, _ORIGINAL)
 
 
 def _is_quantized(args: Any) -> bool:

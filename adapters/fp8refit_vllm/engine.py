@@ -43,6 +43,7 @@ class VllmEngine(DelegatingEngine):
         if driver.worker is not None:
             super().__init__(driver, LocalRanks(rank_of(driver.worker)))
             return
+        assert not isinstance(driver, WorkerDriver), "it has the worker that it was made of"
         super().__init__(driver, RemoteRanks(driver))
 
     @classmethod

@@ -31,8 +31,10 @@ ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 
 _ABSORBED = "W_UK_T", "W_UV"
 _JOINED_GATES = "_combined_gate_weight"
-_KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu")
-_KV_SCALES += ("q_range", "k_range", "v_range")
+_KV_SCALES = (
+    *("_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu"),
+    *("q_range", "k_range", "v_range"),
+)
 _KEPT = frozenset((*_ABSORBED, _JOINED_GATES, "kv_cache", "lora_manager", *_KV_SCALES))
 _KEPT_BY_LORA = frozenset(("punica_wrapper", "adapter_enabled"))
 

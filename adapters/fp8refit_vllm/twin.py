@@ -3,7 +3,7 @@
 import copy
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,7 +80,7 @@ def _built(config: Any, mode: EmptyOnMeta) -> Iterator[nn.Module]:
             if type(model).__module__.startswith("vllm.model_executor.models.transformers"):
                 _register_head_bias(model)
         for parameter in model.parameters():
-            loader = getattr(parameter, "weight_loader", None)
+            loader: Any = getattr(parameter, "weight_loader", None)
             if hasattr(loader, "__wrapped__"):  # online quantization, which wraps the loader
                 parameter.weight_loader = inspect.unwrap(loader)
         yield model
@@ -93,7 +93,8 @@ def _built(config: Any, mode: EmptyOnMeta) -> Iterator[nn.Module]:
 
 def _register_head_bias(model: nn.Module) -> None:
     """Register what the Transformers backend registers while it loads a checkpoint that has it."""
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "_register_bias"):
             module._register_bias()
             module._register_bias = lambda: None
