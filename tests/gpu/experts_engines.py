@@ -78,10 +78,12 @@ class VllmUnderTest:
         from held_cost import look
         from vllm.config import set_current_vllm_config
 
+        from fp8refit.live.tracing.twin import EmptyOnMeta
+
         worker = self.candidate.llm_engine.model_executor.driver_worker.worker
         config = _apart(worker.vllm_config)
         with set_current_vllm_config(config):
-            return look(worker.model_runner.get_model(), lambda: _built(config))
+            return look(worker.model_runner.get_model(), lambda: _built(config, EmptyOnMeta()))
 
     def reload(self, checkpoint: Path) -> None:
         """It leaves scales of experts that nothing reads, and reads others: a refit has to write both."""

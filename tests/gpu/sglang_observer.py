@@ -87,11 +87,13 @@ def look_at_held(scheduler) -> dict:
     from fp8refit_sglang.twin import _built
     from held_cost import look
 
+    from fp8refit.live.tracing.twin import EmptyOnMeta
+
     held = Scheduler(scheduler)
 
     @contextmanager
     def build():
-        with _built(held.model_config, held.load_config) as (model, _):
+        with _built(held.model_config, held.load_config, EmptyOnMeta()) as (model, _):
             yield model
 
     return look(held.model, build)

@@ -10,7 +10,7 @@ FAULTS = [
     Fault(
         name="a dirty model refuses by hooks that compiled code does not look at",
         path=f"{ADAPTER}/admission.py",
-        before='object.__setattr__(module, "__class__", _refused_class(type(module)))',
+        before='object.__setattr__(module, "__class__", _refused_class(cast(Any, type(module))))',
         after="module.register_forward_pre_hook(lambda one, _: _check(one) if _REFUSAL in vars(one) else None)",
         found_by=f"{LOCAL}::TestOneRank",
     ),
