@@ -90,7 +90,7 @@ class DropIn:
     """
 
     def __init__(self, owner: Any, rank: Rank, options: DropInOptions, logger: logging.Logger) -> None:
-        self._owner, self._rank, self._logger = owner, rank, logger
+        self.owner, self._rank, self._logger = owner, rank, logger
         self._config = RefitConfig(keep=options.keep)
         self._calibration = options.read_calibration()
         self._stream = Stream(claims_of_all(rank, self._config), options.keep)
@@ -105,11 +105,6 @@ class DropIn:
         self._late: Exception | None = None
         self._take_back: Callable[[], bool] = lambda: True
         """Takes the engine's turn, which is lent to others between two calls."""
-
-    @property
-    def owner(self) -> Any:
-        """The worker or scheduler that it was made with."""
-        return self._owner
 
     @property
     def is_open(self) -> bool:
@@ -290,7 +285,7 @@ class DropIn:
             InvalidSourceError: It differs.
         """
         config = self._config.model_copy(update={"keep": ("*",)})
-        if not Refitter(self._owner, config).verify({name: tensor}).is_equal:
+        if not Refitter(self.owner, config).verify({name: tensor}).is_equal:
             self._open()
             self._leave(InvalidSourceError([tie_problem(name)], written=True))
 
@@ -326,7 +321,7 @@ class DropIn:
         self._open()
 
     def _open(self) -> None:
-        opened = update(self._owner, self._config, calibration=self._calibration)
+        opened = update(self.owner, self._config, calibration=self._calibration)
         opened.__enter__()
         self._update, self._rank.witness = opened, ""
         self._samples.clear()

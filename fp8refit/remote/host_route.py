@@ -42,13 +42,15 @@ class Offered:
     """A policy that every rank has prepared to write or compare, or prepares together with that."""
 
     source: Source
-    job: Job
-    is_stream: bool
-    """Whether this process reads it and hands it over part by part."""
-    keeps_tensors: bool
-    """Whether tensors stay mapped; see `HostRoute.keeps`."""
-    first: tuple[messages.Prepare, ...]
-    """The order to prepare, if it is sent together with the write."""
+    order: messages.Prepare
+    """The order to prepare it."""
+    waits: bool
+    """Whether that is sent together with the write."""
+
+    @property
+    def first(self) -> tuple[messages.Prepare, ...]:
+        """What is sent together with the write."""
+        return (self.order,) if self.waits else ()
 
 
 class HostRoute:
@@ -97,8 +99,8 @@ class HostRoute:
         order = messages.Prepare(refit=ranks.refit, job=job, source=offer, keeps=self.keeps(offer))
         is_stream = isinstance(offer, messages.Pushed)
         is_known = offer == self._streamed if is_stream else order.is_known
-        may_wait = is_known and job.kv is None and not job.compares and ranks.takes_pairs(begins=is_stream)
-        if not may_wait:
+        waits = is_known and job.kv is None and not job.compares and ranks.takes_pairs(begins=is_stream)
+        if not waits:
             await ranks.ask(order)
         if isinstance(offer, messages.Pushed) and not job.compares:
             self._streamed = offer
@@ -106,9 +108,7 @@ class HostRoute:
             self._mapped = self._exporter.last
             if not job.compares:
                 self._offered_digest = offer.digest
-        first = (order,) if may_wait else ()
-        keeps_tensors = "tensors" in order.keeps
-        return Offered(source=source, job=job, is_stream=is_stream, keeps_tensors=keeps_tensors, first=first)
+        return Offered(source=source, order=order, waits=waits)
 
     async def write(self, offered: Offered) -> Sequence[RankReport]:
         """Make every rank write what was prepared, or compare it. Returns one report per rank.
@@ -121,30 +121,32 @@ class HostRoute:
             RefitError: A rank's error.
             BaseException: Whatever reading a stream raised.
         """
-        if not offered.job.compares:
+        if not offered.order.job.compares:
             self._ranks.is_dirty = True
         replies = await self.or_abandon(self._write(offered))
         self._ranks.refit, self._source = "", None
         return self._ranks.reports(replies)
 
     async def _write(self, offered: Offered) -> Sequence[Reply]:
-        ranks, num_votes = self._ranks, NUM_VOTES if offered.job.kv is not None else 1
-        if not offered.is_stream:
+        ranks, job = self._ranks, offered.order.job
+        num_votes = NUM_VOTES if job.kv is not None else 1
+        if not isinstance(offered.order.source, messages.Pushed):
             order = messages.RefitStep(step="write", refit=ranks.refit)
             replies: Sequence[Reply] = await ranks.ask(*offered.first, order, num_votes=num_votes)
         else:
-            ring = self._open_ring()
-            handing = Handing(ranks, self._packer, ring, ranks.refit, first=offered.first, num_votes=num_votes)
+            if self._ring is None:
+                self._ring = Ring.make()
+            handing = Handing(ranks, self._packer, self._ring, ranks.refit, first=offered.first, num_votes=num_votes)
             with closing(handing):
-                handing.open(offered.source, offered.job.config.bucket_bytes)
+                handing.open(offered.source, job.config.bucket_bytes)
                 try:
                     replies = await handing.hand_over()
                 except InvalidSourceError as error:
                     is_written = ranks.is_dirty and not ranks.has_refused
                     raise InvalidSourceError(error.problems, written=is_written) from error
-        if not offered.job.compares:
+        if not job.compares:
             ranks.check_is_one_policy(replies)
-        if not offered.keeps_tensors:
+        if "tensors" not in offered.order.keeps:
             self._mapped = None
         return replies
 
@@ -197,11 +199,6 @@ class HostRoute:
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.close()
-
-    def _open_ring(self) -> Ring:
-        if self._ring is None:
-            self._ring = Ring.make()
-        return self._ring
 
     @collector_paused()
     def _offer(self, source: Source, job: Job) -> _Offer:

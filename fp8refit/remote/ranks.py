@@ -68,7 +68,7 @@ class RemoteRanks(Ranks):
         if not job.compares:
             self._broadcast.leave()
         self._offered = await self._offer(source, job)
-        return bool(self._offered.first)
+        return self._offered.waits
 
     @override
     async def write(self, *, driver_error: BaseException | None = None) -> Sequence[RankReport]:

@@ -40,11 +40,6 @@ class StreamReader:
         self._packed: OrderedDict[str, _Contents] = OrderedDict()
         """The contents that each text of a stream describes, least recently used first."""
 
-    @property
-    def mapped(self) -> frozenset[str]:
-        """The ids of the buckets that are mapped."""
-        return self._importer.mapped
-
     def follow(self, order: messages.Stream, prepared: Prepared) -> bool:
         """Write what arrives through a ring, until nothing more arrives or `_FOLLOWING_S` have passed.
 

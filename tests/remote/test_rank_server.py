@@ -570,7 +570,7 @@ def test_other_sources_leave_mapped_what_the_driver_says(then, keeps, server, mo
     else:
         stream("b", keeps)
     assert ("close_ipc 1" in driver.events) == ("tensors" not in keeps)
-    assert (bucket.segment.id in server.orders.streams.mapped) == (then == "pushed" or "buckets" in keeps)
+    assert (bucket.segment.id in server.orders.streams._importer.mapped) == (then == "pushed" or "buckets" in keeps)
     assert_holds(model, policy)
     if "tensors" in keeps:
         do(server, prepare("c", messages.MappedTensors(digest=export.digest), keeps=("tensors", "buckets")))
@@ -579,7 +579,7 @@ def test_other_sources_leave_mapped_what_the_driver_says(then, keeps, server, mo
         assert driver.events.count("open_ipc") == 1
     do(server, messages.Do(step="close"))
     assert "close_ipc 1" in driver.events
-    assert not server.orders.streams.mapped
+    assert not server.orders.streams._importer.mapped
 
 
 def test_memory_that_cannot_be_mapped_leaves_the_engine_as_it_was(server, model, driver):

@@ -4,7 +4,7 @@ import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -40,27 +40,22 @@ async def alone(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Heard:
-    """The summary of a known source."""
-
-    said: SourceSummary
-    config: RefitConfig
-    guard: LayoutGuard
-
-    def is_of(self, source: MappingSource, config: RefitConfig) -> bool:
-        """Whether another source has the same summary."""
-        return self.config == config and self.guard.holds(source.sent_names, source.sent)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Plan:
     """How policies of one layout are announced and sent."""
 
+    said: SourceSummary
+    config: RefitConfig
+    guard: LayoutGuard | None
+    """Recognizes policies with the same summary; None if it depends on values."""
     made_for: tuple[object, ...]
     wire: Wire
     sender: Sender
     offer: messages.Broadcast
     """Without the token of a group."""
+
+    def fits(self, source: MappingSource, config: RefitConfig) -> bool:
+        """Whether a policy is known to have the same summary."""
+        return self.config == config and self.guard is not None and self.guard.holds(source.sent_names, source.sent)
 
 
 class Broadcast:
@@ -78,7 +73,6 @@ class Broadcast:
         self._config = RefitConfig()
         self._layouts: list[EngineLayout] | None = None
         self._sections = Sections()
-        self._heard: _Heard | None = None
         self._plan: _Plan | None = None
         """That of the last policy."""
         self._known_digest = ""
@@ -150,8 +144,7 @@ class Broadcast:
         sender = plan.sender
         if sender.device.type == "cuda":
             torch.cuda.synchronize(sender.device)  # what the trainer computes has to be there before it is read
-        layout = self._heard.guard if self._heard is not None else None
-        sending = Sending(sender, source, communicator, self._refit, layout)
+        sending = Sending(sender, source, communicator, self._refit, plan.guard)
 
         async def take(audience: Audience) -> Sequence[RankReport]:
             with ErrorCapture() as failed:
@@ -189,7 +182,7 @@ class Broadcast:
 
     async def _offer(self, source: Source, config: RefitConfig) -> messages.Broadcast:
         """Check a source, and make its offer."""
-        said = self._hear(source, config)
+        said, guard = self._summarize(source, config)
         device = _device_of(source)
         communicator = await self._join(config, device)
         layouts, sends_both = await self._known_layouts(), not isinstance(source, RandomAccess)
@@ -210,31 +203,32 @@ class Broadcast:
                 unfit=said.unfit,
             )
             offer = offer.model_copy(update={"digest": digest_of(offer)})
-            self._plan = _Plan(made_for=made_for, wire=wire, sender=sender, offer=offer)
-        plan = self._plan
+            self._plan = _Plan(
+                said=said, config=config, guard=guard, made_for=made_for, wire=wire, sender=sender, offer=offer
+            )
+        plan = self._plan = replace(self._plan, guard=guard)
         if isinstance(source, RandomAccess) and (problems := untied(plan.wire.ties, source)):
             raise InvalidSourceError(problems)
         known = {"tensors": None} if plan.offer.digest == self._known_digest else {}
         return plan.offer.model_copy(update={"token": communicator.meeting.token, **known})
 
-    def _hear(self, source: Source, config: RefitConfig) -> SourceSummary:
-        """Check a source, or reuse the offer of one with the same layout if it does not depend on values.
+    def _summarize(self, source: Source, config: RefitConfig) -> tuple[SourceSummary, LayoutGuard | None]:
+        """Check a source, or recognize its layout as the last one's. Also returns what recognizes the next one.
 
         Raises:
             InvalidSourceError: Its contents are unknown.
         """
-        heard, self._heard = self._heard, None
-        if heard is not None and isinstance(source, MappingSource) and heard.is_of(source, config):
-            self._heard = heard
-            return heard.said
+        plan = self._plan
+        if plan is not None and isinstance(source, MappingSource) and plan.fits(source, config):
+            return plan.said, plan.guard
         said = summarize(source, config)
         if said is None:
             raise InvalidSourceError(
                 ["source: can be read only once, and a broadcast must announce its tensors first; pass a manifest"]
             )
-        if isinstance(source, MappingSource) and not said.problems and not said.depends_on_values(config):
-            self._heard = _Heard(said=said, config=config, guard=LayoutGuard(source.sent_names, source.sent))
-        return said
+        if not isinstance(source, MappingSource) or said.problems or said.depends_on_values(config):
+            return said, None
+        return said, LayoutGuard(source.sent_names, source.sent)
 
     def leave(self, *, why: str = "the trainer left") -> None:
         """Leave the group, as after any failure. The next refit connects and announces again."""
@@ -246,7 +240,7 @@ class Broadcast:
     def close(self) -> None:
         """Release everything."""
         self.leave()
-        self._plan = self._heard = None
+        self._plan = None
 
     async def _join(self, config: RefitConfig, device: torch.device) -> Communicator:
         communicator = self._communicator

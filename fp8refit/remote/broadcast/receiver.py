@@ -13,6 +13,7 @@ from fp8refit.fill.fills import Prepared
 from fp8refit.fill.from_buckets import ReceivedSource
 from fp8refit.ranks.rank import Rank
 from fp8refit.remote import messages
+from fp8refit.remote.channel import NUM_VOTES
 from fp8refit.report import PhaseClock, RankReport
 from fp8refit.transport.collective.buckets import NUM_BUFFERS, BucketLayout, largest_bytes, lay_out, take_buffers
 from fp8refit.transport.collective.communicator import Communicator
@@ -22,9 +23,6 @@ from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.vote import ErrorRecord
 
 logger = logging.getLogger(__name__)
-
-NUM_VOTES = 3
-"""How many votes of other engines to wait for at the end: on the write, and on KV scales."""
 
 
 class Receiver:

@@ -26,6 +26,7 @@ from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat, dtype_name
 from fp8refit.remote.broadcast.source_reader import Arrival, Arrived, Reader
 from fp8refit.remote.broadcast.wire_formats import Wire
+from fp8refit.remote.channel import NUM_VOTES
 from fp8refit.report import PhaseClock
 from fp8refit.sources.source import MappingSource, Source
 from fp8refit.transport.collective.buckets import NUM_BUFFERS, Placement, WireTensor, lay_out, take_buffers
@@ -36,9 +37,6 @@ from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.vote import ErrorRecord
 
 logger = logging.getLogger(__name__)
-
-NUM_VOTES = 3
-"""How many votes of the engines to wait for at the end: on the write, and on KV scales."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -96,18 +96,10 @@ class ServerDriver(ControlPlane, Channel):
         answer = await self._post(order, sum(timeouts_s) + flush_s)
         return Answers(said=answer.said, is_refused=answer.is_refused, flush_s=answer.flush_s)
 
-    async def greet(self) -> str:
-        """Return the name of the server that answers now, which changes with every start."""
-        return await self._do(self.server.greet)
-
-    async def sees(self, path: str) -> bool:
-        """Whether the server can read a path."""
-        return await self._do(partial(self.server.sees, path))
-
     async def _post(self, order: AnyOrder, timeout_s: float | None = None) -> Answer:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         with self.named():
-            return await self._do(partial(self.server.post, order, timeout_s=timeout_s + GRACE_S))
+            return await self.do(partial(self.server.post, order, timeout_s=timeout_s + GRACE_S))
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -119,7 +111,7 @@ class ServerDriver(ControlPlane, Channel):
                 error.add_note(f"from {self.server.label}")
             raise
 
-    async def _do(self, step: Callable[[], T]) -> T:
+    async def do(self, step: Callable[[], T]) -> T:
         """Run `step` in another thread if an event loop runs in this one; otherwise here, without suspending."""
         return await asyncio.to_thread(step) if self.is_asynchronous else step()
 
@@ -137,7 +129,7 @@ class ServedRanks(RemoteRanks):
 
     @override
     async def meet(self, job: Job) -> None:
-        server = await self._driver.greet()
+        server = await self._driver.do(self._driver.server.greet)
         if server != self._driver.greeted or self.asked.lost_because is not None:
             self._release()
             self.asked.start_over()  # another server answers in its place
@@ -167,7 +159,9 @@ class ServedRanks(RemoteRanks):
             TransportError: The server's processes cannot map memory of this one.
         """
         server = self._driver.server
-        if isinstance(source, SafetensorsSource) and not await self._driver.sees(str(source.path.resolve())):
+        if isinstance(source, SafetensorsSource) and not await self._driver.do(
+            partial(server.sees, str(source.path.resolve()))
+        ):
             source = as_stream(source)
         if not isinstance(source, SafetensorsSource) and not server.is_here:
             raise TransportError(
