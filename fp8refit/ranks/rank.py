@@ -75,9 +75,12 @@ class Rank:
         def judge() -> tuple[Prepared, dict[str, Any]]:
             if is_known:
                 agreement.check_ready(job, driver_error)
-            judged = self._judge(make_source(), job)
+            source, foreign = make_source(), agreement.names.foreign
+            prepared = self.target.prepare(source, job.config, is_ready=True, foreign=foreign, compares=job.compares)
             on_judged()
-            return judged
+            files = source.files if isinstance(source, SafetensorsSource) else None
+            claim = prepared.plan.source_digest if prepared.plan is not None else ""
+            return replace(prepared, kv=job.kv), {"claim": claim, "files": files}
 
         error, judged = agreement.attempt(judge)
         said = judged[1] if judged is not None else {}
@@ -167,14 +170,6 @@ class Rank:
             return self.target.finish()
 
         return self._agree_on_written(complete, prepared, version=version, confirm=confirm)
-
-    def _judge(self, source: Source, job: Job) -> tuple[Prepared, dict[str, Any]]:
-        """Check a source. Also returns what the rank puts into its ballot."""
-        foreign = self._agreement.names.foreign
-        prepared = self.target.prepare(source, job.config, is_ready=True, foreign=foreign, compares=job.compares)
-        files = source.files if isinstance(source, SafetensorsSource) else None
-        claim = prepared.plan.source_digest if prepared.plan is not None else ""
-        return replace(prepared, kv=job.kv), {"claim": claim, "files": files}
 
     def _agree_on_written(
         self,

@@ -40,18 +40,14 @@ class RankOrders:
         self.receiver = Receiver(rank)
         self.tensors = TensorMapper(live, Importer(live.device))
         self.streams = StreamReader(rank, Importer(live.device))
-        self._order: messages.Prepare | None = None
-        """The last order to prepare."""
+        self._refit = ""
+        self._keeps_tensors = False
+        """Whether tensors stay mapped after the write."""
         self._prepared: Prepared | None = None
         self._silence_s = 0.0
         """How long to wait for the next order of what is being written."""
         self._abandoned: deque[str] = deque(maxlen=_MOST_ABANDONED)
         """Refits that were abandoned. Orders of theirs may still arrive."""
-
-    @property
-    def _refit(self) -> str:
-        """Id of the current refit; empty if there is none."""
-        return self._order.refit if self._order is not None else ""
 
     def obey(self, order: messages.Order) -> dict[str, Any]:
         """Carry out an order. Returns the fields of the reply.
@@ -90,7 +86,10 @@ class RankOrders:
             case messages.Calibrate():
                 return {"kv": rank.calibrate(order.job, driver_error=held)}
             case messages.RefitStep(step="abandon"):
-                self._abandon(order)
+                self._abandoned.append(order.refit)
+                if order.refit == self._refit:
+                    self._drop()
+                    self.unmap()
             case _ if held is not None:
                 raise held
             case _:
@@ -106,7 +105,8 @@ class RankOrders:
         """
         if order.refit in self._abandoned:
             raise DisplacedError
-        self._order, self._prepared, self._silence_s = order, None, 0.0
+        self._refit, self._prepared, self._silence_s = order.refit, None, 0.0
+        self._keeps_tensors = "tensors" in order.keeps
 
         def receive() -> None:
             if order.is_under_way:
@@ -128,7 +128,7 @@ class RankOrders:
             DisplacedError: Another refit is.
             RefitError: What this rank could not do.
         """
-        if self._order is None or order.refit != self._order.refit:
+        if order.refit != self._refit:
             raise DisplacedError
         prepared, rank = self._prepared, self.rank
         self._prepared, self._silence_s = None, 0.0
@@ -137,7 +137,7 @@ class RankOrders:
         match order:
             case messages.RefitStep(step="write"):
                 reports = rank.write(prepared)
-                if "tensors" not in self._order.keeps:
+                if not self._keeps_tensors:
                     self.tensors.unmap()
                 return {"reports": tuple(reports)}
             case messages.RefitStep(step="finish"):
@@ -151,12 +151,6 @@ class RankOrders:
                     return {"reports": tuple(rank.finish(prepared))}
         self._prepared, self._silence_s = prepared, prepared.config.timeout_s
         return {}
-
-    def _abandon(self, order: messages.RefitStep) -> None:
-        self._abandoned.append(order.refit)
-        if order.refit == self._refit:
-            self._drop()
-            self.unmap()
 
     def _drop(self) -> None:
         """Drop what is prepared, unless somebody else's refit took its place."""
@@ -183,7 +177,7 @@ class RankOrders:
 
     def forget(self) -> None:
         """Abandon the current refit, and unmap everything."""
-        self._order = None
+        self._refit = ""
         self._drop()
         self.unmap()
         self.receiver.forget()
