@@ -1,5 +1,10 @@
-"""Raises an error at a chosen line of fp8refit or an adapter, as an interrupt may come between any two lines."""
+"""Raises an error at a chosen line of fp8refit or an adapter, as an interrupt may come between any two lines.
 
+But where a `with` block ends, none can come before `__exit__` is called: Python looks for interrupts only at calls and jumps.
+"""
+
+import dis
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,9 +35,15 @@ class Tracer:
         return self.on_event if frame.f_code.co_filename.startswith(ROOTS) else None
 
     def on_event(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line":
+        if event == "line" and not _ends_with(frame):
             self._on_line((frame.f_code.co_filename, frame.f_lineno))
         return self.on_event
+
+
+def _ends_with(frame: FrameType) -> bool:
+    """Whether a frame comes to the line of a `with` once more, to call `__exit__`, and first loads its arguments."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return line.lstrip().startswith("with ") and frame.f_code.co_code[frame.f_lasti] == dis.opmap["LOAD_CONST"]
 
 
 @contextmanager

@@ -43,6 +43,9 @@ def test_who_left_first_says_why(trainer):
     first, second = member_of(trainer), member_of(trainer)
     assert second.first_word() == ""
     trainer.abort("enough")
+    end = time.monotonic() + 60
+    while not second.first_word():  # nobody waits until the store has what a leaving member says
+        assert time.monotonic() < end
     first.abort()
     assert second.first_word() == "member 0: enough"
     with pytest.raises(TransportError, match="has ended"):
