@@ -20,7 +20,7 @@ from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.names import strip_wrappers
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.storage import why_unreadable
-from fp8refit.sources.making import Room, in_batches
+from fp8refit.sources.recipe_batches import ScratchBuffer, in_batches
 from fp8refit.sources.row_runs import Piece, Recipe, cut
 
 
@@ -103,7 +103,7 @@ class Merged:
 
     def pieces(self, max_bytes: int) -> Iterator[Piece]:
         """Yield the weights in pieces, each of which stays valid until the next one is requested."""
-        for batch in in_batches(self, self.recipes(max_bytes), Room(max_bytes)):
+        for batch in in_batches(self, self.recipes(max_bytes), ScratchBuffer(max_bytes)):
             yield from batch
 
     def recipes(self, max_bytes: int) -> Iterator[Piece | Recipe]:

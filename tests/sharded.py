@@ -300,8 +300,10 @@ class Observed(Gathered):
         super().__init__(state_dict, **options)
         self.events: list[str] = []
         self._store = store
-        hear = self._trainers.hear
-        self._trainers.hear = lambda own, error=None: self._see(f"vote {own.place}", own.step) or hear(own, error)
+        exchange = self._trainers.exchange
+        self._trainers.exchange = lambda own, error=None: (
+            self._see(f"vote {own.place}", own.step) or exchange(own, error)
+        )
 
     def _see(self, event: str, step: str) -> None:
         if step == "batch":
@@ -534,8 +536,8 @@ def leave_others_in_a_gather(rank: int, num_elements: int, *, when: int, timeout
     except Exception as error:  # noqa: BLE001
         told = error_of(error)
     is_in_time = time.monotonic() - start_s < timeout_s + SLACK_S
-    heard = trainer_group(None).exchange(f"{rank}".encode(), timeout_s=20.0)
-    return told, is_in_time, [int(message) for message in heard]
+    answers = trainer_group(None).exchange(f"{rank}".encode(), timeout_s=20.0)
+    return told, is_in_time, [int(message) for message in answers]
 
 
 def gather_whole(rank: int, fault: str, *, is_apart: bool) -> str:
@@ -588,8 +590,8 @@ def come_alone_first(rank: int) -> list[str]:
                 told.append(type(error).__name__)
         torch.distributed.barrier()
     for attempt in range(2):
-        heard = trainer_group(None).exchange(f"{rank} {attempt}".encode(), timeout_s=20.0)
-        told += [] if heard == [f"{other} {attempt}".encode() for other in range(4)] else [str(heard)]
+        answers = trainer_group(None).exchange(f"{rank} {attempt}".encode(), timeout_s=20.0)
+        told += [] if answers == [f"{other} {attempt}".encode() for other in range(4)] else [str(answers)]
     if rank == 0:
         try:
             trainer_group(None).exchange(b"", timeout_s=0.5)
@@ -601,8 +603,8 @@ def come_alone_first(rank: int) -> list[str]:
         with suppress(RefitError):
             trainer_group(None).exchange(b"", timeout_s=5.0 if rank else timeout_s)
         torch.distributed.barrier()
-    heard = trainer_group(None).exchange(b"", timeout_s=20.0)
-    return told + ([] if len(heard) == 4 else [str(heard)])
+    answers = trainer_group(None).exchange(b"", timeout_s=20.0)
+    return told + ([] if len(answers) == 4 else [str(answers)])
 
 
 def come_late_after_giving_up(rank: int) -> int:

@@ -14,7 +14,7 @@ from fp8refit.errors import InvalidSourceError
 from fp8refit.fill.ties import untied
 from fp8refit.live.slots import TensorMeta
 from fp8refit.peft import merged
-from fp8refit.sources.making import Room, in_batches
+from fp8refit.sources.recipe_batches import ScratchBuffer, in_batches
 from fp8refit.sources.row_runs import Piece
 from tests.fake_ranks import ClientEntryPoint, Cluster, Drivers, Remote
 
@@ -138,7 +138,7 @@ def test_a_tensor_that_is_given_whole_is_the_readers_own():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_bytes", [1, 3000, 30_000, 1 << 20])
 def test_pieces_are_rows_of_the_same_weights(max_bytes, dtype, shares_launches, monkeypatch):
-    monkeypatch.setattr("fp8refit.sources.making._shares_launches", lambda device: shares_launches)
+    monkeypatch.setattr("fp8refit.sources.recipe_batches._shares_launches", lambda device: shares_launches)
     model = adapted(dtype, modules_to_save=["lm_head"])
     source, found = merged(model), {}
     for piece in source.pieces(max_bytes):
@@ -155,7 +155,7 @@ def test_pieces_are_rows_of_the_same_weights(max_bytes, dtype, shares_launches, 
 
 
 def test_a_gpu_merges_as_many_at_once_as_there_is_room_for(monkeypatch):
-    monkeypatch.setattr("fp8refit.sources.making._shares_launches", lambda device: True)
+    monkeypatch.setattr("fp8refit.sources.recipe_batches._shares_launches", lambda device: True)
     source, made = merged(adapted()), []
     make = source.make
     monkeypatch.setattr(source, "make", lambda recipes, outs: made.append(len(recipes)) or make(recipes, outs))
@@ -171,12 +171,12 @@ def test_a_gpu_merges_as_many_at_once_as_there_is_room_for(monkeypatch):
 @pytest.mark.parametrize("shares_launches", [False, True])
 @pytest.mark.parametrize("max_bytes", [3000, 40_000, 1 << 20])
 def test_a_batch_stays_valid_until_the_next_one(max_bytes, shares_launches, monkeypatch):
-    monkeypatch.setattr("fp8refit.sources.making._shares_launches", lambda device: shares_launches)
+    monkeypatch.setattr("fp8refit.sources.recipe_batches._shares_launches", lambda device: shares_launches)
     model = adapted()
     source, given = merged(model), []
     expected = dict(source)
     own = {tensor.data_ptr() for tensor in model.state_dict().values()}
-    for batch in in_batches(source, source.recipes(max_bytes), Room(max_bytes)):
+    for batch in in_batches(source, source.recipes(max_bytes), ScratchBuffer(max_bytes)):
         made = 0
         for each in batch:
             name, tensor, first = each.name, each.tensor, each.first_row

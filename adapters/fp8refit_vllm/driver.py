@@ -90,8 +90,8 @@ def to_answers(outcome: Outcome) -> Answers:
     """
     if outcome.ended == "stale":
         raise EngineLostError(
-            f"vLLM kept an unused prefix cache ({outcome.said or 'it says that blocks are in use'}) while new weights "
-            "were written, so the cache belongs to the old policy. Restart the engine"
+            f"vLLM failed to drop its prefix cache ({outcome.said or 'it says that blocks are in use'}) while new weights "
+            "were written; it now holds stale KV. Restart the engine"
         )
     if outcome.ended == "kept":
         raise kept(outcome.said)

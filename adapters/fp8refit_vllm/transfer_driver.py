@@ -87,8 +87,8 @@ class TransferDriver(Engine, Channel):
         self._config = config
         self._fp8refit_engine = AttachedEngine(self)
         self.ranks = RemoteRanks(self)
-        self.ranks.asked.config = config
-        self._check_ranks(run(self.ranks.asked.ask(messages.Do(step="hello"))))
+        self.ranks.client.config = config
+        self._check_ranks(run(self.ranks.client.ask(messages.Do(step="hello"))))
 
     @override
     async def send(self, messages: Sequence[str], timeouts_s: Sequence[float], *, begins: bool) -> Awaitable[Answers]:

@@ -85,7 +85,7 @@ class TransferRank:
                 self._board = board
             if unfit.error is not None:
                 said = Reply(id="", error=ErrorRecord.of(unfit.error)).encode()
-            board.tell(str(self._worker.rank), said)
+            board.send(str(self._worker.rank), said)
         if failed.error is not None:
             self._refuse(failed.take())
 
@@ -103,7 +103,7 @@ class TransferRank:
             return
         said = self._answer(letter.message)
         try:
-            board.tell(str(self._worker.rank), said)
+            board.send(str(self._worker.rank), said)
         except TransportError as error:
             logger.error(
                 "rank %d did part of a refit but cannot report it to the trainer: %s", self._worker.rank, error

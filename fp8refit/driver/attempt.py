@@ -86,7 +86,7 @@ class Attempt:
         job = Job(config=config, kv=KvOrder())
         with ErrorCapture() as unready:
             if ranks.is_dirty:
-                raise EngineDirtyError("this engine holds no whole policy to calibrate for; refit it")
+                raise EngineDirtyError("this engine's weights are incomplete; refit it before calibrating")
             kv = await order_of(calibration, None, config.kv, engine.tokenize)
             if kv is None or not kv.token_ids:
                 raise InvalidCalibrationError("calibration: no batch was given")

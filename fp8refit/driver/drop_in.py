@@ -77,7 +77,7 @@ class DropInOptions(BaseModel, frozen=True, extra="forbid"):
 
 
 class DropIn:
-    """Receives what one rank is given to load. Created on every rank together.
+    """Handles one rank's `load_weights` calls. Created on every rank together.
 
     Args:
         owner: What `fp8refit.update` takes: a worker, or a scheduler.
@@ -272,8 +272,8 @@ class DropIn:
         if not stream.is_whole:
             self._refuse(name, tensor)
         if name in stream.came or not stream.is_second(name):
-            problem = f"{name}: came after the policy was whole; the next one has to begin with {stream.first}, as that one did"
-            raise InvalidSourceError([problem])
+            must = f"the next update must begin with {stream.first}, as this one did"
+            raise InvalidSourceError([f"{name}: arrived after the update was complete; {must}"])
         self._check_is_served(name, tensor)
         stream.note(name, tensor)
         return False

@@ -137,7 +137,7 @@ class EngineGroupRanks(Ranks):
     def __init__(self, members: Sequence[RemoteRanks], together: Callable[..., Any]) -> None:
         self._members = tuple(members)
         self._together = together
-        self._broadcast = Broadcast([member.audience for member in self._members], together)
+        self._broadcast = Broadcast([member.peer for member in self._members], together)
         self._compares = False
 
     @property
@@ -163,7 +163,7 @@ class EngineGroupRanks(Ranks):
             for member in self._members:
                 await member.prepare(make_source, job)
             return False
-        await self._together([member.meet(job) for member in self._members])
+        await self._together([member.handshake(job) for member in self._members])
         return await self._broadcast.prepare(make_source(), job)
 
     @override

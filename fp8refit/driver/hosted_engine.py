@@ -192,7 +192,7 @@ def _channel_of(engine: Engine) -> Channel:
         UnsupportedEngineError: Only one of several ranks can be reached from here.
     """
     if isinstance(engine.ranks, RemoteRanks):
-        return engine.ranks.asked.channel
+        return engine.ranks.client.channel
     if isinstance(engine.ranks, LocalRanks) and engine.ranks.rank.group.size == 1:
         return _OwnRank(engine, engine.ranks)
     raise UnsupportedEngineError(

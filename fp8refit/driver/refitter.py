@@ -173,7 +173,7 @@ class Refitter(Closing):
             InvalidCalibrationError: The batch does not fit the engine.
             UnsupportedEngineError: The engine has no FP8 KV cache, or one whose scales cannot be set; says what to set.
             CalibrationError: The pass met NaN or Inf, or ran out of memory; nothing was written.
-            EngineDirtyError: The engine serves no whole policy; refit it.
+            EngineDirtyError: The weights of the engine are incomplete; refit it.
             EngineBusyError: Requests are unfinished, or a refit is running.
             EngineAsleepError: The weights are asleep. The KV cache may be.
             CacheFlushError: The engine kept KV with the old scales; nothing was written.

@@ -167,7 +167,7 @@ class CutTensor:
             InvalidSourceError: They have not.
         """
         if not self.is_complete:
-            raise InvalidSourceError([f"{self.name}: came up to row {self.next_row} of {self.full_shape[0]}"])
+            raise InvalidSourceError([f"{self.name}: is incomplete: got {self.next_row} of {self.full_shape[0]} rows"])
 
     def check_follows(self, piece: Piece) -> None:
         """Check that rows follow the last ones.
@@ -175,12 +175,14 @@ class CutTensor:
         Raises:
             InvalidSourceError: They do not.
         """
-        came = f"{piece.name}: rows {piece.first_row} to {piece.end_row} of {list(piece.full_shape)} came"
+        came = f"{piece.name}: rows {piece.first_row} to {piece.end_row} of {list(piece.full_shape)}"
         is_next = (piece.first_row, piece.full_shape) == (self.next_row, self.full_shape)
         if not is_next or piece.end_row > (self.full_shape[0] if self.full_shape else 0):
-            raise InvalidSourceError([f"{came} where row {self.next_row} of {list(self.full_shape)} belongs"])
+            raise InvalidSourceError(
+                [f"{came} are out of order: expected row {self.next_row} of {list(self.full_shape)}"]
+            )
         if tuple(piece.tensor.shape[1:]) != self.full_shape[1:]:
-            raise InvalidSourceError([f"{came} with the shape {list(piece.tensor.shape)}"])
+            raise InvalidSourceError([f"{came} came with the shape {list(piece.tensor.shape)}"])
 
 
 def by_source(steps: Iterable[Step]) -> dict[str, list[Step]]:

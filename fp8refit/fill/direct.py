@@ -31,7 +31,7 @@ _MOST_GROUPED = 4
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Lying:
+class DeviceTensor:
     """A tensor on the engine's device, or a run of rows of one."""
 
     name: str
@@ -81,7 +81,7 @@ class _Known:
 class _Group:
     """Tensors that arrived together and were recognized, remembered so that next time one call recognizes all of them."""
 
-    def __init__(self, known: Sequence[Lying], runs: list[tuple[int, int, int]]) -> None:
+    def __init__(self, known: Sequence[DeviceTensor], runs: list[tuple[int, int, int]]) -> None:
         self.runs = runs
         """Where each run begins in the group and in the table, and its length."""
         tensors, products = [each.tensor for each in known], [each.product for each in known]
@@ -187,18 +187,18 @@ class DirectFill:
         """False if it is known that a tensor's product cannot be added while the tensor is quantized."""
         return name not in self._unmerged
 
-    def can_merge(self, lying: Lying) -> bool:
+    def can_merge(self, arrived: DeviceTensor) -> bool:
         """Whether a new tensor's product can be added while it is quantized.
 
         If its slots do not allow that, `may_merge` is False from now on.
         """
-        tensor, product = lying.tensor, lying.product
+        tensor, product = arrived.tensor, arrived.product
         is_there = why_unreadable(tensor) is None and tensor.device == self.device
         if not is_there or product is None or _kind_of(tensor, product) is None:
             return False
-        is_possible = all(map(can_merge, self._tasks(lying)))
+        is_possible = all(map(can_merge, self._tasks(arrived)))
         if not is_possible:
-            self._unmerged.add(lying.name)
+            self._unmerged.add(arrived.name)
         return is_possible
 
     def fill_group(
@@ -221,21 +221,21 @@ class DirectFill:
         is_done = self._run(place, (tensor,))
         assert is_done, "the alignment was checked"
 
-    def fill(self, lying: Sequence[Lying], *, are_together: bool) -> None:
+    def fill(self, tensors: Sequence[DeviceTensor], *, are_together: bool) -> None:
         """Fill from the next tensors.
 
         Args:
-            lying: The tensors.
+            tensors: The tensors.
             are_together: Whether they arrived together, and may do so again.
         """
-        known = [each for each in lying if each.place is not None]
+        known = [each for each in tensors if each.place is not None]
         runs = _runs([each.place for each in known if each.place is not None])
         for start, place, length in runs:
             run = known[start : start + length]
             is_done = self._run(place, [each.tensor for each in run], products=[each.product for each in run])
             assert is_done, "the alignment was checked"
-        if len(known) < len(lying):
-            self._compile([each for each in lying if each.place is None])
+        if len(known) < len(tensors):
+            self._compile([each for each in tensors if each.place is None])
         elif are_together and len(known) > 1:
             if self._num_grouped > _MOST_GROUPED * len(self._known):
                 self._forget_groups()
@@ -255,10 +255,10 @@ class DirectFill:
         check, action = self._config.validate_values != "off", self._action
         return self._program.table.run(place, tensors, addresses, products=products, check=check, action=action)
 
-    def _compile(self, lying: Sequence[Lying]) -> None:
+    def _compile(self, arrived: Sequence[DeviceTensor]) -> None:
         """Compile a new program for tensors that are not recognized, and fill from them."""
         for is_kept in (True, False):
-            part = [each for each in lying if each.is_kept is is_kept]
+            part = [each for each in arrived if each.is_kept is is_kept]
             if not part:
                 continue
             tasks = [(place, each.name, task) for place, each in enumerate(part) for task in self._tasks(each)]
@@ -272,12 +272,12 @@ class DirectFill:
                 known = [(each.key, _Known(at, each.tensor, each.product)) for at, each in enumerate(part)]
                 self._new.append((program, known))
 
-    def _tasks(self, lying: Lying) -> list[Task]:
+    def _tasks(self, arrived: DeviceTensor) -> list[Task]:
         tasks: list[Task | None] = [
-            bind(step, self._slots[step.slot], lying.tensor, self._config, lying.product) for step in lying.steps
+            bind(step, self._slots[step.slot], arrived.tensor, self._config, arrived.product) for step in arrived.steps
         ]
-        if lying.first_row is not None:
-            tasks = [cut_to_run(task, lying.first_row, lying.tensor.shape[0]) for task in tasks if task is not None]
+        if arrived.first_row is not None:
+            tasks = [cut_to_run(task, arrived.first_row, arrived.tensor.shape[0]) for task in tasks if task is not None]
         return [task for task in tasks if task is not None]
 
     def read_flags(self) -> Flags:

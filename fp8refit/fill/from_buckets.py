@@ -101,8 +101,8 @@ class ReceivedFill(Fill):
         absent = sorted({step.source for step, count in lacking.items() if count})
         if absent:
             raise TransportError(
-                f"this rank is not sent all that it holds of {absent[0]} and of {len(absent) - 1} other tensor(s): the engine "
-                "has changed since it joined the broadcast; refit again"
+                f"the broadcast omits parts of {absent[0]} and of {len(absent) - 1} other tensor(s) that this rank holds: the "
+                "engine has changed since it joined; refit again"
             )
         self._launched = Launched()
         self._num_filled = 0

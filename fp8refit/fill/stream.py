@@ -17,9 +17,9 @@ from fp8refit.fill.fill import Arriving, Fill
 from fp8refit.fill.kernels import Action
 from fp8refit.fill.program import Flags
 from fp8refit.fill.staging import Staging
-from fp8refit.fill.taking import Taker
+from fp8refit.fill.stream_writer import StreamWriter
 from fp8refit.sources.checkpoints import SafetensorsSource
-from fp8refit.sources.making import Room, in_batches
+from fp8refit.sources.recipe_batches import ScratchBuffer, in_batches
 from fp8refit.sources.row_runs import InPieces, MakesPieces
 from fp8refit.sources.source import MappingSource, PushedSource, Source
 
@@ -51,7 +51,7 @@ class StreamFill(Fill):
         self._arrivals = arrivals
         self._staging = staging
         self._direct = direct
-        self._taker = Taker(arrivals, staging, direct, is_stable=isinstance(source, MappingSource))
+        self._writer = StreamWriter(arrivals, staging, direct, is_stable=isinstance(source, MappingSource))
         self.is_first, self.plan = is_first, arrivals.plan
 
     @property
@@ -92,17 +92,17 @@ class StreamFill(Fill):
 
     @override
     def finish(self) -> None:
-        self._taker.check_is_complete()
+        self._writer.check_is_complete()
         came = self._arrivals.finish()
         self.is_first |= came is not self._arrivals.expected
         self.plan = came.plan
         if self._direct is not None:
             self._direct.end(came)
-        self._taker.flush()
+        self._writer.flush()
 
     @override
     def release(self) -> None:
-        self._taker.release()
+        self._writer.release()
         self._staging.release()
 
     @override
@@ -126,17 +126,17 @@ class StreamFill(Fill):
 
     def _made(self, source: MakesPieces) -> Iterator[list[Arriving]]:
         """Take what can be read where it is, and yield the rest, computed in memory of the size of a bucket."""
-        room = Room(self._staging.bucket_bytes)
+        scratch = ScratchBuffer(self._staging.bucket_bytes)
         runs = source.recipes(sys.maxsize)
         while part := list(islice(runs, _MOST_TOGETHER)):
-            recipes = self._taker.take_at_rest(part)
+            recipes = self._writer.take_at_rest(part)
             pieces = (piece for recipe in recipes for piece in recipe.cut(self._staging.bucket_bytes))
-            for batch in in_batches(source, pieces, room):
+            for batch in in_batches(source, pieces, scratch):
                 yield [(each.name, each.tensor) if each.is_whole else each for each in batch]
 
     def _take_all(self, tensors: Iterable[Arriving | list[Arriving]], *, drain: bool) -> None:
         try:
-            self._taker.take(tensors)
+            self._writer.take(tensors)
         except Exception:
             if drain and isinstance(tensors, Iterator):
                 for _ in tensors:

@@ -14,8 +14,8 @@ from fp8refit.live.fingerprint import fingerprint
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.overlaps import shared_bytes
 from fp8refit.live.slots import Inventory, Refusal, Write
-from fp8refit.ranks.kv.brought import BroughtScales
 from fp8refit.ranks.kv.scales import KvScales, Measured
+from fp8refit.ranks.kv.source_scales import SourceScales
 
 
 class LiveModel:
@@ -33,7 +33,7 @@ class LiveModel:
         inventory: The last inventory; None if it must be read again.
         fills: What was compiled for it.
         kv: The scales of its KV cache, if it has any.
-        brought: Receives KV scales that are sent with the weights.
+        source_scales: Receives KV scales that are sent with the weights.
         has_constants: Whether its constants hold their values; a dummy boot and sleep lose them.
         unproved: What the engine's loader does otherwise than the inventory says; None if that was not looked at.
     """
@@ -54,7 +54,7 @@ class LiveModel:
         self.inventory: Inventory | None = None
         self.fills: Fills | None = None
         self.kv: KvScales | None = None
-        self.brought: BroughtScales | None = None
+        self.source_scales: SourceScales | None = None
         self.has_constants = False
         self.unproved: tuple[Refusal, ...] | None = None
 
@@ -80,8 +80,8 @@ class LiveModel:
             self.device = _device_of(inventory) or self.device
             torn = self.kv.torn if self.kv is not None else None
             self.kv = KvScales(inventory.kv, self.device, torn=torn) if inventory.kv is not None else None
-            self.brought = BroughtScales(self.kv, inventory, self.device) if self.kv is not None else None
-            inventory = self.brought.inventory if self.brought is not None else inventory
+            self.source_scales = SourceScales(self.kv, inventory, self.device) if self.kv is not None else None
+            inventory = self.source_scales.inventory if self.source_scales is not None else inventory
             self.fills = Fills(inventory, self.device)
             self.inventory = inventory
         return inventory
@@ -134,7 +134,7 @@ class LiveModel:
         """Drop everything except the last whole set of partly overwritten KV scales."""
         self.forget()
         if self.kv is not None and self.kv.torn is None:
-            self.kv = self.brought = None
+            self.kv = self.source_scales = None
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

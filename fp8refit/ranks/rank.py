@@ -103,7 +103,7 @@ class Rank:
             RefitError: See `KvScales.check`; or `driver_error`; or another rank's error.
         """
         if driver_error is None and self.target.is_dirty:
-            driver_error = EngineDirtyError("this engine holds no whole policy to calibrate for; refit it")
+            driver_error = EngineDirtyError("this engine's weights are incomplete; refit it before calibrating")
         self._agreement.on_ready(job, driver_error)
 
     def calibrate(self, job: Job, *, driver_error: BaseException | None = None) -> KvReport:

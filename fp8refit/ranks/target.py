@@ -173,8 +173,8 @@ class Target:
             try:
                 prepared = fills.prepare(source, config, foreign=foreign, compares=compares)
                 self._check_kept(prepared)
-                if self.live.brought is not None:
-                    self.live.brought.check(source, prepared.plan)
+                if self.live.source_scales is not None:
+                    self.live.source_scales.check(source, prepared.plan)
                 if config.validate_values == "strict" and not isinstance(source, PushedSource):
                     prepared.check_values()
             except BaseException as error:

@@ -79,9 +79,9 @@ class Write:
             raise prepared.error_of(bad, written=writes)
         if writes and differing:
             raise InvalidSourceError(list(map(tie_problem, sorted(differing))))
-        plan, brought = prepared.plan, self._live.brought
+        plan, source_scales = prepared.plan, self._live.source_scales
         assert plan is not None, "a fill that is complete has a plan"
-        kv = brought.write(plan) if writes and brought is not None else None
+        kv = source_scales.write(plan) if writes and source_scales is not None else None
         return self._report(plan, filled_s, differing=tuple(sorted(differing)), kv=kv)
 
     def _complete(self, inventory: Inventory) -> None:

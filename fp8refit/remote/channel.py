@@ -107,7 +107,7 @@ async def send_in_turn(
     return Answers(said=await call(messages[1], timeouts_s[1]), flush_s=flush_s)
 
 
-class AskedRanks:
+class RankClient:
     """Sends orders to every rank of one engine, one at a time.
 
     Args:
@@ -129,7 +129,7 @@ class AskedRanks:
         self.lost_because: str | None = None
         self._flush_s = 0.0
 
-    async def meet(self) -> None:
+    async def handshake(self) -> None:
         """Identify the ranks, once.
 
         Raises:

@@ -18,11 +18,11 @@ from fp8refit.errors import InvalidSourceError, RefitError
 from fp8refit.live.collector import collector_paused
 from fp8refit.live.slots import dtype_name
 from fp8refit.remote import messages
-from fp8refit.remote.channel import NUM_VOTES, AskedRanks
-from fp8refit.remote.handing import Handing
+from fp8refit.remote.channel import NUM_VOTES, RankClient
 from fp8refit.remote.messages import Reply
 from fp8refit.remote.packing import Packer
 from fp8refit.remote.source_summary import summarize
+from fp8refit.remote.stream_sender import StreamSender
 from fp8refit.report import RankReport
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.source import MappingSource, Source
@@ -60,7 +60,7 @@ class HostRoute:
         ranks: The engine's ranks.
     """
 
-    def __init__(self, ranks: AskedRanks) -> None:
+    def __init__(self, ranks: RankClient) -> None:
         self._ranks = ranks
         self._exporter = Exporter()
         self._packer = Packer(_make_bucket)
@@ -136,11 +136,13 @@ class HostRoute:
         else:
             if self._ring is None:
                 self._ring = Ring.make()
-            handing = Handing(ranks, self._packer, self._ring, ranks.refit, first=offered.first, num_votes=num_votes)
-            with closing(handing):
-                handing.open(offered.source, job.config.bucket_bytes)
+            sender = StreamSender(
+                ranks, self._packer, self._ring, ranks.refit, first=offered.first, num_votes=num_votes
+            )
+            with closing(sender):
+                sender.open(offered.source, job.config.bucket_bytes)
                 try:
-                    replies = await handing.hand_over()
+                    replies = await sender.hand_over()
                 except InvalidSourceError as error:
                     is_written = ranks.is_dirty and not ranks.has_refused
                     raise InvalidSourceError(error.problems, written=is_written) from error

@@ -184,8 +184,9 @@ class Packed(Message):
 
 
 class Stream(Message):
-    """Write what arrives through a ring, until nothing more does; see `fp8refit.remote.handing`. If the ring says that the
-    stream is over, finish, as `RefitStep` orders.
+    """Write what arrives through a ring, until nothing more does; see `fp8refit.remote.stream_sender`.
+
+    If the ring says that the stream is over, finish, as `RefitStep` orders.
     """
 
     step: Literal["stream"] = "stream"

@@ -49,7 +49,7 @@ class RankOrders:
         self._abandoned: deque[str] = deque(maxlen=_MOST_ABANDONED)
         """Refits that were abandoned. Orders of theirs may still arrive."""
 
-    def obey(self, order: messages.Order) -> dict[str, Any]:
+    def execute(self, order: messages.Order) -> dict[str, Any]:
         """Carry out an order. Returns the fields of the reply.
 
         Raises:
@@ -59,7 +59,7 @@ class RankOrders:
             return self._obey(order, None if is_held else EngineBusyError(IN_USE))
 
     def _obey(self, order: messages.Order, held: EngineBusyError | None) -> dict[str, Any]:
-        """`obey`; if somebody else holds the turn, only what changes nothing."""
+        """`execute`; if somebody else holds the turn, only what changes nothing."""
         rank = self.rank
         if not (isinstance(order, messages.Take) and order.refit == self._refit):
             self.receiver.recall()

@@ -40,7 +40,7 @@ class RankServer:
             request_id = request.id
             if self.orders is None:
                 self.orders = RankOrders(self._make_rank())
-            answer = self.orders.obey(request.order)
+            answer = self.orders.execute(request.order)
         except Exception as error:
             if not isinstance(error, RefitError):
                 logger.exception("a refit failed on this rank")

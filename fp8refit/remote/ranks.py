@@ -10,9 +10,9 @@ from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.ranks.ranks import Ranks
 from fp8refit.remote import messages
-from fp8refit.remote.broadcast.audience import Audience
 from fp8refit.remote.broadcast.broadcast import Broadcast
-from fp8refit.remote.channel import AskedRanks, Channel
+from fp8refit.remote.broadcast.peer import BroadcastPeer
+from fp8refit.remote.channel import Channel, RankClient
 from fp8refit.remote.host_route import HostRoute, Offered
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.source import Source
@@ -37,22 +37,22 @@ class RemoteRanks(Ranks):
         *,
         named: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self.asked = AskedRanks(channel)
-        self.host_route = HostRoute(self.asked)
-        self.audience = Audience(self.asked, self.host_route, named=named)
-        self._broadcast = Broadcast([self.audience])
+        self.client = RankClient(channel)
+        self.host_route = HostRoute(self.client)
+        self.peer = BroadcastPeer(self.client, self.host_route, named=named)
+        self._broadcast = Broadcast([self.peer])
         self._offered: Offered | None = None
         """The offer that is prepared over `host_route`; None if a broadcast is prepared, or nothing."""
 
     @property
     @override
     def version(self) -> int:
-        return self.asked.version
+        return self.client.version
 
     @property
     @override
     def is_dirty(self) -> bool:
-        return self.asked.is_dirty
+        return self.client.is_dirty
 
     @override
     async def prepare(
@@ -61,7 +61,7 @@ class RemoteRanks(Ranks):
         if driver_error is not None:
             raise driver_error
         self._offered = None
-        await self.meet(job)
+        await self.handshake(job)
         source = make_source()
         if job.config.transport == "collective":
             return await self._broadcast.prepare(source, job)
@@ -91,43 +91,43 @@ class RemoteRanks(Ranks):
     async def check_calibration(self, job: Job, *, driver_error: BaseException | None = None) -> None:
         if driver_error is not None:
             raise driver_error
-        await self.meet(job)
-        await self.asked.ask(messages.Calibrate(step="check_calibration", job=job))
+        await self.handshake(job)
+        await self.client.ask(messages.Calibrate(step="check_calibration", job=job))
 
     @override
     async def calibrate(self, job: Job, *, driver_error: BaseException | None = None) -> KvReport:
         if driver_error is not None:
             raise driver_error
         with ErrorCapture() as failed:
-            report = (await self.asked.ask(messages.Calibrate(job=job)))[0].kv
+            report = (await self.client.ask(messages.Calibrate(job=job)))[0].kv
             if report is None:
                 raise RankFailedError("a rank calibrated but did not report the result; refit again")
             return report
         if not isinstance(failed.error, RefitError):
             with contextlib.suppress(RefitError):
-                await self.asked.ask(
+                await self.client.ask(
                     messages.Do(step="hello")
                 )  # interrupted: it is unknown whether scales were partly written
         raise failed.take()
 
     @override
     async def layout(self) -> EngineLayout:
-        return EngineLayout.merge(await self.audience.layouts())
+        return EngineLayout.merge(await self.peer.layouts())
 
     @override
     async def fingerprints(self) -> list[str]:
-        replies = await self.asked.ask(messages.Do(step="fingerprint"))
+        replies = await self.client.ask(messages.Do(step="fingerprint"))
         return [reply.fingerprint for reply in sorted(replies, key=lambda reply: reply.rank)]
 
     @override
     async def close(self) -> None:
         try:
-            if self.asked.lost_because is None:
-                await self.asked.ask(messages.Do(step="close"))
+            if self.client.lost_because is None:
+                await self.client.ask(messages.Do(step="close"))
         finally:
             self._release()
 
-    async def meet(self, job: Job) -> None:
+    async def handshake(self, job: Job) -> None:
         """Identify the ranks, before a job.
 
         Raises:
@@ -139,8 +139,8 @@ class RemoteRanks(Ranks):
             raise UnsupportedEngineError(
                 'verify() needs memory, or files, that the ranks can read: leave out transport="collective"'
             )
-        self.asked.config = job.config
-        await self.asked.meet()
+        self.client.config = job.config
+        await self.client.handshake()
 
     async def _offer(self, source: Source, job: Job) -> Offered:
         return await self.host_route.prepare(source, job)

@@ -1,4 +1,4 @@
-"""Reads on a rank what `fp8refit.remote.handing` hands over: sets of buckets, announced through a ring."""
+"""Reads on a rank what `fp8refit.remote.stream_sender` hands over: sets of buckets, announced through a ring."""
 
 import time
 from collections import OrderedDict, deque

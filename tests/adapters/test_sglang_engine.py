@@ -519,15 +519,15 @@ def test_a_source_is_read_while_the_ranks_write(solo):
         refitter = Refitter(solo)
         await refitter.refit_async(iter(policy.items()))
         orders = solo.schedulers[0]._fp8refit_server.orders
-        obey = orders.obey
+        execute = orders.execute
 
         def note(order):
             if order.step == "stream":
                 is_writing.set()
                 assert is_read.wait(10), "the source is not read meanwhile"
-            return obey(order)
+            return execute(order)
 
-        orders.obey = note
+        orders.execute = note
         await refitter.refit_async(read())
 
     run(solo, steps())

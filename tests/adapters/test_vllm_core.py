@@ -252,7 +252,7 @@ def test_caches_that_stay_beside_new_weights_cost_the_engine(said, driver, core,
     core.is_empty = False
     if "ValueError" in said:
         core.raises["flush"] = ValueError("no such cache")
-    with pytest.raises(EngineLostError, match=f"{said}.* belongs to the old policy. Restart the engine"):
+    with pytest.raises(EngineLostError, match=f"{said}.* it now holds stale KV. Restart the engine"):
         pair(driver)
     assert [name for name, *_ in core.events] == ["fp8refit_call", "begin", "flush", "fp8refit_call"]
 

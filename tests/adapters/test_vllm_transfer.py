@@ -356,14 +356,14 @@ def test_a_trainer_that_died_in_the_middle_is_replaced_and_its_parts_are_written
 
 
 def test_a_rank_that_does_not_answer_loses_the_engine(engine, session, cluster):
-    engine.workers[1].transfer._board.tell = lambda *_: None
+    engine.workers[1].transfer._board.send = lambda *_: None
     with pytest.raises(EngineLostError, match="rank 1 did not answer"):
         session.send(cluster.make_policy(seed=1))
 
 
 def test_a_late_answer_to_an_interrupted_call_is_skipped(engine, session, cluster):
     for rank in range(2):
-        session.driver._board.tell(str(rank), "late")
+        session.driver._board.send(str(rank), "late")
     session.send(cluster.make_policy(seed=1))
     cluster.assert_holds(cluster.make_policy(seed=1), version=2)
 

@@ -331,7 +331,7 @@ def test_what_is_frozen_need_not_come():
     site.load_policy({name: tensor for name, tensor in site.cluster.make_policy(1).items() if name != NORM})
     site.assert_holds(policy, 2)
     outcomes = site.load([(NORM, policy[NORM])])[0]
-    assert all("came after the policy was whole" in str(error) for error in outcomes), outcomes
+    assert all("arrived after the update was complete" in str(error) for error in outcomes), outcomes
     site.assert_holds(policy, 2)
 
 

@@ -644,7 +644,7 @@ def test_a_dirty_engine_is_not_even_paused_for_a_calibration(model, cache):
         refitter.refit(policy_with_nan(model))
     model.events.clear()
     blocked = model.blocked
-    with pytest.raises(EngineDirtyError, match="no whole policy to calibrate for; refit it"):
+    with pytest.raises(EngineDirtyError, match="weights are incomplete; refit it before calibrating"):
         refitter.calibrate(BATCH)
     assert (model.events, model.blocked, cache.held) == ([], blocked, BOOTED)
     assert_dirty_until_refitted(refitter, model, "NonFiniteError")

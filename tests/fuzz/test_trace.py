@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from fp8refit.config import RefitConfig
 from fp8refit.fill.kernels import quantize_blockwise
 from fp8refit.live.slots import TensorMeta
-from fp8refit.live.tracing.alike import trace_alike
 from fp8refit.live.tracing.reading import read_inventory
 from fp8refit.live.tracing.reads import partly_read, refusals_of
+from fp8refit.live.tracing.similar_layers import trace_similar
 from fp8refit.live.tracing.trace import trace_loader
 from fp8refit.live.tracing.twin import Naming, trace_twin
 from fp8refit.ranks.target import Target
@@ -352,7 +352,7 @@ def test_layers_of_experts_are_traced_as_if_each_were_traced_whole(num_experts, 
     meta = TensorMeta(shape=(4,), dtype=torch.bfloat16)
     names = [(layer, expert, leaf) for layer in range(len(orders)) for expert in range(num_experts) for leaf in "ab"]
     sources = {f"layers.{layer}.experts.{expert}.{leaf}": meta for layer, expert, leaf in names}
-    found, expected = trace_alike(load, weights, sources), trace_loader(load, weights, sources)
+    found, expected = trace_similar(load, weights, sources), trace_loader(load, weights, sources)
     assert set(found.copies) == set(expected.copies)
     assert sorted(map(written, found.computed)) == sorted(map(written, expected.computed))
 

@@ -3,7 +3,7 @@
 from tests.planted.fault import Fault
 
 STREAM, TARGET, COMPARE, PLAN = (
-    "fp8refit/fill/taking.py",
+    "fp8refit/fill/stream_writer.py",
     "fp8refit/ranks/target.py",
     "fp8refit/fill/kernels/reference_table.py",
     "fp8refit/fill/plan.py",
@@ -44,7 +44,7 @@ FAULTS = [
         path="fp8refit/remote/stream_reader.py",
         before="            elif call is Call.OVER:\n",
         after="            elif call is not Call.STAY:\n",
-        found_by="tests/remote/test_handing.py -k no_order_takes_long",
+        found_by="tests/remote/test_stream_sender.py -k no_order_takes_long",
     ),
     Fault(
         name="a stream that is announced otherwise is written before it is judged",
@@ -70,7 +70,7 @@ FAULTS = [
     Fault(
         name="a tensor that was lent is read after it was overwritten",
         path=STREAM,
-        before="            lying.tensor = lying.tensor.detach().clone()\n",
+        before="            arrived.tensor = arrived.tensor.detach().clone()\n",
         after="",
         found_by=STREAMS,
     ),
@@ -160,10 +160,10 @@ FAULTS = [
     ),
     Fault(
         name="a set of buckets is filled before it was read",
-        path="fp8refit/remote/handing.py",
+        path="fp8refit/remote/stream_sender.py",
         before="<= self._packer.num_packed - NUM_SETS:",
         after="< 0:",
-        found_by="tests/remote/test_handing.py -k is_not_overtaken",
+        found_by="tests/remote/test_stream_sender.py -k is_not_overtaken",
     ),
     Fault(
         name="ranks are told of copies that another stream has not done",
@@ -184,7 +184,7 @@ FAULTS = [
         path="fp8refit/remote/stream_reader.py",
         before="contents = self._packed.get(text)",
         after="contents = next(iter(self._packed.values()), None)",
-        found_by="tests/remote/test_handing.py -k laid_out_otherwise",
+        found_by="tests/remote/test_stream_sender.py -k laid_out_otherwise",
     ),
     Fault(
         name="to compare is to commit",

@@ -66,7 +66,7 @@ FAULTS = [
     ),
     Fault(
         name="a displaced write that goes on",
-        path="fp8refit/fill/taking.py",
+        path="fp8refit/fill/stream_writer.py",
         before="        self._is_released = True\n",
         after="",
         found_by=f"{ONE_WRITER}::test_a_displaced_write_stops_at_its_next_tensor_and_is_never_finished",

@@ -805,11 +805,11 @@ def test_an_engine_without_an_fp8_cache_on_one_rank_is_refused_on_all(kv_drivers
 def test_a_dirty_rank_is_not_calibrated_and_neither_are_the_others(kv_drivers, kv_cluster):
     arm(kv_cluster.targets[0], "finished", StagingMemoryError("no room"))
     kv_drivers.refit({"state_dict": kv_cluster.make_policy(1)})
-    assert_agreed(kv_drivers.calibrate({"calibration": BATCH}), EngineDirtyError, "no whole policy")
+    assert_agreed(kv_drivers.calibrate({"calibration": BATCH}), EngineDirtyError, "weights are incomplete")
     job = Job(config=KV_CONFIG, kv=KvOrder(token_ids=((1, 2),)))
     kv_cluster.targets[0].is_dirty = False
     outcomes = together([partial(rank.calibrate, job) for rank in kv_cluster.ranks])
-    assert_agreed(outcomes, EngineDirtyError, "^rank 1: this engine holds no whole policy")
+    assert_agreed(outcomes, EngineDirtyError, "^rank 1: this engine's weights are incomplete")
     assert kv_cluster.scales == [BOOTED] * 2
     assert_heals(kv_drivers)
 

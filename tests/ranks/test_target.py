@@ -924,15 +924,18 @@ def test_runs_of_rows_give_the_same_bytes(announced, target, model):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda runs: runs[1:], r"rows 40 to 80 of \[192, 256\] came where row 0 of \[192, 256\] belongs"),
-        (lambda runs: [runs[0], *runs[2:]], r"rows 80 to 120 of \[192, 256\] came where row 40"),
-        (lambda runs: [*runs[:2], runs[1], *runs[2:]], r"rows 40 to 80 of \[192, 256\] came where row 80"),
-        (lambda runs: runs[:-1], "came up to row 160 of 192"),
+        (lambda runs: runs[1:], r"rows 40 to 80 of \[192, 256\] are out of order: expected row 0 of \[192, 256\]"),
+        (lambda runs: [runs[0], *runs[2:]], r"rows 80 to 120 of \[192, 256\] are out of order: expected row 40"),
+        (
+            lambda runs: [*runs[:2], runs[1], *runs[2:]],
+            r"rows 40 to 80 of \[192, 256\] are out of order: expected row 80",
+        ),
+        (lambda runs: runs[:-1], "is incomplete: got 160 of 192 rows"),
         (lambda runs: [*runs, *runs], "sent twice"),
         (lambda runs: [*runs[:-1], dataclasses.replace(runs[-1], tensor=runs[0].tensor)], "rows 160 to 200"),
         (
             lambda runs: [*runs[:-1], dataclasses.replace(runs[-1], full_shape=(193, 256))],
-            r".* of \[193, 256\] came where",
+            r".* of \[193, 256\] are out of order",
         ),
         (
             lambda runs: [dataclasses.replace(runs[0], tensor=runs[0].tensor[:, :7]), *runs[1:]],
@@ -1148,7 +1151,7 @@ def test_tensors_may_be_made_together(at_once, validate, target, model, monkeypa
         return recognized[-1]
 
     monkeypatch.setattr(fp8refit.fill.stream.DirectFill, "fill_group", note)
-    monkeypatch.setattr("fp8refit.sources.making._shares_launches", lambda device: True)
+    monkeypatch.setattr("fp8refit.sources.recipe_batches._shares_launches", lambda device: True)
     monkeypatch.setattr("fp8refit.fill.stream._MOST_TOGETHER", at_once)
     for seed in range(1, 5):
         recognized.clear()

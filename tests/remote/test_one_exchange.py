@@ -84,7 +84,7 @@ class PairEngine(ClientEngine):
     """A fake engine whose caches are dropped in an exchange: in one of its own, if nothing waits for the next."""
 
     async def flush_caches(self) -> None:
-        channel = self._model.ranks.asked.channel
+        channel = self._model.ranks.client.channel
         channel.exchanges.append([])
         channel.flush()
 

@@ -406,7 +406,7 @@ def test_a_rank_that_failed_in_its_scales_is_not_calibrated_but_refitted(server,
     reply = refused(server, written("a"), RankFailedError, "ZeroDivisionError")
     assert (reply.is_dirty, reply.version) == (True, 0)
     cache.on_pass = lambda: None
-    assert refused(server, calibrate(), EngineDirtyError, "no whole policy").is_dirty
+    assert refused(server, calibrate(), EngineDirtyError, "weights are incomplete").is_dirty
     refused(server, written("a"), RankFailedError, "nothing is prepared|follows")
     refit(server, model, tmp_path)
     do(server, calibrate())

@@ -721,7 +721,7 @@ def test_a_driver_that_vanishes_leaves_nothing_that_stops_the_next_one(step, rem
     assert (successor.refitter.is_dirty, successor.refitter.version) == (is_dirty, 1)
     assert_heals(successor)
     with pytest.raises(RankFailedError, match="this refit was abandoned: its driver gave it up"):
-        asyncio.run(remote.ranks.asked.ask(RefitStep(step="finish", refit=remote.ranks.asked.refit)))
+        asyncio.run(remote.ranks.client.ask(RefitStep(step="finish", refit=remote.ranks.client.refit)))
     assert cluster.states == [(False, 2)] * 2
     successor.refitter.close()
 
@@ -1222,7 +1222,7 @@ def test_a_fault_of_one_rank_in_a_calibration_is_the_engine_s(error, fault, rank
     assert kv_remote.refitter.is_dirty == is_dirty
     if is_dirty:
         assert "failed part way" in kv_remote.client.blocked
-        with pytest.raises(EngineDirtyError, match="no whole policy"):
+        with pytest.raises(EngineDirtyError, match="weights are incomplete"):
             kv_remote.refitter.calibrate(BATCH)
         assert kv_remote.channel.steps == ["check_calibration", "calibrate"]
     else:

@@ -55,7 +55,7 @@ def update_model(scheduler, family: str, seed: int) -> dict:
 
 
 def is_dirty(scheduler) -> bool:
-    """Whether this rank holds no whole policy."""
+    """Whether this rank's weights are incomplete."""
     from fp8refit_sglang.live_scheduler import Scheduler
     from fp8refit_sglang.worker import rank_of
 

@@ -58,7 +58,7 @@ def update_model(worker, family: str, seed: int) -> dict:
 
 
 def is_dirty(worker) -> bool:
-    """Whether this rank holds no whole policy."""
+    """Whether this rank's weights are incomplete."""
     from fp8refit_vllm.worker import rank_of
 
     return rank_of(worker).target.is_dirty

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from fp8refit.live.copies import is_uniform, values_of
 from fp8refit.live.names import without_numbers
 from fp8refit.live.slots import Refresh, Refusal, Stacked, TensorMeta
-from fp8refit.live.tracing.alike import trace_alike
 from fp8refit.live.tracing.records import Copy, Objection, Traced
 from fp8refit.live.tracing.scale_names import ScaleNames
+from fp8refit.live.tracing.similar_layers import trace_similar
 from fp8refit.live.tracing.trace import Load, storage_of, trace_once
 
 _BEFORE_LAYER = re.compile(r"\.\d+\.")
@@ -134,7 +134,7 @@ def trace_twin(
     load = load if load is not None else model.load_weights
     # Use the checkpoint's dtypes: transformers' own model is float32 on the meta device.
     naming = replace(naming, tensors=_in_bf16(naming.tensors))
-    traced = trace_alike(load, named, naming.tensors)
+    traced = trace_similar(load, named, naming.tensors)
     traced = replace(traced, objections=(*traced.objections, *_packed(model, firsts)))
     aliases = {**naming.aliases, **_taken_alike(load, named, naming, traced)}
     skipped = tuple(each for each in naming.beside if _skips(load, named, naming, each))
@@ -234,7 +234,7 @@ def _taken_alike(load: Load, named: Mapping[str, Tensor], naming: Naming, traced
         kinds = {without_numbers(other): other for other in reversed(sources)}
         if not trace_once(load, named, {other: sources[other] for other in kinds.values()}).copies:
             return {}
-        others = trace_alike(load, named, sources, trace_once)
+        others = trace_similar(load, named, sources, trace_once)
     except Exception:  # noqa: BLE001 - a loader may raise anything for names that it does not know
         return {}
     places = _copies_by_source(traced)

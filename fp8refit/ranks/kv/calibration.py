@@ -185,7 +185,7 @@ def _scales(given: Any) -> dict[str, float]:
         try:
             name = strip_wrappers(raw_name)
         except (TypeError, UnicodeEncodeError):
-            raise InvalidCalibrationError(f"kv_scales: has {raw_name!r} for a name; names are text") from None
+            raise InvalidCalibrationError(f"kv_scales: has {raw_name!r} for a name; names must be strings") from None
         if name in scales:
             raise InvalidCalibrationError(f"kv_scales: {name} is given twice, the second time as {raw_name}")
         scales[name] = _number(raw_name, value)

@@ -16,7 +16,7 @@ from fp8refit.fill.ties import untied
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.remote import messages
-from fp8refit.remote.broadcast.audience import Audience
+from fp8refit.remote.broadcast.peer import BroadcastPeer
 from fp8refit.remote.broadcast.receiver import digest_of
 from fp8refit.remote.broadcast.sections import Sections, find_sections
 from fp8refit.remote.broadcast.sender import Sender, Sending
@@ -62,12 +62,12 @@ class Broadcast:
     """Connects to engines, announces policies to them, and sends them.
 
     Args:
-        audiences: The engines.
+        peers: The engines.
         together: Awaits calls to all of them concurrently.
     """
 
-    def __init__(self, audiences: Sequence[Audience], together: Together = alone) -> None:
-        self._audiences = tuple(audiences)
+    def __init__(self, peers: Sequence[BroadcastPeer], together: Together = alone) -> None:
+        self._peers = tuple(peers)
         self._together = together
         self._communicator: Communicator | None = None
         self._config = RefitConfig()
@@ -130,7 +130,7 @@ class Broadcast:
         source, job = prepared
         with ErrorCapture() as failed:
             return await self._send(source, version)
-        if isinstance(failed.error, TransportError) and any(audience.asked.has_refused for audience in self._audiences):
+        if isinstance(failed.error, TransportError) and any(peer.client.has_refused for peer in self._peers):
             # See `prepare`. The ranks check again when they take it, because caches are dropped in between.
             with ErrorCapture() as failed:
                 await self._prepare(source, job, is_again=True)
@@ -146,15 +146,15 @@ class Broadcast:
             torch.cuda.synchronize(sender.device)  # what the trainer computes has to be there before it is read
         sending = Sending(sender, source, communicator, self._refit, plan.guard)
 
-        async def take(audience: Audience) -> Sequence[RankReport]:
+        async def take(peer: BroadcastPeer) -> Sequence[RankReport]:
             with ErrorCapture() as failed:
-                return await audience.take(version)
+                return await peer.take(version)
             communicator.expect_end(str(failed.error))
             raise failed.take()
 
         reports: list[Sequence[RankReport]] = []
         with ErrorCapture() as refused:
-            reports = await self._together([take(audience) for audience in self._audiences])
+            reports = await self._together([take(peer) for peer in self._peers])
         error = sending.end(refused.error, timeout_s=self._config.timeout_s)
         if error is not None:
             self.leave(why=str(error))
@@ -167,10 +167,10 @@ class Broadcast:
         offer = await self._offer(source, job.config)
         self._refit = uuid.uuid4().hex
         # With several engines one might write while another refuses; and a stream cannot be sent twice.
-        is_alone = len(self._audiences) == 1 and isinstance(source, MappingSource) and job.kv is None
+        is_alone = len(self._peers) == 1 and isinstance(source, MappingSource) and job.kv is None
         may_wait = is_alone and (offer.tensors is None or is_again)
         waits = await self._together(
-            [audience.prepare(offer, refit=self._refit, job=job, may_wait=may_wait) for audience in self._audiences]
+            [peer.prepare(offer, refit=self._refit, job=job, may_wait=may_wait) for peer in self._peers]
         )
         assert all(waits) or not is_again, "what waited once waits again"
         self._known_digest, self._prepared = offer.digest, (source, job)
@@ -178,7 +178,7 @@ class Broadcast:
 
     async def _abandon(self) -> None:
         with contextlib.suppress(RefitError):
-            await self._together([audience.host_route.abandon() for audience in self._audiences])
+            await self._together([peer.host_route.abandon() for peer in self._peers])
 
     async def _offer(self, source: Source, config: RefitConfig) -> messages.Broadcast:
         """Check a source, and make its offer."""
@@ -249,7 +249,7 @@ class Broadcast:
             return communicator
         self.leave()
         layouts = await self._known_layouts()
-        sizes = [audience.asked.num_ranks for audience in self._audiences]
+        sizes = [peer.client.num_ranks for peer in self._peers]
         on_gpus = device.type == "cuda" and all(layout.device.startswith("cuda") for layout in layouts)
         backend: Backend = how.backend if how.backend != "auto" else "nccl" if on_gpus else "gloo"
         opened = Communicator.open(
@@ -267,9 +267,7 @@ class Broadcast:
         with ThreadPoolExecutor(1) as thread, ErrorCapture() as failed:
             joined = thread.submit(opened.join, device, timeout_s=config.timeout_s)
             with ErrorCapture() as refused:
-                await self._together(
-                    [audience.asked.ask(order) for audience, order in zip(self._audiences, orders, strict=True)]
-                )
+                await self._together([peer.client.ask(order) for peer, order in zip(self._peers, orders, strict=True)])
             if refused.error is not None:
                 opened.expect_end(str(refused.error))
             with ErrorCapture() as absent:
@@ -285,7 +283,7 @@ class Broadcast:
 
     async def _known_layouts(self) -> list[EngineLayout]:
         if self._layouts is None:
-            self._layouts = [layout for audience in self._audiences for layout in await audience.layouts()]
+            self._layouts = [layout for peer in self._peers for layout in await peer.layouts()]
             self._sections = find_sections(self._layouts)
         return self._layouts
 

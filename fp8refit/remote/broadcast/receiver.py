@@ -159,7 +159,7 @@ class Receiver:
             if read_header(source.buffer(ordinal), ordinal) is Status.NOTHING:
                 while self._arriving:
                     communicator.wait(self._arriving.popleft(), timeout_s=timeout_s)
-                said = communicator.hear(refit)
+                said = communicator.receive(refit)
                 raise ErrorRecord.model_validate_json(said[0]).error() if said else _gave_up()
             if failed.error is None:
                 with clock.phase("fill"), ErrorCapture() as failed:

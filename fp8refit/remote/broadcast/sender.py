@@ -138,7 +138,7 @@ class Sender:
                 packed += self._pack(ordinal, portions, reader, known)
             error, failed.error = failed.error, None
             if error is not None:
-                communicator.tell(refit, ErrorRecord.of(error).model_dump_json())
+                communicator.send(refit, ErrorRecord.of(error).model_dump_json())
             status = Status.WEIGHTS if error is None else Status.NOTHING
             with clock.phase("begin"):
                 travelling.append(self._begin(communicator, portions, ordinal, status))

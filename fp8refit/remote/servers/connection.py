@@ -66,7 +66,7 @@ class Connection:
             raise answer.error.error()
         return answer
 
-    def greet(self) -> str:
+    def ping(self) -> str:
         """Identify the other end: a name that changes with every start."""
         return self.post(Hello(), timeout_s=self.asking_s).server
 

@@ -83,7 +83,7 @@ class _Texts:
 
     def check_is_done(self) -> None:
         if self._next != len(self._message):
-            raise ValueError(f"{len(self._message) - self._next} characters follow that belong to nothing")
+            raise ValueError(f"{len(self._message) - self._next} unexpected trailing characters")
 
 
 def _fetch(value: Any, info: ValidationInfo) -> Any:

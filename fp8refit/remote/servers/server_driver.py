@@ -41,7 +41,7 @@ class ServerDriver(ControlPlane, Channel):
         self.server = server
         self._timeout_s = RefitConfig().timeout_s
         self._new_version: int | None = None
-        self.greeted = server.greet()
+        self.pinged = server.ping()
         """Name of the server that answered, which changes with every start."""
 
     @property
@@ -128,14 +128,14 @@ class ServedRanks(RemoteRanks):
         self._driver = driver
 
     @override
-    async def meet(self, job: Job) -> None:
-        server = await self._driver.do(self._driver.server.greet)
-        if server != self._driver.greeted or self.asked.lost_because is not None:
+    async def handshake(self, job: Job) -> None:
+        server = await self._driver.do(self._driver.server.ping)
+        if server != self._driver.pinged or self.client.lost_because is not None:
             self._release()
-            self.asked.start_over()  # another server answers in its place
-            self._driver.greeted = server
+            self.client.start_over()  # another server answers in its place
+            self._driver.pinged = server
         self._check_can_be_met(job.config)
-        await super().meet(job)
+        await super().handshake(job)
 
     def _check_can_be_met(self, config: RefitConfig) -> None:
         """Check that a server on another host is not asked to join a broadcast at the default loopback address.

@@ -171,8 +171,8 @@ class Gathered(AbstractContextManager["Gathered"]):
             RefitError: Another rank raised it.
         """
         max_bytes = min(max_bytes, self._bucket_bytes)
-        heard = self._agree("read", max_bytes=max_bytes)
-        yield from self._renaming.pieces(self._gather(_least_bytes(heard), reads=True), max_bytes)
+        answers = self._agree("read", max_bytes=max_bytes)
+        yield from self._renaming.pieces(self._gather(_least_bytes(answers), reads=True), max_bytes)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Gather everything once, as whole tensors. One larger than a bucket takes its own size in addition to the
@@ -200,12 +200,12 @@ class Gathered(AbstractContextManager["Gathered"]):
             RefitError: As in `pieces`.
         """
         while not self._trainers.is_over:
-            heard = self._agree("follow")
-            lead = next((said for said in heard if said.step != "follow"), None)
+            answers = self._agree("follow")
+            lead = next((said for said in answers if said.step != "follow"), None)
             if lead is None or lead.step == "done":
                 self._trainers.is_over = True
             elif lead.step == "read":
-                for _ in self._gather(_least_bytes(heard), reads=False):
+                for _ in self._gather(_least_bytes(answers), reads=False):
                     pass
 
     def close(self, error: BaseException | None = None) -> None:
@@ -269,15 +269,15 @@ class Gathered(AbstractContextManager["Gathered"]):
         digest = ""
         with ErrorCapture() as failed:
             digest = self._digest if self._trainers.num_ranks > 1 and not self._is_apart else ""
-        heard = self._trainers.hear(Statement(step=step, max_bytes=max_bytes, digest=digest), failed.error)
-        is_wanted = any(said.step in ("plan", "read") for said in heard)
+        answers = self._trainers.exchange(Statement(step=step, max_bytes=max_bytes, digest=digest), failed.error)
+        is_wanted = any(said.step in ("plan", "read") for said in answers)
         if is_wanted and self._is_apart:
             self._unite()
-        elif is_wanted and len({said.digest for said in heard}) > 1:
-            compared = self._trainers.hear(Statement(step="names", names=self._lines))
+        elif is_wanted and len({said.digest for said in answers}) > 1:
+            compared = self._trainers.exchange(Statement(step="names", names=self._lines))
             self._trainers.is_over = True
             raise InvalidSourceError(_differences([said.names for said in compared]))
-        return heard
+        return answers
 
     def _unite(self) -> None:
         """Exchange, once, what every rank holds.
@@ -288,8 +288,8 @@ class Gathered(AbstractContextManager["Gathered"]):
         if self._shared is not None:
             return
         error = InvalidSourceError(self.problems) if self._problems else None
-        heard = self._trainers.hear(Statement(step="names", holdings=self._held), error)
-        self._holdings = [said.holdings for said in heard]
+        answers = self._trainers.exchange(Statement(step="names", holdings=self._held), error)
+        self._holdings = [said.holdings for said in answers]
         self._shared, problems = unite(self._parts, self._holdings)
         if problems:
             self._trainers.is_over = True
@@ -312,7 +312,7 @@ class Gathered(AbstractContextManager["Gathered"]):
             for place, batch in enumerate(self._batches(max_bytes // 2)):
                 with ErrorCapture() as failed:
                     batch.allocate()
-                trainers.hear(Statement(step="batch", place=place), failed.error)
+                trainers.exchange(Statement(step="batch", place=place), failed.error)
                 batch.begin()
                 if arrived is not None:
                     yield from arrived.tensors()
@@ -320,7 +320,7 @@ class Gathered(AbstractContextManager["Gathered"]):
                 arrived = batch if reads else None
             if arrived is not None:
                 yield from arrived.tensors()
-            trainers.hear(Statement(step="end"))
+            trainers.exchange(Statement(step="end"))
         except GeneratorExit:
             self._has_stopped = True  # close() reports the reader's error, which is not known here
             raise
@@ -332,7 +332,7 @@ class Gathered(AbstractContextManager["Gathered"]):
         """Tell the other ranks why this one stops, if they do not know."""
         if not self._trainers.is_over:
             with suppress(RefitError, type(error)):
-                self._trainers.hear(Statement(step="done"), error)
+                self._trainers.exchange(Statement(step="done"), error)
 
 
 class GatheredStream(Gathered):
@@ -384,7 +384,7 @@ class GatheredStream(Gathered):
         stretch: Iterator[tuple[str, Tensor]] = iter(())
         try:
             for place in count():
-                self._trainers.hear(Statement(step="batch", place=place))
+                self._trainers.exchange(Statement(step="batch", place=place))
                 stretch = islice(iterator, _TENSORS_A_VOTE)
                 num_read = 0
                 for name, tensor in stretch:
@@ -393,7 +393,7 @@ class GatheredStream(Gathered):
                     del tensor
                 if num_read < _TENSORS_A_VOTE:
                     break
-            self._trainers.hear(Statement(step="end"))
+            self._trainers.exchange(Statement(step="end"))
         except GeneratorExit:
             self._has_stopped = True
             for _ in stretch:
@@ -421,8 +421,8 @@ def opened(state_dict: StateDict, *, bucket_bytes: int, timeout_s: float) -> Abs
     return nullcontext(state_dict)
 
 
-def _least_bytes(heard: Sequence[Statement]) -> int:
-    return min(said.max_bytes for said in heard if said.step == "read")
+def _least_bytes(answers: Sequence[Statement]) -> int:
+    return min(said.max_bytes for said in answers if said.step == "read")
 
 
 def _group_of(meshes: Iterable["DeviceMesh"]) -> ProcessGroup | None:

@@ -58,7 +58,7 @@ class Trainers:
         timeout_s: Seconds to wait for the others at each step.
 
     Attributes:
-        is_over: Whether nothing more will be gathered: all ranks are done or have heard of an error.
+        is_over: Whether nothing more will be gathered: all ranks are done or have answers of an error.
     """
 
     def __init__(self, group: Group, *, timeout_s: float) -> None:
@@ -71,7 +71,7 @@ class Trainers:
         """Number of ranks."""
         return self._group.size
 
-    def hear(self, own: Statement, error: BaseException | None = None) -> list[Statement]:
+    def exchange(self, own: Statement, error: BaseException | None = None) -> list[Statement]:
         """Send `own`, or an error, and return every rank's statement in rank order.
 
         Raises:
@@ -86,17 +86,17 @@ class Trainers:
         if error is not None:
             own = own.model_copy(update={"error": ErrorRecord.of(error)})
         try:
-            heard = self._exchange(own)
-            failed = {rank: said.error for rank, said in enumerate(heard) if said.error is not None}
+            answers = self._exchange(own)
+            failed = {rank: said.error for rank, said in enumerate(answers) if said.error is not None}
             if error is not None and not isinstance(error, RefitError):
                 raise error
             if failed:
-                raise merge_errors(failed, num_ranks=len(heard)) from error
-            _check_are_in_step(heard)
+                raise merge_errors(failed, num_ranks=len(answers)) from error
+            _check_are_in_step(answers)
         except BaseException:
             self.is_over = True
             raise
-        return heard
+        return answers
 
     def _exchange(self, own: Statement) -> list[Statement]:
         try:
@@ -111,15 +111,15 @@ class Trainers:
         return [Statement.model_validate_json(message) for message in messages]
 
 
-def _check_are_in_step(heard: list[Statement]) -> None:
+def _check_are_in_step(answers: list[Statement]) -> None:
     """Check that all ranks do the same, or follow.
 
     Raises:
         RankFailedError: They do not.
     """
-    places = {(said.step, said.place) for said in heard if said.step != "follow"}
+    places = {(said.step, said.place) for said in answers if said.step != "follow"}
     if len(places) > 1:
-        steps = ", ".join(f"rank {rank} is at {said.step!r} {said.place}" for rank, said in enumerate(heard))
+        steps = ", ".join(f"rank {rank} is at {said.step!r} {said.place}" for rank, said in enumerate(answers))
         raise RankFailedError(
             f"the ranks of the trainer are out of step: {steps}. All of them must read the state dict alike, or join"
         )

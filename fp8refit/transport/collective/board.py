@@ -48,7 +48,7 @@ class Board:
         store = find_store(host=address.host, port=address.port, token=address.token, timeout_s=timeout_s)
         return cls(address, rank, store)
 
-    def tell(self, key: str, said: str) -> None:
+    def send(self, key: str, said: str) -> None:
         """Leave a message, which holds no NUL, for the other members, after those that are there.
 
         Raises:
@@ -60,7 +60,7 @@ class Board:
                 self._store.append(key, content[start : start + _PART_BYTES])  # type: ignore[attr-defined]
             self._has([key])  # the store does not confirm what is appended; this is answered after it
 
-    def hear(self, key: str) -> list[str]:
+    def receive(self, key: str) -> list[str]:
         """Return the messages that members left.
 
         Raises:
@@ -94,7 +94,7 @@ class Board:
         Raises:
             TransportError: The trainer is gone.
         """
-        return next(iter(self.hear(_ABORTED)), "")
+        return next(iter(self.receive(_ABORTED)), "")
 
     def _words(self, key: str) -> list[str]:
         return self._store.get(key).decode().split(_END_OF_WORD)[:-1] if self._has([key]) else []

@@ -5,7 +5,7 @@ the trainer opens, on the loopback address unless told otherwise. Every wait has
 gone or a member gave up, and then leaves nothing pending.
 
 Members that get the same data form a section, to which the trainer sends in addition to what it sends to all. Each
-member's broadcasts run in the same order, first to all, then to each section, so that none waits in a circle.
+member's broadcasts run in the same order, first to all, then to each section, to avoid deadlock.
 """
 
 import math

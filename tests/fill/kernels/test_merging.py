@@ -180,11 +180,11 @@ def test_an_error_of_the_device_is_raised_as_it_is(drain, target, model, monkeyp
     prepared = target.prepare(source, RefitConfig())
     filled, fill = [], fp8refit.fill.direct.DirectFill.fill
 
-    def failing(self, lying, *, are_together):
-        filled.append([each.name for each in lying])
-        if lying[0].first_row is not None:
+    def failing(self, tensors, *, are_together):
+        filled.append([each.name for each in tensors])
+        if tensors[0].first_row is not None:
             raise torch.OutOfMemoryError("no memory is left")
-        fill(self, lying, are_together=are_together)
+        fill(self, tensors, are_together=are_together)
 
     monkeypatch.setattr(fp8refit.fill.direct.DirectFill, "fill", failing)
     with pytest.raises(torch.OutOfMemoryError, match="no memory is left"):

@@ -213,7 +213,7 @@ def test_scales_that_are_no_numbers_are_refused(value, message):
         ({}, "holds no scale"),
         ({3: 1.0}, "has 3 for a name"),
         ({None: 1.0}, "has None for a name"),
-        ({"\ud800": 1.0}, "for a name; names are text"),
+        ({"\ud800": 1.0}, "for a name; names must be strings"),
         ({"a": 1.0, "module.a": 2.0}, "a is given twice, the second time as module.a"),
     ],
 )

@@ -18,9 +18,9 @@ from fp8refit.errors import (
 from fp8refit.fill.plan import PlanBuilder
 from fp8refit.live.names import kv_scale_names
 from fp8refit.live.slots import Inventory, KvCache, KvLayer, KvScale, Refusal, Slot, TensorMeta
-from fp8refit.ranks.kv.brought import BroughtScales
 from fp8refit.ranks.kv.calibration import to_float32
 from fp8refit.ranks.kv.scales import KINDS, MIN_SCALE, KvScales, report_of, scale_of
+from fp8refit.ranks.kv.source_scales import SourceScales
 
 CPU = torch.device("cpu")
 K, V = "layers.0.attn.k_scale", "layers.0.attn.v_scale"
@@ -286,7 +286,7 @@ def test_an_engine_may_refuse_all_or_only_to_measure():
 
 def arrivals_of(engine):
     slot = Slot(name="w", full_shape=(2,), weight=torch.zeros(2))
-    return BroughtScales(engine.scales, Inventory(slots=(slot,), aliases={"tied": "w"}, kv=engine.cache), CPU)
+    return SourceScales(engine.scales, Inventory(slots=(slot,), aliases={"tied": "w"}, kv=engine.cache), CPU)
 
 
 def test_sources_may_bring_scales_under_every_name():

@@ -31,41 +31,41 @@ def trainers(*others: Statement, is_lost: bool = False) -> Trainers:
 
 def test_every_rank_hears_every_rank():
     follow = Statement(step="follow")
-    assert trainers(READ, follow).hear(READ) == [READ, READ, follow]
+    assert trainers(READ, follow).exchange(READ) == [READ, READ, follow]
 
 
 @pytest.mark.parametrize("other", [Statement(step="done"), Statement(step="batch", place=3), Statement(step="plan")])
 def test_ranks_that_are_elsewhere_are_out_of_step(other):
     one = trainers(other)
     with pytest.raises(RankFailedError, match=f"rank 0 is at 'read' 0, rank 1 is at '{other.step}' {other.place}"):
-        one.hear(READ)
+        one.exchange(READ)
     assert one.is_over
 
 
 def test_batches_have_numbers():
     with pytest.raises(RankFailedError, match="out of step"):
-        trainers(Statement(step="batch", place=1)).hear(Statement(step="batch", place=2))
+        trainers(Statement(step="batch", place=1)).exchange(Statement(step="batch", place=2))
 
 
 def test_an_error_of_another_rank_is_raised_as_what_it_was():
     record = ErrorRecord.of(InvalidSourceError(["w: is absent"]))
     with pytest.raises(InvalidSourceError, match="w: is absent"):
-        trainers(READ.model_copy(update={"error": record})).hear(READ)
+        trainers(READ.model_copy(update={"error": record})).exchange(READ)
 
 
 def test_an_error_of_its_own_is_raised_where_it_was_made():
     with pytest.raises(ZeroDivisionError):
-        trainers(READ).hear(READ, ZeroDivisionError())
+        trainers(READ).exchange(READ, ZeroDivisionError())
 
 
 def test_a_rank_that_is_lost_is_the_trainers_and_not_the_engines():
     with pytest.raises(RankFailedError, match=r"at 'read' and did not hear from every other rank within 5 s"):
-        trainers(READ, is_lost=True).hear(READ)
+        trainers(READ, is_lost=True).exchange(READ)
 
 
 def test_after_an_error_nothing_is_said_any_more():
     one = trainers(Statement(step="done"))
     with pytest.raises(RankFailedError, match="out of step"):
-        one.hear(READ)
+        one.exchange(READ)
     with pytest.raises(RankFailedError, match="make a new one on every rank"):
-        one.hear(READ)
+        one.exchange(READ)

@@ -27,16 +27,16 @@ def member_of(trainer: Board) -> Board:
 @pytest.mark.parametrize("size", [0, 1, (4 << 20) - 2, (4 << 20) - 1, 4 << 20, (9 << 20) + 5])
 def test_messages_of_any_size_are_heard_and_taken_once(size, trainer):
     text = "ä" * (size // 2) + "x" * (size % 2)
-    member_of(trainer).tell("letter", text)
-    assert trainer.hear("letter") == [text]
+    member_of(trainer).send("letter", text)
+    assert trainer.receive("letter") == [text]
     assert trainer.take("letter") == [text]
     assert trainer.take("letter") == []
 
 
 def test_every_message_is_kept_in_order(trainer):
-    member_of(trainer).tell("letter", "first")
-    member_of(trainer).tell("letter", "second")
-    assert trainer.hear("letter") == ["first", "second"]
+    member_of(trainer).send("letter", "first")
+    member_of(trainer).send("letter", "second")
+    assert trainer.receive("letter") == ["first", "second"]
 
 
 def test_who_left_first_says_why(trainer):
@@ -75,7 +75,7 @@ def test_a_trainer_that_does_not_answer_is_given_up_and_its_late_answer_too(monk
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # or it answers before it stops
         start_s = time.monotonic()
         with pytest.raises(TransportError, match="does not answer"):
-            member.tell("letter", "x" * size)
+            member.send("letter", "x" * size)
         assert time.monotonic() - start_s < 20
         process.send_signal(signal.SIGCONT)
         with pytest.raises(TransportError, match="has ended"):

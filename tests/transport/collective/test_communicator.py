@@ -181,9 +181,9 @@ def test_what_a_member_was_told_can_be_heard_at_once(monkeypatch):
     trainer, member = group(2)
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "_store", LateStore(trainer._store))
-        trainer.tell("a refit", "the reason")
-        assert member.hear("a refit") == ["the reason"]
-    assert member.hear("another refit") == []
+        trainer.send("a refit", "the reason")
+        assert member.receive("a refit") == ["the reason"]
+    assert member.receive("another refit") == []
     for each in (trainer, member):
         each.abort()
 

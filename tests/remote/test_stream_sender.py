@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-import fp8refit.remote.handing
 import fp8refit.remote.stream_reader
+import fp8refit.remote.stream_sender
 from fp8refit.errors import EngineBusyError, EngineLostError, RankFailedError, StagingMemoryError
 from fp8refit.remote.messages import Packed
 from fp8refit.transport.memory.bucket import Bucket
@@ -276,7 +276,7 @@ def test_memory_of_a_gpu_that_a_lost_rank_may_be_reading_is_not_freed(is_lost, k
         bucket.segment = bucket.segment.model_copy(update={"kind": kind})
     monkeypatch.setattr(Bucket, "close", lambda bucket: closed.append(bucket))
     if is_lost:
-        remote.ranks.asked.lost_because = "it did not answer"
+        remote.ranks.client.lost_because = "it did not answer"
     remote.refitter.close()
     assert closed == ([] if is_lost and kind == "cuda_ipc" else buckets)
 
@@ -298,7 +298,7 @@ def test_a_refit_by_the_source_is_refused(any_remote):
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_ranks_that_die_in_the_middle_are_lost_when_the_channel_says_so(is_asynchronous, monkeypatch):
     """They do not leave the ring: what they are asked is not answered."""
-    monkeypatch.setattr(fp8refit.remote.handing, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(fp8refit.remote.stream_sender, "_PATIENCE_S", 0.01)
     remote = Remote(Cluster(), suspends=is_asynchronous)
     monkeypatch.setattr(type(remote.client.ranks), "num_ranks", 2, raising=False)
     handle = remote.channel._handle

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8refit.fill.arrivals import Arrivals, CutTensor
-from fp8refit.fill.direct import DirectFill, Lying
+from fp8refit.fill.direct import DeviceTensor, DirectFill
 from fp8refit.fill.fill import Arriving
 from fp8refit.fill.kernels.products import LowRank
 from fp8refit.fill.plan import Step
@@ -24,7 +24,7 @@ _SMALL_BYTES = 16 << 20
 _MOST_COPIED_BYTES = 64 << 20
 
 
-class Taker:
+class StreamWriter:
     """Judges each tensor of a stream, and carries out its steps.
 
     Args:
@@ -39,7 +39,7 @@ class Taker:
         self._is_stable = is_stable
         self._work = WorkStream(staging.device)
         self._cut: CutTensor | None = None
-        self._waiting: list[Lying] = []
+        self._waiting: list[DeviceTensor] = []
         """Tensors on the engine's device that the next launch reads."""
         self._waiting_bytes = 0
         self._is_released = False
@@ -145,16 +145,16 @@ class Taker:
     def _take_sum(self, name: str, tensor: Tensor, product: LowRank) -> bool:
         """Queue a tensor and its product for the next launch; False if their sum must be computed first."""
         assert self._direct is not None, "it may be merged"
-        lying = Lying(name=name, tensor=tensor, product=product)
-        lying.place = self._direct.place_of(lying.key, tensor, product)
-        if lying.place is None:
-            lying.tensor, lying.steps = tensor.detach(), self._arrivals.announced_steps(name)
-            if not self._direct.can_merge(lying):
+        arrived = DeviceTensor(name=name, tensor=tensor, product=product)
+        arrived.place = self._direct.place_of(arrived.key, tensor, product)
+        if arrived.place is None:
+            arrived.tensor, arrived.steps = tensor.detach(), self._arrivals.announced_steps(name)
+            if not self._direct.can_merge(arrived):
                 return False
         self.check_is_complete()
-        if lying.place is None or not self._arrivals.note_new(name):
+        if arrived.place is None or not self._arrivals.note_new(name):
             self._arrivals.steps_of(name, TensorMeta.of(tensor))
-        self._waiting.append(lying)
+        self._waiting.append(arrived)
         return True
 
     def _take_known(self, name: str, tensor: Any, *, is_lent: bool) -> bool:
@@ -168,7 +168,7 @@ class Taker:
         if is_lent:
             direct.fill_one(place, tensor)
         else:
-            self._waiting.append(Lying(name=name, tensor=tensor, place=place))
+            self._waiting.append(DeviceTensor(name=name, tensor=tensor, place=place))
         return True
 
     def _take_where_it_lies(self, name: str, tensor: Tensor, *, is_lent: bool) -> None:
@@ -184,16 +184,16 @@ class Taker:
             self._stage(name, steps, tensor)
             return
         is_kept = self._arrivals.is_settled(name)
-        self._let_wait(Lying(name=name, tensor=tensor.detach(), steps=steps, is_kept=is_kept), is_lent)
+        self._let_wait(DeviceTensor(name=name, tensor=tensor.detach(), steps=steps, is_kept=is_kept), is_lent)
 
-    def _let_wait(self, lying: Lying, is_lent: bool) -> None:
+    def _let_wait(self, arrived: DeviceTensor, is_lent: bool) -> None:
         """Queue a tensor for the next launch; see `_take_where_it_lies`."""
-        num_bytes = lying.tensor.nbytes
+        num_bytes = arrived.tensor.nbytes
         is_small = is_lent and num_bytes <= _SMALL_BYTES
         if is_small:
-            lying.tensor = lying.tensor.detach().clone()
+            arrived.tensor = arrived.tensor.detach().clone()
             self._waiting_bytes += num_bytes
-        self._waiting.append(lying)
+        self._waiting.append(arrived)
         if is_lent and (not is_small or self._waiting_bytes > _MOST_COPIED_BYTES):
             self._fill_waiting()
 
@@ -239,20 +239,20 @@ class Taker:
             for step in cut.steps:
                 if is_there:
                     for first_row, run in self._staging.runs_of(step, piece.tensor.detach(), piece.first_row):
-                        lying = Lying(name=piece.name, tensor=run, steps=(step,), first_row=first_row)
-                        self._let_wait(self._recognized(lying), is_lent)
+                        arrived = DeviceTensor(name=piece.name, tensor=run, steps=(step,), first_row=first_row)
+                        self._let_wait(self._recognized(arrived), is_lent)
                 else:
                     self._staging.add_rows(step, piece.tensor, piece.first_row)
         cut.next_row = piece.end_row
         if cut.is_complete:
             self._cut = None
 
-    def _recognized(self, lying: Lying) -> Lying:
+    def _recognized(self, arrived: DeviceTensor) -> DeviceTensor:
         """A run of rows, with its place in the table of earlier streams, if it has one."""
-        lying.is_kept = self._arrivals.is_settled(lying.name)
-        if self._direct is not None and self._arrivals.expected is not None and lying.is_kept:
-            lying.place = self._direct.place_of(lying.key, lying.tensor)
-        return lying
+        arrived.is_kept = self._arrivals.is_settled(arrived.name)
+        if self._direct is not None and self._arrivals.expected is not None and arrived.is_kept:
+            arrived.place = self._direct.place_of(arrived.key, arrived.tensor)
+        return arrived
 
     def check_is_complete(self) -> None:
         """Check that the last tensor that arrived in runs of rows is complete.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Generator, Sequence
 
 from fp8refit.remote import messages
-from fp8refit.remote.channel import AskedRanks
+from fp8refit.remote.channel import RankClient
 from fp8refit.remote.messages import Reply
 from fp8refit.remote.packing import Packed, Packer
 from fp8refit.sources.row_runs import MakesPieces, Piece, Recipe, in_recipes
@@ -25,11 +25,11 @@ _PATIENCE_S = 0.25
 """Seconds to poll ranks that take nothing before waiting for their answer: they may have died."""
 
 
-class Handing:
+class StreamSender:
     """Hands one stream to the ranks. They have prepared for it, or do so with its first order.
 
     Args:
-        asks: Sends orders to the ranks.
+        client: Sends orders to the ranks.
         packer: Packs the stream.
         ring: Tells the ranks what was packed.
         refit: Id of the refit.
@@ -39,7 +39,7 @@ class Handing:
 
     def __init__(
         self,
-        asks: AskedRanks,
+        client: RankClient,
         packer: Packer,
         ring: Ring,
         refit: str,
@@ -47,7 +47,7 @@ class Handing:
         first: Sequence[messages.Prepare] = (),
         num_votes: int = 1,
     ) -> None:
-        self._asks, self._packer, self._ring = asks, packer, ring
+        self._client, self._packer, self._ring = client, packer, ring
         self._first, self._num_votes = first, num_votes
         self._order = messages.Stream(refit=refit, ring=ring.segment)
         self._packed: Packed | None = None
@@ -117,11 +117,11 @@ class Handing:
         """Make the ranks get ready and read the ring, without waiting for them if possible."""
         await self._order_reading(*self._first, self._order.model_copy(update={"begins": True}))
         if self._answers is None:
-            await self._asks.ask(messages.RefitStep(step="begin", refit=self._order.refit))
+            await self._client.ask(messages.RefitStep(step="begin", refit=self._order.refit))
 
     async def _order_reading(self, *orders: messages.Order) -> None:
         self._ring.expect_readers()
-        self._answers = await self._asks.begin(*orders, num_votes=self._num_votes)
+        self._answers = await self._client.begin(*orders, num_votes=self._num_votes)
 
     async def _open_set(self, piece: Piece | Recipe) -> None:
         """Open another set of buckets with room for a piece.
@@ -140,13 +140,13 @@ class Handing:
     async def _wait_for_set(self) -> None:
         """Wait until every rank has read the next set of buckets, and clear it."""
         start_s, pause_s = time.monotonic(), _POLL_S
-        while self._ring.num_taken(self._asks.num_ranks) <= self._packer.num_packed - NUM_SETS:
+        while self._ring.num_taken(self._client.num_ranks) <= self._packer.num_packed - NUM_SETS:
             await self._tell()
             if not self._is_read or time.monotonic() - start_s > _PATIENCE_S:
                 await self._catch_up()
                 break
             is_spinning = time.monotonic() - start_s < _SPINNING_S
-            if self._asks.channel.is_asynchronous:
+            if self._client.channel.is_asynchronous:
                 await asyncio.sleep(0 if pause_s < _SLOWEST_POLL_S else pause_s)
             else:
                 time.sleep(0 if is_spinning else pause_s)
@@ -174,7 +174,7 @@ class Handing:
     @property
     def _is_read(self) -> bool:
         """Whether every rank reads the ring."""
-        return self._answers is not None and not self._ring.is_left(self._asks.num_ranks)
+        return self._answers is not None and not self._ring.is_left(self._client.num_ranks)
 
     async def _catch_up(self, call: Call = Call.BACK) -> Sequence[Reply]:
         """Wait until the ranks have taken everything packed. Returns the reports of ranks that then finished."""
@@ -182,10 +182,10 @@ class Handing:
         self._ring.call_back(call)
         finished = [reply for reply in await self._hear() if reply.reports]
         # Every order takes one text at least. A slow rank may leave another.
-        while not finished and self._ring.num_taken(self._asks.num_ranks) < self._ring.num_sent:
+        while not finished and self._ring.num_taken(self._client.num_ranks) < self._ring.num_sent:
             self._ring.expect_readers()
             self._ring.call_back()
-            await self._asks.ask(self._order)
+            await self._client.ask(self._order)
         return finished
 
     async def _finish(self) -> Sequence[Reply]:
@@ -194,9 +194,9 @@ class Handing:
         A single rank does so within the order that it carries out. Several could not know whether another one has just
         left.
         """
-        finished = await self._catch_up(Call.OVER if self._asks.num_ranks == 1 else Call.BACK)
+        finished = await self._catch_up(Call.OVER if self._client.num_ranks == 1 else Call.BACK)
         order = messages.RefitStep(step="finish", refit=self._order.refit)
-        return finished or await self._asks.ask(order, num_votes=self._num_votes)
+        return finished or await self._client.ask(order, num_votes=self._num_votes)
 
     async def _hear(self) -> Sequence[Reply]:
         """Wait for the end of the current order, if there is one. Returns the replies to it."""

@@ -26,7 +26,7 @@ _Layer: TypeAlias = dict[tuple[int, str], str]
 """The checkpoint names of one layer's experts, by expert and tensor."""
 
 
-def trace_alike(
+def trace_similar(
     load: Load, parameters: Mapping[str, Tensor], sources: Mapping[str, TensorMeta], trace: Run = trace_loader
 ) -> Traced:
     """Return what `trace` returns for `sources`, in less time if many of them are experts' tensors.

@@ -16,7 +16,7 @@ from fp8refit.report import KvReport
 from fp8refit.sources.source import PushedSource, RandomAccess, Source
 
 
-class BroughtScales:
+class SourceScales:
     """Receives KV scales in separate memory, so that they are checked before they are written.
 
     Args:

@@ -1,4 +1,4 @@
-"""The ranks of one engine, as the audience of a broadcast."""
+"""The ranks of one engine, as they take part in a broadcast."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -6,28 +6,28 @@ from contextlib import AbstractContextManager, nullcontext
 from fp8refit.config import Job
 from fp8refit.live.layout import EngineLayout
 from fp8refit.remote import messages
-from fp8refit.remote.channel import NUM_VOTES, AskedRanks
+from fp8refit.remote.channel import NUM_VOTES, RankClient
 from fp8refit.remote.host_route import HostRoute
 from fp8refit.report import RankReport
 
 
-class Audience:
+class BroadcastPeer:
     """Makes the ranks of one engine check a broadcast, and take it.
 
     Args:
-        asked: Sends them orders.
+        client: Sends them orders.
         host_route: Knows what they have mapped of this process. A failed broadcast makes them unmap it.
         named: Notes on an error which engine it comes from.
     """
 
     def __init__(
         self,
-        asked: AskedRanks,
+        client: RankClient,
         host_route: HostRoute,
         *,
         named: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.asked = asked
+        self.client = client
         self.host_route = host_route
         self._named = named
         self._num_buckets = 0
@@ -36,7 +36,7 @@ class Audience:
 
     async def layouts(self) -> list[EngineLayout]:
         """Each rank's layout, in rank order."""
-        replies = sorted(await self.asked.ask(messages.Do(step="describe")), key=lambda reply: reply.rank)
+        replies = sorted(await self.client.ask(messages.Do(step="describe")), key=lambda reply: reply.rank)
         return [reply.layout for reply in replies if reply.layout is not None]
 
     async def prepare(self, offer: messages.Broadcast, *, refit: str, job: Job, may_wait: bool) -> bool:
@@ -45,23 +45,23 @@ class Audience:
         Returns:
             Whether the check was postponed.
         """
-        asked, asked.refit = self.asked, refit
+        client, client.refit = self.client, refit
         self._num_buckets = offer.num_buckets
         order = messages.Prepare(refit=refit, job=job, source=offer, keeps=self.host_route.keeps())
-        waits = may_wait and asked.takes_pairs()
+        waits = may_wait and client.takes_pairs()
         self._first = (order.model_copy(update={"is_under_way": True}),) if waits else ()
         if not waits:
             with self._named():
-                await self.host_route.or_abandon(asked.ask(order))
+                await self.host_route.or_abandon(client.ask(order))
         return waits
 
     async def take(self, version: int) -> Sequence[RankReport]:
         """Make them receive, write and commit the policy, with this version or a later one."""
-        asked, asked.is_dirty = self.asked, True
+        client, client.is_dirty = self.client, True
         # One time limit for each bucket, for each vote of these ranks, and for each vote of the other engines.
         num_votes = self._num_buckets + 2 * NUM_VOTES
-        order = messages.Take(refit=asked.refit, version=version)
-        replies = await self.host_route.or_abandon(asked.ask(*self._first, order, num_votes=num_votes))
-        asked.check_is_one_policy(replies)
-        asked.refit = ""
-        return asked.reports(replies)
+        order = messages.Take(refit=client.refit, version=version)
+        replies = await self.host_route.or_abandon(client.ask(*self._first, order, num_votes=num_votes))
+        client.check_is_one_policy(replies)
+        client.refit = ""
+        return client.reports(replies)

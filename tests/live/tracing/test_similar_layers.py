@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fp8refit.live.slots import TensorMeta
-from fp8refit.live.tracing.alike import trace_alike
+from fp8refit.live.tracing.similar_layers import trace_similar
 from fp8refit.live.tracing.trace import trace_loader, trace_once
 
 NUM_EXPERTS, ROWS, COLS = 16, 4, 8
@@ -72,7 +72,7 @@ def both(places):
         traced.extend(sources)
         return trace_loader(load, parameters, sources)
 
-    found = trace_alike(model.load_weights, model.tensors(), model.sources(), trace)
+    found = trace_similar(model.load_weights, model.tensors(), model.sources(), trace)
     num_traced = [sum(name.startswith(f"layers.{layer}.") for name in traced) for layer in range(len(places))]
     return found, trace_loader(model.load_weights, model.tensors(), model.sources()), num_traced
 
@@ -121,7 +121,7 @@ def test_what_a_loader_changes_in_place_in_one_later_layer_is_traced_there(chang
             if change == "the parameter" and name.startswith("layers.2.experts.5."):
                 model.layers[2].w13.data[5].mul_(2)
 
-    found = trace_alike(load, model.tensors(), model.sources())
+    found = trace_similar(load, model.tensors(), model.sources())
     expected = trace_loader(load, model.tensors(), model.sources())
     assert len(found.computed) == len(expected.computed) == 3
     assert set(found.copies) == set(expected.copies)
@@ -134,7 +134,7 @@ def test_what_a_loader_does_not_merely_copy_is_traced_in_every_layer():
     def load(tensors):
         plain((name, tensor * 2 if ".5.up_proj" in name else tensor) for name, tensor in tensors)
 
-    found = trace_alike(load, model.tensors(), model.sources())
+    found = trace_similar(load, model.tensors(), model.sources())
     assert len(found.computed) == 3
     assert set(found.copies) == set(trace_loader(load, model.tensors(), model.sources()).copies)
 
@@ -149,17 +149,17 @@ def test_a_name_that_ends_the_loader_is_told_in_every_layer():
                 raise KeyError(name)
             plain([(name, tensor)])
 
-    found = trace_alike(load, model.tensors(), model.sources())
+    found = trace_similar(load, model.tensors(), model.sources())
     assert {objection.source for objection in found.objections} == {
         f"layers.{layer}.experts.5.up_proj.weight" for layer in range(3)
     }
     with pytest.raises(KeyError):
-        trace_alike(load, model.tensors(), model.sources(), trace_once)
+        trace_similar(load, model.tensors(), model.sources(), trace_once)
 
 
 def test_layers_of_another_shape_are_models_of_their_own():
     model = Model([ALL] * 4)
     for index in (2, 3):
         model.layers[index] = Experts(ALL, 2 * ROWS)
-    found = trace_alike(model.load_weights, model.tensors(), model.sources())
+    found = trace_similar(model.load_weights, model.tensors(), model.sources())
     assert set(found.copies) == set(trace_loader(model.load_weights, model.tensors(), model.sources()).copies)

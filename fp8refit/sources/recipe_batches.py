@@ -8,24 +8,24 @@ from torch import Tensor
 from fp8refit.sources.row_runs import MakesPieces, Piece, Recipe
 
 _ALIGNMENT_BYTES = 256
-"""Alignment of each tensor in a `Room`: kernels use wide loads on aligned rows."""
+"""Alignment of each tensor in a `ScratchBuffer`: kernels use wide loads on aligned rows."""
 
 
-def in_batches(source: MakesPieces, runs: Iterable[Piece | Recipe], room: "Room") -> Iterator[list[Piece]]:
+def in_batches(source: MakesPieces, runs: Iterable[Piece | Recipe], scratch: "ScratchBuffer") -> Iterator[list[Piece]]:
     """Yield runs in order, with all recipes computed.
 
     A batch stays valid until the next one is requested, which overwrites it on the current stream. On a GPU, a batch has as
-    many recipes as fit into `room`, or one that is larger than it. On a CPU, it has one.
+    many recipes as fit into `scratch`, or one that is larger than it. On a CPU, it has one.
     """
     batch: list[Piece | Recipe] = []
     for each in runs:
-        if isinstance(each, Recipe) and not room.add(each.tensor):
-            yield _made(source, batch, room.tensors())
+        if isinstance(each, Recipe) and not scratch.add(each.tensor):
+            yield _made(source, batch, scratch.tensors())
             batch = []
-            room.add(each.tensor)
+            scratch.add(each.tensor)
         batch.append(each)
     if batch:
-        yield _made(source, batch, room.tensors())
+        yield _made(source, batch, scratch.tensors())
 
 
 def _made(source: MakesPieces, batch: list[Piece | Recipe], outs: Sequence[Tensor]) -> list[Piece]:
@@ -40,7 +40,7 @@ def _shares_launches(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class Room:
+class ScratchBuffer:
     """Memory for a batch of tensors on one device, reused for the next batch.
 
     Args:
