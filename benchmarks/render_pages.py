@@ -461,7 +461,8 @@ def render_traced(results: list[dict[str, Any]]) -> str:
         compiles = f", {fill_s:.2f} of it compiling kernels" if fill_s > 0.5 else ""
         rows.append(
             f"| {found['what'].partition(' shape')[0].replace(', ', ' | ')} | {_card(found['gpu'])} | {compared} "
-            f"| {first['wall_s']:.2f} s{compiles} | {found['later_refit_ms_median']:.1f} ms |\n"
+            f"| {'yes' if is_proved(found) else 'no'} | {first['wall_s']:.2f} s{compiles} "
+            f"| {found['later_refit_ms_median']:.1f} ms |\n"
         )
     left = [num for found in results for num in found["twin"].get("left_bytes", ())]
     most = f"at most {max(left)} bytes" if max(left) else "nothing"
@@ -470,11 +471,16 @@ def render_traced(results: list[dict[str, Any]]) -> str:
         f"The first refit traces the engine's own loader to see where every tensor goes. {_machines(results)}. Each engine is "
         "compared with one booted from a checkpoint that no refit wrote, unless the table says otherwise: live bytes, greedy "
         "tokens and log-probabilities, with experts sent one by one and stacked.\n\n"
-        "| engine | model | GPU | compared with a fresh boot | first refit | later ones |\n"
-        "| --- | --- | --- | --- | ---: | ---: |\n"
+        "| engine | model | GPU | compared with a fresh boot | proved by value | first refit | later ones |\n"
+        "| --- | --- | --- | --- | --- | ---: | ---: |\n"
         f"{''.join(rows)}\nTracing twice left {most} in GPU memory, with each of {'; '.join(shapes)}.\n\n"
         "To measure again: `python -m pytest tests/gpu/test_traced.py`.\n"
     )
+
+
+def is_proved(found: dict[str, Any]) -> bool:
+    """Whether the first refit proved its trace: builds that could not timed no proof."""
+    return "proof_s" in found["twin"] and "FP8REFIT_PROVE_TRACE=0" not in found["command"]
 
 
 def is_equal_word(equal: dict[str, Any]) -> str:
