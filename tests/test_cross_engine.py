@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8refit import quantize_blockwise
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from tests.cross_engine import DIGEST, FUSED, SCALE, as_checkpoint, digest_of, make_policy
 
 

@@ -36,8 +36,8 @@ from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import ScaleFormat
 
 if TYPE_CHECKING:
+    from fp8refit.checkpoint import PushResult
     from fp8refit.cli.demo import DemoConfig, DemoResult, Round
-    from fp8refit.cli.push import PushResult
 
 
 class _Commands(typer.core.TyperGroup):
@@ -121,7 +121,7 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Write the block-FP8 checkpoint that an engine can boot from, with the bytes that a refit would write."""
-    from fp8refit.cli.checkpoint import quantize_checkpoint
+    from fp8refit.checkpoint import quantize_checkpoint
 
     layout = _read_layout(like) if like is not None else None
     with ended_in_order(), byte_progress("quantize") as on_progress:
@@ -155,7 +155,7 @@ def push(
 
     FP8REFIT_API_KEY is sent to servers that require an API key, FP8REFIT_TOKEN to servers that were started with it.
     """
-    from fp8refit.cli.push import push_checkpoint
+    from fp8refit.checkpoint import push_checkpoint
 
     if host is not None and transport != "collective":
         raise typer.BadParameter("needs --transport collective", param_hint="--host")

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from typer.testing import CliRunner
 
 from fp8refit import Refitter, __version__
+from fp8refit.checkpoint import CheckpointReport
 from fp8refit.cli import commands as cli
 from fp8refit.cli import demo
-from fp8refit.cli.checkpoint import CheckpointReport
 from fp8refit.cli.guards import ended_in_order
 from fp8refit.cli.show_layout import show_layout
 from fp8refit.live.layout import EngineLayout, KvLayout, SlotLayout
@@ -301,13 +301,14 @@ def test_quantize_refuses_nan_and_names_the_tensor(tmp_path):
 ENDED = """
 import signal, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup, which ignores it
-from fp8refit.cli import checkpoint, commands as cli
+from fp8refit.checkpoint import quantize
+from fp8refit.cli import commands as cli
 def save(tensors, file):
     file.write_bytes(b"half of it")
     print("writing", flush=True)
     while True:
         time.sleep(0.1)  # a signal just before a sleep does not end it
-checkpoint._save = save
+quantize._save = save
 cli.app(sys.argv[1:])
 """
 

@@ -20,10 +20,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fp8refit.bench import KernelBenchResult, RefitBenchResult, RolloutBenchResult, clock, kernel
-from fp8refit.cli import checkpoint, checkpoint_outputs, whole_folder
+from fp8refit.checkpoint import CheckpointReport, PushResult, outputs, quantize, whole_folder
 from fp8refit.cli import commands as cli
-from fp8refit.cli.checkpoint import CheckpointReport
-from fp8refit.cli.push import PushResult
 from fp8refit.fill.kernels.reference import quantize_reference
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.slots import SCALE_SUFFIX, ScaleFormat, dtype_name
@@ -187,7 +185,7 @@ def files_end_at(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-WRITERS = {module.__file__ for module in (checkpoint, checkpoint_outputs, whole_folder)}
+WRITERS = {module.__file__ for module in (quantize, outputs, whole_folder)}
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp8refit import InvalidSourceError, RefitError
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.live.slots import FP8_DTYPE
 from fp8refit.remote.servers import order_handler
 from fp8refit.sources.files import SAFETENSORS_DTYPES, SafetensorsFile

@@ -7,7 +7,7 @@ import policies
 from measuring import log
 from safetensors.torch import save_file
 
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.live.layout import EngineLayout
 
 

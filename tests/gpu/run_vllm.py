@@ -38,7 +38,7 @@ from tiny_models import FP8_CONFIG, make_model, save_model
 from vllm import LLM, SamplingParams
 
 from fp8refit import EngineAsleepError, EngineBusyError, EngineDirtyError, NonFiniteError, Refitter
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.fill.kernels.reference import quantize_reference
 from fp8refit.fill.kernels.triton_table import TritonTable
 from fp8refit.live.layout import EngineLayout

@@ -20,7 +20,7 @@ from tiny_models import FP8_CONFIG, make_model, save_model
 from torch import Tensor
 
 from fp8refit import EngineDirtyError, NonFiniteError, Refitter
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.fill.kernels.reference import quantize_reference
 from fp8refit.live.layout import EngineLayout
 

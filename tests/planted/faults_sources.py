@@ -94,7 +94,7 @@ FAULTS = [
     ),
     Fault(
         name="quantize narrows dtypes that it does not know to bytes",
-        path="fp8refit/cli/checkpoint_outputs.py",
+        path="fp8refit/checkpoint/outputs.py",
         before="torch.bfloat16 if is_rounded else meta.dtype)\n",
         after="torch.bfloat16 if is_rounded else meta.dtype if meta.dtype.itemsize > 2 else torch.uint8)\n",
         found_by=FILES,

@@ -8,7 +8,7 @@ from engines import bf16_of, booted, generate, look, make_policy, num_unfinished
 from expected import expected_bytes
 
 from fp8refit import Refitter
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 
 
 def run_fresh(cases: list, refitted: list[str], work: Path) -> dict:

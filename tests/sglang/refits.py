@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8refit import Broadcaster, Refitter, gathered
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.transport.loopback import Switchboard
 from tests import cross_engine
 

@@ -12,7 +12,7 @@ from engines import NOISE, boot, generate, look
 from safetensors.torch import load_file
 
 from fp8refit import CheckpointError, InvalidSourceError, Refitter
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from tests import zoo_models, zoo_vision
 from tests.zoo_table import Stage, check_is_small
 

@@ -18,7 +18,7 @@ from subject import AsyncSubject, Subject
 from vllm.v1.engine import EngineCoreRequestType
 
 from fp8refit import Broadcaster, RefitError, RefitReport, Refitter, gathered
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.remote import channel
 from fp8refit.remote.messages import Reply, Request
 

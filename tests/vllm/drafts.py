@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fp8refit
 from fp8refit import Refitter
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from tests.tiny_models import drafting
 
 WRONG = ("model.layers.7.self_attn.o_proj.weight", "model.layers.0.self_attn.o_proj.bias", "draft.fc.weight")

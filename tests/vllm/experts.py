@@ -10,7 +10,7 @@ from subject import NOISE, Subject, booted_as
 from torch import Tensor, nn
 
 from fp8refit import Broadcaster, Refitter, quantize_blockwise
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from tests.tiny_models import add_small_blocks, save_model
 
 STACKS = (".experts.gate_up_proj", ".experts.down_proj")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.live.layout import EngineLayout
 from tests.tiny_models import save_model
 from tests.vllm.processes import Outcome, ProcessFailure, Starter, run_scenario

@@ -21,7 +21,7 @@ from engines import (
 )
 
 from fp8refit import EngineHost, HostedEngine, Refitter
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from tests.tiny_models import save_model
 
 UP_PROJ = "model.layers.1.mlp.up_proj.weight"

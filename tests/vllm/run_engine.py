@@ -53,7 +53,7 @@ from zoo import run_zoo
 
 from fp8refit import Refitter
 from fp8refit.bench import RefitBenchConfig, run_refit_bench
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from tests import cross_engine, rollout_engines, zoo_models
 from tests.tiny_models import add_small_blocks, save_model
 

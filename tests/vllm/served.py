@@ -13,8 +13,8 @@ from servers import EXAMPLES, FAMILY, KEY, TOKEN, Server, die, policy, run_drive
 from typer.testing import CliRunner
 
 from fp8refit import Refitter
+from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.cli import commands as cli
-from fp8refit.cli.checkpoint import quantize_checkpoint
 from fp8refit.remote.servers.server_driver import ServerDriver
 from tests.serving import ask_rawly
 from tests.tiny_models import save_model

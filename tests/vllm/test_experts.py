@@ -6,7 +6,7 @@ vLLM's own post-processing: as loaded (Triton), in powers of two (DeepGEMM), up 
 
 import pytest
 
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from tests.tiny_models import save_model
 from tests.vllm.processes import run_scenario
 

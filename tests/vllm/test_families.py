@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.live.layout import EngineLayout
 from tests.tiny_models import save_model
 

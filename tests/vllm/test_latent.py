@@ -6,7 +6,7 @@ product with an identity matrix that it uses for that where DeepGEMM is supporte
 
 import pytest
 
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.live.layout import EngineLayout
 from tests.tiny_models import save_model
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.live.layout import EngineLayout
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, save_model
 

@@ -16,7 +16,7 @@ from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import base_loader
 
 from fp8refit import CheckpointError, InvalidSourceError, Refitter
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize_checkpoint
 from tests import zoo_models, zoo_vision
 from tests.zoo_table import Stage, check_is_small
 

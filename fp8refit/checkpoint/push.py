@@ -1,4 +1,4 @@
-"""Sends a checkpoint to running servers, for the command line.
+"""Sends a checkpoint to running servers.
 
 With `auto`, each server reads it itself if it can; otherwise this process reads it. With `collective`, this process reads
 it and broadcasts it to all of them.

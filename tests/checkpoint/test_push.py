@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from fp8refit import RefitConfig
+from fp8refit.checkpoint import push_checkpoint
 from fp8refit.cli import commands as cli
-from fp8refit.cli.push import push_checkpoint
 from fp8refit.errors import EngineBusyError, EngineLostError
 from fp8refit.remote.servers import order_handler
 from fp8refit.remote.servers.orders import Place

@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from fp8refit.cli.checkpoint_outputs import (
+from fp8refit.checkpoint.outputs import (
     EMBEDDING,
     Output,
     check_quantizable,
@@ -27,7 +27,7 @@ from fp8refit.cli.checkpoint_outputs import (
     plan_shards,
     select,
 )
-from fp8refit.cli.whole_folder import CONFIG_NAME, becoming, free_place, naming
+from fp8refit.checkpoint.whole_folder import CONFIG_NAME, becoming, free_place, naming
 from fp8refit.errors import CheckpointError, NonFiniteError
 from fp8refit.fill.kernels import quantize_blockwise
 from fp8refit.live.layout import EngineLayout

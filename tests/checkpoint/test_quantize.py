@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp8refit import InvalidSourceError, NonFiniteError, quantize_blockwise
-from fp8refit.cli import checkpoint
-from fp8refit.cli.checkpoint import quantize_checkpoint
+from fp8refit.checkpoint import quantize, quantize_checkpoint
 from fp8refit.errors import CheckpointError
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.slots import FP8_DTYPE, ScaleFormat, Stacked
@@ -588,13 +587,13 @@ def test_what_can_be_no_folder_is_refused_before_the_work(src, tmp_path, work):
 def work(monkeypatch) -> list[str]:
     """Files that were written."""
     files: list[str] = []
-    save = checkpoint._save
-    monkeypatch.setattr(checkpoint, "_save", lambda tensors, file: (files.append(file.name), save(tensors, file)))
+    save = quantize._save
+    monkeypatch.setattr(quantize, "_save", lambda tensors, file: (files.append(file.name), save(tensors, file)))
     return files
 
 
 def test_too_little_room_is_seen_before_the_work(src, tmp_path, work, monkeypatch):
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
+    monkeypatch.setattr(quantize.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
     error = refuse(tmp_path, CheckpointError, "too little room", src, tmp_path / "far" / "dst")
     assert re.search(r"it needs 0\.\d MB, and 0\.0 MB are free", str(error))
     assert work == []
@@ -607,9 +606,9 @@ def test_too_little_room_is_seen_before_the_work(src, tmp_path, work, monkeypatc
 def test_a_disk_that_is_full_in_the_middle_is_named_with_its_file(kind, num_bytes, file, src, tmp_path, monkeypatch):
     (src / "tokenizer.json").write_text(6000 * " ")
     if not file.startswith("model-"):
-        monkeypatch.setattr(checkpoint, "_save", lambda tensors, file: file.touch())
+        monkeypatch.setattr(quantize, "_save", lambda tensors, file: file.touch())
     if file.startswith("tokenizer"):
-        monkeypatch.setattr(checkpoint, "_write_index", lambda shards, file: None)
+        monkeypatch.setattr(quantize, "_write_index", lambda shards, file: None)
     dst = place(tmp_path, kind)
     before = sorted(tmp_path.rglob("*"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
