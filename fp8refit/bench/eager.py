@@ -28,7 +28,7 @@ def eager_quantize(weight: Tensor, block_size: tuple[int, int], scale_format: Sc
     padded = pad(weight, (0, -cols % block_k, 0, -rows % block_n)).float()
     blocks = padded.view(padded.shape[0] // block_n, block_n, padded.shape[1] // block_k, block_k)
     amax = blocks.abs().amax(dim=(1, 3))
-    if scale_format is ScaleFormat.UE8M0:
+    if scale_format.has_powers_of_two:
         scale = torch.exp2(torch.ceil(torch.log2(amax.clamp(min=scale_format.amax_floor) / 464)))
     else:
         scale = block_scales(amax, scale_format)

@@ -247,7 +247,7 @@ class Fills:
         need_powers = {
             step.source
             for step in plan.steps
-            if step.op is Op.COPY_SCALES and slots[step.slot].scale_format is ScaleFormat.UE8M0
+            if step.op is Op.COPY_SCALES and slots[step.slot].scale_format.has_powers_of_two
         }
         if not need_powers or self._config.on_scale_mismatch != "refuse":
             return

@@ -55,7 +55,7 @@ def misfit_scales(
 
 def scale_problem(name: str, scale_format: ScaleFormat) -> str:
     """Say why a scale tensor does not fit a slot of `scale_format`."""
-    if scale_format is not ScaleFormat.UE8M0:
+    if not scale_format.has_powers_of_two:
         return f"{name}: holds scales that are not finite and positive"
     return (
         f"{name}: holds scales that are not powers of two, which this layer's kernel needs; quantize with "

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
 from math import prod
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, assert_never
 
 import torch
 from torch import Tensor
@@ -25,7 +25,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class ScaleFormat(StrEnum):
-    """How a block's scale follows from `amax`, its largest magnitude. All are stored as float32."""
+    """How a block's scale follows from `amax`, its largest magnitude. All are stored as float32.
+
+    Whoever decides by the format asks a property, or matches every member, so that a new one is refused by name until it is
+    decided there too.
+    """
 
     FP32 = "fp32"
     """Any float32: `amax / 448`."""
@@ -39,7 +43,24 @@ class ScaleFormat(StrEnum):
     @property
     def amax_floor(self) -> float:
         """The least `amax`: blocks of zeros or of smaller values get its scale."""
-        return 1e-10 if self is ScaleFormat.FP32 else 1e-4
+        match self:
+            case ScaleFormat.FP32:
+                return 1e-10
+            case ScaleFormat.UE8M0 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
+                return 1e-4
+            case _:
+                assert_never(self)
+
+    @property
+    def has_powers_of_two(self) -> bool:
+        """Whether every scale is a power of two, those of a kernel's other operand too."""
+        match self:
+            case ScaleFormat.UE8M0:
+                return True
+            case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
+                return False
+            case _:
+                assert_never(self)
 
 
 class Op(StrEnum):

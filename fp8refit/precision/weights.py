@@ -37,7 +37,7 @@ class BlockFormat:
     @property
     def is_ue8m0(self) -> bool:
         """Whether scales are powers of two."""
-        return self.scale_format is ScaleFormat.UE8M0
+        return self.scale_format.has_powers_of_two
 
 
 class TrainedWeight:

@@ -32,7 +32,7 @@ def quantize_activations(x_MK: Tensor, scale_format: ScaleFormat, *, group_size:
     amax = x_MGk.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR)
     # Divide by a tensor: torch on CUDA turns division by a Python number into multiplication by its reciprocal.
     scale = amax / torch.full_like(amax, E4M3_MAX)
-    if scale_format == ScaleFormat.UE8M0:
+    if scale_format.has_powers_of_two:
         bits = scale.view(torch.int32)
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) > 0).to(torch.int32)
         scale = (exponent << 23).view(torch.float32)

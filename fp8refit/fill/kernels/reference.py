@@ -1,5 +1,7 @@
 """The quantizer in torch: the specification that every kernel equals bit for bit."""
 
+from typing import assert_never
+
 import torch
 from torch import Tensor
 
@@ -18,14 +20,18 @@ def block_scales(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
     requantization at boot leaves the codes as they are.
     """
     amax = amax.clamp(min=scale_format.amax_floor)
-    if scale_format is ScaleFormat.FP32_RECIPROCAL:
-        return amax * torch.full_like(amax, 1 / E4M3_MAX)
-    if scale_format is not ScaleFormat.UE8M0:
-        # Divide by a tensor: torch on CUDA turns division by a Python number into multiplication by its reciprocal.
-        return amax / torch.full_like(amax, E4M3_MAX)
-    bits = amax.view(torch.int32)
-    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > UE8M0_MANTISSA_464).to(torch.int32)
-    return (exponent << 23).view(torch.float32)
+    match scale_format:
+        case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED:
+            # Divide by a tensor: torch on CUDA turns division by a Python number into multiplication by its reciprocal.
+            return amax / torch.full_like(amax, E4M3_MAX)
+        case ScaleFormat.FP32_RECIPROCAL:
+            return amax * torch.full_like(amax, 1 / E4M3_MAX)
+        case ScaleFormat.UE8M0:
+            bits = amax.view(torch.int32)
+            exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > UE8M0_MANTISSA_464).to(torch.int32)
+            return (exponent << 23).view(torch.float32)
+        case _:
+            assert_never(scale_format)
 
 
 def quantize_reference(

@@ -170,4 +170,4 @@ def fits_scale_format(scale: Tensor, scale_format: ScaleFormat) -> Tensor:
     """Elementwise: whether float32 `scale` is finite, positive and, for `ue8m0`, a power of two."""
     bits = scale.contiguous().view(torch.int32)
     fits = (bits > 0) & (bits < 0x7F800000)
-    return fits & (bits & 0x7FFFFF == 0) if scale_format is ScaleFormat.UE8M0 else fits
+    return fits & (bits & 0x7FFFFF == 0) if scale_format.has_powers_of_two else fits

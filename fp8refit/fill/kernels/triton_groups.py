@@ -31,7 +31,7 @@ def quantize_groups(x: Tensor, scale_format: ScaleFormat, *, is_transposed: bool
         Codes (R, C) float8_e4m3fn, row-major, and scales (R, C / 128) float32, column-major: what block-scaled products take.
         R and C are M and K, or K and M, rounded up to whole groups. What lies beyond `x` counts as zeros.
     """
-    is_ue8m0 = scale_format == ScaleFormat.UE8M0
+    is_ue8m0 = scale_format.has_powers_of_two
     if _IS_INTERPRETED:
         codes, scale = _launch(_quantize_tile, x, is_ue8m0, is_transposed)
     else:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import triton
@@ -102,9 +102,7 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
                 "BLOCK_K": block_k,
                 "TILE_N": triton.next_power_of_2(block_n),
                 "TILE_K": triton.next_power_of_2(block_k),
-                "IS_UE8M0": kind.scale_format is ScaleFormat.UE8M0,
-                "IS_RECIPROCAL": kind.scale_format is ScaleFormat.FP32_RECIPROCAL,
-                "AMAX_FLOOR": kind.scale_format.amax_floor,
+                **_arithmetic(kind.scale_format),
                 "ROUND_TO_BF16": kind.round_to_bf16,
                 "SATURATES": isinstance(_quantize_tiles, triton.JITFunction),
             }
@@ -114,9 +112,23 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
         return Launch(_quantize_tiles, constants, num_blocks, num_warps=_QUANTIZE_WARPS)
     rule = {Op.COPY: Check.FINITE, Op.COPY_CODES: Check.CODES}.get(kind.op)
     if rule is None:
-        rule = Check.POWERS_OF_TWO if kind.scale_format is ScaleFormat.UE8M0 else Check.SCALES
+        rule = Check.POWERS_OF_TWO if kind.scale_format.has_powers_of_two else Check.SCALES
     constants = common | {"TILE": COPY_TILE, "RULE": int(rule)}
     return Launch(_copy_tiles, constants, num_warps=_COPY_WARPS)
+
+
+def _arithmetic(scale_format: ScaleFormat) -> dict[str, Any]:
+    """The constants by which `_quantize_tiles` computes scales."""
+    match scale_format:
+        case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED:
+            rule = {"IS_UE8M0": False, "IS_RECIPROCAL": False}
+        case ScaleFormat.FP32_RECIPROCAL:
+            rule = {"IS_UE8M0": False, "IS_RECIPROCAL": True}
+        case ScaleFormat.UE8M0:
+            rule = {"IS_UE8M0": True, "IS_RECIPROCAL": False}
+        case _:
+            assert_never(scale_format)
+    return {**rule, "AMAX_FLOOR": scale_format.amax_floor}
 
 
 @triton.jit
