@@ -60,7 +60,20 @@ VERL_NEEDS = (
     "tensordict==0.10.0",
     "torchdata",
 )
-QUICK = ("tests/test_architecture.py", "tests/fill", "tests/live", "tests/sources")
+QUICK = (
+    *("tests/driver", "tests/ranks", "tests/live", "tests/remote/servers", "tests/fill/kernels/test_quantize.py"),
+    *("tests/sources", "--ignore=tests/sources/sharded", "tests/planted/test_planted.py"),
+    *(
+        "tests/test_architecture.py",
+        "tests/test_docs.py",
+        "tests/test_pages.py",
+        "tests/test_peft.py",
+        "tests/test_config.py",
+    ),
+)
+"""What a minute of tests on two cores says most about."""
+SLOWEST = ("--durations=25", "--durations-min=2")
+"""CI prints what takes long."""
 DOCSTRINGS = "DOC102,DOC202,DOC403"
 """Docstrings name no argument, result or yield that a signature lacks; `D417` in pyproject.toml is the other way round."""
 NEEDS_CUDA_TORCH = ("torchvision", "torchaudio", "torchcodec")
@@ -115,14 +128,16 @@ def install_sglang(session: nox.Session, version: str) -> None:
 def tests_core(session: nox.Session) -> None:
     """Core and transformers."""
     install_core(session)
-    session.run("pytest", "-n", "2", "-m", "not gpu and not vllm and not sglang", *session.posargs, env=ENVIRONMENT)
+    session.run(
+        "pytest", "-n", "2", "-m", "not gpu and not vllm and not sglang", *SLOWEST, *session.posargs, env=ENVIRONMENT
+    )
 
 
 @nox.session
 def tests_vllm(session: nox.Session) -> None:
     """Real vLLM on the CPU: its engine in this process and in others, one rank and two, `LLM` and `AsyncLLM`."""
     install_vllm(session)
-    session.run("pytest", "tests/vllm", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "tests/vllm", *SLOWEST, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
@@ -139,7 +154,7 @@ def tests_old_sglang(session: nox.Session) -> None:
 
 def run_sglang(session: nox.Session, version: str) -> None:
     install_sglang(session, version)
-    session.run("pytest", "tests/sglang", *SGLANG[version], *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "tests/sglang", *SLOWEST, *SGLANG[version], *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
