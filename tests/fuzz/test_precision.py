@@ -44,7 +44,8 @@ def values(weight, scale_format):
 
 
 def taken(x, scale_format):
-    return dequantize_blockwise(*quantize_activations(x.detach(), scale_format), block_size=(1, 128)).double()
+    codes, scale = quantize_activations(x.detach(), ScaleFormat(scale_format))
+    return dequantize_blockwise(codes, scale, block_size=(1, 128)).double()
 
 
 @given(shape=SHAPES, scale_format=FORMATS, seed=SEEDS, tokens=st.integers(1, 9))

@@ -256,7 +256,7 @@ FAULTS = [
         path="fp8refit/fill/kernels/reference.py",
         before="    codes = (blocks * inverse).clamp(",
         after="    codes = (blocks / scale).clamp(",
-        found_by="tests/fuzz/test_quantizer.py",
+        found_by="tests/fill/kernels/test_quantize.py -k test_kernel_equals_reference",
     ),
     Fault(
         name="what a loader takes is called skipped",
