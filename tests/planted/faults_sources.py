@@ -62,7 +62,7 @@ FAULTS = [
         path="fp8refit/live/names.py",
         before="    name.encode()\n",
         after="",
-        found_by=SOURCES,
+        found_by="tests/sources/test_source.py",
     ),
     Fault(
         name="a broadcast takes another dtype than was announced",
