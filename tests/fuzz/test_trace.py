@@ -333,6 +333,13 @@ def with_two_exchanged(experts: list[int]) -> list[int]:
     apart=False,
 )
 @example(num_experts=40, orders=["as they come"] * 3, exchanges={2}, hows=["copy"] * 5, apart=False)
+@example(
+    num_experts=8,
+    orders=["in turn with another rank", "as they come", "in turn with another rank"],
+    exchanges=set(),
+    hows=["copy", "copy", "twice as large", "copy", "copy"],
+    apart=False,
+)
 def test_layers_of_experts_are_traced_as_if_each_were_traced_whole(num_experts, orders, exchanges, hows, apart):
     leaves = "wv" if apart else "ww"
     """The parameters that hold `a` and `b`."""

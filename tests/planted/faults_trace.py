@@ -88,8 +88,15 @@ FAULTS = [
     Fault(
         name="of layers like the first, only some experts are looked at",
         path="fp8refit/live/tracing/similar_layers.py",
-        before="for expert, names in held.items())\n",
-        after="for expert, names in held.items() if expert < 4)\n",
+        before="        yield from names if expert == whole else [names[(expert + turn) % len(names)]]\n",
+        after="        yield from names if expert == whole else [names[(expert + turn) % len(names)]] * (expert < 4)\n",
+        found_by=FUZZER,
+    ),
+    Fault(
+        name="of layers like the first, no expert is looked at whole",
+        path="fp8refit/live/tracing/similar_layers.py",
+        before="        yield from names if expert == whole else [names[(expert + turn) % len(names)]]\n",
+        after="        yield names[(expert + turn) % len(names)]\n",
         found_by=FUZZER,
     ),
     Fault(

@@ -1,8 +1,9 @@
 """Traces models with many experts faster: one layer shows where a loader puts the tensors of all similar layers.
 
-Only the first of several similar layers is traced whole. Of each later layer, the loader gets one tensor per expert, a
-different one in each layer, and its plain copies of them are compared with those of the first layer. If they match, so does
-the rest of the layer, because a loader keeps the tensors of an expert together. Otherwise the layer is traced whole.
+Only the first of several similar layers is traced whole. Of each later layer, the loader gets all tensors of one expert that
+this rank holds, and one tensor of each other expert, a different one in each layer. Its plain copies of them are compared with
+those of the first layer. If they match, so does the rest of the layer, because a loader keeps an expert's tensors together.
+Otherwise the layer is traced whole.
 """
 
 import re
@@ -42,14 +43,16 @@ def trace_similar(
     traced = trace(load, parameters, {name: meta for name, meta in sources.items() if name not in later})
     if not later:
         return traced
+    copies_of = _copies_of(traced)
     looked_at = {
         name: sources[name]
-        for _, *others in groups
+        for first, *others in groups
+        for whole in [next((expert for (expert, _), name in first.items() if copies_of(name)), None)]
         for turn, layer in enumerate(others)
-        for name in _one_of_each(layer, turn)
+        for name in _some_of_each(layer, turn, whole)
     }
     looked = trace(load, parameters, looked_at)
-    copies_of, copies_seen = _copies_of(traced), _copies_of(looked)
+    copies_seen = _copies_of(looked)
     found: list[Copy] = list(traced.copies)
     casts, unlike = traced.casts | looked.casts, dict[str, TensorMeta]()
     for first, *others in groups:
@@ -78,12 +81,13 @@ def _copies_of(traced: Traced) -> Callable[[str], list[Copy] | None]:
     return lambda source: None if source in others else copies.get(source, [])
 
 
-def _one_of_each(layer: _Layer, turn: int) -> Iterator[str]:
-    """Yield the name of one tensor of each expert. `turn` decides which one."""
+def _some_of_each(layer: _Layer, turn: int, whole: int | None) -> Iterator[str]:
+    """Yield the names of all tensors of the expert `whole`, and of one of each other expert. `turn` decides which one."""
     held: dict[int, list[str]] = {}
     for (expert, _), name in layer.items():
         held.setdefault(expert, []).append(name)
-    yield from (names[(expert + turn) % len(names)] for expert, names in held.items())
+    for expert, names in held.items():
+        yield from names if expert == whole else [names[(expert + turn) % len(names)]]
 
 
 def _groups(sources: Mapping[str, TensorMeta]) -> list[list[_Layer]]:

@@ -10,6 +10,8 @@ from fp8refit.live.tracing.trace import trace_loader, trace_once
 
 NUM_EXPERTS, ROWS, COLS = 16, 4, 8
 LEAVES = ("gate_proj", "up_proj", "down_proj")
+WHOLE, LOOKED_AT = NUM_EXPERTS * len(LEAVES), NUM_EXPERTS + len(LEAVES) - 1
+"""How many tensors are traced of the first layer, or of one that differs; and of a layer like the first."""
 
 
 class Experts(nn.Module):
@@ -88,14 +90,14 @@ def test_layers_that_are_alike_go_where_the_first_goes_which_alone_is_traced(pla
     assert set(found.copies) == set(expected.copies)
     assert len(found.copies) == len(expected.copies)
     assert found.objections == expected.objections == ()
-    assert num_traced == [len(LEAVES) * NUM_EXPERTS] + [NUM_EXPERTS] * 7
+    assert num_traced == [WHOLE] + [LOOKED_AT] * 7
 
 
 @pytest.mark.parametrize("other", [ALL[::-1], [*ALL[1:], 0], [*ALL[:7], 8, 7, *ALL[9:]], SECOND_HALF])
 def test_a_layer_that_places_its_experts_otherwise_is_traced_whole(other):
     found, expected, num_traced = both([ALL, ALL, other, ALL])
     assert set(found.copies) == set(expected.copies)
-    assert num_traced == [NUM_EXPERTS * count for count in (len(LEAVES), 1, len(LEAVES) + 1, 1)]
+    assert num_traced == [WHOLE, LOOKED_AT, WHOLE + LOOKED_AT, LOOKED_AT]
 
 
 @pytest.mark.parametrize("first", range(NUM_EXPERTS))
@@ -105,7 +107,7 @@ def test_two_experts_that_change_places_in_one_later_layer_are_noticed_wherever_
     swapped = {first: second, second: first}
     found, expected, num_traced = both([[swapped.get(e, e) if each == layer else e for e in ALL] for each in range(4)])
     assert set(found.copies) == set(expected.copies)
-    assert num_traced[layer] > NUM_EXPERTS
+    assert num_traced[layer] > LOOKED_AT
 
 
 @pytest.mark.parametrize("change", ["the parameter", "the source"])
