@@ -44,13 +44,11 @@ def trace_similar(
     if not later:
         return traced
     copies_of = _copies_of(traced)
-    looked_at = {
-        name: sources[name]
-        for first, *others in groups
-        for whole in [next((expert for (expert, _), name in first.items() if copies_of(name)), None)]
-        for turn, layer in enumerate(others)
-        for name in _some_of_each(layer, turn, whole)
-    }
+    looked_at: dict[str, TensorMeta] = {}
+    for first, *others in groups:
+        whole = next((expert for (expert, _), name in first.items() if copies_of(name)), None)
+        for turn, layer in enumerate(others):
+            looked_at |= {name: sources[name] for name in _some_of_each(layer, turn, whole)}
     looked = trace(load, parameters, looked_at)
     copies_seen = _copies_of(looked)
     found: list[Copy] = list(traced.copies)
