@@ -12,6 +12,7 @@
 - `nox -s zoo`: every model that an engine names and transformers can make small; writes docs/zoo.md
 - `nox -s matrix`: refits, updates and weight transfer on every version in `MATRIX`; writes benchmarks/results/matrix.json
 - `nox -s planted`: every fault of `tests/planted`, planted into a copy, is found by its fuzzer or oracle
+- `nox -s lock`: the newest tools for development into tests/tools-lock.txt
 - `nox -s release`: everything of a release up to the upload, which it leaves to you
 
 `-j 2` runs two sessions at once: most tests of engines are one process that works, or several that wait for each other.
@@ -23,6 +24,7 @@ import shutil
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement
 
 nox.options.sessions = ["lint", "types", "tests"]
 nox.options.stop_on_first_error = False
@@ -44,6 +46,12 @@ MATRIX = {
     "sglang": {"0.5.15": "2.13.0", "0.5.17": "2.13.0", "0.5.20": "2.13.0", "0.5.23": "2.13.0"},
 }
 """Versions that are tested, and the torch that each is built for, or runs with."""
+LOCK = Path("tests/tools-lock.txt")
+"""The tools for development with all that they need, for every Python. `nox -s lock` writes it."""
+TOOLS = ("lint", "types", "docs", "release", "test-tools")
+LOCKED = {
+    name: f"{name}=={version}" for name, version in re.findall(r"^([\w-]+)==(\S+)", LOCK.read_text(), re.MULTILINE)
+}
 WHEEL_CLASSES = "vllm==0.33.0"
 """Whose files are tested where the whole does not run."""
 CPU_WHEELS = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
@@ -82,8 +90,9 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHON
 
 
 def group(name: str) -> list[str]:
-    """The requirements of one dependency group of pyproject.toml."""
-    return nox.project.dependency_groups(PROJECT, name)
+    """The requirements of one dependency group of pyproject.toml; for tools, the versions of the lock."""
+    wanted = map(Requirement, nox.project.dependency_groups(PROJECT, name))
+    return [LOCKED.get(each.name, str(each)) for each in wanted]
 
 
 @nox.session
@@ -292,7 +301,7 @@ def run_planted(session: nox.Session, finders: str) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Format, lint and spelling."""
-    session.install(*group("lint"))
+    session.install("-c", str(LOCK), *group("lint"))
     check_lint(session)
 
 
@@ -313,14 +322,23 @@ def types(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation's site into build/site."""
-    session.install(*group("docs"), *group("lint"))  # ruff formats signatures
+    session.install("-c", str(LOCK), *group("docs"), *group("lint"))  # ruff formats signatures
     session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Write the newest versions of the tools that pyproject.toml allows into `LOCK`."""
+    session.install("uv")
+    groups = [option for name in TOOLS for option in ("--group", name)]
+    form = ("--universal", "--python-version", "3.11", "--no-annotate", "--no-header", "--upgrade")
+    session.run("uv", "pip", "compile", "--quiet", *groups, *form, "-o", str(LOCK))
 
 
 @nox.session
 def release(session: nox.Session) -> None:
     """Build what is released and check it: `-- --no-tag` before the tag is set. The upload is left to you."""
-    session.install(*group("release"))
+    session.install("-c", str(LOCK), *group("release"))
     version = re.search('__version__ = "(.+)"', Path("fp8refit/__init__.py").read_text())[1]
     heading = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$"
     if not re.search(heading, Path("CHANGELOG.md").read_text(), re.MULTILINE):
