@@ -44,7 +44,7 @@ FAULTS = [
         path="fp8refit/remote/stream_reader.py",
         before="            elif call is Call.OVER:\n",
         after="            elif call is not Call.STAY:\n",
-        found_by="tests/remote/test_stream_sender.py -k no_order_takes_long",
+        found_by="tests/remote/test_stream_reader.py",
     ),
     Fault(
         name="a stream that is announced otherwise is written before it is judged",
