@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import chain
 from logging import Logger
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -70,7 +71,7 @@ class Holdings:
     def have_changed(self) -> bool:
         """Whether an object on the way to a tensor holds something else than at the last `search`.
 
-        Takes 1 ms for 36 layers.
+        Takes 2 ms for 36 layers.
         """
         if self._known is None or any(self._empty) or any(each() is None for each in self._tensors):
             return True
@@ -79,7 +80,7 @@ class Holdings:
             return False
         if len(identities) != len(self._identities):
             return True
-        parts = self._parts()
+        parts = list(self._parts())
         now, then = (np.frombuffer(each, np.intp) for each in (identities, self._identities))
         for place in np.flatnonzero(now != then).tolist():
             if not {type(parts[place]), type(self._known[place])} <= _PLAIN:
@@ -122,8 +123,9 @@ class Holdings:
         """The addresses of all parts, which is what numpy keeps of objects."""
         return np.fromiter(self._parts(), object).tobytes()
 
-    def _parts(self) -> list[object]:
-        return gc.get_referents(*self._dicts, *self._others)
+    def _parts(self) -> Iterator[object]:
+        # The collector would list what dictionaries hold in less time, but from Python 3.13 on nothing of an object's own.
+        return chain(chain.from_iterable(map(dict.values, self._dicts)), gc.get_referents(*self._others))
 
     def _walk(
         self,
