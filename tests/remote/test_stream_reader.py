@@ -1,5 +1,7 @@
 """What a rank takes the sender's calls for."""
 
+from math import inf
+
 import pytest
 
 import fp8refit.remote.stream_reader
@@ -11,11 +13,11 @@ from tests.fake_ranks import Cluster
 
 
 @pytest.mark.parametrize(
-    ("call", "is_over", "lingering_s"), [(Call.OVER, True, 60.0), (Call.BACK, False, 60.0), (Call.STAY, False, 0.0)]
+    ("call", "is_over", "lingering_s"), [(Call.OVER, True, inf), (Call.BACK, False, inf), (Call.STAY, False, 0.0)]
 )
 def test_a_stream_is_over_only_when_the_sender_says_so(call, is_over, lingering_s, monkeypatch):
     monkeypatch.setattr(fp8refit.remote.stream_reader, "_LINGERING_S", lingering_s)
-    monkeypatch.setattr(fp8refit.remote.stream_reader, "_FOLLOWING_S", 60.0)
+    monkeypatch.setattr(fp8refit.remote.stream_reader, "_FOLLOWING_S", inf)
     ring = Ring.make()
     ring.begin()
     ring.expect_readers()
