@@ -25,6 +25,7 @@ from pathlib import Path
 
 import nox
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 nox.options.sessions = ["lint", "types", "tests"]
 nox.options.stop_on_first_error = False
@@ -47,11 +48,8 @@ MATRIX = {
 }
 """Versions that are tested, and the torch that each is built for, or runs with."""
 LOCK = Path("tests/tools-lock.txt")
-"""The tools for development with all that they need, for every Python. `nox -s lock` writes it."""
-TOOLS = ("lint", "types", "docs", "release", "test-tools")
-LOCKED = {
-    name: f"{name}=={version}" for name, version in re.findall(r"^([\w-]+)==(\S+)", LOCK.read_text(), re.MULTILINE)
-}
+"""Versions of the group `tools` and of all that it needs, for every Python. `nox -s lock` writes it."""
+LOCKED = dict(re.findall(r"^([\w-]+)(==\S+)", LOCK.read_text(), re.MULTILINE))
 WHEEL_CLASSES = "vllm==0.33.0"
 """Whose files are tested where the whole does not run."""
 CPU_WHEELS = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
@@ -91,8 +89,10 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHON
 
 def group(name: str) -> list[str]:
     """The requirements of one dependency group of pyproject.toml; for tools, the versions of the lock."""
-    wanted = map(Requirement, nox.project.dependency_groups(PROJECT, name))
-    return [LOCKED.get(each.name, str(each)) for each in wanted]
+    wanted = [Requirement(each) for each in nox.project.dependency_groups(PROJECT, name)]
+    for each in wanted:
+        each.specifier = SpecifierSet(LOCKED.get(each.name, str(each.specifier)))
+    return list(map(str, wanted))
 
 
 @nox.session
@@ -330,9 +330,8 @@ def docs(session: nox.Session) -> None:
 def lock(session: nox.Session) -> None:
     """Write the newest versions of the tools that pyproject.toml allows into `LOCK`."""
     session.install("uv")
-    groups = [option for name in TOOLS for option in ("--group", name)]
     form = ("--universal", "--python-version", "3.11", "--no-annotate", "--no-header", "--upgrade")
-    session.run("uv", "pip", "compile", "--quiet", *groups, *form, "-o", str(LOCK))
+    session.run("uv", "pip", "compile", "--quiet", "--group", "tools", *form, "-o", str(LOCK))
 
 
 @nox.session
