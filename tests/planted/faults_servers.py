@@ -12,241 +12,215 @@ ORDERS = "fp8refit/remote/servers/orders.py"
 FAULTS = [
     Fault(
         name="empty token is a token",
-        path=ORDERS,
-        before="""    if not token:
-        return None
-    if len(token) < MIN_TOKEN or not is_header(token):
-""",
-        after="""    if token is None:
-        return None
-    if token and (len(token) < MIN_TOKEN or not is_header(token)):
-""",
+        at=f"{ORDERS}::read_token",
+        before="if not token:\n    return None\nif len(token) < MIN_TOKEN or not is_header(token):\n    ...",
+        after="""
+            if token is None:
+                return None
+            if token and (len(token) < MIN_TOKEN or not is_header(token)):
+                ...
+        """,
         found_by=STRANGERS,
     ),
     Fault(
         name="body before trust",
-        path=DOOR,
-        before="""            self._check_may_ask(scope)
-            if self._num_visitors""",
-        after="""            body = await _read(receive)
-
+        at=f"{DOOR}::Door.take",
+        before="self._check_may_ask(scope)",
+        after="""
+            body = await _read(receive)
             async def receive() -> Mapping[str, Any]:
                 return {"type": "http.request", "body": body.encode()}
-
             self._check_may_ask(scope)
-            if self._num_visitors""",
+        """,
         found_by=STRANGERS,
     ),
     Fault(
         name="order without bound",
-        path=DOOR,
-        before="""                if len(body) > orders.MAX_ORDER_BYTES:
-                    raise _too_long()
-""",
-        after="",
+        at=f"{DOOR}::_read",
+        before="if len(body) > orders.MAX_ORDER_BYTES:\n    raise _too_long()",
         found_by=STATES,
     ),
     Fault(
         name="announced length not looked at",
-        path=DOOR,
-        before="(length.isdecimal() and int(length) > orders.MAX_ORDER_BYTES)",
-        after="(length.isdecimal() and int(length) < 0)",
+        at=f"{DOOR}::Door._check_may_ask",
+        before="int(length) > orders.MAX_ORDER_BYTES",
+        after="int(length) < 0",
         found_by=STRANGERS,
     ),
     Fault(
         name="body drips for ever",
-        path=DOOR,
-        before="async with asyncio.timeout(READING_S):",
-        after="async with asyncio.timeout(None):",
+        at=f"{DOOR}::_read",
+        before="asyncio.timeout(READING_S)",
+        after="asyncio.timeout(None)",
         found_by=STATES,
     ),
     Fault(
         name="visitor counted for ever",
-        path=DOOR,
-        before="""            finally:
-                self._num_visitors -= 1
-""",
-        after="""            finally:
-                pass
-""",
+        at=f"{DOOR}::Door.take",
+        before="self._num_visitors -= 1",
         found_by=STATES,
     ),
     Fault(
         name="parsed under the lock",
-        path="fp8refit/remote/servers/order_handler.py",
-        before="""            request = OrderRequest.decode(message)
-            async with self._turn:
-                await""",
-        after="""            async with self._turn:
-                request = OrderRequest.decode(message)
-                await""",
+        at="fp8refit/remote/servers/order_handler.py::OrderHandler._answer",
+        before="request = OrderRequest.decode(message)\nasync with self._turn:\n    ...",
+        after="async with self._turn:\n    request = OrderRequest.decode(message)\n    ...",
         found_by=STATES,
     ),
     Fault(
         name="list of everything that is wrong with an order",
-        path="fp8refit/remote/messages.py",
-        before="""    if count > _MAX_PROBLEMS:
-        return f"{count} problems"
-""",
-        after="",
+        at="fp8refit/remote/messages.py::first_problem",
+        before='if count > _MAX_PROBLEMS:\n    return f"{count} problems"',
         found_by="tests/fuzz/test_servers.py -k costs_little",
     ),
     Fault(
         name="head without bound",
-        path=ORDERS,
-        before="""        end = message.find("\\n", 0, MAX_HEAD + 1)
-""",
-        after="""        end = message.find("\\n")
-""",
+        at=f"{ORDERS}::OrderRequest.decode",
+        before='message.find("\\n", 0, MAX_HEAD + 1)',
+        after='message.find("\\n")',
         found_by="tests/fuzz/test_servers.py -k costs_little",
     ),
     Fault(
         name="rank tells everything that is wrong with a message",
-        path="fp8refit/remote/rank_server.py",
-        before="({messages.first_problem(error)})",
-        after="({error})",
+        at="fp8refit/remote/rank_server.py::_read",
+        before=(
+            "f\"this rank (fp8refit {__version__}) cannot read the driver's message; install the same "
+            'version on both sides " f"({messages.first_problem(error)})"'
+        ),
+        after=(
+            "f\"this rank (fp8refit {__version__}) cannot read the driver's message; install the same "
+            'version on both sides " f"({error})"'
+        ),
         found_by="tests/fuzz/test_servers.py -k told_briefly",
     ),
     Fault(
         name="limit of each read alone",
-        path=CLIENT,
-        before="            return self._outcome.result(timeout_s)\n",
-        after="            return self._outcome.result(None)\n",
+        at=f"{CLIENT}::_Exchange.run",
+        before="self._outcome.result(timeout_s)",
+        after="self._outcome.result(None)",
         found_by="tests/fuzz/test_servers.py -k ends_in_time",
     ),
     Fault(
         name="connection stays open after its answer",
-        path=CLIENT,
-        before="""        finally:
-            connection.close()
-""",
-        after="""        finally:
-            pass
-""",
+        at=f"{CLIENT}::_Exchange._post",
+        before="connection.close()",
         found_by=f"{CONNECTIONS} -k which_is_closed",
     ),
     Fault(
         name="connection of a refused order stays open",
-        path=DOOR,
-        before='CLOSED: Mapping[str, str] = {"Connection": "close"}\n',
-        after="CLOSED: Mapping[str, str] = {}\n",
+        at=DOOR,
+        before='{"Connection": "close"}',
+        after="{}",
         found_by="tests/remote/servers/test_http_endpoint.py -k refused_order_is_closed",
     ),
     Fault(
         name="any loopback address is this host",
-        path=DOOR,
-        before="    if not client or client[0] not in _LOOPBACK:\n",
-        after='    if not client or not (client[0] in _LOOPBACK or client[0].startswith("127.")):\n',
+        at=f"{DOOR}::_why_elsewhere",
+        before="client[0] not in _LOOPBACK",
+        after='not (client[0] in _LOOPBACK or client[0].startswith("127."))',
         found_by=STRANGERS,
     ),
     Fault(
         name="unknown address is this host",
-        path=DOOR,
-        before="    if not client or client[0] not in _LOOPBACK:\n",
-        after="    if client and client[0] not in _LOOPBACK:\n",
+        at=f"{DOOR}::_why_elsewhere",
+        before="not client or client[0] not in _LOOPBACK",
+        after="client and client[0] not in _LOOPBACK",
         found_by=STRANGERS,
     ),
     Fault(
         name="proxies pass orders on",
-        path=DOOR,
-        before="        if _OF_A_PROXY.fullmatch(name):\n",
-        after="        if not name:\n",
+        at=f"{DOOR}::_why_elsewhere",
+        before="_OF_A_PROXY.fullmatch(name)",
+        after="not name",
         found_by=STRANGERS,
     ),
     Fault(
         name="pages give orders",
-        path=DOOR,
-        before="        if _OF_A_BROWSER.fullmatch(name):\n",
-        after="        if not name:\n",
+        at=f"{DOOR}::_why_elsewhere",
+        before="_OF_A_BROWSER.fullmatch(name)",
+        after="not name",
         found_by=STRANGERS,
     ),
     Fault(
         name="any name of the host",
-        path=DOOR,
-        before="    if not _LOCAL_NAME.fullmatch(host):\n",
-        after="    if not host:\n",
+        at=f"{DOOR}::_why_elsewhere",
+        before="_LOCAL_NAME.fullmatch(host)",
+        after="host",
         found_by=STRANGERS,
     ),
     Fault(
         name="text is an order",
-        path=DOOR,
-        before='        if headers.get("content-type") != orders.MEDIA_TYPE:\n',
-        after='        if not headers.get("content-type"):\n',
+        at=f"{DOOR}::Door._check_may_ask",
+        before='headers.get("content-type") != orders.MEDIA_TYPE',
+        after='not headers.get("content-type")',
         found_by=STRANGERS,
     ),
     Fault(
         name="api key is not looked at",
-        path=DOOR,
-        before='            if kind.lower() == "bearer" and any(',
-        after='            if kind.lower() != "basic" or any(',
+        at=f"{DOOR}::Door._distrust",
+        before='kind.lower() == "bearer" and any(_is_same(shown, key) for key in self._api_keys)',
+        after='kind.lower() != "basic" or any(_is_same(shown, key) for key in self._api_keys)',
         found_by=STRANGERS,
     ),
     Fault(
         name="seconds without bound",
-        path="fp8refit/config.py",
-        before="    timeout_s: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)\n",
-        after="    timeout_s: float = Field(default=300.0, gt=0)\n",
+        at="fp8refit/config.py::RefitConfig",
+        before="Field(default=300.0, gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)",
+        after="Field(default=300.0, gt=0)",
         found_by=STATES,
     ),
     Fault(
         name="seconds of an order without bound",
-        path="fp8refit/config.py",
-        before="Wait: TypeAlias = Annotated[float, Field(gt=0, le=LONGEST_WAIT_S, allow_inf_nan=False)]\n",
-        after="Wait: TypeAlias = Annotated[float, Field(gt=0)]\n",
+        at="fp8refit/config.py",
+        before="Field(gt=0, le=LONGEST_WAIT_S, allow_inf_nan=False)",
+        after="Field(gt=0)",
         found_by=STATES,
     ),
     Fault(
         name="any number is a process",
-        path=ORDERS,
-        before="    pid: int = Field(ge=0, lt=1 << 31)\n",
-        after="    pid: int\n",
+        at=f"{ORDERS}::Caller",
+        before="pid: int = Field(ge=0, lt=1 << 31)",
+        after="pid: int",
         found_by=STATES,
     ),
     Fault(
         name="url is not looked at",
-        path=CLIENT,
-        before="        except ValueError as error:\n            why = str(error)\n",
-        after="        except ZeroDivisionError as error:\n            why = str(error)\n",
+        at=f"{CLIENT}::_split",
+        before="try:\n    ...\nexcept ValueError as error:\n    ...",
+        after="try:\n    ...\nexcept ZeroDivisionError as error:\n    ...",
         found_by="tests/fuzz/test_servers.py -k no_url",
     ),
     Fault(
         name="engine waits for a driver that died",
-        path="fp8refit/remote/servers/order_handler.py",
-        before="""            if version != self._version:
-                await self._publish(version)
-            await self._controls.resume()
-""",
-        after="""            if version != self._version:
-                await self._publish(version)
-""",
+        at="fp8refit/remote/servers/order_handler.py::OrderHandler._end",
+        before="await self._controls.resume()",
         found_by=STATES,
     ),
     Fault(
         name="engine waits for a driver that fell silent",
-        path="fp8refit/remote/servers/order_handler.py",
-        before="            if self._holder is not None:\n                reason",
-        after="            if self._holder is not None and self._silence is None:\n                reason",
+        at="fp8refit/remote/servers/order_handler.py::OrderHandler._obey_watched",
+        before="self._holder is not None",
+        after="self._holder is not None and self._silence is None",
         found_by=STATES,
     ),
     Fault(
         name="mixture is served after a driver died",
-        path="fp8refit/remote/servers/order_handler.py",
-        before="        is_whole = len(versions) == 1 and not any(reply.is_dirty or reply.error for reply in replies)\n",
-        after="        is_whole = not any(reply.error for reply in replies)\n",
+        at="fp8refit/remote/servers/order_handler.py::OrderHandler._whole_version",
+        before="len(versions) == 1 and not any(reply.is_dirty or reply.error for reply in replies)",
+        after="not any(reply.error for reply in replies)",
         found_by=STATES,
     ),
     Fault(
         name="a policy that cannot be described leaves the answers of ranks that read ahead to the next order",
-        path="fp8refit/remote/host_route.py",
-        before="                await reading\n",
-        after="                pass\n",
+        at="fp8refit/remote/host_route.py::HostRoute._prepare",
+        before="await reading",
         found_by="tests/remote/test_ranks.py -k leaves_no_answer",
     ),
     Fault(
         name="an interrupted order comes out of the next one",
-        path="fp8refit/remote/servers/order_handler.py",
-        before="        except (KeyboardInterrupt, SystemExit) as error:\n            return error\n",
-        after="",
+        at="fp8refit/remote/servers/order_handler.py::OrderHandler._answer",
+        before="(KeyboardInterrupt, SystemExit)",
+        after="()",
         found_by="tests/driver/test_hosted_engine.py -k interrupt",
     ),
 ]

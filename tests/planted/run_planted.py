@@ -117,9 +117,7 @@ def plant(fault: Fault, copy: Copy) -> Run:
     """
     file = copy.folder / fault.path
     original = file.read_text()
-    if original.count(fault.before) != 1:
-        raise ValueError(f"what it replaces stands {original.count(fault.before)} times in {fault.path}")
-    file.write_text(original.replace(fault.before, fault.after))
+    file.write_text(fault.planted(original))
     try:
         return copy.run(fault.found_by)
     finally:

@@ -43,7 +43,7 @@ def project(tmp_path, monkeypatch):
 
 
 def fault(name, after, *, finder="tests/test_code.py", before="2 * number", **options):
-    return Fault(name=name, path="fp8refit/code.py", before=before, after=after, found_by=finder, **options)
+    return Fault(name=name, at="fp8refit/code.py::double", before=before, after=after, found_by=finder, **options)
 
 
 EXPECTED = [
