@@ -103,21 +103,6 @@ def test_every_rank_holds_the_policy(engine):
     refitter.close()
 
 
-def test_every_rank_holds_the_policy_of_an_asynchronous_refit(engine):
-    async def refit(policy):
-        refitter = Refitter(engine)
-        report = await refitter.refit_async(policy)
-        await refitter.close_async()
-        return report
-
-    for version in (1, 2):
-        policy = engine.make_policy(version)
-        assert run(engine, refit(policy)).version == version
-        engine.assert_holds(policy)
-        assert engine.tokenizer_manager.weight_version == str(version)
-        assert_serves(engine)
-
-
 def test_a_refit_within_a_running_loop_is_awaited(solo):
     async def refit():
         with pytest.raises(UnsupportedEngineError, match="call refit_async"):
@@ -193,17 +178,6 @@ def test_a_dirty_engine_that_was_paused_is_paused_when_it_is_healed(solo):
 
     run(solo, steps())
     assert solo.hidden() == set()
-
-
-def test_a_dirty_synchronous_engine_refuses_until_the_next_refit(engine):
-    refitter, policy = Refitter(engine), engine.make_policy(2)
-    with pytest.raises(NonFiniteError):
-        refitter.refit(spoilt(engine.make_policy(1)))
-    with pytest.raises(EngineDirtyError, match="failed part way"):
-        engine.generate("new")
-    refitter.refit(policy)
-    engine.assert_holds(policy)
-    assert_serves(engine)
 
 
 def test_a_refit_of_a_dirty_engine_that_waits_too_long_leaves_it_refusing(solo):
@@ -559,12 +533,6 @@ def test_a_cache_that_is_kept_keeps_the_old_policy(engine, monkeypatch):
     engine.schedulers[-1].num_flushes_to_fail = 10
     assert_nothing_written(engine, CacheFlushError, "SGLang kept its radix cache.*nothing was written")
     assert_serves(engine)
-
-
-def test_a_cache_that_is_kept_for_a_moment_is_waited_for(solo):
-    solo.schedulers[0].num_flushes_to_fail = 5
-    assert Refitter(solo).refit(solo.make_policy(1)).version == 1
-    assert solo.schedulers[0].events == ["flushed"]
 
 
 def test_a_cache_that_is_kept_at_a_refit_like_the_last_is_asked_for_again_before_anything_is_written(

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from fp8refit_sglang import SglangServer
 from fp8refit_sglang.compat import handles_for, http_refusal
 
 from fp8refit import (
-    EngineBusyError,
     EngineLostError,
     NonFiniteError,
     RankFailedError,
@@ -23,7 +21,7 @@ from fp8refit import (
     Refitter,
     UnsupportedEngineError,
 )
-from fp8refit.remote.servers.orders import Answer, Caller, Hello, OrderRequest, Pause, Place, Resume
+from fp8refit.remote.servers.orders import Answer, Caller, Hello, OrderRequest, Pause, Resume
 from fp8refit.transport.vote import ErrorRecord
 from tests.adapters import fake_sglang
 from tests.adapters.fake_sglang import (
@@ -95,13 +93,6 @@ def test_every_rank_of_a_server_holds_the_policy(running):
         assert_serves(running)
 
 
-def test_a_server_is_refitted_from_an_event_loop(solo):
-    policy = solo.engine.make_policy(1)
-    asyncio.run(Refitter(SglangServer(solo.url)).refit_async(policy))
-    solo.engine.assert_holds(policy)
-    assert_serves(solo)
-
-
 def test_requests_to_a_server_run_out_before_and_wait_until_the_refit_is_over(solo):
     engine, policy, late = solo.engine, solo.engine.make_policy(1), []
     early = solo.start(engine.async_generate("early", is_long=True))
@@ -136,16 +127,6 @@ def test_a_dirty_server_answers_503_until_it_is_healed(running):
     refitter.refit(policy)
     running.engine.assert_holds(policy)
     assert_serves(running)
-
-
-def test_a_busy_server_says_so_and_goes_on(solo):
-    request = solo.start(solo.engine.async_generate("long", is_long=True))
-    wait_until(lambda: solo.engine.schedulers[0].running)
-    with pytest.raises(EngineBusyError, match=r"1 request\(s\) did not finish within 0\.05 s"):
-        Refitter(SglangServer(solo.url), timeout_s=0.05).refit(solo.engine.make_policy(1))
-    assert solo.engine.hidden() == set()
-    solo.do(finish(solo.manager, "long"))
-    assert request.result(10) == "stop"
 
 
 def test_weights_of_others_are_sglang_s_affair(solo):
@@ -213,32 +194,6 @@ def pause(timeout_s: float) -> Pause:
     return Pause(config=RefitConfig(timeout_s=timeout_s))
 
 
-def test_requests_do_not_wait_for_a_driver_that_died_before_it_wrote(running):
-    process = subprocess.Popen(["sleep", "60"])
-    driver = Caller(place=Place.here(), pid=process.pid, name="dying")
-    assert give(running, pause(timeout_s=5), driver).error is None
-    waiting = running.start(running.engine.async_generate("waiting"))
-    process.kill()
-    assert waiting.result(10) == "stop"
-    process.wait()
-    assert_serves(running)
-
-
-def test_a_server_refuses_requests_after_a_driver_that_died_part_way(running):
-    with pytest.raises(NonFiniteError):
-        Refitter(SglangServer(running.url)).refit(spoilt(running.engine.make_policy(1)))
-    process = subprocess.Popen(["sleep", "60"])
-    driver = Caller(place=Place.here(), pid=process.pid, name="dying")
-    give(running, pause(timeout_s=5), driver)
-    waiting = running.start(running.engine.async_generate("waiting"))
-    process.kill()
-    with pytest.raises(HTTPException, match="the driver of a refit died, part way"):
-        waiting.result(10)
-    process.wait()
-    Refitter(SglangServer(running.url)).refit(running.engine.make_policy(2))
-    assert_serves(running)
-
-
 def test_a_driver_that_is_interrupted_while_requests_run_out_leaves_the_server_running(solo):
     driver = Caller.new()
 
@@ -292,13 +247,6 @@ def test_callers_on_other_hosts_are_known_by_the_token(make_server, monkeypatch)
     assert hello_from(ELSEWHERE, running, X_Fp8refit_Token=TOKEN) == ""
     assert "the token is not that of the server" in hello_from(LOCAL, running)
     Refitter(SglangServer(running.url)).refit(running.engine.make_policy(1))
-
-
-def test_an_empty_token_is_none(make_server, monkeypatch):
-    monkeypatch.setenv("FP8REFIT_TOKEN", "")
-    running = make_server()
-    assert "takes weights from its own host alone" in hello_from(ELSEWHERE, running)
-    assert hello_from(LOCAL, running) == ""
 
 
 def test_a_server_does_not_start_with_a_token_that_can_be_guessed(make_server, monkeypatch):
@@ -355,20 +303,6 @@ def test_a_server_is_found_by_its_url(running):
     Refitter(running.url).refit(policy)
     running.engine.assert_holds(policy)
     assert_serves(running)
-
-
-def test_drivers_that_take_turns_do_not_disturb_each_other(solo):
-    first, second = Refitter(SglangServer(solo.url)), Refitter(SglangServer(solo.url))
-    versions = [
-        refitter.refit(solo.engine.make_policy(seed)).version for seed, refitter in enumerate((first, second, first))
-    ]
-    assert versions == [1, 2, 3]
-
-
-@pytest.mark.parametrize("url", ["", "127.0.0.1:30000"])
-def test_what_is_no_url_is_refused(url):
-    with pytest.raises(UnsupportedEngineError, match="is no URL of a server"):
-        SglangServer(url)
 
 
 def test_a_refused_stream_is_told_as_a_value_error_too(solo):

@@ -8,10 +8,8 @@ from threading import Barrier, Event
 import pytest
 import torch
 from fp8refit_transformers import TransformersEngine, to_block_fp8
-from fp8refit_transformers.admission import refusal_of
 from fp8refit_transformers.kv_cache import Fp8Kv, Fp8SlidingWindowLayer, fp8_kvs
 from fp8refit_transformers.prefill import DecoderPrefill
-from safetensors.torch import save_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -31,14 +29,8 @@ from transformers import (
 )
 
 from fp8refit import (
-    CalibrationError,
-    EngineDirtyError,
-    InvalidCalibrationError,
-    InvalidSourceError,
-    KvConfig,
     Refitter,
     UnsupportedEngineError,
-    refit,
 )
 
 SIZES = {
@@ -327,77 +319,6 @@ def test_calibrated_scales_restore_a_model_with_outliers(seed):
     assert calibrated < 1.5 * kv_error(make_engine(ordinary))
 
 
-@pytest.mark.parametrize("config_class", FAMILIES)
-def test_keys_that_grow_by_eight_need_new_scales(config_class):
-    engine = make_engine(make_policy(config_class))
-    refitter = Refitter(engine)
-    first = refitter.refit(make_policy(config_class).state_dict(), calibration=BATCH)
-    good = kv_error(engine)
-    grown = add_outliers(make_policy(config_class), (8.0, 8.0, 8.0), (8.0, 8.0, 8.0))
-    stale = refitter.refit(grown.state_dict())
-    assert stale.kv is None and scales_of(engine) == first.kv.scales
-    assert kv_error(engine) > 4 * good
-    fresh = refitter.refit(grown.state_dict(), calibration=BATCH)
-    assert fresh.kv.scales == pytest.approx({name: 8 * scale for name, scale in first.kv.scales.items()}, rel=1e-6)
-    assert kv_error(engine) == pytest.approx(good, rel=1e-6)
-
-
-def test_generate_after_calibration_is_close_to_bf16_kv():
-    policy = make_policy(outliers=True)
-    engine, plain = make_engine(policy), make_plain_engine(policy)
-    Refitter(engine).calibrate(BATCH)
-    settings = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    got, want = (model.generate(PROMPT, **settings) for model in (engine, plain))
-    first = [output.logits[0].log_softmax(-1) for output in (got, want)]
-    assert (first[0] - first[1]).abs().mean() < 0.2
-
-
-@pytest.mark.parametrize("suffix", ["", ".attn"])
-@pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
-def test_scales_may_be_given(suffix, as_tensor):
-    policy = make_policy()
-    engine = make_engine(policy)
-    given = {
-        name.replace(".self_attn", f".self_attn{suffix}"): torch.tensor([value]) if as_tensor else value
-        for name, value in SCALES.items()
-    }
-    report = Refitter(engine).refit(policy.state_dict(), kv_scales=given)
-    assert report.kv.origin == "kv_scales"
-    assert (report.kv.num_sequences, report.kv.num_tokens, report.kv.num_passes) == (0, 0, 0)
-    assert report.kv.scales == scales_of(engine) == pytest.approx(SCALES, rel=1e-7)
-
-
-def test_some_scales_may_be_given_and_the_others_stay():
-    policy = make_policy()
-    engine = make_engine(policy)
-    report = Refitter(engine).refit(policy.state_dict(), kv_scales={NAMES[3]: 0.25})
-    assert report.kv.scales == {NAMES[3]: 0.25}
-    assert scales_of(engine) == dict.fromkeys(NAMES, 1.0) | {NAMES[3]: 0.25}
-
-
-@pytest.mark.parametrize("shape", [(), (1,)], ids=["0-d", "1-d"])
-@pytest.mark.parametrize("suffix", ["", ".attn"])
-@pytest.mark.parametrize("form", ["mapping", "iterator", "function", "safetensors"])
-def test_scales_may_come_with_the_weights(form, suffix, shape, tmp_path):
-    policy = make_policy(seed=2)
-    engine = make_engine(make_policy(seed=1))
-    state = dict(policy.state_dict()) | {
-        name.replace(".self_attn", f".self_attn{suffix}"): torch.full(shape, value) for name, value in SCALES.items()
-    }
-    if form == "safetensors":
-        save_file(state, tmp_path / "model.safetensors")
-    forms = {
-        "mapping": state,
-        "iterator": iter(state.items()),
-        "function": lambda: iter(state.items()),
-        "safetensors": tmp_path,
-    }
-    report = Refitter(engine).refit(forms[form])
-    assert report.kv.origin == "state_dict"
-    assert report.kv.scales == scales_of(engine) == pytest.approx(SCALES, rel=1e-7)
-    assert torch.equal(log_probs(engine, use_cache=False), log_probs(make_plain_engine(policy)))
-
-
 def test_what_is_measured_wins_over_what_comes_with_the_weights():
     policy = make_policy()
     engine = make_engine(policy)
@@ -406,73 +327,6 @@ def test_what_is_measured_wins_over_what_comes_with_the_weights():
     expected = {name: MARGIN * maximum / 448 for name, maximum in maxima_of(policy, BATCH).items()}
     assert report.kv.origin == "calibration"
     assert scales_of(engine) == report.kv.scales == pytest.approx(expected, rel=0.02)
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf, 1e-60, 1e60])
-def test_scales_that_are_none_are_refused_before_anything_is_written(bad):
-    engine = make_engine(make_policy(seed=1))
-    refitter = Refitter(engine)
-    before = log_probs(engine)
-    with pytest.raises(
-        InvalidCalibrationError, match=r"kv_scales: model\.layers\.0\.self_attn\.v_scale: is .*finite and"
-    ):
-        refitter.refit(make_policy(seed=2).state_dict(), kv_scales=SCALES | {NAMES[1]: bad})
-    assert torch.equal(log_probs(engine), before)
-    assert not refitter.is_dirty and refitter.version == 0 and scales_of(engine) == dict.fromkeys(NAMES, 1.0)
-
-
-@pytest.mark.parametrize("validate", ["fused", "off"])
-@pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])
-def test_bad_scales_among_the_weights_are_refused_before_anything_is_written_or_leave_the_engine_dirty(bad, validate):
-    engine = make_engine(make_policy(seed=1))
-    refitter = Refitter(engine, validate=validate)
-    policy = make_policy(seed=2)
-    state = dict(policy.state_dict()) | {name: torch.tensor(value) for name, value in SCALES.items()}
-    broken = state | {NAMES[1]: torch.tensor(bad)}
-    before = log_probs(engine)
-    with pytest.raises(InvalidSourceError, match=r"layers\.0\.self_attn\.v_scale") as refused:
-        refitter.refit(broken)
-    assert not refused.value.written and not refitter.is_dirty and torch.equal(log_probs(engine), before)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.v_scale"):
-        refitter.refit(iter(broken.items()))
-    assert refitter.is_dirty
-    assert scales_of(engine) == dict.fromkeys(NAMES, 1.0)
-    with pytest.raises(EngineDirtyError):
-        engine(PROMPT)
-    refitter.refit(state)
-    assert not refitter.is_dirty and scales_of(engine) == pytest.approx(SCALES, rel=1e-7)
-    assert torch.isfinite(log_probs(engine)).all()
-
-
-BAD_ORDERS = {
-    "unknown-name": ({"kv_scales": {"model.layers.9.self_attn.k_scale": 1.0}}, "this engine has no model.layers.9"),
-    "no-scale": ({"kv_scales": {"model.layers.0.mlp.k_scale": 1.0}}, "this engine has no model.layers.0.mlp"),
-    "vector": ({"kv_scales": {NAMES[0]: torch.ones(2)}}, r"has shape \[2\]"),
-    "text": ({"kv_scales": {NAMES[0]: "1"}}, "give a number"),
-    "vocabulary": ({"calibration": [[2, 97]]}, "token id 97 is outside the vocabulary of 97"),
-    "negative": ({"calibration": [[2, -1]]}, "holds -1, which is not a token id"),
-    "empty": ({"calibration": []}, "holds no"),
-    "empty-row": ({"calibration": [[2, 3], []]}, "sequence 1 holds no token"),
-    "floats": ({"calibration": [[0.5, 1.0]]}, "which is not a token id"),
-    "float-tensor": ({"calibration": torch.ones(1, 2)}, "token ids are integers"),
-    "both": ({"calibration": BATCH, "kv_scales": SCALES}, "not both"),
-    "long": ({"calibration": [[2] * 65]}, "a sequence has 65 tokens, but the engine takes at most 64"),
-}
-
-
-@pytest.mark.parametrize(("order", "message"), BAD_ORDERS.values(), ids=BAD_ORDERS)
-def test_bad_orders_change_nothing(order, message):
-    engine = make_engine(make_policy(seed=1))
-    refitter = Refitter(engine)
-    before = log_probs(engine)
-    with pytest.raises(InvalidCalibrationError, match=message):
-        refitter.refit(make_policy(seed=2).state_dict(), **order)
-    assert torch.equal(log_probs(engine), before)
-    assert not refitter.is_dirty and refitter.version == 0 and refusal_of(engine) is None
-    if "calibration" in order and "kv_scales" not in order:
-        with pytest.raises(InvalidCalibrationError, match=message):
-            refitter.calibrate(order["calibration"])
-        assert torch.equal(log_probs(engine), before)
 
 
 def test_prompts_need_a_tokenizer():
@@ -498,86 +352,6 @@ def test_a_model_without_fp8_kv_says_how_to_get_it(order):
     assert set(refitter.refit(state).ignored) == set(NAMES)
 
 
-def test_nan_in_the_network_is_seen_by_the_pass():
-    engine = make_engine(make_policy(seed=1))
-    hooks = hooks_of(engine)
-    refitter = Refitter(engine, validate="off")
-    policy = make_policy(seed=2)
-    state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    state["model.layers.1.input_layernorm.weight"][3] = torch.nan
-    with pytest.raises(CalibrationError, match=r"NaN or Inf in the attention at 4 place\(s\), model\.layers\.1"):
-        refitter.refit(state, calibration=BATCH)
-    assert refitter.is_dirty and refitter.version == 0
-    assert scales_of(engine) == dict.fromkeys(NAMES, 1.0)
-    with pytest.raises(EngineDirtyError, match="CalibrationError"):
-        engine(PROMPT)
-    with pytest.raises(EngineDirtyError):
-        refitter.calibrate(BATCH)
-    report = refitter.refit(policy.state_dict(), calibration=BATCH)
-    assert not refitter.is_dirty and report.version == 1 and hooks_of(engine) == hooks
-    assert scales_of(engine) == report.kv.scales
-    assert torch.isfinite(log_probs(engine)).all()
-
-
-def test_calibrate_alone_sets_scales_for_what_is_served():
-    policy = make_policy(seed=1, outliers=True)
-    engine = make_engine(policy)
-    refitter = Refitter(engine)
-    served = log_probs(engine, use_cache=False)
-    bad = kv_error(engine)
-    report = refitter.calibrate(TOKENS[:2])
-    expected = {name: MARGIN * maximum / 448 for name, maximum in maxima_of(policy, TOKENS[:2].tolist()).items()}
-    assert report.scales == scales_of(engine) == pytest.approx(expected, rel=0.02)
-    assert (report.origin, report.num_sequences, report.num_tokens, report.num_passes) == ("calibration", 2, 64, 1)
-    assert torch.equal(log_probs(engine, use_cache=False), served) and kv_error(engine) < bad / 5
-    assert refitter.version == 0 and not refitter.is_dirty and refusal_of(engine) is None
-
-
-def test_calibrate_that_fails_changes_nothing():
-    policy = make_policy()
-    with torch.no_grad():
-        policy.model.embed_tokens.weight[96] = torch.inf
-    engine = make_engine(policy)
-    refitter = Refitter(engine)
-    before = log_probs(engine)
-    batch = [[2, 3], [96]]
-    with pytest.raises(CalibrationError):
-        refitter.calibrate(batch)
-    assert not refitter.is_dirty and scales_of(engine) == dict.fromkeys(NAMES, 1.0)
-    assert torch.equal(log_probs(engine).nan_to_num(), before.nan_to_num()) and refusal_of(engine) is None
-
-
-def test_margin_kinds_and_reduction_are_configured():
-    policy = make_policy()
-    maxima = maxima_of(policy, BATCH)
-    engine = make_engine(policy)
-    report = Refitter(engine, kv=KvConfig(margin=2.0, scales=("k",), reduction="rank")).calibrate(BATCH)
-    k_names = [name for name in NAMES if name.endswith("k_scale")]
-    assert list(report.scales) == k_names and report.kept == ()
-    assert report.scales == pytest.approx({name: 2 * maxima[name] / 448 for name in k_names}, rel=0.02)
-    assert all(scales_of(engine)[name] == 1.0 for name in NAMES if name not in k_names)
-
-
-def test_only_the_first_tokens_of_a_long_batch_are_used():
-    policy = make_policy()
-    report = Refitter(make_engine(policy), kv=KvConfig(max_tokens=23)).calibrate(BATCH)
-    used = [BATCH[0], BATCH[1][:3]]
-    expected = {name: MARGIN * maximum / 448 for name, maximum in maxima_of(policy, used).items()}
-    assert report.scales == pytest.approx(expected, rel=0.02)
-    assert (report.num_sequences, report.num_tokens) == (2, 23)
-
-
-def test_a_layer_that_shows_only_zeros_keeps_its_scale():
-    policy = make_policy()
-    with torch.no_grad():
-        policy.model.layers[1].self_attn.v_proj.weight.zero_()
-    engine = make_engine(policy)
-    report = Refitter(engine).refit(policy.state_dict(), calibration=BATCH)
-    assert report.kv.kept == ("model.layers.1.self_attn.v_scale",)
-    assert "model.layers.1.self_attn.v_scale" not in report.kv.scales and len(report.kv.scales) == 5
-    assert scales_of(engine)["model.layers.1.self_attn.v_scale"] == 1.0
-
-
 def test_passes_of_two_threads_leave_compilation_as_it_was():
     compiled = torch.compile(lambda x: x + 1, backend=lambda graph, _: graph_runs.append(1) or graph.forward)
     both, first_is_done, graph_runs = Barrier(2), Event(), []
@@ -596,28 +370,6 @@ def test_passes_of_two_threads_leave_compilation_as_it_was():
         list(pool.map(run, range(2)))
     compiled(torch.ones(1))
     assert graph_runs == [1]
-
-
-def test_a_batch_is_split_into_passes(monkeypatch):
-    monkeypatch.setattr("fp8refit_transformers.prefill.DecoderPrefill.max_tokens", 21)
-    policy = make_policy()
-    report = Refitter(make_engine(policy)).calibrate(BATCH)
-    expected = {name: MARGIN * maximum / 448 for name, maximum in maxima_of(policy, BATCH).items()}
-    assert report.num_passes == 3 and report.scales == pytest.approx(expected, rel=0.02)
-
-
-def test_a_tokenizers_batch_is_measured_without_its_padding():
-    policy = make_policy(seed=3)
-    with torch.no_grad():
-        policy.model.embed_tokens.weight[0] = torch.nan  # the padding token
-    width = max(map(len, BATCH))
-    batch = {
-        "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in BATCH]),
-        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in BATCH]),
-    }
-    report = Refitter(make_engine(policy)).calibrate(batch)
-    expected = {name: MARGIN * maximum / 448 for name, maximum in maxima_of(policy, BATCH).items()}
-    assert report.scales == pytest.approx(expected, rel=0.02)
 
 
 def hooks_of(engine):
@@ -657,15 +409,6 @@ def test_a_model_in_training_is_measured_as_it_infers():
     expected = {name: MARGIN * maximum / 448 for name, maximum in maxima_of(policy, BATCH).items()}
     assert report.kv.scales == pytest.approx(expected, rel=0.02)
     assert engine.training and engine.model.layers[0].gradient_checkpointing
-
-
-def test_one_call_does_it_all():
-    policy = make_policy(seed=2)
-    engine = make_engine(make_policy(seed=1))
-    report = refit(engine, policy.state_dict(), calibration=BATCH, kv=KvConfig(margin=1.0))
-    expected = {name: maximum / 448 for name, maximum in maxima_of(policy, BATCH).items()}
-    assert report.version == 1 and report.kv.scales == pytest.approx(expected, rel=0.02)
-    assert "kv" in str(report)
 
 
 def test_scales_are_no_weights():

@@ -100,20 +100,6 @@ def test_every_rank_holds_what_was_sent_and_the_engine_is_told_its_version(engin
     assert engine.is_in_step
 
 
-def test_one_update_is_one_start_and_one_finish(engine, session, cluster):
-    engine.events.clear()
-    session.send(cluster.make_policy(seed=1))
-    assert [event for event in engine.events if event != "update_weights"] == UPDATE
-    assert [engine.events[0], engine.events[-1]] == UPDATE
-
-
-@pytest.mark.parametrize("options", [{}, {"transport": "collective"}], ids=["mapped", "broadcast"])
-def test_streams_are_sent_too(options, engine, open_session, cluster):
-    policy = cluster.make_policy(seed=3)
-    open_session(engine, **options).send(PolicySource(policy))
-    cluster.assert_holds(policy, version=1)
-
-
 def test_kv_scales_are_set_in_the_same_update(open_session):
     cluster = Cluster(kv=[[ATTENTION], [ATTENTION]])
     open_session(Engine(cluster)).send(cluster.make_policy(seed=0), kv_scales={K_SCALE: 0.25})
@@ -128,17 +114,6 @@ def test_a_client_that_cannot_name_a_version_does_not_have_to(engine, open_sessi
     assert engine.weight_version is None
 
 
-def test_nan_leaves_every_rank_dirty_the_update_does_not_pass_and_the_next_one_heals(engine, session, cluster):
-    with pytest.raises(NonFiniteError, match=Q_PROJ):
-        session.send(with_nan(cluster.make_policy(seed=1)))
-    assert session.is_dirty
-    assert cluster.states == [(True, 1)] * 2
-    assert engine.weight_version == "1"
-    session.send(cluster.make_policy(seed=1))
-    cluster.assert_holds(cluster.make_policy(seed=1), version=2)
-    assert (engine.weight_version, engine.is_in_step) == ("2", True)
-
-
 def test_an_update_that_somebody_else_finishes_is_refused_while_the_engine_is_dirty(engine, session, cluster):
     with pytest.raises(NonFiniteError):
         session.send(with_nan(cluster.make_policy(seed=1)))
@@ -147,17 +122,6 @@ def test_an_update_that_somebody_else_finishes_is_refused_while_the_engine_is_di
         engine.finish_weight_update("9")
     assert (engine.weight_version, engine.is_in_step) == ("1", True)
     session.send(cluster.make_policy(seed=1))
-
-
-def test_a_wrong_name_is_told_and_nothing_is_written(engine, session, cluster):
-    before = cluster.live_bytes()
-    policy = cluster.make_policy(seed=1)
-    with pytest.raises(InvalidSourceError, match=r"model\.other\.weight"):
-        session.send(policy | {"model.other.weight": policy[NORM]})
-    assert cluster.live_bytes() == before
-    assert (session.is_dirty, engine.weight_version) == (False, "1")
-    session.send(policy)
-    cluster.assert_holds(policy, version=2)
 
 
 def test_prompts_are_refused_for_want_of_a_tokenizer(session):
@@ -361,13 +325,6 @@ def test_a_rank_that_does_not_answer_loses_the_engine(engine, session, cluster):
         session.send(cluster.make_policy(seed=1))
 
 
-def test_a_late_answer_to_an_interrupted_call_is_skipped(engine, session, cluster):
-    for rank in range(2):
-        session.driver._board.send(str(rank), "late")
-    session.send(cluster.make_policy(seed=1))
-    cluster.assert_holds(cluster.make_policy(seed=1), version=2)
-
-
 def test_an_engine_that_does_not_return_is_given_up(engine, open_session, cluster, monkeypatch):
     monkeypatch.setattr(transfer_driver, "GRACE_S", 0.2)
     monkeypatch.setattr("fp8refit.remote.channel.GRACE_S", 0.2)
@@ -410,12 +367,6 @@ def test_after_its_own_shutdown_a_trainer_says_so(engine, session, cluster):
     session.shutdown()
     with pytest.raises(EngineLostError, match="this trainer was shut down"):
         session.send(cluster.make_policy(seed=1))
-
-
-def test_fingerprints_need_no_policy_and_name_no_version(engine, session):
-    engine.weight_version = None
-    assert len(session.fingerprints()) == 2
-    assert engine.weight_version is None
 
 
 def test_a_port_that_is_taken_is_named(engine):
