@@ -13,9 +13,13 @@ import os
 
 import pytest
 
+from fp8refit.checkpoint import quantize_checkpoint
+from fp8refit.live.layout import EngineLayout
 from tests.tiny_models import save_model
 from tests.vllm.layout_runs import LayoutRuns
 from tests.vllm.processes import HERE, Starter, run_python, run_scenario
+
+pytest.register_assert_rewrite("tests.engines.precision", "tests.engines.update_tests")
 
 PLUGIN = "fp8refit_cpu_kernel"
 """Name of the tests' own plugin for vLLM, `cpu_plugin.py`."""
@@ -74,6 +78,26 @@ def run_engine(starter, tmp_path_factory):
     def run(name, *, within_s=TIMEOUT_S, **arguments):
         (found,) = run_scenario(starter, name, arguments, folder, timeout_s=within_s).drivers
         return found
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def refit_and_boot(run_engine, tmp_path_factory):
+    """Run dummy engines of families and kernels through refits to policy 2, and others that load it from block-FP8 checkpoints.
+
+    Gives what both found, by names such as `qwen3-fp32`. The others run in a process into which fp8refit's fill never comes.
+    """
+
+    def run(cases):
+        work = tmp_path_factory.mktemp("refit")
+        for family in {family for family, _ in cases}:
+            save_model(family, 2, work / f"{family}-bf16")
+        refitted = run_engine("refit", cases=cases, work=work)
+        for family, kernel in cases:
+            layout = EngineLayout.model_validate(refitted[f"{family}-{kernel}"]["layout"])
+            quantize_checkpoint(work / f"{family}-bf16", work / f"{family}-{kernel}", like=layout)
+        return refitted, run_engine("fresh", cases=cases, work=work)
 
     return run
 

@@ -21,36 +21,30 @@ every_case = pytest.mark.parametrize("name", NAMES)
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("latent")
-    for family, _ in CASES:
-        save_model(family, 2, folder / f"{family}-bf16")
-    return folder
+def engines(refit_and_boot):
+    """What refitted engines found, and fresh ones."""
+    return refit_and_boot(CASES)
 
 
-def quantize(work, family: str, kernel: str, layout: dict) -> None:
-    quantize_checkpoint(work / f"{family}-bf16", work / f"{family}-{kernel}", like=EngineLayout.model_validate(layout))
+@pytest.fixture
+def refitted(engines):
+    return engines[0]
 
 
-@pytest.fixture(scope="module")
-def refitted(run_engine, work):
-    return run_engine("refit", cases=CASES, work=work)
-
-
-@pytest.fixture(scope="module")
-def fresh(run_engine, work, refitted):
-    for family, kernel in CASES:
-        quantize(work, family, kernel, refitted[f"{family}-{kernel}"]["layout"])
-    return run_engine("fresh", cases=CASES, work=work)
+@pytest.fixture
+def fresh(engines):
+    return engines[1]
 
 
 @pytest.fixture(scope="module")
-def split(run_engine, work):
+def split(run_engine, tmp_path_factory):
     """What an engine of two ranks found through refits, and what a fresh one of its kind holds and says."""
-    family, kernel = SPLIT
+    (family, kernel), work = SPLIT, tmp_path_factory.mktemp("latent")
+    save_model(family, 2, work / f"{family}-bf16")
     asked = {"layout": "core in process", "family": family, "kernel": kernel, "work": work}
     found = run_engine("latent", **asked)
-    quantize(work, family, kernel, found["layout"])
+    layout = EngineLayout.model_validate(found["layout"])
+    quantize_checkpoint(work / f"{family}-bf16", work / f"{family}-{kernel}", like=layout)
     return found, run_engine("fresh latent", **asked)
 
 
