@@ -2,13 +2,25 @@
 
 import itertools
 import json
+import multiprocessing
+import os
+import signal
 import socket
-from collections.abc import Iterable
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
+
+from torch import Tensor
 
 from fp8refit.remote.servers import orders
 from tests.asgi import order_headers
 
+FORK = multiprocessing.get_context("fork")
+"""For drivers, and servers where their engine is imported already. No process that is forked has booted one."""
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 RAW = {
     "a stranger": (403, "the token is not that of the server"),
     "a stranger with a long body": (403, "the token is not that of the server"),
@@ -41,6 +53,42 @@ def read_answer(answer: bytes) -> Any:
         return json.loads(answer)
     except ValueError:
         return answer.decode()
+
+
+def ask(url: str, body: str | None = None, *, headers: Mapping[str, str] = NO_HEADERS) -> tuple[int, Any]:
+    """Status and answer of a request; status 0 if nobody answers."""
+    headers = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(url, None if body is None else body.encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as said:
+            return said.status, read_answer(said.read())
+    except urllib.error.HTTPError as error:
+        return error.code, read_answer(error.read())
+    except OSError:
+        return 0, None
+
+
+def interrupted(policy: Mapping[str, Tensor], half_way: Callable[[], object]) -> Iterator[tuple[str, Tensor]]:
+    """A policy that is read once, with something that happens on the way."""
+    for index, pair in enumerate(policy.items()):
+        if index == len(policy) // 2:
+            half_way()
+        yield pair
+
+
+def die(*_: Any) -> None:
+    time.sleep(1)  # until the order that begins the write has been carried out
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_driver(refit: Callable[[], object], *, timeout_s: float = 60) -> int | None:
+    """In a process of its own, which is ended if it takes too long; its exit status."""
+    process = FORK.Process(target=refit)
+    process.start()
+    process.join(timeout_s)
+    process.kill()
+    process.join()
+    return process.exitcode
 
 
 def ask_rawly(url: str, route: str, *, token: str, key: str = "") -> dict[str, dict]:

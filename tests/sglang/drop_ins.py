@@ -12,7 +12,7 @@ from typing import Any
 
 import sglang
 from engines import PROMPTS, SAMPLING, booted_noise, look, make_policy, num_unfinished, state
-from refits import refused
+from subject import refused
 from torch import Tensor
 
 from fp8refit import Refitter

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import sglang
-from torch import Tensor
 
-from tests.tiny_models import FP8_CONFIG, make_model, save_model
+from tests.engines.subject import make_policy
+from tests.tiny_models import FP8_CONFIG, save_model
+
+__all__ = ["make_policy"]
 
 PROMPTS = [[(31 * i + 7 * j) % 256 for j in range(length)] for i, length in enumerate((24, 200))]
 """The radix cache keeps single tokens, so it keeps both of them."""
@@ -72,11 +74,6 @@ def bf16_of(family: str, seed: int, work: Path) -> Path:
     if not folder.exists():
         save_model(family, seed, folder)
     return folder
-
-
-def make_policy(family: str, seed: int) -> dict[str, Tensor]:
-    """What a trainer's `state_dict` gives: for tied models the LM head too."""
-    return make_model(family, seed).state_dict()
 
 
 def generate(engine: sglang.Engine) -> list[dict]:

@@ -1,6 +1,5 @@
 """What every live tensor of an engine of one rank, and experts of any, must hold; looks at neither slots nor plan."""
 
-import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -8,6 +7,7 @@ from observer import KV_SCALES
 from torch import Tensor
 
 from fp8refit import quantize_blockwise
+from tests.engines.looking import digest
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """SGLang's linear layers that hold several of a checkpoint's."""
@@ -24,7 +24,7 @@ def expected_bytes(
         booted: The hashes when the engine was booted. What no policy names (rotary tables) stays so.
     """
     return {
-        name: booted[name] if tensor is None else hashlib.sha256(_raw(tensor).numpy()).hexdigest()
+        name: booted[name] if tensor is None else digest(tensor)
         for name, tensor in ((name, _expected(name, policy, shapes)) for name in shapes)
     }
 
@@ -59,11 +59,7 @@ def expected_experts(policy: Mapping[str, Tensor], names: list[list[str]], ep_si
     """
     num_cuts = len(names) // ep_size
     return [
-        {
-            name: hashlib.sha256(_raw(_expected_experts(name, policy, rank, num_cuts, ep_size)).numpy()).hexdigest()
-            for name in live
-            if ".experts." in name
-        }
+        {name: digest(_expected_experts(name, policy, rank, num_cuts, ep_size)) for name in live if ".experts." in name}
         for rank, live in enumerate(names)
     ]
 
@@ -83,7 +79,3 @@ def _expected_experts(name: str, policy: Mapping[str, Tensor], rank: int, num_cu
             torch.cat([scale if leaf.endswith("scale_inv") else codes.view(torch.uint8) for codes, scale in quantized])
         )
     return torch.stack(held)
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

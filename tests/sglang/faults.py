@@ -2,20 +2,14 @@
 
 import torch
 
-import fp8refit.ranks.write
+from tests.engines.faults import end_next_write, fail
 
 
-def arm(scheduler, rank: int) -> bool:
+def arm(scheduler, rank: int, _: str) -> bool:
     """Let the next write of `rank` fail once its last slot is written; whether this is that rank."""
     if torch.distributed.get_rank() != rank:
         return False
-    honest = fp8refit.ranks.write.assert_in_place
-
-    def assert_in_place(inventory) -> None:
-        fp8refit.ranks.write.assert_in_place = honest
-        raise RuntimeError("injected")
-
-    fp8refit.ranks.write.assert_in_place = assert_in_place
+    end_next_write(fail)
     return True
 
 
@@ -37,8 +31,6 @@ def claim_fp8_cache(scheduler) -> None:
 
 def update(scheduler, *arguments) -> dict:
     """Update the engine from within this scheduler."""
-    import torch
-
     from tests import updating
 
     return updating.update(scheduler, torch.distributed.get_rank(), *arguments)
@@ -46,8 +38,6 @@ def update(scheduler, *arguments) -> dict:
 
 def update_model(scheduler, family: str, seed: int) -> dict:
     """The same, by one who has only the network."""
-    import torch
-
     from tests import updating
 
     model = scheduler.tp_worker.model_runner.model

@@ -5,9 +5,10 @@ from typing import Any
 
 from engines import booted, booted_noise, generate, state
 from fresh import fp8_of
-from refits import try_policies
+from subject import Subject
 
 from fp8refit import Refitter
+from tests.engines.attempts import try_policies
 from tests.tiny_models import drafting, make_model
 
 
@@ -15,7 +16,8 @@ def run_latent(family: str, num_ranks: int, work: Path) -> dict:
     """One engine from noise through policies, and one that loads policy 2."""
     with booted_noise(family, work, num_ranks) as engine:
         generate(engine)  # SGLang's first forward gives `kv_b_proj` a second name
-        found = {"policies": try_policies(engine, family), "layout": Refitter(engine).layout().model_dump(mode="json")}
+        found = {"policies": try_policies(Subject(engine), family)}
+        found["layout"] = Refitter(engine).layout().model_dump(mode="json")
         found["drafts"] = try_drafts(engine, family)
     with booted(fp8_of(family, num_ranks, work), num_ranks) as engine:
         generate(engine)

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tests.engines import looking
+
 ABSORBED = ("w_kc", "w_vc")
 """Attributes of latent attention that are neither parameters nor buffers."""
 KV_SCALES = ("attn.k_scale", "attn.v_scale")
@@ -31,13 +33,11 @@ def observe(scheduler, folder: str, what: str, arguments: list) -> None:
 
 def live_bytes(scheduler) -> dict[str, str]:
     """A sha256 for each parameter, buffer and absorbed copy, by the engine's own name."""
-    return {name: hashlib.sha256(_raw(tensor).numpy()).hexdigest() for name, tensor in _live(scheduler).items()}
+    return looking.digests(_live(scheduler))
 
 
 def places(scheduler) -> dict[str, list]:
-    """Identity, address and layout of each of them."""
-    live = _live(scheduler).items()
-    return {name: [id(t), t.data_ptr(), list(t.shape), list(t.stride()), str(t.dtype)] for name, t in live}
+    return looking.places(_live(scheduler))
 
 
 def save(scheduler, folder: str) -> None:
@@ -54,13 +54,7 @@ def scribble(scheduler) -> None:
 
 
 def padding(scheduler) -> dict[str, int]:
-    """How many bytes there are in rows after this rank's part of the vocabulary, and how many of them are not zero."""
-    layers = [module for module in _model(scheduler).modules() if hasattr(module, "shard_indices")]
-    rows = [_raw(layer.weight[layer.shard_indices.num_org_elements :]) for layer in layers]
-    return {
-        "num_bytes": sum(row.numel() for row in rows),
-        "num_set": sum(int(row.count_nonzero()) for row in rows),
-    }
+    return looking.padding(_model(scheduler))
 
 
 def linears(scheduler) -> dict[str, str]:
@@ -88,7 +82,7 @@ def cache_bytes(scheduler) -> str:
     pool = scheduler.tp_worker.model_runner.token_to_kv_pool
     digest = hashlib.sha256()
     for buffer in (*pool.k_buffer, *pool.v_buffer):
-        digest.update(_raw(buffer).numpy())
+        digest.update(looking.raw(buffer).numpy())
     return digest.hexdigest()
 
 
@@ -142,12 +136,7 @@ def _live(scheduler) -> dict[str, torch.Tensor]:
         for copy in ABSORBED
         if getattr(module, copy, None) is not None
     }
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return dict(named) | absorbed
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return looking.named(model) | absorbed
 
 
 OBSERVATIONS = {

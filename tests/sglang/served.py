@@ -1,28 +1,24 @@
 """One server in a process of its own, refitted over HTTP, idle and under load."""
 
 import json
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from engines import ASKED, PROMPTS, SAMPLING, bf16_of, make_policy, said, settings
 from fp8refit_sglang import SglangServer
 from fresh import fp8_of
-from refits import bad_policy, refused
+from subject import refused
 from typer.testing import CliRunner
 
 from fp8refit import Refitter
 from fp8refit.cli import commands as cli
-from tests.serving import ask_rawly, free_port, option, read_answer
+from tests.engines.attempts import bad_policy
+from tests.serving import ask, ask_rawly, die, free_port, interrupted, option, run_driver
 
 START_S = 180
 TOKEN = "a-token-of-this-test"
@@ -49,9 +45,9 @@ def run_served(family: str, work: Path) -> dict:
         found["dirty"] = {"status": status, "body": json.dumps(body), "s": time.perf_counter() - start_s}
         refitter.refit(make_policy(family, 2))
         found["healed"] = server.state()
-        found["killed"] = run_driver(lambda: Refitter(server.url).refit(policy(family, half_way=die)))
+        found["killed"] = run_driver(lambda: Refitter(server.url).refit(interrupted(make_policy(family, 1), die)))
         found["refused"] = server.post("/generate", {"input_ids": PROMPTS[0], **ASKED})
-        refitter.refit(policy(family, half_way=lambda: found.update(collide(server, family))))
+        refitter.refit(interrupted(make_policy(family, 1), lambda: found.update(collide(server, family))))
         found["push"] = push(bf16_of(family, 2, work), server.url)
         found["after drivers"] = server.state()
         refitter.refit(make_policy(family, 1))
@@ -75,50 +71,22 @@ def collide(server: "Server", family: str) -> dict:
     }
 
 
-def policy(family: str, half_way: Callable[[], object]) -> Iterator:
-    """Policy 1, read once, with something that happens on the way."""
-    for index, named in enumerate(make_policy(family, 1).items()):
-        if index == 5:
-            half_way()
-        yield named
-
-
-def die() -> None:
-    time.sleep(1)  # until the order that begins the write has been carried out
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def run_driver(refit: Callable[[], object]) -> int | None:
-    """In a process of its own; its exit status."""
-    process = multiprocessing.get_context("fork").Process(target=refit)
-    process.start()
-    process.join(60)
-    return process.exitcode
-
-
 def keep(server: "Server", refitter: Refitter, family: str) -> dict:
     """Refit while a request runs and another arrives."""
     outputs: list = [None, None]
 
-    def ask(index: int) -> None:
+    def generate(index: int) -> None:
         outputs[index] = server.post("/generate", {"input_ids": PROMPTS[0], "sampling_params": LONG})
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(2)]
+    threads = [threading.Thread(target=generate, args=(index,)) for index in range(2)]
     threads[0].start()
     time.sleep(1)
-    interrupted = []
-
-    def policy():
-        for index, named in enumerate(make_policy(family, 1).items()):
-            if index == 5:
-                threads[1].start()  # arrives while the policy is read, when requests wait
-            yield named
-
-    interrupted.append(refitter.refit(policy()).num_interrupted)
+    # The second arrives while the policy is read, when requests wait.
+    report = refitter.refit(interrupted(make_policy(family, 1), threads[1].start))
     for thread in threads:
         thread.join()
     return {
-        "num_interrupted": interrupted[0],
+        "num_interrupted": report.num_interrupted,
         "statuses": [status for status, _ in outputs],
         "lengths": [len(body["output_ids"]) for _, body in outputs],
     }
@@ -142,7 +110,7 @@ class Server:
 
     def __enter__(self) -> "Server":
         deadline_s = time.monotonic() + START_S
-        while self.get("/health") != 200:
+        while ask(self.url + "/health")[0] != 200:
             assert self._process.poll() is None and time.monotonic() < deadline_s, "the server does not start"
             time.sleep(0.2)
         return self
@@ -162,22 +130,6 @@ class Server:
         _, body = self.post("/generate", {"input_ids": PROMPTS[0], **ASKED})
         return body["meta_info"]["weight_version"]
 
-    def get(self, route: str) -> int:
-        """The status; 0 if nobody answers."""
-        try:
-            with urllib.request.urlopen(self.url + route, timeout=5) as response:
-                return response.status
-        except urllib.error.HTTPError as error:
-            return error.code
-        except OSError:
-            return 0
-
     def post(self, route: str, body: dict) -> tuple[int, Any]:
         """Status and answer."""
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + route, data=json.dumps(body).encode(), headers=headers)
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, read_answer(response.read())
-        except urllib.error.HTTPError as error:
-            return error.code, read_answer(error.read())
+        return ask(self.url + route, json.dumps(body))

@@ -2,8 +2,9 @@
 
 import pytest
 
+from tests.engines.precision import NUM_UNIFIED, hold_what_is_served
+
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
-NUM_UNIFIED = {"qwen3": 14, "qwen3_moe": 12}
 
 
 @pytest.fixture(scope="module")
@@ -13,10 +14,4 @@ def trained(run_engine):
 
 @pytest.mark.parametrize("family", NUM_UNIFIED)
 def test_training_codes_and_scales_are_the_engines(trained, family):
-    found = trained[family]
-    assert found["formats"] == ["fp32"]
-    assert found["num_unified"] == NUM_UNIFIED[family]
-    assert found["num_quantized"] == [0, 0]
-    assert found["from_codes"] == found["from_bf16"]
-    assert found["from_codes"][0] != found["from_codes"][1]
-    assert found["losses"][1] < found["losses"][0]
+    hold_what_is_served(trained[family], family, "fp32")

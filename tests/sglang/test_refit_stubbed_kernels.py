@@ -19,6 +19,8 @@ SOURCES = [
     "one-shot iterator",
     "one-shot iterator with manifest",
     "gathered",
+    "fp32",
+    "wrapped names",
 ]
 
 
@@ -56,7 +58,7 @@ def test_tensors_of_every_rank_keep_identity_address_and_layout(refits):
 
 
 def test_padding_rows_of_the_vocabulary_are_zero_after_a_dummy_boot(refits):
-    assert refits.found["policies"]["booted_padding"][-1]["num_set"] > 0
+    assert refits.found["policies"]["booted"]["padding"][-1]["num_set"] > 0
     for one in refits.found["policies"]["rounds"]:
         assert [padding["num_set"] for padding in one["padding"]] == [0] * refits.num_ranks
 
@@ -81,25 +83,14 @@ def test_ranks_are_asked_for_no_more_than_they_need_to_take_what_they_know(refit
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_kind_of_source_gives_the_same_bytes(kind, refits):
-    assert refits.found["sources"][kind] == refits.found["policies"]["rounds"][0]["live"]
+    assert refits.found["sources"]["live"][kind] == refits.found["policies"]["rounds"][0]["live"]
 
 
-def test_misfits_are_named_together_before_anything_is_written(refits):
-    found = refits.found["misfits"]
-    assert found["refit"]["error"] == "InvalidSourceError"
-    assert {line.split(":")[0] for line in found["refit"]["named"]} == {
-        "model.layers.0.input_layernorm.weight",
-        "model.layers.9.mlp.up_proj.weight",
-        "model.layers.1.mlp.up_proj.weight",
-    }
-    assert not found["dirty"]
-    assert found["untouched"]
-
-
-def test_strict_finds_nan_of_the_last_rank_before_anything_is_written(refits):
+@pytest.mark.parametrize("source", ["refit", "files"])
+def test_strict_finds_nan_of_the_last_rank_before_anything_is_written(source, refits):
     found = refits.found["strict"]
-    assert found["refit"]["error"] == "NonFiniteError"
-    assert found["refit"]["named"] == ["model.layers.1.mlp.up_proj.weight"]
+    assert found[source]["error"] == "NonFiniteError"
+    assert found[source]["named"] == ["model.layers.1.mlp.down_proj.weight"]
     assert not found["dirty"]
     assert found["untouched"]
 
@@ -107,7 +98,7 @@ def test_strict_finds_nan_of_the_last_rank_before_anything_is_written(refits):
 def test_nan_of_the_last_rank_is_named_and_leaves_every_rank_dirty(refits):
     found = refits.found["bad values"]
     assert found["refit"]["error"] == "NonFiniteError"
-    assert found["refit"]["named"] == ["model.layers.1.mlp.up_proj.weight"]
+    assert found["refit"]["named"] == ["model.layers.1.mlp.down_proj.weight"]
     assert found["dirty"]
     assert found["changed"] == [True] * refits.num_ranks
 
@@ -123,13 +114,13 @@ def test_a_fault_of_the_last_rank_is_told_and_leaves_the_engine_dirty(refits):
 @pytest.mark.parametrize("entry", ["generate", "stream", "async_generate"])
 @pytest.mark.parametrize("attempt", ["bad values", "rank fault"])
 def test_a_dirty_engine_refuses_requests_within_a_second(attempt, entry, refits):
-    refusal = refits.found[attempt][entry]
+    refusal = refits.found[attempt]["entries"][entry]
     assert refusal["error"] == "EngineDirtyError"
     assert refusal["seconds"] < 1
     assert refits.found[attempt]["num_unfinished"] == 0
 
 
-@pytest.mark.parametrize("attempt", ["misfits", "strict", "bad values", "rank fault"])
+@pytest.mark.parametrize("attempt", ["strict", "bad values", "rank fault"])
 def test_the_next_good_refit_heals(attempt, refits):
     assert refits.found[attempt]["healed"]
 

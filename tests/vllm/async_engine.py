@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from attempts import bad_policy
 from engines import PROMPTS, SAMPLING, make_policy, said
 from subject import AsyncSubject
 from vllm import SamplingParams
 
 from fp8refit import RefitError, Refitter
+from tests.engines.attempts import bad_policy
 
 LONG = SamplingParams(max_tokens=80, temperature=0, logprobs=1, detokenize=False, ignore_eos=True)
 """So long that a refit finds it running."""
@@ -80,20 +80,17 @@ def try_in_flight(mode: str, seed: int = 2):
     return attempt
 
 
-def try_failing(mode: str):
-    """A refit that fails part way, with requests in flight."""
+def try_failing(subject: AsyncSubject, family: str, work: Path) -> dict:
+    """A refit that fails part way, with requests in flight that are kept."""
 
-    def attempt(subject: AsyncSubject, family: str, work: Path) -> dict:
-        async def steps() -> dict:
-            found = await refit_under_way(subject, bad_policy(family), in_flight=mode)
-            start_s = time.perf_counter()
-            after = asyncio.create_task(subject.answer(PROMPTS[0], SHORT))
-            await asyncio.wait([after], timeout=TIMEOUT_S)
-            return found | {"after": outcome(after), "after_s": time.perf_counter() - start_s}
+    async def steps() -> dict:
+        found = await refit_under_way(subject, bad_policy(family), in_flight="keep")
+        start_s = time.perf_counter()
+        after = asyncio.create_task(subject.answer(PROMPTS[0], SHORT))
+        await asyncio.wait([after], timeout=TIMEOUT_S)
+        return found | {"after": outcome(after), "after_s": time.perf_counter() - start_s}
 
-        return subject.run(steps()) | {"num_unfinished": subject.num_unfinished}
-
-    return attempt
+    return subject.run(steps()) | {"num_unfinished": subject.num_unfinished}
 
 
 def try_too_slow(subject: AsyncSubject, family: str, work: Path) -> dict:
@@ -104,7 +101,7 @@ def try_too_slow(subject: AsyncSubject, family: str, work: Path) -> dict:
 
 
 def try_paused_by_the_user(subject: AsyncSubject, family: str, work: Path) -> dict:
-    """A scheduler that was paused before stays paused, through failure and success."""
+    """A scheduler that was paused before stays paused."""
 
     async def steps() -> dict:
         await subject.llm.pause_generation(mode="keep")
@@ -121,48 +118,25 @@ def try_paused_by_the_user(subject: AsyncSubject, family: str, work: Path) -> di
     return subject.run(steps())
 
 
-def try_paused_by_the_user_and_failed(subject: AsyncSubject, family: str, work: Path) -> dict:
+def try_cancelled(subject: AsyncSubject, family: str, work: Path) -> dict:
+    """The task that refits is cancelled once bytes may be written."""
+
     async def steps() -> dict:
-        await subject.llm.pause_generation(mode="keep")
-        found: dict[str, Any] = {}
-        try:
-            await Refitter(subject.llm).refit_async(bad_policy(family))
-        except RefitError as error:
-            found["error"] = type(error).__name__
-        await Refitter(subject.llm).refit_async(make_policy(family, 1))
-        found["paused"] = await subject.llm.is_paused()
-        await subject.llm.resume_generation()
-        return found
-
-    return subject.run(steps())
-
-
-def try_cancelled(moment: str):
-    """The task that refits is cancelled: while it waits for running requests, or once bytes may be written."""
-
-    def attempt(subject: AsyncSubject, family: str, work: Path) -> dict:
-        async def steps() -> dict:
-            started = asyncio.Event()
-            running = asyncio.create_task(subject.answer(PROMPTS[0], LONG, started=started))
-            await asyncio.wait_for(started.wait(), TIMEOUT_S)
-            refitter = Refitter(subject.llm, in_flight="wait" if moment == "waits" else "abort")
-            refit = asyncio.create_task(refitter.refit_async(make_policy(family, 2)))
-            while not (refitter.is_dirty or (moment == "waits" and "add_request" in vars(subject.llm))):
-                await asyncio.sleep(0)
-            late = asyncio.create_task(subject.answer(PROMPTS[2], SHORT))
+        started = asyncio.Event()
+        running = asyncio.create_task(subject.answer(PROMPTS[0], LONG, started=started))
+        await asyncio.wait_for(started.wait(), TIMEOUT_S)
+        refitter = Refitter(subject.llm, in_flight="abort")
+        refit = asyncio.create_task(refitter.refit_async(make_policy(family, 2)))
+        while not refitter.is_dirty:
             await asyncio.sleep(0)
-            refit.cancel()
-            _, stuck = await asyncio.wait([refit, running, late], timeout=TIMEOUT_S)
-            found: dict[str, Any] = {"stuck": len(stuck), "cancelled": refit.cancelled(), "dirty": refitter.is_dirty}
-            return found if stuck else found | {"running": outcome(running), "late": outcome(late)}
+        late = asyncio.create_task(subject.answer(PROMPTS[2], SHORT))
+        await asyncio.sleep(0)
+        refit.cancel()
+        _, stuck = await asyncio.wait([refit, running, late], timeout=TIMEOUT_S)
+        found: dict[str, Any] = {"stuck": len(stuck), "cancelled": refit.cancelled(), "dirty": refitter.is_dirty}
+        return found if stuck else found | {"running": outcome(running), "late": outcome(late)}
 
-        return subject.run(steps()) | {"num_unfinished": subject.num_unfinished}
-
-    return attempt
-
-
-def try_synchronous_call(subject: AsyncSubject, family: str, work: Path) -> dict:
-    return {"refit": subject.refused(Refitter(subject.llm).refit, make_policy(family, 2))}
+    return subject.run(steps()) | {"num_unfinished": subject.num_unfinished}
 
 
 ASYNC_ATTEMPTS = {
@@ -171,12 +145,8 @@ ASYNC_ATTEMPTS = {
     "in flight: abort": try_in_flight("abort"),
     "in flight: keep": try_in_flight("keep"),
     "kept under the same policy": try_in_flight("keep", seed=1),
-    "failing: wait": try_failing("wait"),
-    "failing: keep": try_failing("keep"),
+    "failing": try_failing,
     "too slow": try_too_slow,
     "paused by the user": try_paused_by_the_user,
-    "paused by the user and failed": try_paused_by_the_user_and_failed,
-    "cancelled while it waits": try_cancelled("waits"),
-    "cancelled while it writes": try_cancelled("writes"),
-    "synchronous call": try_synchronous_call,
+    "cancelled while it writes": try_cancelled,
 }

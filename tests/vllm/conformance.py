@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import PROMPTS, SAMPLING, _expected, _raw, make_policy, said, settings
+from engines import PROMPTS, SAMPLING, _expected, make_policy, said, settings
 from subject import NOISE
 from torch import Tensor
 from vllm import LLM
@@ -21,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from fp8refit import testing
 from fp8refit.testing import run_checks
 from tests.broken_adapters import tensor_bytes
+from tests.engines.looking import digests
 from tests.tiny_models import save_model
 
 
@@ -63,8 +63,7 @@ class Looks:
     def expected_bytes(self, policy: dict[str, Tensor]) -> dict[str, str]:
         shapes = self.places()
         live = {name: torch.empty(shapes[name][2], device="meta") for name in self.live_bytes()}
-        expected = {name: _expected(name, live, policy, self.kernel) for name in live}
-        return {name: hashlib.sha256(_raw(tensor).numpy()).hexdigest() for name, tensor in expected.items()}
+        return digests({name: _expected(name, live, policy, self.kernel) for name in live})
 
 
 class LlmSubject(Looks, testing.Subject):

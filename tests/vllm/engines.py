@@ -1,18 +1,24 @@
 """Tiny vLLM engines on the CPU: boot one in this process, see what it says and holds and refuses, and let go of it."""
 
-import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import cpu_kernel
+import observer
 import torch
+from observer import KV_SCALES
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 
 from fp8refit import RefitError, dequantize_blockwise, quantize_blockwise
-from tests.tiny_models import FP8_CONFIG, VOCAB_SIZE, make_model
+from tests.engines.looking import raw
+from tests.engines.subject import make_policy
+from tests.tiny_models import FP8_CONFIG, VOCAB_SIZE
+
+__all__ = ["KV_SCALES", "make_policy"]
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -24,7 +30,6 @@ ABSORBED = {"W_UK_T": lambda heads: heads[:, :128], "W_UV": lambda heads: heads[
 ROUTERS = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("mlp.gate", "block_sparse_moe.gate")]
 """Which experts a token goes to; no checkpoint quantizes it."""
 CONFIG = FP8_CONFIG | {"modules_to_not_convert": [*FP8_CONFIG["modules_to_not_convert"], *ROUTERS]}
-KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 PROMPTS = [[(31 * i + 7 * j) % 256 for j in range(length)] for i, length in enumerate((24, 40, 200))]
 """The last is longer than one block of the prefix cache, which is 128 tokens on a CPU."""
 SAMPLING = SamplingParams(max_tokens=6, temperature=0, logprobs=4, detokenize=False, ignore_eos=True)
@@ -78,11 +83,6 @@ def state(llm: LLM) -> dict:
     return {"live": live_bytes(llm), **generate(llm)}
 
 
-def make_policy(family: str, seed: int) -> dict[str, Tensor]:
-    """What a trainer's `state_dict` gives: for tied models the LM head too."""
-    return make_model(family, seed).state_dict()
-
-
 def refused(call, *arguments, error_type: type[Exception] = RefitError) -> dict | None:
     """Which error `call` raises, how soon, and what it names; None if it returns."""
     start_s = time.perf_counter()
@@ -100,30 +100,23 @@ def refused(call, *arguments, error_type: type[Exception] = RefitError) -> dict 
 
 
 def model_of(llm: LLM) -> nn.Module:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    return worker_of(llm).model_runner.get_model()
+
+
+def worker_of(llm: LLM) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker
 
 
 def live_bytes(llm: LLM) -> dict[str, str]:
-    """A sha256 for each parameter and persistent buffer, by the engine's own name."""
-    return {name: hashlib.sha256(_raw(t).numpy()).hexdigest() for name, t in model_of(llm).state_dict().items()}
+    return observer.live_bytes(worker_of(llm))
 
 
 def places(llm: LLM) -> dict[str, list]:
-    """Identity, address and layout of each parameter and buffer."""
-    model = model_of(llm)
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: [id(t), t.data_ptr(), list(t.shape), list(t.stride()), str(t.dtype)] for name, t in named}
+    return observer.places(worker_of(llm))
 
 
 def kv_scales(llm: LLM) -> dict[str, float]:
-    """Every copy of every KV-cache scale: buffers, Python floats and CPU tensors."""
-    return {
-        f"{prefix}.{name}": float(value)
-        for prefix, module in model_of(llm).named_modules()
-        if hasattr(module, "_k_scale_float")
-        for name, value in (vars(module) | module._buffers).items()
-        if name.startswith(KV_SCALES) and value is not None
-    }
+    return observer.kv_scales(worker_of(llm))
 
 
 def num_padding_bytes_set(llm: LLM) -> int:
@@ -132,21 +125,17 @@ def num_padding_bytes_set(llm: LLM) -> int:
         t for name, t in model_of(llm).state_dict().items() if name in ("model.embed_tokens.weight", "lm_head.weight")
     ]
     assert all(tensor.shape[0] > VOCAB_SIZE for tensor in vocabulary), "vLLM pads a vocabulary of this size"
-    return sum(int(_raw(tensor[VOCAB_SIZE:]).count_nonzero()) for tensor in vocabulary)
+    return sum(int(raw(tensor[VOCAB_SIZE:]).count_nonzero()) for tensor in vocabulary)
 
 
 def scribble(llm: LLM) -> None:
-    """Overwrite every weight and scale, in place."""
-    for parameter in model_of(llm).parameters():
-        parameter.detach().untyped_storage().fill_(0x55)  # absorbed copies are not contiguous
+    observer.scribble(worker_of(llm))
 
 
 def wrong_tensors(llm: LLM, policy: dict[str, Tensor], scale_format: str) -> list[str]:
     """Live tensors whose bytes are not what `policy` makes of them; looks at neither slots nor plan."""
     live = model_of(llm).state_dict()
-    return [
-        name for name in live if not torch.equal(_raw(live[name]), _raw(_expected(name, live, policy, scale_format)))
-    ]
+    return [name for name in live if not torch.equal(raw(live[name]), raw(_expected(name, live, policy, scale_format)))]
 
 
 def _expected(name: str, live: dict[str, Tensor], policy: dict[str, Tensor], scale_format: str) -> Tensor:
@@ -169,11 +158,3 @@ def _expected(name: str, live: dict[str, Tensor], policy: dict[str, Tensor], sca
     tensor = torch.cat(parts)
     padding = live[name].shape[0] - tensor.shape[0]
     return torch.cat([tensor, tensor.new_zeros((padding, *tensor.shape[1:]))])
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return _raw_view(tensor.contiguous())
-
-
-def _raw_view(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)

@@ -3,8 +3,8 @@
 import os
 import signal
 
-import fp8refit.ranks.write
 from fp8refit.ranks.live_model import LiveModel
+from tests.engines.faults import end_next_write, fail
 
 
 def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
@@ -14,17 +14,9 @@ def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
     """
     if worker.rank != rank:
         return False
-    honest = fp8refit.ranks.write.assert_in_place
-
-    def assert_in_place(inventory) -> None:
-        fp8refit.ranks.write.assert_in_place = honest
-        if fault == "die":
-            # As the kernel's out-of-memory killer does it.
-            os.kill(os.getpid() if pid is None else pid, signal.SIGKILL)
-        else:
-            raise RuntimeError("injected")
-
-    fp8refit.ranks.write.assert_in_place = assert_in_place
+    victim = os.getpid() if pid is None else pid
+    # As the kernel's out-of-memory killer does it.
+    end_next_write((lambda: os.kill(victim, signal.SIGKILL)) if fault == "die" else fail)
     return True
 
 

@@ -3,9 +3,7 @@ sinks in float32, and vLLM's own packed head on a CPU.
 """
 
 import contextlib
-import functools
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -20,11 +18,6 @@ from fp8refit import Refitter
 from tests.tiny_models import save_model
 
 
-@dataclass
-class Norms:
-    joined: Tensor
-
-
 def _in_closure(attention: nn.Module, joined: Tensor) -> None:
     attention.joined = lambda: joined
 
@@ -35,17 +28,12 @@ def _in_buffer(attention: nn.Module, joined: Tensor) -> None:
 
 WAYS = {
     "attribute": lambda attention, joined: setattr(attention, "joined", joined),
-    "dict": lambda attention, joined: setattr(attention, "joined", {"q and k": joined}),
     "impl": lambda attention, joined: setattr(attention.attn.impl, "joined", joined),
-    "cast": lambda attention, joined: setattr(attention, "joined", joined.double()),
-    "clone": lambda attention, joined: setattr(attention, "joined", joined.clone()),
-    "dataclass": lambda attention, joined: setattr(attention, "joined", Norms(joined)),
     "late buffer": lambda attention, joined: attention.register_buffer("joined", joined, persistent=False),
     "buffer": _in_buffer,
     "closure": _in_closure,
-    "partial": lambda attention, joined: setattr(attention, "joined", functools.partial(torch.mul, joined)),
 }
-"""Where an attention keeps what it joined."""
+"""Where an attention keeps what it joined. `tests/live/test_held.py` has what else may hold a tensor."""
 
 
 @contextlib.contextmanager

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from async_engine import LONG, TIMEOUT_S, outcome, refit_under_way
-from attempts import after_failure
 from engines import PROMPTS
 from subject import AsyncSubject, Subject
 
 from fp8refit import KvConfig, Refitter
+from tests.engines.attempts import after_failure
 from tests.outliers import BATCH, calm_policy, with_outliers
 from tests.tiny_models import COMMON
 
@@ -66,14 +66,6 @@ def try_rank_fault(subject: Subject, family: str, work: Path) -> dict:
     return found | {"scales_untouched": subject.look("kv_scales") == scales}
 
 
-def try_rank_fault_alone(subject: Subject, family: str, work: Path) -> dict:
-    """The same without weights: nothing is written, and the engine serves on."""
-    before = [subject.state(), subject.look("kv_scales")]
-    subject.look("arm_measuring", subject.num_ranks - 1)
-    found = {"calibrate": subject.refused(subject.calibrate, BATCH), "dirty": subject.is_dirty}
-    return found | {"untouched": [subject.state(), subject.look("kv_scales")] == before}
-
-
 def try_in_flight(subject: AsyncSubject, family: str, work: Path) -> dict:
     """A refit with calibration while requests run that are kept."""
     steps = refit_under_way(subject, policy_of(family), BATCH, in_flight="keep")
@@ -102,21 +94,15 @@ def try_alone_in_flight(subject: AsyncSubject, family: str, work: Path) -> dict:
     return found
 
 
-def try_synchronous_call(subject: AsyncSubject, family: str, work: Path) -> dict:
-    return {"calibrate": subject.refused(Refitter(subject.llm).calibrate, BATCH)}
-
-
 KV_ATTEMPTS: dict[str, dict[str, Callable[..., dict]]] = {
     "tensor parallel": {
         "kv: calibration": try_calibration,
         "kv: each rank for itself": try_each_rank_for_itself,
         "kv: rank fault": try_rank_fault,
-        "kv: rank fault alone": try_rank_fault_alone,
     },
     "asynchronous": {
         "kv: calibration": try_calibration,
         "kv: in flight": try_in_flight,
         "kv: alone in flight": try_alone_in_flight,
-        "kv: synchronous call": try_synchronous_call,
     },
 }

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from attempts import try_policies
 from subject import NOISE, booted_as
+
+from tests.engines.attempts import try_policies
 
 
 def run_latent(layout: str, family: str, kernel: str, work: str) -> dict:

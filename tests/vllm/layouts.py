@@ -6,13 +6,13 @@ An ending takes the engine down for good, so it comes last.
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed
 from async_engine import ASYNC_ATTEMPTS
-from attempts import ATTEMPTS, try_policies, try_sources, try_steady
 from engines import make_policy
 from kv_layouts import KV_ATTEMPTS
 from launcher_engine import LAUNCHER_ATTEMPTS
@@ -20,6 +20,10 @@ from processes import shared_files
 from subject import NOISE, Subject, booted_as
 
 from fp8refit import Refitter
+from fp8refit.checkpoint import quantize_checkpoint
+from fp8refit.remote import channel
+from fp8refit.remote.messages import Reply, Request
+from tests.engines.attempts import ATTEMPTS, try_policies, try_sources
 
 
 def run_layout(
@@ -28,32 +32,52 @@ def run_layout(
     """One engine from noise through policies, sources and faults, to its end."""
     folder = Path(work)
     with booted_as(layout, folder / f"{family}-bf16-1", kernel, **NOISE) as subject:
-        found: dict[str, Any] = {"policies": try_policies(subject, family)}
-        found["layout"] = subject.layout().model_dump(mode="json")
+        found: dict[str, Any] = {"policies": try_policies(subject, family, "padding", "kv_scales")}
+        described = subject.layout()
+        found["layout"] = described.model_dump(mode="json")
         good = subject.state()
         found["good"] = good
-        attempts = {**ATTEMPTS, **_own_attempts(layout), **KV_ATTEMPTS.get(layout, {})}
-        if layout in ("asynchronous", "external launcher"):
-            del attempts["late interrupt"]  # a task is cancelled instead; and a rank beside its driver answers nobody
+        own = OWN_ATTEMPTS.get(layout, {"late interrupt": try_late_interrupt})
+        attempts = {**ATTEMPTS, **own, **KV_ATTEMPTS.get(layout, {})}
         for name, attempt in attempts.items():
             start_s = time.perf_counter()
             found[name] = attempt(subject, family, folder)
             found[name]["seconds"] = time.perf_counter() - start_s
             subject.refit(make_policy(family, 1))
             found[name]["healed"] = subject.state() == good and not subject.is_dirty and subject.traces == []
-        found["sources"] = try_sources(subject, family, folder / f"{family}-bf16-1", Path(fp8))
+        # Every driver of an external launcher makes its own.
+        bf16, made = folder / f"{family}-bf16-1", Path(f"{fp8}-{os.getpid()}")
+        quantize_checkpoint(bf16, made, like=described)
+        found["sources"] = try_sources(subject, family, bf16, made)
         found["ending"] = end(subject, family, ending, note=lambda ending: note(found | {"ending": ending}))
         return found
 
 
-def _own_attempts(layout: str) -> dict:
-    if layout == "asynchronous":
-        return ASYNC_ATTEMPTS
-    if layout == "external launcher":
-        return LAUNCHER_ATTEMPTS
-    if layout == "multi-process":
-        return {"steady": try_steady}
-    return {}
+def try_late_interrupt(subject: Subject, family: str, work: Path) -> dict:
+    """Control-C in the driver when every rank has written and committed, and the driver has not heard of it."""
+    policy, version = make_policy(family, 2), subject.version
+    read = channel._replies
+
+    def lose_the_last(answers: Sequence[str], request: Request) -> list[Reply]:
+        replies = read(answers, request)
+        if any(reply.reports for reply in replies):
+            raise KeyboardInterrupt
+        return replies
+
+    raised = None
+    with patch.object(channel, "_replies", lose_the_last):
+        try:
+            subject.refit(policy)
+        except BaseException as error:  # noqa: BLE001 - ours or not
+            raised = type(error).__name__
+    found: dict[str, Any] = {"raised": raised, "dirty": subject.is_dirty, "versions": [version, subject.version]}
+    found["written"] = subject.state()
+    subject.refit(policy)
+    return found | {"again": subject.state()}
+
+
+OWN_ATTEMPTS = {"asynchronous": ASYNC_ATTEMPTS, "external launcher": LAUNCHER_ATTEMPTS}
+"""Instead of a late interrupt: a task is cancelled, and a rank beside its driver answers nobody."""
 
 
 def run_fresh_layout(

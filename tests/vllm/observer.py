@@ -1,9 +1,10 @@
 """Looks at one rank's live model, in its own worker, without fp8refit."""
 
-import hashlib
 import os
 
 import torch
+
+from tests.engines import looking
 
 KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 
@@ -24,22 +25,17 @@ def observe(worker, what: str, *arguments) -> object:
 
 def live_bytes(worker) -> dict[str, str]:
     """A sha256 for each parameter and persistent buffer, by the engine's own name."""
-    return {
-        name: hashlib.sha256(_raw(tensor).numpy()).hexdigest() for name, tensor in _model(worker).state_dict().items()
-    }
+    return looking.digests(_model(worker).state_dict())
 
 
 def places(worker) -> dict[str, list]:
-    """Identity, address and layout of each parameter and buffer."""
-    model = _model(worker)
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: [id(t), t.data_ptr(), list(t.shape), list(t.stride()), str(t.dtype)] for name, t in named}
+    return looking.places(looking.named(_model(worker)))
 
 
 def scribble(worker) -> None:
     """Overwrite every weight and scale, in place."""
     for parameter in _model(worker).parameters():
-        parameter.detach().view(-1).view(torch.uint8).fill_(0x55)
+        parameter.detach().untyped_storage().fill_(0x55)  # absorbed copies are not contiguous
 
 
 def kv_scales(worker) -> dict[str, float]:
@@ -54,13 +50,7 @@ def kv_scales(worker) -> dict[str, float]:
 
 
 def padding(worker) -> dict[str, int]:
-    """How many bytes there are in rows after this rank's part of the vocabulary, and how many of them are not zero."""
-    layers = [module for module in _model(worker).modules() if hasattr(module, "shard_indices")]
-    rows = [_raw(layer.weight[layer.shard_indices.num_org_elements :]) for layer in layers]
-    return {
-        "num_bytes": sum(row.numel() for row in rows),
-        "num_set": sum(int(row.count_nonzero()) for row in rows),
-    }
+    return looking.padding(_model(worker))
 
 
 def pids(worker) -> list[int]:
@@ -70,10 +60,6 @@ def pids(worker) -> list[int]:
 
 def _model(worker) -> torch.nn.Module:
     return worker.model_runner.get_model()
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 OBSERVATIONS = {

@@ -3,13 +3,13 @@
 import os
 from pathlib import Path
 
-from attempts import bad_policy
 from engines import make_policy
 from ray_platform import ACCELERATOR
 from servers import EXAMPLES, FAMILY, run_script
 from subject import NOISE, booted_as
 
 from fp8refit import Broadcaster
+from tests.engines.attempts import bad_policy
 from tests.tiny_models import save_model
 
 TIMEOUT_S = 500

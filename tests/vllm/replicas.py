@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engines import PROMPTS, make_policy, refused
-from servers import EXAMPLES, FAMILY, KEY, TOKEN, Server, die, run_driver, run_script
+from servers import EXAMPLES, FAMILY, KEY, TOKEN, Server, run_script
 from typer.testing import CliRunner
 
 from fp8refit import Broadcaster, Refitter
 from fp8refit.cli import commands as cli
+from tests.serving import die, run_driver
 from tests.tiny_models import save_model
 
 TIMEOUT_S = 20.0
@@ -39,8 +40,6 @@ def run_replicas(work: str, tensor_parallel_size: int) -> dict:
         found["ordinary"] = state(one, other)
         found["push"] = push(folder, one, other)
         found["example"] = run_script(EXAMPLES / "two_replicas.py", folder, one.url, other.url)
-        found["after example"] = state(one, other)
-        found["truncated"] = push_truncated(folder, one, other)
         found |= kill_server(one, other, successor)
         return found
 
@@ -57,17 +56,6 @@ def push(folder: Path, *servers: Server) -> dict:
     result = CliRunner(env={"COLUMNS": "300"}).invoke(cli.app, said)
     found = {"code": result.exit_code, "said": result.stdout, "log": result.stderr}
     return found | {"state": state(*servers)}
-
-
-def push_truncated(folder: Path, *servers: Server) -> dict:
-    """A checkpoint of which the end is missing."""
-    (file,) = folder.glob("*.safetensors")
-    file.with_name("whole").write_bytes(file.read_bytes())
-    file.write_bytes(file.read_bytes()[:-4096])
-    try:
-        return push(folder, *servers)
-    finally:
-        file.with_name("whole").rename(file)
 
 
 def stream(seed: int, at_last: Callable[[], object]) -> Iterator:

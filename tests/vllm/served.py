@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from attempts import bad_policy
 from engines import PROMPTS, booted, live_bytes, make_policy, refused
 from fp8refit_vllm import VllmServer
-from servers import EXAMPLES, FAMILY, KEY, TOKEN, Server, die, policy, run_driver, run_script
+from servers import EXAMPLES, FAMILY, KEY, TOKEN, Server, run_script
 from typer.testing import CliRunner
 
 from fp8refit import Refitter
 from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.cli import commands as cli
 from fp8refit.remote.servers.server_driver import ServerDriver
-from tests.serving import ask_rawly
+from tests.engines.attempts import bad_policy
+from tests.serving import ask_rawly, die, interrupted, run_driver
 from tests.tiny_models import save_model
 
 
@@ -73,14 +73,6 @@ def try_example(server: Server, refitter: Refitter, folder: Path) -> dict:
     return run_script(EXAMPLES / "vllm_server.py", folder, server.url)
 
 
-def try_collective(server: Server, refitter: Refitter, folder: Path) -> dict:
-    """By a broadcast, as from another host."""
-    server.call("observe", "scribble")
-    with Refitter(server.url, transport="collective") as broadcasting:
-        broadcasting.refit(make_policy(FAMILY, 2))
-    return {"live": server.live()}
-
-
 def try_meanwhile(server: Server, refitter: Refitter, folder: Path) -> dict:
     """A request that comes while the policy is written, and another driver."""
     late: list = []
@@ -96,7 +88,7 @@ def try_meanwhile(server: Server, refitter: Refitter, folder: Path) -> dict:
         other["refused"] = refused(lambda: Refitter(server.url).refit(make_policy(FAMILY, 1)))
         other["waits"] = not late
 
-    refitter.refit(policy(1, half_way=between))
+    refitter.refit(interrupted(make_policy(FAMILY, 1), between))
     thread.join()
     return {"late": late[0], "new": server.complete(PROMPTS[0]), **other}
 
@@ -108,21 +100,8 @@ def try_bad_values(server: Server, refitter: Refitter, folder: Path) -> dict:
     return found | {"status": server.complete(PROMPTS[0]), "seconds": time.perf_counter() - start_s}
 
 
-def try_half_an_update(server: Server, refitter: Refitter, folder: Path) -> dict:
-    """An update that the worker itself begins and cannot end; no driver knows of it."""
-    (answer,) = server.call("observe", "update", FAMILY, 1, "buckets", "nan 1")
-    return {"updated": answer["found"], "said": server.complete(PROMPTS[0])}
-
-
-def try_bad_names(server: Server, refitter: Refitter, folder: Path) -> dict:
-    """A policy with a name too many: nothing is written."""
-    named = make_policy(FAMILY, 1) | {"model.layers.9.mlp.up_proj.weight": next(iter(make_policy(FAMILY, 1).values()))}
-    before = server.live()
-    return {"refit": refused(lambda: refitter.refit(named)), "untouched": server.live() == before}
-
-
 def try_killed_while_it_writes(server: Server, refitter: Refitter, folder: Path) -> dict:
-    code = run_driver(lambda: Refitter(server.url).refit(policy(1, half_way=die)))
+    code = run_driver(lambda: Refitter(server.url).refit(interrupted(make_policy(FAMILY, 1), die)))
     return {"code": code, "status": server.complete(PROMPTS[0])}
 
 
@@ -152,11 +131,8 @@ ATTEMPTS: dict[str, Callable[[Server, Refitter, Path], dict]] = {
     "files": try_files,
     "push": try_push,
     "example": try_example,
-    "collective": try_collective,
     "meanwhile": try_meanwhile,
     "bad values": try_bad_values,
-    "half an update": try_half_an_update,
-    "bad names": try_bad_names,
     "killed while it writes": try_killed_while_it_writes,
     "killed before it writes": try_killed_before_it_writes,
     "strangers": try_strangers,

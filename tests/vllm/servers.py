@@ -2,55 +2,25 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import runpy
-import signal
 import sys
 import tempfile
 import time
 import traceback
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
-from engines import CONFIG, PROMPTS, make_policy, settings
+from engines import CONFIG, PROMPTS, settings
 
-from tests.serving import free_port, option, read_answer
+from tests.serving import FORK, ask, free_port, option, run_driver
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FAMILY = "qwen3"
 KEY, TOKEN = "a-key", "a-token-of-this-test"
 START_S = 90
-FORK = multiprocessing.get_context("fork")
-"""vLLM is imported here already. No process that is forked has booted an engine before."""
-
-
-def policy(seed: int, half_way: Callable[[], object]) -> Iterator:
-    """A policy that is read once, with something that happens on the way."""
-    named = list(make_policy(FAMILY, seed).items())
-    for index, pair in enumerate(named):
-        if index == len(named) // 2:
-            half_way()
-        yield pair
-
-
-def die(*_: Any) -> None:
-    time.sleep(1)  # until the order that begins the write has been carried out
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def run_driver(refit: Callable[[], object], *, timeout_s: float = 60) -> int:
-    """In a process of its own, which is ended if it takes too long; its exit status."""
-    process = FORK.Process(target=refit)
-    process.start()
-    process.join(timeout_s)
-    process.kill()
-    process.join()
-    return process.exitcode
 
 
 def run_script(script: Path, *arguments: object, timeout_s: float = 60) -> dict:
@@ -145,17 +115,9 @@ class Server:
 
     def post(self, route: str, body: str | None, headers: dict | None = None) -> dict:
         """Status and answer; status 0 if nobody answers."""
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {KEY}"} if headers is None else headers
-        )
-        data = None if body is None else body.encode()
-        try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + route, data, headers), timeout=60) as said:
-                return {"status": said.status, "body": read_answer(said.read())}
-        except urllib.error.HTTPError as error:
-            return {"status": error.code, "body": read_answer(error.read())}
-        except OSError:
-            return {"status": 0}
+        headers = {"Authorization": f"Bearer {KEY}"} if headers is None else headers
+        status, said = ask(self.url + route, body, headers=headers)
+        return {"status": status, "body": said} if status else {"status": 0}
 
 
 def _serve(may_start: Any, arguments: list[str]) -> None:

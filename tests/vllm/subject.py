@@ -6,7 +6,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,11 @@ class Subject:
     def add_request(self) -> Any:
         return self.engine.add_request("late", {"prompt_token_ids": PROMPTS[0]}, SAMPLING)
 
+    @property
+    def entries(self) -> dict[str, Callable[[], object]]:
+        """Every way in for a request."""
+        return {"generate": self.generate, "add_request": self.add_request}
+
     def call(self, method: str, *arguments: Any) -> list:
         """vLLM's `collective_rpc`."""
         return self.llm.collective_rpc(method, args=arguments)
@@ -100,6 +105,16 @@ class Subject:
         errors = [answer for answer in answers if "error" in answer]
         assert not errors, errors
         return [answer["found"] for answer in answers]
+
+    def update(self, *what: Any) -> list:
+        """As `look`, over a prefix cache that holds what was served."""
+        self.refused(self.generate)
+        return self.look(*what)
+
+    def num_cached(self) -> list[int]:
+        """Tokens that the prefix cache gives to a request."""
+        (output,) = self.llm.generate({"prompt_token_ids": PROMPTS[-1]}, SAMPLING, use_tqdm=False)
+        return [output.num_cached_tokens]
 
     def live(self) -> list[dict[str, str]]:
         return self.look("live_bytes")

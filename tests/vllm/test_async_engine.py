@@ -13,13 +13,10 @@ ATTEMPTS = [
     "in flight: abort",
     "in flight: keep",
     "kept under the same policy",
-    "failing: wait",
-    "failing: keep",
+    "failing",
     "too slow",
-    "cancelled while it waits",
     "cancelled while it writes",
 ]
-FAILING = ["failing: wait", "failing: keep"]
 
 
 @pytest.fixture
@@ -45,9 +42,7 @@ def test_no_request_is_stuck(attempt, found):
     assert found[attempt]["stuck"] == 0
 
 
-@pytest.mark.parametrize(
-    "attempt", [*ATTEMPTS, "paused by the user", "paused by the user and failed", "synchronous call"]
-)
+@pytest.mark.parametrize("attempt", [*ATTEMPTS, "paused by the user"])
 def test_the_next_refit_gives_the_same_bytes_and_outputs_as_before(attempt, found):
     assert found[attempt]["healed"]
 
@@ -96,23 +91,19 @@ def test_a_request_that_comes_meanwhile_is_answered_by_the_new_policy(attempt, f
     assert late["versions"] == [str(found[attempt]["version"])]
 
 
-@pytest.mark.parametrize("attempt", FAILING)
-def test_a_failed_refit_refuses_the_requests_that_wait_and_those_that_come(attempt, found):
-    assert found[attempt]["refit"]["error"] == "NonFiniteError"
-    assert found[attempt]["dirty"]
-    assert found[attempt]["late"]["error"] == found[attempt]["after"]["error"] == "EngineDirtyError"
-    assert found[attempt]["after_s"] < 1
-    assert found[attempt]["num_unfinished"] == 0
+def test_a_failed_refit_refuses_the_requests_that_wait_and_those_that_come(found):
+    failed = found["failing"]
+    assert failed["refit"]["error"] == "NonFiniteError"
+    assert failed["dirty"]
+    assert failed["late"]["error"] == failed["after"]["error"] == "EngineDirtyError"
+    assert failed["after_s"] < 1
+    assert failed["num_unfinished"] == 0
 
 
 def test_a_failed_refit_ends_kept_requests_with_what_they_have(found, old):
-    for request, undisturbed in zip(found["failing: keep"]["running"], old["running"], strict=True):
+    for request, undisturbed in zip(found["failing"]["running"], old["running"], strict=True):
         assert request["reason"] == "abort"
         assert request["tokens"] == undisturbed[: len(request["tokens"])]
-
-
-def test_requests_that_finished_before_a_failed_refit_are_whole(found, old):
-    assert [request["tokens"] for request in found["failing: wait"]["running"]] == old["running"]
 
 
 def test_requests_that_take_too_long_to_wait_for_go_on_as_if_nothing_had_been_asked(found, old):
@@ -132,27 +123,9 @@ def test_a_scheduler_that_the_user_paused_stays_paused(found):
     assert paused["said"] == paused["new"]
 
 
-def test_a_scheduler_that_the_user_paused_stays_paused_through_failure_and_healing(found):
-    assert found["paused by the user and failed"]["error"] == "NonFiniteError"
-    assert found["paused by the user and failed"]["paused"]
-
-
-def test_a_refit_cancelled_while_it_waits_lets_requests_go_on_under_the_old_policy(found, old):
-    cancelled = found["cancelled while it waits"]
-    assert cancelled["cancelled"]
-    assert not cancelled["dirty"]
-    assert cancelled["running"]["tokens"] == old["running"][0]
-    assert cancelled["late"]["tokens"] == old["late"]
-
-
 def test_a_refit_cancelled_while_it_writes_leaves_the_engine_dirty(found):
     cancelled = found["cancelled while it writes"]
     assert cancelled["cancelled"]
     assert cancelled["dirty"]
     assert cancelled["late"]["error"] == "EngineDirtyError"
     assert cancelled["num_unfinished"] == 0
-
-
-def test_a_synchronous_call_says_what_to_await(found):
-    assert found["synchronous call"]["refit"]["error"] == "UnsupportedEngineError"
-    assert "refit_async" in found["synchronous call"]["refit"]["message"]

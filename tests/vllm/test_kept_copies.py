@@ -10,15 +10,10 @@ pytestmark = pytest.mark.vllm
 
 PLACES = {
     "attribute": "self_attn: keeps `joined` (bfloat16 [256])",
-    "dict": "self_attn: keeps `joined['q and k']` (bfloat16 [256])",
     "impl": "self_attn.attn: keeps `impl.joined` (bfloat16 [256])",
-    "cast": "self_attn: keeps `joined` (float64 [256])",
-    "clone": "self_attn: keeps `joined` (bfloat16 [256])",
-    "dataclass": "self_attn: keeps `joined.joined` (bfloat16 [256])",
     "late buffer": "self_attn: keeps `joined` (bfloat16 [256])",
     "buffer": "self_attn: keeps `built` (bfloat16 [256])",
     "closure": "self_attn: keeps `joined.joined` (bfloat16 [256])",
-    "partial": "self_attn: keeps `joined[0]` (bfloat16 [256])",
 }
 """Where an attention of Qwen3 keeps what it joined at its first forward, as a refusal says it."""
 

@@ -105,30 +105,12 @@ def test_nothing_is_left_on_the_engine_after_success(layout, layout_runs):
 def test_every_kind_of_source_gives_the_same_bytes(layout, kind, layout_runs):
     lived = layout_runs.lived(layout)
     good = lived.ranks(lambda driver: driver["good"]["live"])
-    assert lived.ranks(lambda driver: driver["sources"][kind]) == good
+    assert lived.ranks(lambda driver: driver["sources"]["live"][kind]) == good
 
 
 def test_a_tensor_larger_than_the_bucket_goes_through(layout_runs):
     (driver,) = layout_runs.lived("multi-process").drivers
     assert driver["sources"]["largest_bytes"] > 1 << 20
-
-
-@pytest.mark.parametrize("seed", ["1", "2"])
-def test_a_broadcast_like_the_last_is_one_exchange_with_the_engine_core(seed, layout_runs):
-    (driver,) = layout_runs.lived("multi-process").drivers
-    steady, one = driver["steady"][seed], driver["policies"]["rounds"][int(seed) - 1]
-    assert steady["calls"] == ["fp8refit_pair"]
-    assert steady["waits_for_flush"] == [False], "on a CPU the worker has a process of its own"
-    assert (steady["live"], steady["outputs"]) == (one["live"], one["outputs"])
-
-
-def test_ranks_that_another_trainer_refitted_are_joined_again_in_time(layout_runs):
-    (driver,) = layout_runs.lived("multi-process").drivers
-    steady, second = driver["steady"]["after another trainer"], driver["policies"]["rounds"][1]
-    assert steady["calls"] == ["fp8refit_pair", *["collective_rpc"] * 3, "fp8refit_pair"]
-    assert (steady["live"], steady["outputs"]) == (second["live"], second["outputs"])
-    assert steady["seconds"] < 10
-    assert driver["steady"]["healed"]
 
 
 def test_biases_and_tied_embeddings_are_refitted_under_tensor_parallelism(layout_runs):

@@ -2,11 +2,11 @@
 
 import pytest
 
+from tests.engines.precision import NUM_UNIFIED, hold_what_is_served
 from tests.tiny_models import save_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 CASES = [("qwen3", "fp32"), ("qwen3", "ue8m0"), ("qwen3_moe", "fp32"), ("qwen3_moe", "ue8m0")]
-NUM_UNIFIED = {"qwen3": 14, "qwen3_moe": 12}
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +19,4 @@ def trained(run_engine, tmp_path_factory):
 
 @pytest.mark.parametrize(("family", "kernel"), CASES)
 def test_training_codes_and_scales_are_the_engines(trained, family, kernel):
-    found = trained[f"{family}-{kernel}"]
-    assert found["formats"] == [kernel]
-    assert found["num_unified"] == NUM_UNIFIED[family]
-    assert found["wrong"] == [] and found["differing"] == []
-    assert found["num_quantized"] == [0, 0]
-    assert found["losses"][1] < found["losses"][0]
+    hold_what_is_served(trained[f"{family}-{kernel}"], family, kernel)

@@ -39,13 +39,6 @@ def test_the_example_prints_what_both_say_of_every_version(found):
         assert rollouts[0] == rollouts[1] and len(rollouts[0]) == 8
 
 
-def test_a_truncated_checkpoint_is_refused_and_nothing_is_written(found):
-    truncated = found["truncated"]
-    assert truncated["code"] == 2
-    assert "cannot be read as safetensors" in truncated["log"]
-    assert truncated["state"] == found["after example"]
-
-
 def test_a_driver_killed_in_mid_broadcast_leaves_all_refusing_until_the_next(found, policy):
     killed = found["killed driver"]
     assert killed["code"] == -signal.SIGKILL

@@ -54,21 +54,12 @@ def test_fingerprints_are_those_that_any_driver_sees(found):
     assert len(set(sent)) == 2
 
 
-def test_a_second_trainer_takes_over_and_the_first_is_told(found):
-    assert found["first"]["error"] == "EngineLostError"
-    assert "another trainer has taken over this engine" in found["first"]["message"]
-
-
-@pytest.mark.parametrize("when", ["uninvited", "strangers"])
-def test_what_strangers_say_is_refused_and_every_ranks_answers_stay_in_step(when, found):
-    reason = {
-        "uninvited": "call init_weight_transfer_engine first",
-        "strangers": "another trainer has taken over this engine",
-    }
-    assert reason[when] in found[when]["letter"]["message"]
+def test_what_strangers_say_is_refused_and_every_ranks_answers_stay_in_step(found):
+    strangers = found["strangers"]
+    assert "call init_weight_transfer_engine first" in strangers["letter"]["message"]
     for foreign in ("foreign", "invitation"):
-        assert "is not a message of fp8refit" in found[when][foreign]["message"]
-    assert found[when]["ranks"] == [0, 1]
+        assert "is not a message of fp8refit" in strangers[foreign]["message"]
+    assert strangers["ranks"] == [0, 1]
 
 
 def test_nan_leaves_the_engine_dirty_and_no_update_passes(found):
@@ -79,19 +70,8 @@ def test_nan_leaves_the_engine_dirty_and_no_update_passes(found):
     assert found["nan"]["version"] == ("4" if names_versions() else None)
 
 
-def test_a_name_too_many_is_told_and_nothing_is_written(found):
-    assert found["names"]["send"]["error"] == "InvalidSourceError"
-    assert "model.layers.9.mlp.up_proj.weight" in found["names"]["send"]["message"]
-    assert found["names"]["untouched"]
-    assert not found["names"]["dirty"]
-
-
 def test_the_next_update_heals(found):
-    assert found["names"]["healed"] == found["ordinary"]["2"]["live"]
-
-
-def test_a_trainer_that_was_shut_down_says_so(found):
-    assert "this trainer was shut down" in found["shut down"]["message"]
+    assert found["healed"] == found["ordinary"]["2"]["live"]
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
