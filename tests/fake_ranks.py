@@ -21,6 +21,7 @@ import fp8refit.ranks.target
 from fp8refit import EngineLostError, Refitter
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.fill.fills import Prepared
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import (
     FP8_DTYPE,
@@ -28,7 +29,6 @@ from fp8refit.live.slots import (
     PartlyRead,
     Refresh,
     Refusal,
-    ScaleFormat,
     Slot,
     Stacked,
     TensorMeta,
@@ -76,6 +76,7 @@ PARTS = {"gate_proj": (256, HIDDEN), "up_proj": (256, HIDDEN), "down_proj": (HID
 SHAPES |= {f"{EXPERTS}.{expert}.{part}.weight": shape for expert in range(2) for part, shape in PARTS.items()}
 STACKS = {f"{EXPERTS}.gate_up_proj": ("gate_proj", "up_proj"), f"{EXPERTS}.down_proj": ("down_proj",)}
 """What a state dict makes of the experts of a layer: the parts of each, one above the other."""
+FORMATS = {O_PROJ: BlockFormat(scale_format=ScaleFormat.UE8M0)}
 UNQUANTIZED = {EMBED: torch.bfloat16, HEAD: torch.bfloat16, NORM: torch.bfloat16, BIAS: torch.float32}
 
 
@@ -153,7 +154,7 @@ class Shard(nn.Module):
             weight=weight,
             offset=tuple(offset),
             scale=scale,
-            scale_format=ScaleFormat.UE8M0 if name == O_PROJ else ScaleFormat.FP32,
+            format=None if scale is None else FORMATS.get(name, BlockFormat()),
         )
 
     def slots(self) -> list[Slot]:

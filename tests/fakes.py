@@ -15,8 +15,9 @@ from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import CacheFlushError, EngineBusyError
 from fp8refit.fill.kernels.reference import quantize_reference
 from fp8refit.fill.plan import PlanBuilder, RefitPlan
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.parameters import live_tensors
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, Refresh, Refusal, ScaleFormat, Slot, TensorMeta
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, Refresh, Refusal, Slot, TensorMeta
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
 from fp8refit.report import KvReport, RankReport
@@ -58,6 +59,7 @@ class FakeLayer(nn.Module):
                     full_shape=(rows, HIDDEN),
                     weight=self.qkv[start : start + rows],
                     scale=self.qkv_scale[start // 128 : (start + rows) // 128],
+                    format=BlockFormat(),
                 )
                 for name, start, rows in qkv
             ),
@@ -66,7 +68,7 @@ class FakeLayer(nn.Module):
                 full_shape=(HIDDEN, 256),
                 weight=self.o,
                 scale=self.o_scale,
-                scale_format=ScaleFormat.UE8M0,
+                format=BlockFormat(scale_format=ScaleFormat.UE8M0),
             ),
             Slot(
                 name=f"{prefix}.mlp.up_proj.weight",
@@ -74,6 +76,7 @@ class FakeLayer(nn.Module):
                 weight=self.up,
                 offset=(64, 0),
                 scale=self.up_scale,
+                format=BlockFormat(),
             ),
             Slot(
                 name=f"{prefix}.mlp.down_proj.weight",
@@ -81,6 +84,7 @@ class FakeLayer(nn.Module):
                 weight=self.down,
                 offset=(0, 128),
                 scale=self.down_scale,
+                format=BlockFormat(),
             ),
             Slot(name=f"{prefix}.input_layernorm.weight", full_shape=(HIDDEN,), weight=self.norm),
             Slot(name=f"{prefix}.mlp.gate.e_score_correction_bias", full_shape=(4,), weight=self.bias),
@@ -235,7 +239,7 @@ def make_policy(model: FakeModel, seed: int, dtype: torch.dtype = torch.bfloat16
 
 def prequantize(policy: Mapping[str, Tensor], name: str, scale_format: ScaleFormat) -> dict[str, Tensor]:
     """`policy` with the tensor `name` sent as FP8."""
-    codes, scale, _ = quantize_reference(policy[name], (128, 128), scale_format)
+    codes, scale, _ = quantize_reference(policy[name], BlockFormat(scale_format=scale_format))
     return {**policy, name: codes, name + SCALE_SUFFIX: scale}
 
 
@@ -255,12 +259,12 @@ def assert_slots_hold(slots: Iterable[Slot], policy: Mapping[str, Tensor]) -> No
     """Every byte of `slots` is that of `policy`, which is unquantized."""
     for slot in slots:
         source = box_of(slot, policy[slot.name])
-        if slot.scale is None:
+        if slot.format is None:
             assert torch.equal(slot.weight, source.to(slot.weight.dtype)), slot.name
             continue
         if source.dtype is torch.float32:
             source = source.to(torch.bfloat16)
-        codes, scale, _ = quantize_reference(source, slot.block_size, slot.scale_format)
+        codes, scale, _ = quantize_reference(source, slot.format)
         assert torch.equal(slot.weight.view(torch.uint8), codes.view(torch.uint8)), slot.name
         assert torch.equal(slot.scale, scale), slot.name
 

@@ -8,7 +8,7 @@ from fp8refit.driver.adapters import booting
 from fp8refit.driver.engine import DelegatingEngine
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.live.slots import quantization_config
+from fp8refit.live.formats import quantization_config
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
 from fp8refit_sglang.compat import VERSIONS, why_not_refitted

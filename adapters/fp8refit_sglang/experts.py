@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fp8refit.live.slots import Refresh, ScaleFormat
+from fp8refit.live.formats import BlockFormat
+from fp8refit.live.slots import Refresh
 from fp8refit.live.tracing.rules import Kernel, Why
 
 ROW_MAJOR_RUNNERS = frozenset({"cutlass", "deep_gemm", "triton"})
@@ -32,6 +33,16 @@ def why_not_read(layer: Any) -> Why:
     return None
 
 
+def block_format(layer: Any) -> BlockFormat:
+    """The format of a layer whose kernel reads rows, with the block size of the weight after loading.
+
+    SGLang marks scales that it rounds to powers of two; those are refused.
+    """
+    method = layer.quant_method
+    rows, columns = getattr(method, "weight_block_size", None) or method.quant_config.weight_block_size
+    return BlockFormat(block_size=(int(rows), int(columns)))
+
+
 def kernel_of_experts(layer: Any) -> Kernel:
     """The runner that SGLang chose. 0.5.15 and 0.5.17 record it only on the quant method, and not for every runner."""
     method = layer.quant_method
@@ -40,12 +51,8 @@ def kernel_of_experts(layer: Any) -> Kernel:
     name = runner.value if runner is not None and method_name == _METHOD else method_name
     if getattr(layer, "_mega_moe_weights_built", False):
         name = "megamoe"
-    return Kernel(
-        name=name,
-        is_row_major=name in ROW_MAJOR_RUNNERS,
-        scale_format=ScaleFormat.FP32,
-        remedy=_REMEDIES.get(method_name, _ANOTHER_RUNNER),
-    )
+    held = block_format(layer) if name in ROW_MAJOR_RUNNERS else None
+    return Kernel(name=name, format=held, remedy=_REMEDIES.get(method_name, _ANOTHER_RUNNER))
 
 
 def refreshes_of_routers(model: nn.Module) -> tuple[Refresh, ...]:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.fill.kernels import dequantize_blockwise
-from fp8refit.live.slots import Refresh, ScaleFormat
+from fp8refit.live.slots import Refresh
 from fp8refit.live.tracing.rules import Kernel, Why
 from fp8refit.live.tracing.stored import is_experts
-from fp8refit_sglang.experts import ROUTER_COPY, kernel_of_experts, refreshes_of_routers, why_not_read
+from fp8refit_sglang.experts import ROUTER_COPY, block_format, kernel_of_experts, refreshes_of_routers, why_not_read
 from fp8refit_sglang.latent import ABSORBED, has_known_rule, is_latent, why_not_absorbed
 
 ROW_MAJOR_KERNELS = frozenset(
@@ -58,19 +58,8 @@ class SglangRules:
         if is_experts(module):
             return kernel_of_experts(module)
         name = _product_of(module)
-        # SGLang marks scales that it rounds to powers of two; those are refused.
-        return Kernel(
-            name=name,
-            is_row_major=name in ROW_MAJOR_KERNELS,
-            scale_format=ScaleFormat.FP32,
-            remedy=_ANOTHER_KERNEL,
-        )
-
-    def block_size_of(self, module: nn.Module) -> tuple[int, int]:
-        """The block size of the weight after loading."""
-        method: Any = module.quant_method
-        block_n, block_k = getattr(method, "weight_block_size", None) or method.quant_config.weight_block_size
-        return int(block_n), int(block_k)
+        held = block_format(module) if name in ROW_MAJOR_KERNELS else None
+        return Kernel(name=name, format=held, remedy=_ANOTHER_KERNEL)
 
     def swaps_halves(self, module: nn.Module) -> bool:
         """Never true of the kernels that read weights in checkpoint layout."""
@@ -88,7 +77,7 @@ class SglangRules:
         scale = layer._parameters.get("weight_scale_inv")
         if scale is None:
             return weight
-        return dequantize_blockwise(weight, scale.detach(), block_size=self.block_size_of(layer), dtype=dtype)
+        return dequantize_blockwise(weight, scale.detach(), block_size=block_format(layer).block_size, dtype=dtype)
 
     def refreshes(self, model: nn.Module) -> Iterable[Refresh]:
         """Routers in float32."""

@@ -11,7 +11,7 @@ from fp8refit_transformers.naming import namings_of, plain_config, twin_or_refus
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named, weight_block_size
+from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named
 
 _MAY_DOWNCAST = "SGLANG_QUANT_ALLOW_DOWNCASTING"
 """Without it, some loaders reject BF16 tensors for FP8 weights."""
@@ -37,8 +37,8 @@ def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
         namings = namings_of(plain_config(config.model_path, config.hf_config, overrides, **options))
         mode = EmptyOnMeta()
         with _built(config, load_config, mode) as (model, quantization):
-            blocks = weight_block_size(quantization)
-            return trace_as_named(model, namings, num_ranks=num_ranks, block_size=blocks, build=build, mode=mode)
+            stored = format_stored(quantization)
+            return trace_as_named(model, namings, num_ranks=num_ranks, stored=stored, build=build, mode=mode)
 
     return twin_or_refusal(config.hf_config, trace)
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from fp8refit.bench.eager import eager_quantize
 from fp8refit.bench.engine import Strategy
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.live.slots import ScaleFormat
 from fp8refit_transformers.engine import TransformersEngine
 from fp8refit_transformers.linear import BlockFp8Linear
 
@@ -46,7 +45,7 @@ class TransformersBench:
             if not name.endswith(".weight") or not isinstance(layer, BlockFp8Linear):
                 own[name].copy_(weight)
                 continue
-            codes, scale = eager_quantize(weight, layer.block_size, ScaleFormat(layer.scale_format))
+            codes, scale = eager_quantize(weight, layer.format)
             layer.weight.view(torch.uint8).copy_(codes.view(torch.uint8))
             layer.weight_scale_inv.copy_(scale)
 

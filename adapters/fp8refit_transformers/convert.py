@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit_transformers.caches import watch_caches
 from fp8refit_transformers.kv_cache import find_attentions, use_fp8_cache
 from fp8refit_transformers.linear import BlockFp8Linear
@@ -59,10 +59,11 @@ def to_block_fp8(
         raise ValueError(f'{kv_cache_dtype=}; give "auto" or "fp8"')
     if kv_cache_dtype == "fp8":
         find_attentions(model)
+    block_format = BlockFormat(scale_format=ScaleFormat(scale_format), block_size=block_size)
     for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear), f"{name=}"
-        layer = BlockFp8Linear.from_linear(linear, block_size=block_size, scale_format=ScaleFormat(scale_format))
+        layer = BlockFp8Linear.from_linear(linear, block_format)
         model.set_submodule(name, layer)
     if kv_cache_dtype == "fp8":
         use_fp8_cache(model)

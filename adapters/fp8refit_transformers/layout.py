@@ -138,6 +138,5 @@ def _slot(model: nn.Module, name: str, tensor: Tensor) -> Slot:
     return dataclasses.replace(
         place,
         scale=owner.weight_scale_inv.detach(),
-        scale_format=owner.scale_format,
-        block_size=owner.block_size,
+        format=owner.format,
     )

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8refit import dequantize_blockwise, quantize_blockwise
-from fp8refit.fill.kernels import quantize_activations
-from fp8refit.live.slots import ScaleFormat
+from fp8refit.fill.kernels import quantize_activations, quantize_matrix
+from fp8refit.live.formats import BlockFormat
 
 DEVICE_BLOCK = 128
 """The only block length that devices support natively."""
@@ -30,8 +30,8 @@ class BlockFp8Linear(nn.Module):
         weight: (N, K) float8_e4m3fn.
         weight_scale_inv: (ceil(N / block_n), ceil(K / block_k)) float32, the factors that dequantize.
         bias: (N,), or None.
-        block_size: Rows and columns of one weight block; input groups are as long as its columns.
-        scale_format: Which values the scales of weights and inputs may have, as in DeepGEMM.
+        block_format: That of the weight. Input groups are as long as its blocks have columns, with scales of the same format,
+            as in DeepGEMM.
     """
 
     def __init__(
@@ -40,20 +40,18 @@ class BlockFp8Linear(nn.Module):
         weight_scale_inv: Tensor,
         bias: Tensor | None = None,
         *,
-        block_size: tuple[int, int] = (128, 128),
-        scale_format: ScaleFormat = ScaleFormat.FP32,
+        block_format: BlockFormat,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.block_size = block_size
-        self.scale_format = ScaleFormat(scale_format)
+        self.format = block_format
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale_inv = nn.Parameter(weight_scale_inv, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @classmethod
     @torch.no_grad()
-    def from_linear(cls, linear: nn.Linear, *, block_size: tuple[int, int], scale_format: ScaleFormat) -> Self:
+    def from_linear(cls, linear: nn.Linear, block_format: BlockFormat) -> Self:
         """Quantize `linear`. A float32 weight is rounded to BF16 first, as `Refitter` does by default.
 
         Raises:
@@ -62,15 +60,15 @@ class BlockFp8Linear(nn.Module):
         weight = linear.weight
         if weight.dtype is torch.float32:
             weight = weight.to(torch.bfloat16)
-        codes, scale = quantize_blockwise(weight, block_size=block_size, scale_format=scale_format)
-        layer = cls(codes, scale, linear.bias, block_size=block_size, scale_format=scale_format)
+        codes, scale = quantize_matrix(weight, block_format)
+        layer = cls(codes, scale, linear.bias, block_format=block_format)
         return layer.train(linear.training)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """Multiply `x` (..., K); returns (..., N) in the dtype of `x`."""
         x_MK = x.reshape(-1, self.in_features)
-        codes_MK, scale_MG = quantize_activations(x_MK, self.scale_format, group_size=self.block_size[1])
+        codes_MK, scale_MG = quantize_activations(x_MK, self.format)
         y_MN = self._multiply(codes_MK, scale_MG, x.dtype).to(x.dtype)
         if self.bias is not None:
             y_MN = y_MN + self.bias.to(x.dtype)  # after rounding, as in vLLM and SGLang
@@ -92,21 +90,21 @@ class BlockFp8Linear(nn.Module):
         """Shapes and format, for `print(model)`."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"block_size={self.block_size}, scale_format={self.scale_format}"
+            f"block_size={self.format.block_size}, scale_format={self.format.scale_format}"
         )
 
     def _multiply(self, codes_MK: Tensor, scale_MG: Tensor, dtype: torch.dtype) -> Tensor:
         device = self.weight.device
         if self._fits_device_blocks() and has_block_scaled_product(device, dtype):
             return block_scaled_product(codes_MK, scale_MG, self.weight, self.weight_scale_inv, dtype)
-        x_MK = dequantize_blockwise(codes_MK, scale_MG, block_size=(1, self.block_size[1]))
-        w_NK = dequantize_blockwise(self.weight, self.weight_scale_inv, block_size=self.block_size)
+        x_MK = dequantize_blockwise(codes_MK, scale_MG, block_size=(1, self.format.block_size[1]))
+        w_NK = dequantize_blockwise(self.weight, self.weight_scale_inv, block_size=self.format.block_size)
         return x_MK @ w_NK.t()
 
     def _fits_device_blocks(self) -> bool:
         return (
             self.weight.is_cuda
-            and self.block_size == (DEVICE_BLOCK, DEVICE_BLOCK)
+            and self.format.block_size == (DEVICE_BLOCK, DEVICE_BLOCK)
             and self.in_features % DEVICE_BLOCK == 0
             and self.out_features % DEVICE_BLOCK == 0
         )
@@ -154,7 +152,7 @@ def has_block_scaled_product(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     generator = torch.Generator(device).manual_seed(0)
     x, w = (torch.randn(rows, 640, generator=generator, device=device) for rows in (3, 256))
-    codes, scale = quantize_activations(x, ScaleFormat.FP32)
+    codes, scale = quantize_activations(x, BlockFormat())
     weight, weight_scale = quantize_blockwise(w)
     try:
         product = block_scaled_product(codes, scale, weight, weight_scale, dtype)

@@ -111,10 +111,10 @@ class VllmBench:
             made: dict[int, Tensor] = {}
             for slot in slots:
                 source = policy[slot.name]
-                if slot.scale is None:
+                if slot.scale is None or slot.format is None:
                     _place(made, slot.weight).copy_(source)
                     continue
-                codes, scale = eager_quantize(source, slot.block_size, slot.scale_format)
+                codes, scale = eager_quantize(source, slot.format)
                 _place(made, slot.weight).view(torch.uint8).copy_(codes.view(torch.uint8))
                 _place(made, slot.scale).copy_(scale)
             for address, tensor in made.items():

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from fp8refit.driver.admission import refusal
 from fp8refit.errors import EngineDirtyError
-from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.versions import Versions
 
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -184,15 +184,19 @@ def wants_powers_of_two(kernel: object | None) -> bool:
     return bool(flag)
 
 
-def fp32_format(module: nn.Module) -> ScaleFormat:
-    """The format of a layer's float32 scales: with `fp8_per_block`, that of vLLM's own quantizer (`per_block_cast_to_fp8`).
+def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat:
+    """The format of a layer whose kernel reads rows: with `fp8_per_block`, that of vLLM's own quantizer
+    (`per_block_cast_to_fp8`).
 
     It divides block maxima by a Python number, which torch does on a CPU; on a GPU it multiplies by the reciprocal.
     """
-    if not type(getattr(module, "quant_method", None)).__name__.startswith("Fp8PerBlockOnline"):
-        return ScaleFormat.FP32
-    is_cpu = next(module.parameters(recurse=False)).is_cpu
-    return ScaleFormat.FP32_FLOORED if is_cpu else ScaleFormat.FP32_RECIPROCAL
+    scale_format = ScaleFormat.UE8M0 if has_powers_of_two else ScaleFormat.FP32
+    is_online = type(getattr(module, "quant_method", None)).__name__.startswith("Fp8PerBlockOnline")
+    if is_online and not has_powers_of_two:
+        is_cpu = next(module.parameters(recurse=False)).is_cpu
+        scale_format = ScaleFormat.FP32_FLOORED if is_cpu else ScaleFormat.FP32_RECIPROCAL
+    rows, columns = module.weight_block_size
+    return BlockFormat(scale_format=scale_format, block_size=(int(rows), int(columns)))
 
 
 def dequantized(layer: Any, dtype: torch.dtype) -> Tensor:

@@ -4,9 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from fp8refit.live.slots import ScaleFormat
 from fp8refit.live.tracing.rules import Kernel, Why
-from fp8refit_vllm.compat import fp32_format
+from fp8refit_vllm.compat import block_format
 
 _DEEP_GEMM = ("DEEPGEMM", "BATCHED_DEEPGEMM")
 EXPERTS_BACKENDS = frozenset({"TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", *_DEEP_GEMM})
@@ -23,13 +22,10 @@ def experts_backend(module: nn.Module) -> str:
 
 def kernel_of_experts(module: nn.Module) -> Kernel:
     """The backend that multiplies a layer's experts."""
-    backend = experts_backend(module)
-    return Kernel(
-        name=backend,
-        is_row_major=backend in EXPERTS_BACKENDS,
-        scale_format=ScaleFormat.UE8M0 if backend in _DEEP_GEMM and _rounds_scales() else fp32_format(module),
-        remedy='Boot with moe_backend="triton"',
-    )
+    backend, held = experts_backend(module), None
+    if backend in EXPERTS_BACKENDS:
+        held = block_format(module, has_powers_of_two=backend in _DEEP_GEMM and _rounds_scales())
+    return Kernel(name=backend, format=held, remedy='Boot with moe_backend="triton"')
 
 
 def _rounds_scales() -> bool:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8refit.live.slots import Refresh, ScaleFormat
+from fp8refit.live.slots import Refresh
 from fp8refit.live.tracing.rules import Kernel, Why
 from fp8refit.live.tracing.stored import is_experts
-from fp8refit_vllm.compat import dequantized, fp32_format, linear_kernel, wants_powers_of_two
+from fp8refit_vllm.compat import block_format, dequantized, linear_kernel, wants_powers_of_two
 from fp8refit_vllm.experts import experts_backend, kernel_of_experts, sync_experts, why_experts_move
 
 ROW_MAJOR_KERNELS = frozenset(
@@ -69,19 +69,11 @@ class VllmRules:
         if is_experts(module):
             return kernel_of_experts(module)
         kernel = linear_kernel(module)
-        name = type(kernel).__name__
-        return Kernel(
-            name=name,
-            is_row_major=name in ROW_MAJOR_KERNELS or getattr(kernel, ROW_MAJOR_MARK, False) is True,
-            scale_format=ScaleFormat.UE8M0 if wants_powers_of_two(kernel) else fp32_format(module),
-            remedy=f"Add {name} to VLLM_DISABLED_KERNELS, or choose another with --linear-backend",
-        )
-
-    def block_size_of(self, module: nn.Module) -> tuple[int, int]:
-        """The layer's `weight_block_size`."""
-        layer: Any = module
-        block_n, block_k = layer.weight_block_size
-        return int(block_n), int(block_k)
+        name, held = type(kernel).__name__, None
+        if name in ROW_MAJOR_KERNELS or getattr(kernel, ROW_MAJOR_MARK, False) is True:
+            held = block_format(module, has_powers_of_two=wants_powers_of_two(kernel))
+        remedy = f"Add {name} to VLLM_DISABLED_KERNELS, or choose another with --linear-backend"
+        return Kernel(name=name, format=held, remedy=remedy)
 
     def swaps_halves(self, module: nn.Module) -> bool:
         """Whether up projections are stored before gate projections, as FlashInfer's CUTLASS kernel does."""

@@ -12,7 +12,7 @@ from fp8refit_transformers.naming import namings_of, plain_config, twin_or_refus
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, trace_as_named, weight_block_size
+from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named
 
 
 def twin_of(config: Any) -> Twin | Refusal:
@@ -33,8 +33,8 @@ def twin_of(config: Any) -> Twin | Refusal:
     def trace() -> Twin | None:
         namings, mode = namings_of(_plain_config(config.model_config)), EmptyOnMeta()
         with build(mode) as model:
-            num_ranks, blocks = config.parallel_config.world_size, weight_block_size(config.quant_config)
-            options = {"num_ranks": num_ranks, "block_size": blocks, "build": build, "mode": mode}
+            num_ranks, stored = config.parallel_config.world_size, format_stored(config.quant_config)
+            options = {"num_ranks": num_ranks, "stored": stored, "build": build, "mode": mode}
             return trace_as_named(model, namings, **options)
 
     return twin_or_refusal(config.model_config.hf_config, trace)

@@ -7,32 +7,32 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8refit.fill.kernels.reference import block_scales
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat
+from fp8refit.live.slots import SCALE_SUFFIX
 
 
-def eager_quantize(weight: Tensor, block_size: tuple[int, int], scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+def eager_quantize(weight: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tensor]:
     """Quantize a matrix as frameworks do: a dozen operations over all of it, in float32.
 
     Scales and codes are those of `fp8refit.quantize_blockwise`.
 
     Args:
         weight: (N, K), BF16.
-        block_size: Rows and columns of one block.
-        scale_format: Format of the scales.
+        block_format: Blocks, scales and codes.
 
     Returns:
         Codes (N, K) float8_e4m3fn and scales (ceil(N / block_n), ceil(K / block_k)) float32.
     """
-    (rows, cols), (block_n, block_k) = weight.shape, block_size
+    (rows, cols), (block_n, block_k) = weight.shape, block_format.block_size
     padded = pad(weight, (0, -cols % block_k, 0, -rows % block_n)).float()
     blocks = padded.view(padded.shape[0] // block_n, block_n, padded.shape[1] // block_k, block_k)
     amax = blocks.abs().amax(dim=(1, 3))
-    if scale_format.has_powers_of_two:
-        scale = torch.exp2(torch.ceil(torch.log2(amax.clamp(min=scale_format.amax_floor) / 464)))
+    if block_format.scale_format.has_powers_of_two:
+        scale = torch.exp2(torch.ceil(torch.log2(amax.clamp(min=block_format.scale_format.amax_floor) / 464)))
     else:
-        scale = block_scales(amax, scale_format)
-    codes = (blocks * (torch.ones_like(scale) / scale)[:, None, :, None]).clamp(-448, 448).to(FP8_DTYPE)
+        scale = block_scales(amax, block_format)
+    codes = (blocks * (torch.ones_like(scale) / scale)[:, None, :, None]).clamp(-448, 448).to(block_format.codes.dtype)
     return codes.view(padded.shape)[:rows, :cols].contiguous(), scale
 
 
@@ -41,9 +41,9 @@ def eager_checkpoint(layout: EngineLayout, policy: Mapping[str, Tensor]) -> Iter
     slots: dict[str, SlotLayout] = {slot.name: slot for slot in layout.slots}
     for name, weight in policy.items():
         slot = slots[name]
-        if slot.scale_format is None or slot.block_size is None:
+        if slot.format is None:
             yield name, weight
             continue
-        codes, scale = eager_quantize(weight, slot.block_size, slot.scale_format)
+        codes, scale = eager_quantize(weight, slot.format)
         yield name, codes
         yield name + SCALE_SUFFIX, scale

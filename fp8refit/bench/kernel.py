@@ -12,11 +12,11 @@ from fp8refit import __version__
 from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, device_seconds
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.fill.kernels import Task, compile_table
-from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat, dtype_name, in_blocks
+from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.slots import Op, dtype_name
 
 DEFAULT_SHAPES = ((4096, 4096), (12288, 4096), (4096, 12288), (1536, 2048), (28672, 8192))
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-_BLOCK = 128
 _MOST_MATRICES = 1024
 
 
@@ -92,7 +92,8 @@ def _time(
     copy_rate: float,
 ) -> KernelTiming:
     rows, cols = shape
-    grid = in_blocks(shape, (_BLOCK, _BLOCK))
+    block_format = BlockFormat(scale_format=scale_format)
+    grid = block_format.scale_shape(shape)
     bytes_each = rows * cols * (_DTYPES[dtype].itemsize + 1) + 4 * grid[0] * grid[1]
     num_matrices = min(_MOST_MATRICES, -(-config.min_bytes // bytes_each))
     try:
@@ -101,10 +102,9 @@ def _time(
                 op=Op.QUANTIZE,
                 source=torch.empty(shape, dtype=_DTYPES[dtype], device=device).normal_(0, 0.02),
                 offset=(0, 0),
-                target=torch.empty(shape, dtype=FP8_DTYPE, device=device),
+                target=torch.empty(shape, dtype=block_format.codes.dtype, device=device),
                 scale=torch.empty(grid, dtype=torch.float32, device=device),
-                block_size=(_BLOCK, _BLOCK),
-                scale_format=scale_format,
+                format=block_format,
                 round_to_bf16=False,
             )
             for _ in range(num_matrices)

@@ -222,7 +222,7 @@ class _Bench:
             versions={"fp8refit": __version__, "torch": torch.__version__, **self._layout.versions},
             settings={name: str(value) for name, value in self._engine.settings.items()},
             kernels=Counter(
-                f"{slot.kernel} {slot.scale_format}" if slot.scale_format is not None else slot.dtype
+                f"{slot.kernel} {slot.format.scale_format}" if slot.format is not None else slot.dtype
                 for slot in self._layout.slots
             ),
             num_tensors=last.num_tensors,

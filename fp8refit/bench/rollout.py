@@ -127,7 +127,7 @@ def _with_engine(result: RolloutBenchResult, engine: RolloutEngine, precision: P
             engine.load_bf16(result.config.seed)
     else:
         layout = _refit(engine, result.config, precision)
-        kernels = {f"{slot.kernel} {slot.scale_format}" for slot in layout.slots if slot.scale_format is not None}
+        kernels = {f"{slot.kernel} {slot.format.scale_format}" for slot in layout.slots if slot.format is not None}
         update["versions"] = result.versions | layout.versions
         update["kernels"] = result.kernels | {precision: tuple(sorted(kernels))}
     return result.model_copy(update=update)

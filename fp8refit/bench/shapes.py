@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.live.slots import quantization_config
+from fp8refit.live.formats import quantization_config
 
 _COMMON: dict[str, Any] = {
     "dtype": "bfloat16",

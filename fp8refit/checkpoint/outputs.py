@@ -11,17 +11,16 @@ import torch
 from fp8refit.errors import CheckpointError
 from fp8refit.fill.plan import are_unneeded
 from fp8refit.fill.ties import untied
+from fp8refit.live.formats import BlockFormat, quantization_config
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.slots import (
     FP8_DTYPE,
     SCALE_SUFFIX,
     SOURCE_DTYPES,
-    ScaleFormat,
     Stacked,
     TensorMeta,
     dtype_name,
-    in_blocks,
     stored_as,
 )
 from fp8refit.sources.checkpoints import SafetensorsSource
@@ -42,9 +41,8 @@ class Output:
     source: TensorMeta
     dtype: torch.dtype
     """dtype it is stored in."""
-    scale_format: ScaleFormat | None
+    format: BlockFormat | None
     """None if it is copied."""
-    block_size: tuple[int, int]
     written: tuple[str, ...]
     """Names it is stored under; see `Inventory.written_as`."""
 
@@ -57,9 +55,9 @@ class Output:
     def num_bytes(self) -> int:
         """Bytes that are written, scales included."""
         num_bytes = prod(self.source.shape) * self.dtype.itemsize
-        if self.scale_format is not None:
+        if self.format is not None:
             for _, _, shape in stored_as(self.written, self.source.shape):
-                num_bytes += 4 * prod(in_blocks(shape, self.block_size))
+                num_bytes += self.format.scale_format.dtype.itemsize * prod(self.format.scale_shape(shape))
         return num_bytes
 
     @property
@@ -67,7 +65,7 @@ class Output:
         """Names of the tensors that are written, scales included."""
         for name, *_ in stored_as(self.written, self.source.shape):
             yield name
-            if self.scale_format is not None:
+            if self.format is not None:
                 yield name + SCALE_SUFFIX
 
 
@@ -111,12 +109,10 @@ def check_ties(source: SafetensorsSource, config: Mapping[str, Any], like: Engin
         raise CheckpointError("this checkpoint cannot be quantized:", problems)
 
 
-def output_by_name(name: str, meta: TensorMeta, scale_format: ScaleFormat, block_size: tuple[int, int]) -> Output:
+def output_by_name(name: str, meta: TensorMeta, block_format: BlockFormat) -> Output:
     """Decide by name and shape: linear layers and experts are quantized."""
     if len(meta.shape) == 2 and _LINEAR.search(name):
-        return Output(
-            name=name, source=meta, dtype=FP8_DTYPE, scale_format=scale_format, block_size=block_size, written=(name,)
-        )
+        return Output(name=name, source=meta, dtype=block_format.codes.dtype, format=block_format, written=(name,))
     is_rounded = meta.dtype is torch.float32 and not name.endswith(_FP32_SUFFIXES) and not is_not_a_weight(name)
     return _copied(name, meta, torch.bfloat16 if is_rounded else meta.dtype)
 
@@ -133,7 +129,7 @@ def outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> li
     problems = [
         f"{slot.name}: slots of this engine need it in different formats"
         for slot in layout.slots
-        if (slot.scale_format, slot.block_size) != (slots[slot.name].scale_format, slots[slot.name].block_size)
+        if slot.format != slots[slot.name].format
     ]
     stacks = {stack.name: stack for stack in layout.stacked}
     outputs, is_unneeded = [], are_unneeded(layout.unneeded)
@@ -180,17 +176,14 @@ def _judge(
 
 
 def _output_for_slot(name: str, meta: TensorMeta, slot: SlotLayout, written: tuple[str, ...]) -> Output:
-    scale_format, block_size = slot.scale_format, slot.block_size
-    if scale_format is not None and block_size is not None:
-        return Output(
-            name=name, source=meta, dtype=FP8_DTYPE, scale_format=scale_format, block_size=block_size, written=written
-        )
+    if slot.format is not None:
+        return Output(name=name, source=meta, dtype=slot.format.codes.dtype, format=slot.format, written=written)
     # As in a refit, fp32 is converted straight to the engine's dtype, without rounding to BF16 first.
     return _copied(name, meta, getattr(torch, slot.dtype) if meta.dtype is torch.float32 else meta.dtype)
 
 
 def _copied(name: str, meta: TensorMeta, dtype: torch.dtype) -> Output:
-    return Output(name=name, source=meta, dtype=dtype, scale_format=None, block_size=(128, 128), written=(name,))
+    return Output(name=name, source=meta, dtype=dtype, format=None, written=(name,))
 
 
 def check_quantizable(outputs: Iterable[Output]) -> None:
@@ -203,21 +196,32 @@ def check_quantizable(outputs: Iterable[Output]) -> None:
         f"{output.name}: is {dtype_name(output.source.dtype)} with shape {list(output.source.shape)}; only matrices of "
         "bfloat16, float16 or float32 can be quantized"
         for output in outputs
-        if output.scale_format is not None
+        if output.format is not None
         and (output.source.dtype not in SOURCE_DTYPES or len(output.source.shape) not in (2, 3))
     ]
     if problems:
         raise CheckpointError("this checkpoint cannot be quantized:", problems)
 
 
-def one_block_size(outputs: list[Output]) -> tuple[int, int]:
-    """Return the checkpoint's block size; its config can name only one."""
-    sizes = {output.block_size for output in outputs if output.scale_format is not None}
-    if len(sizes) > 1:
-        raise CheckpointError(
-            f"this engine has several block sizes, but a checkpoint can have only one: {sorted(sizes)}"
-        )
-    return sizes.pop() if sizes else (128, 128)
+def quantization_of(outputs: list[Output]) -> dict[str, object]:
+    """Return the checkpoint's quantization config; it can name only one block size.
+
+    Raises:
+        CheckpointError: There are several.
+    """
+    formats = {(each.format.codes, each.format.block_size): each.format for each in outputs if each.format is not None}
+    if len(formats) > 1:
+        sizes = sorted(block_size for _, block_size in formats)
+        raise CheckpointError(f"this engine has several block sizes, but a checkpoint can have only one: {sizes}")
+    kept = ["lm_head"] + [
+        output.name.removesuffix(".weight")
+        for output in outputs
+        if output.format is None
+        and output.name.endswith(".weight")
+        and len(output.source.shape) == 2
+        and not EMBEDDING.search(output.name)
+    ]
+    return quantization_config(next(iter(formats.values()), None), kept)
 
 
 def plan_shards(outputs: list[Output], max_shard_bytes: int) -> dict[str, list[Output]]:

@@ -17,21 +17,21 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from fp8refit.checkpoint.outputs import (
-    EMBEDDING,
     Output,
     check_quantizable,
     check_ties,
-    one_block_size,
     output_by_name,
     outputs_like,
     plan_shards,
+    quantization_of,
     select,
 )
 from fp8refit.checkpoint.whole_folder import CONFIG_NAME, becoming, free_place, naming
 from fp8refit.errors import CheckpointError, NonFiniteError
-from fp8refit.fill.kernels import quantize_blockwise
+from fp8refit.fill.kernels import quantize_matrix
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.layout import EngineLayout
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, quantization_config, stored_as
+from fp8refit.live.slots import SCALE_SUFFIX, stored_as
 from fp8refit.sources.checkpoints import SafetensorsSource
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
@@ -104,12 +104,13 @@ def quantize_checkpoint(
     metadata = select(source, config, takes_stacks=like is not None)
     check_ties(source, config, like)
     if like is None:
-        outputs = [output_by_name(name, meta, scale_format, block_size) for name, meta in metadata.items()]
+        block_format = BlockFormat(scale_format=scale_format, block_size=block_size)
+        outputs = [output_by_name(name, meta, block_format) for name, meta in metadata.items()]
     else:
         outputs = outputs_like(like, metadata)
-        block_size = one_block_size(outputs)
+    quantization = quantization_of(outputs)
     check_quantizable(outputs)
-    if all(output.scale_format is None for output in outputs):
+    if all(output.format is None for output in outputs):
         raise CheckpointError(f"{src}: holds no weight to quantize")
     shards = plan_shards(outputs, max_shard_bytes)
     if device is None:
@@ -122,14 +123,14 @@ def quantize_checkpoint(
         for file in others:
             with naming(file):
                 shutil.copyfile(file, folder / file.name)
-        _write_config(config, outputs, block_size, folder / CONFIG_NAME)
+        _write_config(config, quantization, folder / CONFIG_NAME)
     return CheckpointReport(
-        num_quantized=sum(output.scale_format is not None for output in outputs),
-        num_copied=sum(output.scale_format is None for output in outputs),
+        num_quantized=sum(output.format is not None for output in outputs),
+        num_copied=sum(output.format is None for output in outputs),
         bytes_read=sum(output.num_source_bytes for output in outputs),
         bytes_written=sum(output.num_bytes for output in outputs),
         shards=tuple(shards),
-        scale_formats=Counter(output.scale_format for output in outputs if output.scale_format is not None),
+        scale_formats=Counter(output.format.scale_format for output in outputs if output.format is not None),
     )
 
 
@@ -186,14 +187,14 @@ def _convert(output: Output, tensor: Tensor, device: torch.device) -> dict[str, 
     Raises:
         NonFiniteError: It holds NaN or Inf.
     """
-    if output.scale_format is not None:
+    if output.format is not None:
         tensor = tensor.to(device)
         if tensor.dtype is torch.float32:
             tensor = tensor.to(torch.bfloat16)
         written: dict[str, Tensor] = {}
         for name, start, shape in stored_as(output.written, tuple(tensor.shape)):
             part = tensor[start[0], start[1] : start[1] + shape[0]] if len(shape) < tensor.ndim else tensor
-            codes, scale = _quantized(part, output)
+            codes, scale = _quantized(part, output.format)
             written |= {name: codes.cpu(), name + SCALE_SUFFIX: scale.cpu()}
         return written
     values = tensor.to(output.dtype)
@@ -203,13 +204,12 @@ def _convert(output: Output, tensor: Tensor, device: torch.device) -> dict[str, 
     return {output.name: values}
 
 
-def _quantized(tensor: Tensor, output: Output) -> tuple[Tensor, Tensor]:
+def _quantized(tensor: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tensor]:
     """Codes and scales of a matrix, or of each matrix of a stack."""
     if tensor.ndim == 3:
-        codes, scales = zip(*(_quantized(matrix, output) for matrix in tensor), strict=True)
-        return torch.stack([each.view(torch.uint8) for each in codes]).view(FP8_DTYPE), torch.stack(scales)
-    assert output.scale_format is not None, f"{output=}"
-    return quantize_blockwise(tensor, block_size=output.block_size, scale_format=output.scale_format)
+        codes, scales = zip(*(_quantized(matrix, block_format) for matrix in tensor), strict=True)
+        return torch.stack([each.view(torch.uint8) for each in codes]).view(codes[0].dtype), torch.stack(scales)
+    return quantize_matrix(tensor, block_format)
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
@@ -230,18 +230,10 @@ def _write_index(shards: Mapping[str, list[Output]], file: Path) -> None:
     _write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, file)
 
 
-def _write_config(config: Mapping[str, Any], outputs: list[Output], block_size: tuple[int, int], file: Path) -> None:
+def _write_config(config: Mapping[str, Any], quantization: Mapping[str, Any], file: Path) -> None:
     """Write `config.json` with the quantization config that vLLM and SGLang read."""
     stored = {key: "bfloat16" for key in ("dtype", "torch_dtype") if config.get(key) == "float32"}
-    kept = ["lm_head"] + [
-        output.name.removesuffix(".weight")
-        for output in outputs
-        if output.scale_format is None
-        and output.name.endswith(".weight")
-        and len(output.source.shape) == 2
-        and not EMBEDDING.search(output.name)
-    ]
-    _write_json({**config, **stored, "quantization_config": quantization_config(block_size, kept)}, file)
+    _write_json({**config, **stored, "quantization_config": quantization}, file)
 
 
 def _write_json(value: object, file: Path) -> None:

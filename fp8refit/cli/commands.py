@@ -32,8 +32,8 @@ from fp8refit.config import RefitConfig
 from fp8refit.driver.adapters import find_adapter
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import CheckpointError, RefitError, UnsupportedEngineError
+from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.layout import EngineLayout
-from fp8refit.live.slots import ScaleFormat
 
 if TYPE_CHECKING:
     from fp8refit.checkpoint import PushResult

@@ -13,7 +13,6 @@ from rich.table import Table
 from fp8refit.cli.console import WIDE, make_console, make_table, print_line
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.names import in_one, without_numbers
-from fp8refit.live.slots import in_blocks
 
 
 def show_layout(layout: EngineLayout) -> None:
@@ -99,16 +98,13 @@ def _show_written(console: Console, written_as: Mapping[str, tuple[str, ...]]) -
 
 
 def _format_of(slot: SlotLayout) -> str:
-    if slot.scale_format is None or slot.block_size is None:
-        return slot.dtype
-    block_n, block_k = slot.block_size
-    return f"{slot.dtype}, {slot.scale_format} scales per {block_n}x{block_k} block"
+    return slot.dtype if slot.format is None else f"{slot.dtype}, {slot.format}"
 
 
 def _num_bytes(slot: SlotLayout) -> int:
     """Bytes of codes or values, and of scales."""
     dtype: torch.dtype = getattr(torch, slot.dtype)
     num_bytes = prod(slot.shape) * dtype.itemsize
-    if slot.block_size is not None:
-        num_bytes += prod(in_blocks(slot.shape, slot.block_size)) * torch.float32.itemsize
+    if slot.format is not None:
+        num_bytes += prod(slot.format.scale_shape(slot.shape)) * slot.format.scale_format.dtype.itemsize
     return num_bytes

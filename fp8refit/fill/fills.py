@@ -18,10 +18,11 @@ from fp8refit.fill.program import Flags
 from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging, least_bucket_bytes
 from fp8refit.fill.stream import StreamFill
-from fp8refit.fill.tasks import misfit_scales, required_format, scale_problem
+from fp8refit.fill.tasks import misfit_scales, scale_formats, scale_problem
 from fp8refit.fill.ties import untied
 from fp8refit.live.collector import collector_paused
-from fp8refit.live.slots import SCALE_SUFFIX, Inventory, Op, ScaleFormat
+from fp8refit.live.formats import ScaleFormat
+from fp8refit.live.slots import SCALE_SUFFIX, Inventory
 from fp8refit.sources.handover import HandedSource
 from fp8refit.sources.source import MappingSource, PushedSource, RandomAccess, Source, check_can_be_read_twice
 
@@ -74,9 +75,9 @@ class Prepared:
         """The error for flagged tensors: scales that do not fit their slots, or NaN or Inf."""
         bad = sorted(bad)
         if self.plan is not None and all(name.endswith(SCALE_SUFFIX) for name in bad):
-            slots = self.inventory.slots
-            formats = {step.source: required_format(slots[step.slot], self.config) for step in self.plan.steps}
-            return InvalidSourceError([scale_problem(name, formats[name]) for name in bad])
+            takes_any = self.config.on_scale_mismatch == "copy"
+            formats = {} if takes_any else scale_formats(self.plan.steps, self.inventory.slots)
+            return InvalidSourceError([scale_problem(name, formats.get(name, ScaleFormat.FP32)) for name in bad])
         return NonFiniteError(bad, written=written)
 
 
@@ -244,11 +245,7 @@ class Fills:
             InvalidSourceError: Some do not fit their slots.
         """
         slots = self._inventory.slots
-        need_powers = {
-            step.source
-            for step in plan.steps
-            if step.op is Op.COPY_SCALES and slots[step.slot].scale_format.has_powers_of_two
-        }
+        need_powers = {name for name, found in scale_formats(plan.steps, slots).items() if found.has_powers_of_two}
         if not need_powers or self._config.on_scale_mismatch != "refuse":
             return
         misfits: list[str] = []

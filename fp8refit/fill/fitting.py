@@ -50,29 +50,25 @@ def fit_weight(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first
 
 def fit_scale(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first_row: int = 0) -> Fit | str:
     """Return how the scales of a tensor that is already FP8 fit `slot`, as `fit_weight` does."""
-    if slot.scale is None:
+    if slot.scale is None or slot.format is None:
         return f"is a scale, but this engine holds {slot.name} as {dtype_name(slot.weight.dtype)}; leave it out"
-    block = slot.block_size
     experts, matrix = ((), slot.full_shape) if stack is None else (stack.shape[:1], stack.shape[1:])
-    expected = (*experts, *(-(-length // size) for length, size in zip(matrix, block, strict=True)))
+    block, expected = "x".join(map(str, slot.format.block_size)), slot.format.scale_shape((*experts, *matrix))
     if meta.shape != expected:
-        return f"has shape {list(meta.shape)}, blocks of {block[0]}x{block[1]} need {list(expected)}"
+        return f"has shape {list(meta.shape)}, blocks of {block} need {list(expected)}"
     if meta.dtype not in SOURCE_DTYPES:
         return f"has dtype {dtype_name(meta.dtype)}; send block scales as float32, bfloat16 or float16"
     origin = _down(slot.origin, first_row)
-    if any(start % size for start, size in zip(origin, block, strict=True)):
-        return (
-            f"this rank's slice starts at {list(origin)}, off the {block[0]}x{block[1]} grid of the scales; "
-            "send the tensor unquantized"
-        )
-    offset = tuple(start // size for start, size in zip(origin, block, strict=True))
+    offset = slot.format.block_at(origin)
+    if offset is None:
+        return f"this rank's slice starts at {list(origin)}, off the {block} grid of the scales; send the tensor unquantized"
     return Fit(Op.COPY_SCALES, offset, tuple(slot.scale.shape))
 
 
 def _weight_op(meta: TensorMeta, slot: Slot) -> Op | str:
     """The operation for a tensor, which may already be quantized; or why there is none."""
     if meta.dtype == FP8_DTYPE:
-        if not slot.is_quantized:
+        if slot.format is None or slot.format.codes.dtype != meta.dtype:
             return f"is FP8, but this engine holds it as {dtype_name(slot.weight.dtype)}; send it unquantized"
         return Op.COPY_CODES
     if meta.dtype in SOURCE_DTYPES:

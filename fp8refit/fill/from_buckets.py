@@ -158,7 +158,7 @@ def _blamed(tensor: WireTensor, part: Part) -> str:
     """The tensor to blame if a part is flagged; empty for scales that the trainer computed, since their codes are
     flagged too.
     """
-    if tensor.block_size is not None and part.name != tensor.name:
+    if tensor.format is not None and part.name != tensor.name:
         return ""
     return tensor.part_of or part.name
 

@@ -241,7 +241,7 @@ class PlanBuilder:
         digest = hashlib.sha256()
         for step in steps:
             slot = self._slots[step.slot]
-            said = *step, slot.name, slot.scale_format.value, slot.block_size, slot.weight.dtype
+            said = *step, slot.name, slot.format, slot.weight.dtype
             digest.update(repr(said).encode())
         return RefitPlan(
             steps=steps,

@@ -14,7 +14,7 @@ from fp8refit.fill.kernels import Action, Task
 from fp8refit.fill.kernels.work import have_layouts, source_layout
 from fp8refit.fill.plan import RefitPlan
 from fp8refit.fill.program import Flags, Program
-from fp8refit.fill.tasks import bind, scale_problem
+from fp8refit.fill.tasks import bind, scale_formats, scale_problem
 from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.slots import Op, Slot
 from fp8refit.sources.source import MappingSource
@@ -48,7 +48,7 @@ class ResidentFill(Fill):
         strict = config.on_scale_mismatch == "refuse"
         scales = [(name, task) for name, task in tasks if strict and task.op is Op.COPY_SCALES]
         self._program = _compile(tasks, device)
-        self._scale_formats = {name: task.scale_format for name, task in scales}
+        self._scale_formats = scale_formats(steps, slots) if strict else {}
         self._scales = _compile(scales, device) if scales else None
         """Checks the scales of prequantized tensors before anything is written."""
 

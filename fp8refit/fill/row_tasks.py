@@ -12,8 +12,8 @@ from fp8refit.fill.kernels import Task
 def rows_of(task: Task, start: int, count: int) -> Task:
     """The part of a task that writes `count` rows of its target from `start`, which begins a row of blocks."""
     scale = task.scale
-    if scale is not None:
-        block = task.block_size[0]
+    if scale is not None and task.format is not None:
+        block = task.format.block_size[0]
         assert start % block == 0, f"{start=} {block=}"
         scale = scale.narrow(0, start // block, -(-count // block))
     offset = (task.offset[0] + start, *task.offset[1:])

@@ -93,10 +93,10 @@ class Staging:
     def runs_of(self, step: Step, rows: Tensor, first_row: int) -> Iterable[tuple[int, Tensor]]:
         """Split rows of a step's tensor so that no run cuts a block: first row and rows of each complete run."""
         slot = self._slots[step.slot]
-        if step.op is not Op.QUANTIZE or step.select:
+        if step.op is not Op.QUANTIZE or step.select or slot.format is None:
             return [(first_row, rows)]
         wanted = range(step.offset[0], step.offset[0] + step.shape[0])
-        return self._seams.runs_of_blocks(step.slot, wanted, slot.block_size[0], first_row, rows)
+        return self._seams.runs_of_blocks(step.slot, wanted, slot.format.block_size[0], first_row, rows)
 
     @contextmanager
     def doing(self, action: Action) -> Iterator[None]:
@@ -200,5 +200,5 @@ def _least_bytes(slot: Slot) -> int:
     """Bytes of the smallest piece that a slot's source can be cut into, in the widest dtype."""
     if slot.weight.ndim < 2:
         return slot.weight.numel() * 4
-    rows = slot.block_size[0] if slot.is_quantized else 1
+    rows = 1 if slot.format is None else min(slot.format.block_size[0], slot.weight.shape[0])
     return rows * prod(slot.weight.shape[1:]) * 4

@@ -1,6 +1,7 @@
 """Turns steps of a plan into tasks for the kernels, and finds scales that do not fit their slots."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -12,12 +13,15 @@ from fp8refit.fill.kernels.products import LowRank
 from fp8refit.fill.kernels.reference_table import fits_scale_format
 from fp8refit.fill.plan import Step
 from fp8refit.fill.row_tasks import rows_of
-from fp8refit.live.slots import Op, ScaleFormat, Slot
+from fp8refit.live.formats import ScaleFormat
+from fp8refit.live.slots import Op, Slot
 
 
 def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig, product: LowRank | None = None) -> Task:
     """Return the task that carries out `step` on `source`, and adds `product` to it, for all of `slot`."""
-    target = slot.scale if step.op is Op.COPY_SCALES else slot.weight
+    target, block_format = slot.scale if step.op is Op.COPY_SCALES else slot.weight, slot.format
+    if block_format is not None and step.op is Op.COPY_SCALES and config.on_scale_mismatch == "copy":
+        block_format = replace(block_format, scale_format=ScaleFormat.FP32)
     assert target is not None, f"{step=}"
     if not step.shape:
         target = target.view(())
@@ -27,8 +31,7 @@ def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig, product: L
         offset=step.offset,
         target=target,
         scale=slot.scale if step.op is Op.QUANTIZE else None,
-        block_size=slot.block_size,
-        scale_format=required_format(slot, config) if step.op is Op.COPY_SCALES else slot.scale_format,
+        format=block_format,
         round_to_bf16=config.fp32_sources == "round_to_bf16" and not slot.is_optional,
         select=step.select,
         is_transposed=step.is_transposed,
@@ -36,16 +39,17 @@ def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig, product: L
     )
 
 
-def required_format(slot: Slot, config: RefitConfig) -> ScaleFormat:
-    """The scale format that `slot` needs of a tensor that is already FP8."""
-    return ScaleFormat.FP32 if config.on_scale_mismatch == "copy" else slot.scale_format
+def scale_formats(steps: Iterable[Step], slots: Sequence[Slot]) -> dict[str, ScaleFormat]:
+    """The format of each tensor of scales that is copied to a slot, by name."""
+    held = ((step.source, slots[step.slot].format) for step in steps if step.op is Op.COPY_SCALES)
+    return {name: block_format.scale_format for name, block_format in held if block_format is not None}
 
 
 def misfit_scales(
     steps: Sequence[Step], slots: Sequence[Slot], named_tensors: Iterable[tuple[str, Tensor]]
 ) -> list[str]:
     """Return one line per scale tensor that does not fit its slot. Reads the tensors, writes nothing."""
-    formats = {step.source: slots[step.slot].scale_format for step in steps if step.op is Op.COPY_SCALES}
+    formats = scale_formats(steps, slots)
     return [
         scale_problem(name, formats[name])
         for name, tensor in named_tensors
@@ -71,7 +75,7 @@ def split(task: Task, num_bytes: int) -> Iterator[Task]:
     if length * row_bytes <= num_bytes or task.target.ndim == 0:
         yield task
         return
-    step = task.block_size[0] if task.op is Op.QUANTIZE else 1
+    step = task.format.block_size[0] if task.op is Op.QUANTIZE and task.format is not None else 1
     rows = max(num_bytes // row_bytes // step, 1) * step
     for start in range(0, length, rows):
         yield rows_of(task, start, min(rows, length - start))

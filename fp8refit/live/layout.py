@@ -4,12 +4,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 import torch
 from pydantic import BaseModel, PositiveInt, field_validator
 
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.names import is_kv_scale
-from fp8refit.live.slots import Inventory, KvCache, ScaleFormat, Stacked, dtype_name
+from fp8refit.live.slots import Inventory, KvCache, Slot, Stacked, dtype_name
 
 _DTYPES = frozenset(dtype_name(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
 
@@ -34,6 +36,31 @@ class SlotLayout(BaseModel, frozen=True):
     """Class of the engine kernel that reads it."""
     is_rearranged: bool = False
     """Whether the engine holds it quantized, but not in the checkpoint's order."""
+
+    @property
+    def format(self) -> BlockFormat | None:
+        """How it is held quantized; None if it is copied."""
+        if self.scale_format is None or self.block_size is None:
+            return None
+        return BlockFormat(scale_format=self.scale_format, block_size=self.block_size)
+
+    @classmethod
+    def of(cls, slot: Slot) -> Self:
+        """Describe `slot`."""
+        layout = cls(
+            name=slot.name,
+            module=slot.module,
+            full_shape=slot.full_shape,
+            shape=tuple(slot.weight.shape),
+            offset=slot.origin,
+            dtype=dtype_name(slot.weight.dtype),
+            scale_format=slot.format.scale_format if slot.format is not None else None,
+            block_size=slot.format.block_size if slot.format is not None else None,
+            kernel=slot.kernel,
+            is_rearranged=slot.is_rearranged,
+        )
+        assert layout.format == slot.format, f"{slot.format=} has parts that a layout cannot say"
+        return layout
 
     @field_validator("dtype")
     @classmethod
@@ -95,22 +122,7 @@ class EngineLayout(BaseModel, frozen=True):
             engine=engine,
             versions=versions,
             device=device,
-            slots=tuple(
-                SlotLayout(
-                    name=slot.name,
-                    module=slot.module,
-                    full_shape=slot.full_shape,
-                    shape=tuple(slot.weight.shape),
-                    offset=slot.origin,
-                    dtype=dtype_name(slot.weight.dtype),
-                    scale_format=slot.scale_format if slot.is_quantized else None,
-                    block_size=slot.block_size if slot.is_quantized else None,
-                    kernel=slot.kernel,
-                    is_rearranged=slot.is_rearranged,
-                )
-                for slot in inventory.slots
-                if not slot.is_optional
-            ),
+            slots=tuple(SlotLayout.of(slot) for slot in inventory.slots if not slot.is_optional),
             aliases={name: slot for name, slot in inventory.aliases.items() if not is_kv_scale(name)},
             unneeded=tuple(name for name in inventory.unneeded if not is_kv_scale(name)),
             stacked=inventory.stacked,

@@ -1,15 +1,19 @@
 """Records of what a live engine holds, slot by slot. No torch operation runs here."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
 from math import prod
-from typing import Protocol, TypeAlias, assert_never
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fp8refit.live import formats
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.parameters import LiveTensor, Watch
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -22,45 +26,6 @@ SCALE_SUFFIX = "_scale_inv"
 def dtype_name(dtype: torch.dtype) -> str:
     """The name as engines and checkpoints spell it, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
-
-
-class ScaleFormat(StrEnum):
-    """How a block's scale follows from `amax`, its largest magnitude. All are stored as float32.
-
-    Whoever decides by the format asks a property, or matches every member, so that a new one is refused by name until it is
-    decided there too.
-    """
-
-    FP32 = "fp32"
-    """Any float32: `amax / 448`."""
-    UE8M0 = "ue8m0"
-    """Powers of two: the smallest one with `amax / scale <= 464`."""
-    FP32_FLOORED = "fp32_floored"
-    """As FP32, with the higher floor of vLLM's own quantizer."""
-    FP32_RECIPROCAL = "fp32_reciprocal"
-    """As FP32_FLOORED, but `amax * (1 / 448)`: what torch computes on a GPU where vLLM's quantizer divides by 448."""
-
-    @property
-    def amax_floor(self) -> float:
-        """The least `amax`: blocks of zeros or of smaller values get its scale."""
-        match self:
-            case ScaleFormat.FP32:
-                return 1e-10
-            case ScaleFormat.UE8M0 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
-                return 1e-4
-            case _:
-                assert_never(self)
-
-    @property
-    def has_powers_of_two(self) -> bool:
-        """Whether every scale is a power of two, those of a kernel's other operand too."""
-        match self:
-            case ScaleFormat.UE8M0:
-                return True
-            case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
-                return False
-            case _:
-                assert_never(self)
 
 
 class Op(StrEnum):
@@ -110,13 +75,13 @@ class Slot:
     full_shape: tuple[int, ...]
     """Shape of the whole checkpoint tensor."""
     weight: Tensor
-    """The live view to write: float8_e4m3fn if the slot is quantized, else the engine's dtype."""
+    """The live view to write: codes if the slot is quantized, else values in the engine's dtype."""
     offset: tuple[int, ...] = ()
     """Where this rank's slice starts in the checkpoint tensor; empty for the origin."""
     scale: Tensor | None = None
-    """Live view of the block scales (ceil(N / block_n), ceil(K / block_k)), float32; None if the slot is copied."""
-    scale_format: ScaleFormat = ScaleFormat.FP32
-    block_size: tuple[int, int] = (128, 128)
+    """Live view of the block scales (ceil(N / block_n), ceil(K / block_k)); None if the slot is copied."""
+    format: BlockFormat | None = None
+    """How it is held quantized; None if it is copied."""
     module: str = ""
     """Engine module that owns the storage."""
     kernel: str = ""
@@ -129,7 +94,7 @@ class Slot:
     @property
     def is_quantized(self) -> bool:
         """Whether the engine holds this tensor as block FP8."""
-        return self.scale is not None
+        return self.format is not None
 
     @property
     def source_dtype(self) -> torch.dtype:
@@ -140,6 +105,18 @@ class Slot:
     def origin(self) -> tuple[int, ...]:
         """`offset` with one entry per dimension."""
         return self.offset or (0,) * len(self.full_shape)
+
+    @property
+    def scale_format(self) -> formats.ScaleFormat:
+        """Deprecated: the scale format of `format`. 0.4 removes it."""
+        warnings.warn("use Slot.format.scale_format; 0.4 removes Slot.scale_format", DeprecationWarning, stacklevel=2)
+        return (self.format or BlockFormat()).scale_format
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """Deprecated: the block size of `format`. 0.4 removes it."""
+        warnings.warn("use Slot.format.block_size; 0.4 removes Slot.block_size", DeprecationWarning, stacklevel=2)
+        return (self.format or BlockFormat()).block_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,23 +146,6 @@ class Stacked:
         experts, rows, cols = self.shape
         ways = [way for way, found in ((False, (experts, rows, cols)), (True, (experts, cols, rows))) if found == shape]
         return self.is_transposed if len(ways) == 2 else next(iter(ways), None)
-
-
-def in_blocks(shape: Sequence[int], block_size: tuple[int, int]) -> tuple[int, ...]:
-    """Return the shape of the block scales of a matrix, or of a stack of matrices."""
-    *stack, rows, columns = shape
-    return (*stack, -(-rows // block_size[0]), -(-columns // block_size[1]))
-
-
-def quantization_config(block_size: tuple[int, int] = (128, 128), kept: Iterable[str] = ()) -> dict[str, object]:
-    """Return what `config.json` says in block-FP8 checkpoints. Modules in `kept` are not quantized."""
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(block_size),
-        "modules_to_not_convert": list(dict.fromkeys(kept)),
-    }
 
 
 def stored_as(written: Sequence[str], shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
@@ -355,3 +315,29 @@ class Inventory:
         """Every checkpoint name that a source may send to this rank."""
         stacked = (stack.name for stack in self.stacked)
         return frozenset(slot.name for slot in self.slots).union(self.aliases, self.unneeded, stacked)
+
+
+def _with_older_names(init: Callable[..., None]) -> Callable[..., None]:
+    """Make `Slot` take the parts of a format one by one, as 0.2 did."""
+
+    @functools.wraps(init)
+    def wrapped(slot: Slot, *args: Any, **fields: Any) -> None:
+        older = {name: fields.pop(name) for name in ("scale_format", "block_size") if name in fields}
+        if fields.get("scale") is not None and fields.get("format") is None:
+            fields["format"] = BlockFormat(**older)
+            said = "pass format=BlockFormat(...) to Slot; 0.4 removes scale_format, block_size and their defaults"
+            warnings.warn(said, DeprecationWarning, stacklevel=2)
+        init(slot, *args, **fields)
+
+    return wrapped
+
+
+Slot.__init__ = _with_older_names(Slot.__init__)  # type: ignore[method-assign]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "ScaleFormat":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    said = "import ScaleFormat from fp8refit.live.formats; 0.4 removes it from fp8refit.live.slots"
+    warnings.warn(said, DeprecationWarning, stacklevel=2)
+    return formats.ScaleFormat

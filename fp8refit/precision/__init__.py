@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.errors import PrecisionError
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.names import is_adapter_weight, is_not_a_weight, strip_wrappers
 from fp8refit.precision.formats import Held, held_by
@@ -27,7 +28,7 @@ from fp8refit.precision.layers import make_experts, make_linear, make_rounded
 from fp8refit.precision.native import block_scaled
 from fp8refit.precision.rounding import round_once
 from fp8refit.precision.shards import has_fsdp, shard_axis
-from fp8refit.precision.weights import BlockFormat, TrainedWeights
+from fp8refit.precision.weights import TrainedWeights
 
 __all__ = ["Unified", "block_scaled", "unify"]
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fp8refit.errors import PrecisionError
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
-from fp8refit.precision.weights import BlockFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,15 +64,14 @@ def _held(slots: list[SlotLayout], shape: tuple[int, ...]) -> Held:
     Raises:
         ValueError: Their formats differ.
     """
-    ways = {(slot.scale_format, slot.block_size, slot.dtype) for slot in slots}
+    ways = {(slot.format, slot.dtype) for slot in slots}
     if len(ways) != 1:
-        said = ", ".join(sorted(f"{scale or dtype} {list(block or ())}" for scale, block, dtype in ways))
+        said = ", ".join(sorted(dtype if block_format is None else str(block_format) for block_format, dtype in ways))
         raise ValueError(f"slots of this engine hold it in different formats ({said}), but a forward pass has only one")
-    ((scale_format, block_size, dtype),) = ways
-    is_quantized = scale_format is not None and block_size is not None
+    ((block_format, dtype),) = ways
     return Held(
         shape=shape,
-        block_format=BlockFormat(scale_format=scale_format, block_size=block_size) if is_quantized else None,  # type: ignore[arg-type]
+        block_format=block_format,
         dtype=dtype,
         slots=tuple(dict.fromkeys(slot.name for slot in slots)),
     )
@@ -81,9 +80,7 @@ def _held(slots: list[SlotLayout], shape: tuple[int, ...]) -> Held:
 def _problems(slot: SlotLayout) -> Iterable[str]:
     if slot.is_rearranged:
         yield f"{slot.name}: this engine holds it quantized in an order that a trainer cannot multiply in"
-    if slot.block_size is not None and any(
-        start % size for start, size in zip(slot.offset, slot.block_size, strict=True)
-    ):
+    if slot.format is not None and slot.format.block_at(slot.offset) is None:
         yield (
             f"{slot.name}: a rank of this engine begins at {list(slot.offset)}, inside a block of the whole tensor, so its "
             "codes differ from a trainer's"

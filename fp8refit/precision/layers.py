@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fp8refit.live.formats import BlockFormat
 from fp8refit.precision.products import BLOCK, GroupedProduct, Product
 from fp8refit.precision.weights import TrainedWeight
 
@@ -108,10 +109,8 @@ def _fresh(weight: TrainedWeight) -> tuple[Tensor, Tensor]:
     return weight.codes, weight.scale
 
 
-def _how(weight: TrainedWeight, x: Tensor, codes: Tensor) -> tuple[tuple[int, int], bool, bool]:
-    """Return the block size, whether scales are powers of two, and whether the device has FP8 products for such
-    blocks.
-    """
+def _how(weight: TrainedWeight, x: Tensor, codes: Tensor) -> tuple[BlockFormat, bool]:
+    """Return the format, and whether the device has FP8 products for such blocks."""
     is_native = (
         x.dtype is torch.bfloat16
         and weight.format.block_size == (BLOCK, BLOCK)
@@ -119,4 +118,4 @@ def _how(weight: TrainedWeight, x: Tensor, codes: Tensor) -> tuple[tuple[int, in
         and codes.shape[-2] % BLOCK == 0
         and weight.has_fp8_products
     )
-    return weight.format.block_size, weight.format.is_ue8m0, is_native
+    return weight.format, is_native

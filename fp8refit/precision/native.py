@@ -3,16 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fp8refit.errors import PrecisionError
 from fp8refit.fill.kernels import fits_scale_format
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.names import strip_wrappers
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, dtype_name, in_blocks
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, dtype_name
 from fp8refit.precision.formats import formats_of
-from fp8refit.precision.weights import BlockFormat
 
 TE_BLOCK = 128
 
@@ -81,12 +80,12 @@ def _parts(value: Any, wanted: BlockFormat | None) -> tuple[str | None, tuple[Te
             codes.view(FP8_DTYPE),
             scale[:, : -(-codes.shape[-1] // TE_BLOCK)],
         )  # TE pads them for its products
-    if codes.dtype != FP8_DTYPE or scale.dtype != torch.float32:
+    if (codes.dtype, scale.dtype) != (wanted.codes.dtype, wanted.scale_format.dtype):
         return (
             f"holds {dtype_name(codes.dtype)} with {dtype_name(scale.dtype)} scales; this engine holds E4M3 with float32",
             None,
         )
-    if tuple(scale.shape) != (expected := in_blocks(codes.shape, wanted.block_size)):
+    if tuple(scale.shape) != (expected := wanted.scale_shape(codes.shape)):
         block = "x".join(map(str, wanted.block_size))
         return f"has scales {list(scale.shape)}, but blocks of {block} need {list(expected)}", None
     if not bool(fits_scale_format(scale, wanted.scale_format).all()):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8refit.fill.kernels.activations import quantize_activations
 from fp8refit.fill.kernels.reference import dequantize_reference
-from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 
 BLOCK = 128
 """The only block size that devices multiply natively."""
@@ -42,13 +42,12 @@ class Product(torch.autograd.Function):
         weight_NK: Tensor,
         codes_NK: Tensor,
         scale: Tensor,
-        block_size: tuple[int, int],
-        is_ue8m0: bool,
+        block_format: BlockFormat,
         is_native: bool,
     ) -> Tensor:
         """Multiply. `weight_NK` is not read."""
         ctx.save_for_backward(x_MK, codes_NK, scale)
-        ctx.how = block_size, is_ue8m0, is_native
+        ctx.how = block_format, is_native
         ctx.weight_dtype = weight_NK.dtype
         return _forward(x_MK, codes_NK, scale, *ctx.how)
 
@@ -58,7 +57,7 @@ class Product(torch.autograd.Function):
         x_MK, codes_NK, scale = ctx.saved_tensors
         dx = _input_gradient(dy_MN, codes_NK, scale, *ctx.how).to(x_MK.dtype) if ctx.needs_input_grad[0] else None
         dw = _weight_gradient(dy_MN, x_MK, *ctx.how).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
-        return dx, dw, None, None, None, None, None
+        return dx, dw, None, None, None, None
 
 
 class GroupedProduct(torch.autograd.Function):
@@ -72,13 +71,12 @@ class GroupedProduct(torch.autograd.Function):
         codes_ENK: Tensor,
         scale_E: Tensor,
         counts: list[int],
-        block_size: tuple[int, int],
-        is_ue8m0: bool,
+        block_format: BlockFormat,
         is_native: bool,
     ) -> Tensor:
         """Multiply the first `counts[0]` rows by expert 0, the next `counts[1]` by expert 1, and so on."""
         ctx.save_for_backward(x_MK, codes_ENK, scale_E)
-        ctx.counts, ctx.how = counts, (block_size, is_ue8m0, is_native)
+        ctx.counts, ctx.how = counts, (block_format, is_native)
         ctx.weight_shape, ctx.weight_dtype = weight_ENK.shape, weight_ENK.dtype
         y_MN = x_MK.new_empty((x_MK.shape[0], codes_ENK.shape[1]))
         for expert, (x, y) in enumerate(zip(torch.split(x_MK, counts), torch.split(y_MN, counts), strict=True)):
@@ -100,24 +98,21 @@ class GroupedProduct(torch.autograd.Function):
                 dx[rows] = _input_gradient(dy_MN[rows], codes_ENK[expert], scale_E[expert], *ctx.how).to(dx.dtype)
             if count and dw is not None:
                 dw[expert] = _weight_gradient(dy_MN[rows], x_MK[rows], *ctx.how).to(dw.dtype)
-        return dx, dw, None, None, None, None, None, None
+        return dx, dw, None, None, None, None, None
 
 
-def _forward(
-    x_MK: Tensor, codes_NK: Tensor, scale: Tensor, block_size: tuple[int, int], is_ue8m0: bool, is_native: bool
-) -> Tensor:
-    scale_format = ScaleFormat.UE8M0 if is_ue8m0 else ScaleFormat.FP32
+def _forward(x_MK: Tensor, codes_NK: Tensor, scale: Tensor, block_format: BlockFormat, is_native: bool) -> Tensor:
     if is_native:
-        x_codes, x_scale = _quantize_groups(x_MK, scale_format)
+        x_codes, x_scale = _quantize_groups(x_MK, block_format.scale_format)
         return _multiply(x_codes, codes_NK.t(), x_scale, scale.t(), x_MK.dtype, is_grid=True)[: len(x_MK)]
-    x_codes, x_scale = quantize_activations(x_MK, scale_format, group_size=block_size[1])
+    x_codes, x_scale = quantize_activations(x_MK, block_format)
     with torch.autocast(x_MK.device.type, enabled=False):
-        x = dequantize_reference(x_codes, x_scale, (1, block_size[1]))
-        return (x @ dequantize_reference(codes_NK, scale, block_size).t()).to(x_MK.dtype)
+        x = dequantize_reference(x_codes, x_scale, (1, block_format.block_size[1]))
+        return (x @ dequantize_reference(codes_NK, scale, block_format.block_size).t()).to(x_MK.dtype)
 
 
 def _input_gradient(
-    dy_MN: Tensor, codes_NK: Tensor, scale: Tensor, block_size: tuple[int, int], is_ue8m0: bool, is_native: bool
+    dy_MN: Tensor, codes_NK: Tensor, scale: Tensor, block_format: BlockFormat, is_native: bool
 ) -> Tensor:
     if is_native:
         dy_codes, dy_scale = _quantize_groups(dy_MN, ScaleFormat.FP32)
@@ -125,20 +120,17 @@ def _input_gradient(
         scale_KN = scale.t().contiguous().t()
         return _multiply(dy_codes, codes_KN.t(), dy_scale, scale_KN, dy_MN.dtype, is_grid=True)[: len(dy_MN)]
     with torch.autocast(dy_MN.device.type, enabled=False):
-        return dy_MN.float() @ dequantize_reference(codes_NK, scale, block_size)
+        return dy_MN.float() @ dequantize_reference(codes_NK, scale, block_format.block_size)
 
 
-def _weight_gradient(
-    dy_MN: Tensor, x_MK: Tensor, block_size: tuple[int, int], is_ue8m0: bool, is_native: bool
-) -> Tensor:
+def _weight_gradient(dy_MN: Tensor, x_MK: Tensor, block_format: BlockFormat, is_native: bool) -> Tensor:
     if is_native:
         dy_codes, dy_scale = _quantize_groups(dy_MN, ScaleFormat.FP32, is_transposed=True)
         x_codes, x_scale = _quantize_groups(x_MK, ScaleFormat.FP32, is_transposed=True)
         return _multiply(dy_codes, x_codes.t(), dy_scale, x_scale, dy_MN.dtype, is_grid=False)
-    scale_format = ScaleFormat.UE8M0 if is_ue8m0 else ScaleFormat.FP32
-    x_codes, x_scale = quantize_activations(x_MK, scale_format, group_size=block_size[1])
+    x_codes, x_scale = quantize_activations(x_MK, block_format)
     with torch.autocast(dy_MN.device.type, enabled=False):
-        return dy_MN.float().t() @ dequantize_reference(x_codes, x_scale, (1, block_size[1]))
+        return dy_MN.float().t() @ dequantize_reference(x_codes, x_scale, (1, block_format.block_size[1]))
 
 
 def _quantize_groups(x: Tensor, scale_format: ScaleFormat, *, is_transposed: bool = False) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8refit.fill.kernels.reference import E4M3_MAX, block_scales
-from fp8refit.live.slots import FP8_DTYPE, in_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -90,7 +89,7 @@ def _own_rows(weight: "TrainedWeight") -> tuple[Tensor, int, int]:
 def _own_maxima(weight: "TrainedWeight") -> Tensor:
     """Return the largest magnitude of this rank's part of every block: 0 if it has no part, Inf for NaN."""
     rows, first, _ = _own_rows(weight)
-    grid = rows.new_zeros(in_blocks(weight.parameter.shape, weight.format.block_size))
+    grid = rows.new_zeros(weight.format.scale_shape(weight.parameter.shape))
     if not rows.numel():
         return grid
     block_n, block_k = weight.format.block_size
@@ -110,7 +109,7 @@ def _encode_own_rows(weight: "TrainedWeight", amax: Tensor) -> Tensor:
     ranks. Return whether codes or scales are others than before.
     """
     rows, first, chunk = _own_rows(weight)
-    scale = block_scales(amax, weight.format.scale_format)
+    scale = block_scales(amax, weight.format)
     held = weight.make_room((chunk, *rows.shape[1:]), rows.device)[: len(rows)].view(torch.uint8)
     assert weight.scale is not None, f"{weight.name=}"
     is_changed = (weight.scale != scale).any()
@@ -122,7 +121,7 @@ def _encode_own_rows(weight: "TrainedWeight", amax: Tensor) -> Tensor:
     row_blocks = torch.arange(first, first + rows.shape[-2], device=rows.device) // block_n
     col_blocks = torch.arange(rows.shape[-1], device=rows.device) // block_k
     inverse = inverse.index_select(-2, row_blocks).index_select(-1, col_blocks)
-    codes = (rows * inverse).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE).view(torch.uint8)
+    codes = (rows * inverse).clamp(-E4M3_MAX, E4M3_MAX).to(weight.format.codes.dtype).view(torch.uint8)
     is_changed |= (codes != held).any()
     held.copy_(codes)
     return is_changed

@@ -7,7 +7,6 @@ block combine their maxima. FSDP then gathers the codes, one byte per weight, in
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,25 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fp8refit.errors import NonFiniteError, PrecisionError
 from fp8refit.fill.kernels import Action, Task, WorkTable, compile_table
 from fp8refit.fill.kernels.work import source_layout
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat, in_blocks
+from fp8refit.live.formats import BlockFormat
+from fp8refit.live.slots import SCALE_SUFFIX, Op
 from fp8refit.precision.products import has_fp8_products
 from fp8refit.precision.shards import has_fsdp, quantize_shards
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockFormat:
-    """How an engine holds a weight."""
-
-    scale_format: ScaleFormat
-    block_size: tuple[int, int]
-
-    @property
-    def is_ue8m0(self) -> bool:
-        """Whether scales are powers of two."""
-        return self.scale_format.has_powers_of_two
 
 
 class TrainedWeight:
@@ -103,8 +90,9 @@ class TrainedWeight:
     def make_room(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return where codes of this rank go. If that is new, scales are 0, which no block has."""
         if self.local_codes is None or self.local_codes.device != device:
-            self.local_codes = torch.zeros((*shape,), dtype=torch.uint8, device=device).view(FP8_DTYPE)
-            self.scale = torch.zeros(in_blocks(self.parameter.shape, self.format.block_size), device=device)
+            self.local_codes = torch.zeros((*shape,), dtype=torch.uint8, device=device).view(self.format.codes.dtype)
+            scale_shape = self.format.scale_shape(self.parameter.shape)
+            self.scale = torch.zeros(scale_shape, dtype=self.format.scale_format.dtype, device=device)
             self.has_fp8_products = has_fp8_products(device)
         return self.local_codes
 
@@ -149,7 +137,7 @@ class TrainedWeight:
         """Take the codes, and give FSDP a tensor to attach the gradient to. That tensor's memory is freed at once."""
         (came,) = gathered
         if self.codes is None or self.codes.untyped_storage()._cdata != came.untyped_storage()._cdata:
-            self.codes = came.view(FP8_DTYPE)[: self.parameter.shape[0]]
+            self.codes = came.view(self.format.codes.dtype)[: self.parameter.shape[0]]
         if out is not None:
             return None
         empty = torch.empty(self.parameter.shape, dtype=dtype, device=came.device)
@@ -329,6 +317,5 @@ def _tasks(weight: TrainedWeight, master: Tensor) -> Iterable[Task]:
             select=select,
             target=weight.codes[select],
             scale=weight.scale[select],
-            block_size=weight.format.block_size,
-            scale_format=weight.format.scale_format,
+            format=weight.format,
         )

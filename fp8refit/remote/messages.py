@@ -19,7 +19,7 @@ from fp8refit.transport.collective.communicator import Meeting
 from fp8refit.transport.memory.segment import Segment, TensorRef
 from fp8refit.transport.vote import ErrorRecord
 
-PROTOCOL = 15
+PROTOCOL = 16
 """Version of these messages; both sides must use the same."""
 _MAX_PROBLEMS = 100
 """Further problems are only counted: pydantic's list of them takes a hundred times the size of the message."""

@@ -10,8 +10,9 @@ from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError, NonFiniteError
 from fp8refit.fill.kernels import fits_scale_format
 from fp8refit.fill.tasks import scale_problem
+from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.names import is_kv_scale
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, ScaleFormat, TensorMeta
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, TensorMeta
 from fp8refit.ranks.kv.calibration import unfit_scales
 from fp8refit.sources.row_runs import in_pieces
 from fp8refit.sources.source import RandomAccess, Source, check_can_be_read_twice

@@ -42,8 +42,8 @@ def poisoned(subject: Subject, policy: Policy) -> tuple[Policy, set[str]]:
     that becomes Inf in BF16.
     """
     slots = slots_of(subject, policy)
-    quantized = [slot for slot in slots if slot.scale_format is not None]
-    copied = [slot for slot in slots if slot.scale_format is None]
+    quantized = [slot for slot in slots if slot.format is not None]
+    copied = [slot for slot in slots if slot.format is None]
     poisons = [(slot, torch.nan, 1) for slot in quantized[:1]] + [(slot, torch.inf, 2) for slot in copied[:1]]
     if len(quantized) > 1 and quantized[-1].name != quantized[0].name:
         policy[quantized[-1].name] = policy[quantized[-1].name].float()

@@ -8,7 +8,8 @@ from unittest import SkipTest
 import torch
 
 from fp8refit.errors import RefitError
-from fp8refit.fill.kernels import dequantize_blockwise, quantize_blockwise
+from fp8refit.fill.kernels import dequantize_blockwise, quantize_matrix
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import SCALE_SUFFIX
 from fp8refit.sources.source import Manifest, StateDict
 from fp8refit.testing.policies import Policy, manifest_of, policy_of, slots_of
@@ -23,7 +24,7 @@ def check_every_kind_of_source_gives_the_same_bytes(subject: Subject) -> None:
     bytes.
     """
     expected, policy = serve(subject), policy_of(subject, 0)
-    quantized = {slot.name for slot in slots_of(subject, policy) if slot.scale_format is not None}
+    quantized = {slot.name for slot in slots_of(subject, policy) if slot.format is not None}
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
         for kind, (source, manifest) in _sources(policy, quantized, Path(folder)).items():
@@ -46,14 +47,12 @@ def check_prequantized_tensors_are_copied(subject: Subject) -> None:
     if not formats:
         raise SkipTest("no slot of this rank is aligned with its blocks")
     sent, coarse, meant = dict(policy), dict(policy), dict(policy)
-    for name, (block_size, scale_format) in formats.items():
-        codes, scale = quantize_blockwise(
-            policy[name].to(torch.bfloat16), block_size=block_size, scale_format=scale_format
-        )
+    for name, block_format in formats.items():
+        codes, scale = quantize_matrix(policy[name].to(torch.bfloat16), block_format)
         sent |= {name + SCALE_SUFFIX: scale, name: codes}
         codes, scale = (codes.float() / 4).to(codes.dtype), scale * 4  # a quantizer would not choose these
         coarse |= {name + SCALE_SUFFIX: scale, name: codes}
-        meant[name] = dequantize_blockwise(codes, scale, block_size=block_size, dtype=torch.bfloat16)
+        meant[name] = dequantize_blockwise(codes, scale, block_size=block_format.block_size, dtype=torch.bfloat16)
     sources: dict[str, StateDict] = {"a mapping": sent, "a function": lambda: iter(sent.items())}
     expected = serve(subject, 1)
     for kind, source in sources.items():
@@ -118,15 +117,12 @@ def _sources(policy: Policy, quantized: Collection[str], folder: Path) -> dict[s
     }
 
 
-def _prequantizable(subject: Subject, policy: Policy) -> dict[str, tuple[tuple[int, int], str]]:
-    """Return block size and scale format of the tensors whose slices are all aligned with their blocks."""
-    formats: dict[str, tuple[tuple[int, int], str]] = {}
-    off_grid = set()
-    for slot in slots_of(subject, policy):
-        if slot.block_size is None or slot.scale_format is None:
-            continue
-        formats[slot.name] = slot.block_size, slot.scale_format
-        for start, length, full, size in zip(slot.offset, slot.shape, slot.full_shape, slot.block_size, strict=True):
-            if start % size or ((start + length) % size and start + length != full):
-                off_grid.add(slot.name)
-    return {name: wanted for name, wanted in formats.items() if name not in off_grid}
+def _prequantizable(subject: Subject, policy: Policy) -> dict[str, BlockFormat]:
+    """Return the formats of the tensors whose slices are all aligned with their blocks."""
+    held = [(slot, slot.format) for slot in slots_of(subject, policy) if slot.format is not None]
+    off_grid = {
+        slot.name
+        for slot, block_format in held
+        if not block_format.holds_whole_blocks(slot.offset, slot.shape, slot.full_shape)
+    }
+    return {slot.name: block_format for slot, block_format in held if slot.name not in off_grid}

@@ -9,7 +9,8 @@ from fp8refit_sglang.experts import ROW_MAJOR_RUNNERS
 from fp8refit_sglang.layout import SglangRules
 from torch import nn
 
-from fp8refit.live.slots import Inventory, ScaleFormat
+from fp8refit.live.formats import BlockFormat
+from fp8refit.live.slots import Inventory
 from fp8refit.live.tracing.inventory import inventory_of
 from tests.live.tracing.models import FP8
 from tests.live.tracing.twins import identity_twin
@@ -67,7 +68,7 @@ def test_runners_that_read_checkpoints_layout_are_known_by_name(runner, says):
     layer = FusedMoE(quant_method=Fp8MoEMethod(found if says == "method" else None))
     if says == "layer":
         layer.runner_backend = found
-    assert {(slot.kernel, slot.scale_format) for slot in read(layer).slots} == {(runner, ScaleFormat.FP32)}
+    assert {(slot.kernel, slot.format) for slot in read(layer).slots} == {(runner, BlockFormat())}
 
 
 def ue8m0(layer: FusedMoE) -> FusedMoE:

@@ -11,7 +11,8 @@ import torch
 from fp8refit_sglang.layout import ROW_MAJOR_KERNELS, SglangRules
 from torch import nn
 
-from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
+from fp8refit.live.formats import BlockFormat
+from fp8refit.live.slots import Inventory, Refusal
 from fp8refit.live.tracing.inventory import inventory_of
 from fp8refit.live.tracing.twin import Twin
 from tests.live.tracing.models import FP8, HIDDEN, BlockLinear, model_of
@@ -60,15 +61,14 @@ def test_a_model_without_a_twin_is_refused_for_it():
 
 def test_a_slot_says_its_kernel_format_and_block_size():
     (slot,) = read_inventory(model_of(proj=block_layer())).slots
-    assert (slot.kernel, slot.scale_format) == ("triton_w8a8_block_fp8_linear", ScaleFormat.FP32)
-    assert slot.block_size == (128, 128)
+    assert (slot.kernel, slot.format) == ("triton_w8a8_block_fp8_linear", BlockFormat())
 
 
 def test_the_block_size_is_that_of_the_weight_after_loading():
     layer = block_layer(weight_scale_inv=nn.Parameter(torch.ones(8, 8), requires_grad=False))
     layer.quant_method.weight_block_size = [32, 32]
     (slot,) = read_inventory(model_of(proj=layer)).slots
-    assert slot.block_size == (32, 32)
+    assert slot.format.block_size == (32, 32)
 
 
 @pytest.mark.parametrize("name", sorted(ROW_MAJOR_KERNELS))

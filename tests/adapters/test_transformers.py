@@ -19,6 +19,7 @@ from fp8refit import (
     dequantize_blockwise,
     quantize_blockwise,
 )
+from fp8refit.live.formats import BlockFormat
 
 SIZES = {
     "vocab_size": 97,
@@ -324,7 +325,7 @@ def reference_product(x, linear, block_size):
 def test_linear_is_the_product_of_what_the_codes_mean(lead, num_in, num_out, bias, dtype):
     torch.manual_seed(0)
     linear = nn.Linear(num_in, num_out, bias=bias, dtype=torch.bfloat16)
-    layer = BlockFp8Linear.from_linear(linear, block_size=(128, 128), scale_format="fp32")
+    layer = BlockFp8Linear.from_linear(linear, BlockFormat())
     x = torch.randn(*lead, num_in).to(dtype)
     y = layer(x)
     assert y.dtype is dtype and y.shape == (*lead, num_out)
@@ -337,7 +338,7 @@ def test_linear_is_near_the_unquantized_product():
     torch.manual_seed(0)
     linear = nn.Linear(512, 256, dtype=torch.bfloat16)
     x = torch.randn(64, 512, dtype=torch.bfloat16)
-    layer = BlockFp8Linear.from_linear(linear, block_size=(128, 128), scale_format="fp32")
+    layer = BlockFp8Linear.from_linear(linear, BlockFormat())
     exact = functional.linear(x.float(), linear.weight.float(), linear.bias.float())
     error = (layer(x).float() - exact).norm() / exact.norm()
     assert 1e-3 < error < 0.05
@@ -345,7 +346,7 @@ def test_linear_is_near_the_unquantized_product():
 
 def test_outlier_tokens_do_not_disturb_their_neighbours():
     torch.manual_seed(0)
-    layer = BlockFp8Linear.from_linear(nn.Linear(256, 64), block_size=(128, 128), scale_format="fp32")
+    layer = BlockFp8Linear.from_linear(nn.Linear(256, 64), BlockFormat())
     x = torch.randn(4, 256)
     spiked = x.clone()
     spiked[2, 7] = 1e6
@@ -354,7 +355,7 @@ def test_outlier_tokens_do_not_disturb_their_neighbours():
 
 
 def test_nan_activations_stay_visible():
-    layer = BlockFp8Linear.from_linear(nn.Linear(128, 64), block_size=(128, 128), scale_format="fp32")
+    layer = BlockFp8Linear.from_linear(nn.Linear(128, 64), BlockFormat())
     x = torch.ones(2, 128)
     x[1, 0] = torch.nan
     y = layer(x)

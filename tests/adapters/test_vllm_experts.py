@@ -8,7 +8,8 @@ from fp8refit_vllm.experts import sync_experts
 from fp8refit_vllm.layout import VllmRules
 from torch import nn
 
-from fp8refit.live.slots import Inventory, ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.slots import Inventory
 from fp8refit.live.tracing.inventory import inventory_of
 from tests.live.tracing.twins import identity_twin
 
@@ -51,9 +52,7 @@ def read(layer: nn.Module) -> Inventory:
 @pytest.mark.parametrize("backend", ["TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS"])
 def test_these_backends_take_any_scale(backend):
     layer = RoutedExperts(backend=backend)
-    kernel = VllmRules().kernel_of(layer)
-    assert kernel.is_row_major
-    assert kernel.scale_format is ScaleFormat.FP32
+    assert VllmRules().kernel_of(layer).format == BlockFormat()
     assert VllmRules().swaps_halves(layer) is (backend == "FLASHINFER_CUTLASS")
 
 
@@ -67,7 +66,7 @@ class Fp8PerBlockOnlineMoEMethod(SimpleNamespace):
 def test_experts_that_vllm_quantized_itself_have_its_quantizers_scales(device, scale_format):
     layer = RoutedExperts().to(device)
     layer.quant_method = Fp8PerBlockOnlineMoEMethod(**vars(layer.quant_method))
-    assert VllmRules().kernel_of(layer).scale_format is scale_format
+    assert VllmRules().kernel_of(layer).format.scale_format is scale_format
 
 
 @pytest.mark.parametrize("backend", ["MARLIN", "FLASHINFER_TRTLLM", "CPU", "HUMMING", "NONE"])

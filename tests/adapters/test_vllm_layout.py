@@ -11,7 +11,8 @@ from fp8refit_vllm.layout import ROW_MAJOR_KERNELS, VllmRules
 from fp8refit_vllm.worker import WorkerModel
 from torch import nn
 
-from fp8refit.live.slots import Inventory, Refusal, ScaleFormat
+from fp8refit.live.formats import ScaleFormat
+from fp8refit.live.slots import Inventory, Refusal
 from fp8refit.live.tracing.inventory import inventory_of
 from tests.live.tracing.models import FP8, model_of
 from tests.live.tracing.twins import identity_twin
@@ -60,7 +61,7 @@ def test_the_scale_format_is_the_live_kernel_s():
     behind = TritonFp8BlockScaledMMKernel()
     behind.fallback = powers
     model = model_of(a=BlockLinear(), b=BlockLinear(kernel=powers), c=BlockLinear(kernel=behind))
-    formats = [slot.scale_format for slot in read_inventory(model).slots]
+    formats = [slot.format.scale_format for slot in read_inventory(model).slots]
     assert formats == [ScaleFormat.FP32, ScaleFormat.UE8M0, ScaleFormat.UE8M0]
 
 
@@ -74,7 +75,9 @@ def test_a_layer_that_vllm_quantized_itself_has_its_quantizers_scales_unless_the
     layers = [BlockLinear(), BlockLinear(), BlockLinear(kernel=powers)]
     for layer in layers:
         layer.quant_method = Fp8PerBlockOnlineLinearMethod(**vars(layer.quant_method))
-    formats = [VllmRules().kernel_of(layer).scale_format for layer in (layers[0], layers[1].to("meta"), layers[2])]
+    formats = [
+        VllmRules().kernel_of(layer).format.scale_format for layer in (layers[0], layers[1].to("meta"), layers[2])
+    ]
     assert formats == [ScaleFormat.FP32_FLOORED, ScaleFormat.FP32_RECIPROCAL, ScaleFormat.UE8M0]
 
 
@@ -83,7 +86,7 @@ def test_a_slot_says_its_kernel_and_its_block_size():
     layer.weight_block_size = [64, 128]
     layer.weight_scale_inv = nn.Parameter(torch.ones(2, 2), requires_grad=False)
     (slot,) = read_inventory(model_of(proj=layer)).slots
-    assert (slot.kernel, slot.block_size) == ("TritonFp8BlockScaledMMKernel", (64, 128))
+    assert (slot.kernel, slot.format.block_size) == ("TritonFp8BlockScaledMMKernel", (64, 128))
 
 
 @pytest.mark.parametrize("name", sorted(ROW_MAJOR_KERNELS))

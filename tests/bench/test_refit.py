@@ -17,7 +17,7 @@ from fp8refit.bench.refit import _Bench
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.cli import app
 from fp8refit.fill.kernels import quantize_blockwise
-from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 
 TINY = {"engine": "transformers", "model": "tiny", "rounds": 2, "warm_up": 1}
 
@@ -122,7 +122,7 @@ def test_wrong_bytes_of_another_way_are_told(update, is_repeatable, model):
 @pytest.mark.parametrize("shape", [(256, 128), (130, 200)])
 def test_eager_quantization_gives_the_same_scales_and_nearly_the_same_codes(shape, scale_format):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    codes, scale = eager_quantize(weight, (128, 128), scale_format)
+    codes, scale = eager_quantize(weight, BlockFormat(scale_format=scale_format))
     expected_codes, expected_scale = quantize_blockwise(weight, scale_format=str(scale_format))
     assert torch.equal(scale, expected_scale)
     assert (codes.view(torch.uint8) != expected_codes.view(torch.uint8)).float().mean() < 1e-3

@@ -15,8 +15,9 @@ from torch import Tensor
 from fp8refit import InvalidSourceError, NonFiniteError, quantize_blockwise
 from fp8refit.checkpoint import quantize, quantize_checkpoint
 from fp8refit.errors import CheckpointError
+from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
-from fp8refit.live.slots import FP8_DTYPE, ScaleFormat, Stacked
+from fp8refit.live.slots import FP8_DTYPE, Stacked
 from fp8refit.sources.source import as_source
 from tests.fakes import FakeModel, live_bytes, make_policy, make_target, refit_target
 

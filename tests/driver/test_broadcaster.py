@@ -20,7 +20,7 @@ from fp8refit import (
     UnsupportedEngineError,
 )
 from fp8refit.driver.engine_group import EngineGroup
-from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.remote import messages
 from fp8refit.remote.messages import Reply
 from tests.fake_ranks import (
@@ -129,7 +129,8 @@ def test_engines_of_other_sizes_and_versions_come_to_the_same_version(replicas):
 def test_a_tensor_that_replicas_want_in_different_formats_travels_unquantized(replicas):
     for shard in replicas.clusters[1].shards:
         shard._slots[:] = [
-            replace(slot, scale_format=ScaleFormat.UE8M0) if slot.name == K_PROJ else slot for slot in shard._slots
+            replace(slot, format=BlockFormat(scale_format=ScaleFormat.UE8M0)) if slot.name == K_PROJ else slot
+            for slot in shard._slots
         ]
     policy = replicas.make_policy(1)
     replicas.broadcaster.push(policy)

@@ -12,7 +12,8 @@ from fp8refit.fill.kernels.work import Action, have_layouts
 from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging
 from fp8refit.fill.tasks import bind, misfit_scales
-from fp8refit.live.slots import Op, ScaleFormat, Slot, Stacked, TensorMeta
+from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.slots import Op, Slot, Stacked, TensorMeta
 from fp8refit.sources.source import MappingSource
 from tests.fakes import FakeModel, assert_holds, bytes_of, compile_plan, live_bytes, make_policy, prequantize
 
@@ -59,7 +60,14 @@ def big_slots() -> tuple[Slot, ...]:
     """Tensors of several times the smallest bucket: quantized, copied, of one dimension, of three."""
     codes = torch.zeros((1000, 1500), dtype=torch.float8_e4m3fn)
     return (
-        Slot(name="q", full_shape=(1100, 1600), weight=codes, offset=(64, 100), scale=torch.zeros(8, 12)),
+        Slot(
+            name="q",
+            full_shape=(1100, 1600),
+            weight=codes,
+            offset=(64, 100),
+            scale=torch.zeros(8, 12),
+            format=BlockFormat(),
+        ),
         Slot(name="embed", full_shape=(1700, 640), weight=torch.zeros(1700, 640, dtype=torch.bfloat16)),
         Slot(name="experts", full_shape=(8, 256, 640), weight=torch.zeros(8, 256, 640)),
         Slot(name="bias", full_shape=(700_000,), weight=torch.zeros(700_000)),
@@ -104,7 +112,7 @@ def expert_slots() -> tuple[Slot, ...]:
                     offset=offset,
                     weight=codes,
                     scale=scale,
-                    block_size=(64, 64),
+                    format=BlockFormat(block_size=(64, 64)),
                 )
             )
     return tuple(slots)
@@ -155,7 +163,7 @@ def test_runs_of_rows_may_cut_the_blocks_of_a_slot(start, num_rows, lengths):
             offset=(start, 32),
             weight=torch.zeros(num_rows, 64, dtype=torch.float8_e4m3fn),
             scale=torch.zeros(-(-num_rows // 64), 1),
-            block_size=(64, 64),
+            format=BlockFormat(block_size=(64, 64)),
         )
         for _ in range(2)
     ]
@@ -295,5 +303,5 @@ def test_bind_copies_mismatched_scales_only_when_asked():
     tensors = prequantize(make_policy(model, seed=1), O_PROJ, ScaleFormat.FP32)
     step = next(step for step in make_plan(slots, tensors).steps if step.op is Op.COPY_SCALES)
     slot, source = slots[step.slot], tensors[step.source]
-    assert bind(step, slot, source, RefitConfig()).scale_format is ScaleFormat.UE8M0
-    assert bind(step, slot, source, RefitConfig(on_scale_mismatch="copy")).scale_format is ScaleFormat.FP32
+    assert bind(step, slot, source, RefitConfig()).format.scale_format is ScaleFormat.UE8M0
+    assert bind(step, slot, source, RefitConfig(on_scale_mismatch="copy")).format.scale_format is ScaleFormat.FP32

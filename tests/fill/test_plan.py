@@ -5,6 +5,7 @@ import torch
 
 from fp8refit.errors import InvalidSourceError
 from fp8refit.fill.plan import PlanBuilder
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import FP8_DTYPE, Op, Slot, Stacked, TensorMeta
 from tests.fakes import HIDDEN, FakeModel, compile_plan
 
@@ -262,7 +263,7 @@ def part(expert: int, name: str) -> str:
 def experts() -> tuple[Slot, ...]:
     def slot(name: str, full: tuple[int, int], offset: tuple[int, int], shape: tuple[int, int]) -> Slot:
         codes, scale = torch.zeros(shape, dtype=FP8_DTYPE), torch.ones(shape[0] // 128, shape[1] // 128)
-        return Slot(name=name, full_shape=full, offset=offset, weight=codes, scale=scale)
+        return Slot(name=name, full_shape=full, offset=offset, weight=codes, scale=scale, format=BlockFormat())
 
     return tuple(
         slot(part(e, name), (384, 512), (0, 256), (384, 256))

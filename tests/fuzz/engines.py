@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fp8refit import EngineHost, HostedEngine, RefitError, RefitReport, Refitter
-from fp8refit.live.slots import ScaleFormat
 from tests.fakes import FakeEntryPoint, FakeModel, box_of, live_bytes
 from tests.second_quantizer import quantize_tensor
 
@@ -106,11 +105,11 @@ def assert_holds_exactly(model: FakeModel, policy: dict[str, torch.Tensor]) -> N
     """Every slot holds what a quantizer that is not ours makes of its part of `policy`."""
     for slot in model.slots():
         source = box_of(slot, policy[slot.name])
-        if slot.scale is None:
+        if slot.format is None:
             assert torch.equal(slot.weight, source.to(slot.weight.dtype)), slot.name
             continue
         if source.dtype is torch.float32:
             source = source.to(torch.bfloat16)
-        codes, scale = quantize_tensor(source, slot.block_size, ScaleFormat(slot.scale_format).value)
+        codes, scale = quantize_tensor(source, slot.format.block_size, slot.format.scale_format.value)
         assert torch.equal(slot.weight.view(torch.uint8), codes.view(torch.uint8)), slot.name
         assert torch.equal(slot.scale, scale), slot.name

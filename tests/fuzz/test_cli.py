@@ -23,8 +23,9 @@ from fp8refit.bench import KernelBenchResult, RefitBenchResult, RolloutBenchResu
 from fp8refit.checkpoint import CheckpointReport, PushResult, outputs, quantize, whole_folder
 from fp8refit.cli import commands as cli
 from fp8refit.fill.kernels.reference import quantize_reference
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
-from fp8refit.live.slots import SCALE_SUFFIX, ScaleFormat, dtype_name
+from fp8refit.live.slots import SCALE_SUFFIX, dtype_name
 from tests.fake_server import URL, Running, entry_point_of
 
 LINEARS = [
@@ -117,7 +118,7 @@ def is_linear(name: str) -> bool:
     return name in LINEARS
 
 
-def expected(weights, *, scale_format, block_size=(128, 128)):
+def expected(weights, block_format):
     """What the result holds, by the specification; None if there can be none."""
     found = {}
     if not any(map(is_linear, weights)) or any(
@@ -131,16 +132,14 @@ def expected(weights, *, scale_format, block_size=(128, 128)):
         if not is_linear(name):
             found[name] = weight
         elif weight.numel():
-            found[name], found[name + SCALE_SUFFIX], _ = quantize_reference(weight, block_size, scale_format)
+            found[name], found[name + SCALE_SUFFIX], _ = quantize_reference(weight, block_format)
         else:
             found[name] = weight.to(torch.float8_e4m3fn)
-            found[name + SCALE_SUFFIX] = torch.empty(
-                [-(-n // b) for n, b in zip(weight.shape, block_size, strict=True)]
-            )
+            found[name + SCALE_SUFFIX] = torch.empty(block_format.scale_shape(weight.shape))
     return found
 
 
-def layout_of(weights, *, scale_format, block_size):
+def layout_of(weights, block_format):
     """An engine that holds these tensors."""
     slots = [
         SlotLayout(
@@ -150,8 +149,8 @@ def layout_of(weights, *, scale_format, block_size):
             shape=tuple(weight.shape),
             offset=(0,) * weight.ndim,
             dtype="float8_e4m3fn" if is_linear(name) else dtype_name(weight.dtype).replace("float32", "bfloat16"),
-            scale_format=scale_format if is_linear(name) else None,
-            block_size=block_size if is_linear(name) else None,
+            scale_format=block_format.scale_format if is_linear(name) else None,
+            block_size=block_format.block_size if is_linear(name) else None,
             kernel="Kernel",
         )
         for name, weight in weights.items()
@@ -287,9 +286,10 @@ def test_quantize_is_whole_or_leaves_nothing(weights, config, place, like, odd, 
         (src / "tokenizer.json").write_text("{}")
         options = ["--scale-format", form, *(["--json"] if as_json else [])]
         is_known = form in set(ScaleFormat)
-        scale_format = ScaleFormat(form) if is_known else ScaleFormat.FP32
+        sizes = {"block_size": block_size} if like is not None else {}
+        block_format = BlockFormat(scale_format=ScaleFormat(form) if is_known else ScaleFormat.FP32, **sizes)
         if like is not None:
-            layout = json.loads(layout_of(weights, scale_format=scale_format, block_size=block_size).model_dump_json())
+            layout = json.loads(layout_of(weights, block_format).model_dump_json())
             if like == "other tensors":
                 layout["slots"] = [slot | {"name": slot["name"] + "s"} for slot in layout["slots"]] or [{}]
             elif like == "odd":
@@ -308,8 +308,7 @@ def test_quantize_is_whole_or_leaves_nothing(weights, config, place, like, odd, 
             gc.collect()
         dst = (cwd / place).resolve() if place not in TAKEN else world.folder / "no such folder"
 
-        shape = {"block_size": block_size} if like is not None else {}
-        wanted = expected(weights, scale_format=scale_format, **shape)
+        wanted = expected(weights, block_format)
         is_good = is_known and wanted is not None and config == {} and place in NEW and like in (None, "good")
         is_written = (dst / "config.json").exists()
         if not is_written:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8refit import dequantize_blockwise, precision, quantize_blockwise
 from fp8refit.fill.kernels import quantize_activations
-from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 from tests.precision.changes import OPTIMIZERS, WHOLE_CHANGES
 from tests.precision.models import layout_of, slot
 
@@ -44,7 +44,7 @@ def values(weight, scale_format):
 
 
 def taken(x, scale_format):
-    codes, scale = quantize_activations(x.detach(), ScaleFormat(scale_format))
+    codes, scale = quantize_activations(x.detach(), BlockFormat(scale_format=ScaleFormat(scale_format)))
     return dequantize_blockwise(codes, scale, block_size=(1, 128)).double()
 
 

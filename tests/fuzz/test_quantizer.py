@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from fp8refit import NonFiniteError, quantize_blockwise
 from fp8refit.fill.kernels.triton_table import TritonTable
-from fp8refit.live.slots import SOURCE_DTYPES, ScaleFormat
+from fp8refit.live.formats import ScaleFormat
+from fp8refit.live.slots import SOURCE_DTYPES
 from tests.fill.kernels.interpreter import convert_float
 from tests.fill.kernels.tables import quantize_task
 from tests.second_quantizer import quantize, quantize_tensor, round_to_bf16, to_numpy

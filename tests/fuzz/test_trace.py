@@ -1,5 +1,6 @@
 """Loaders that nobody wrote: whatever views and orders one goes through, a refit leaves what it would have loaded."""
 
+from dataclasses import replace
 from math import prod
 
 import hypothesis.strategies as st
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from fp8refit.config import RefitConfig
 from fp8refit.fill.kernels import quantize_blockwise
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.tracing.reading import read_inventory
 from fp8refit.live.tracing.reads import partly_read, refusals_of
@@ -18,15 +20,15 @@ from fp8refit.live.tracing.twin import Naming, trace_twin
 from fp8refit.ranks.target import Target
 from fp8refit.sources.source import MappingSource
 from tests.live.tracing.models import FP8
-from tests.live.tracing.twins import FakeKernelRules
+from tests.live.tracing.twins import KERNEL, FakeKernelRules
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 BLOCK = (4, 4)
 
 
 class SmallBlocks(FakeKernelRules):
-    def block_size_of(self, module):
-        return BLOCK
+    def kernel_of(self, module):
+        return replace(KERNEL, format=BlockFormat(block_size=BLOCK))
 
 
 @st.composite

@@ -121,7 +121,7 @@ def count_wrong(refitter: Refitter, policy: dict[str, Tensor]) -> int:
 def holds(slot: Slot, source: Tensor) -> bool:
     if not slot.is_quantized:
         return torch.equal(source.to(slot.weight.dtype), slot.weight)
-    codes, scale, _ = quantize_reference(source, slot.block_size, slot.scale_format)
+    codes, scale, _ = quantize_reference(source, slot.format)
     return torch.equal(codes.view(torch.uint8), slot.weight.view(torch.uint8)) and torch.equal(scale, slot.scale)
 
 

@@ -96,7 +96,7 @@ def count_wrong_slots(refitter: Refitter, policy: dict[str, torch.Tensor]) -> in
     for slot in slots:
         source = policy[slot.name]
         if slot.is_quantized:
-            codes, scale, _ = quantize_reference(source, slot.block_size, slot.scale_format)
+            codes, scale, _ = quantize_reference(source, slot.format)
             same = torch.equal(codes.view(torch.uint8), slot.weight.view(torch.uint8)) and torch.equal(
                 scale, slot.scale
             )

@@ -215,7 +215,7 @@ def prequantize(policy: dict[str, Tensor], layout: EngineLayout) -> list[tuple[s
         if slot.scale_format is None:
             named.append((slot.name, policy[slot.name].clone()))
             continue
-        codes, scale, _ = quantize_reference(policy[slot.name], slot.block_size, slot.scale_format)
+        codes, scale, _ = quantize_reference(policy[slot.name], slot.format)
         named += [(slot.name, codes), (f"{slot.name}_scale_inv", scale)]
     return named
 

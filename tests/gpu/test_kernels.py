@@ -8,7 +8,8 @@ from fp8refit.fill.kernels import Maxima, quantize_activations
 from fp8refit.fill.kernels.reference import dequantize_reference, quantize_reference
 from fp8refit.fill.kernels.table import compile_table
 from fp8refit.fill.kernels.work import Task
-from fp8refit.live.slots import Op, ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.slots import Op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -43,7 +44,7 @@ def assert_same_bits(gpu, cpu):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_native_kernel_equals_cpu_reference(shape, dtype, scale_format):
     weight = log_uniform(*shape, dtype)
-    codes, scale, _ = quantize_reference(weight, (128, 128), ScaleFormat(scale_format))
+    codes, scale, _ = quantize_reference(weight, BlockFormat(scale_format=ScaleFormat(scale_format)))
     native_codes, native_scale = quantize_blockwise(weight.cuda(), scale_format=scale_format)
     assert_same_bits(native_codes, codes)
     assert_same_bits(native_scale, scale)
@@ -53,7 +54,9 @@ def test_native_kernel_equals_cpu_reference(shape, dtype, scale_format):
 @pytest.mark.parametrize("block_size", BLOCKS)
 def test_native_kernel_equals_reference_in_every_block_size(block_size, scale_format):
     weight = log_uniform(300, 272, torch.bfloat16)
-    codes, scale, _ = quantize_reference(weight, block_size, ScaleFormat(scale_format))
+    codes, scale, _ = quantize_reference(
+        weight, BlockFormat(scale_format=ScaleFormat(scale_format), block_size=block_size)
+    )
     native = quantize_blockwise(weight.cuda(), block_size=block_size, scale_format=scale_format)
     assert_same_bits(native[0], codes)
     assert_same_bits(native[1], scale)
@@ -67,7 +70,7 @@ def test_kernels_run_where_their_tensors_are_whatever_device_is_current():
     there = torch.device("cuda", 1)
     x = log_uniform(256, 384, torch.bfloat16, low=-3.0, high=3.0)
     codes, scale = quantize_groups(x.to(there), ScaleFormat.FP32)
-    expected_codes, expected_scale = quantize_activations(x, ScaleFormat.FP32)
+    expected_codes, expected_scale = quantize_activations(x, BlockFormat())
     assert_same_bits(codes, expected_codes)
     assert torch.equal(scale.cpu(), expected_scale)
     up, down = torch.eye(256, 16, dtype=torch.bfloat16), torch.eye(16, 384, dtype=torch.bfloat16)
@@ -81,8 +84,8 @@ def test_kernels_run_where_their_tensors_are_whatever_device_is_current():
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_reference_gives_the_same_bits_on_gpu_and_cpu(scale_format):
     weight = log_uniform(512, 640, torch.float32)
-    on_cpu = quantize_reference(weight, (128, 128), ScaleFormat(scale_format))
-    on_gpu = quantize_reference(weight.cuda(), (128, 128), ScaleFormat(scale_format))
+    on_cpu = quantize_reference(weight, BlockFormat(scale_format=ScaleFormat(scale_format)))
+    on_gpu = quantize_reference(weight.cuda(), BlockFormat(scale_format=ScaleFormat(scale_format)))
     assert_same_bits(on_gpu[0], on_cpu[0])
     assert_same_bits(on_gpu[1], on_cpu[1])
 
@@ -97,7 +100,7 @@ def test_strided_sources(view):
         "unaligned": lambda t: t[1:, 3:],
         "every_second_column": lambda t: t[:, ::2],
     }[view]
-    codes, scale, _ = quantize_reference(cut(base).contiguous(), (128, 128), ScaleFormat.FP32)
+    codes, scale, _ = quantize_reference(cut(base).contiguous(), BlockFormat())
     native = quantize_blockwise(cut(base.cuda()))
     assert_same_bits(native[0], codes)
     assert_same_bits(native[1], scale)
@@ -134,6 +137,7 @@ def test_a_table_of_many_kinds_flags_exactly_the_bad_tasks():
             offset=(0, 0),
             target=torch.empty(130, 140, dtype=torch.float8_e4m3fn, device="cuda"),
             scale=torch.empty(2, 2, device="cuda"),
+            format=BlockFormat(),
         )
         for source in sources
     ]

@@ -17,7 +17,7 @@ from torch import nn
 
 from fp8refit import dequantize_blockwise, precision, quantize_blockwise
 from fp8refit.fill.kernels import quantize_activations
-from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.precision.products import has_fp8_products
 from tests.gpu.scripts import RESULTS, card, run_script
 from tests.precision.changes import OPTIMIZERS, WHOLE_CHANGES
@@ -62,7 +62,9 @@ def test_products_and_gradients_are_those_of_the_definition(needs_products, scal
     gradient = torch.randn(tokens, rows, device="cuda", dtype=torch.bfloat16)
     codes, scale = quantize_blockwise(model[0].weight, scale_format=scale_format)
     served = dequantize_blockwise(codes, scale).double()
-    taken = dequantize_blockwise(*quantize_activations(x.detach(), scale_format), block_size=(1, 128)).double()
+    taken = dequantize_blockwise(
+        *quantize_activations(x.detach(), BlockFormat(scale_format=scale_format)), block_size=(1, 128)
+    ).double()
     model(x)  # the codes are there
     torch._dynamo.reset()  # it compiles a function for eight formats at most
     y = (torch.compile(model[0], fullgraph=True) if compiles else model[0])(x)

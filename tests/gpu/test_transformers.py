@@ -7,6 +7,7 @@ from fp8refit_transformers.linear import has_block_scaled_product
 from torch import nn
 
 from fp8refit import Refitter
+from fp8refit.live.formats import BlockFormat
 from tests.outliers import BATCH, calm_policy, with_outliers
 from tests.tiny_models import make_model
 
@@ -19,7 +20,7 @@ def test_device_product_equals_the_dequantized_one(num_tokens, num_in, dtype):
     torch.manual_seed(0)
     linear = nn.Linear(num_in, 256, dtype=torch.bfloat16)
     x = torch.randn(num_tokens, num_in).to(dtype)
-    layer = BlockFp8Linear.from_linear(linear, block_size=(128, 128), scale_format="fp32")
+    layer = BlockFp8Linear.from_linear(linear, BlockFormat())
     expected = layer(x)
     device = torch.device("cuda", torch.cuda.current_device())
     if torch.cuda.get_device_capability() == (9, 0):

@@ -92,7 +92,7 @@ def write_fp8(shape: str, policy: dict[str, Tensor], layout: EngineLayout, folde
     policies.write_config(shape, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | quantization(shape)))
-    formats = {slot.name: (slot.block_size, slot.scale_format) for slot in layout.slots if slot.scale_format}
+    formats = {slot.name: slot.format for slot in layout.slots if slot.format is not None}
     weight_map: dict[str, str] = {}
     with ThreadPoolExecutor(4) as pool:
         writing = []
@@ -109,7 +109,7 @@ def shards_of(policy: dict[str, Tensor], formats: dict) -> Iterator[dict[str, Te
     shard: dict[str, Tensor] = {}
     for name, tensor in policy.items():
         if name in formats:
-            codes, scale, _ = quantize_reference(tensor, *formats[name])
+            codes, scale, _ = quantize_reference(tensor, formats[name])
             shard |= {name: codes.cpu(), f"{name}_scale_inv": scale.cpu()}
         else:
             shard[name] = tensor.cpu().clone()

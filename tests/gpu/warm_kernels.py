@@ -5,6 +5,7 @@ import time
 import torch
 
 from fp8refit.fill.kernels.work import Task
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import FP8_DTYPE, Op
 
 
@@ -17,7 +18,7 @@ def compile_kernels() -> float:
     device = torch.device("cuda", torch.cuda.current_device())
     source = torch.zeros(256, 256, dtype=torch.bfloat16, device=device)
     codes, scale = torch.zeros_like(source, dtype=FP8_DTYPE), torch.zeros(2, 2, device=device)
-    quantize = Task(op=Op.QUANTIZE, source=source, offset=(0, 0), target=codes, scale=scale)
+    quantize = Task(op=Op.QUANTIZE, source=source, offset=(0, 0), target=codes, scale=scale, format=BlockFormat())
     copy = Task(op=Op.COPY, source=source, offset=(0, 0), target=torch.zeros_like(source))
     start_s = time.perf_counter()
     TritonTable([quantize, copy], device).launch(check=True)

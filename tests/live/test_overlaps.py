@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fp8refit import UnsupportedEngineError
 from fp8refit.config import RefitConfig
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.overlaps import shared_bytes
 from fp8refit.live.slots import Slot
 from fp8refit.sources.source import as_source
@@ -13,7 +14,8 @@ from tests.fakes import FakeModel, live_bytes, make_policy, make_target
 
 
 def slot(name: str, weight: Tensor, scale: Tensor | None = None) -> Slot:
-    return Slot(name=name, full_shape=tuple(weight.shape), weight=weight, scale=scale)
+    block_format = None if scale is None else BlockFormat()
+    return Slot(name=name, full_shape=tuple(weight.shape), weight=weight, scale=scale, format=block_format)
 
 
 BASE = torch.zeros(256, 256)

@@ -12,7 +12,7 @@ FAULTS = [
     Fault(
         name="the weight's gradient is taken with an input that is not quantized",
         at=f"{PRODUCTS}::_weight_gradient",
-        before="dequantize_reference(x_codes, x_scale, (1, block_size[1]))",
+        before="dequantize_reference(x_codes, x_scale, (1, block_format.block_size[1]))",
         after="x_MK.float()",
         found_by=FUZZ,
     ),

@@ -232,8 +232,8 @@ FAULTS = [
     Fault(
         name="a block of zeros has the scale of a checkpoint where the engine quantized itself",
         at="fp8refit/fill/kernels/reference.py::block_scales",
-        before="amax.clamp(min=scale_format.amax_floor)",
-        after="amax.clamp(min=1e-4 if scale_format is ScaleFormat.UE8M0 else 1e-10)",
+        before="amax.clamp(min=block_format.scale_format.amax_floor)",
+        after="amax.clamp(min=1e-4 if block_format.scale_format is ScaleFormat.UE8M0 else 1e-10)",
         found_by="tests/fuzz/test_quantizer.py::test_the_specification_is_the_second_quantizer",
     ),
     Fault(
@@ -245,16 +245,16 @@ FAULTS = [
     ),
     Fault(
         name="an engine that quantized itself is taken for one of a checkpoint",
-        at="adapters/fp8refit_vllm/compat.py::fp32_format",
+        at="adapters/fp8refit_vllm/compat.py::block_format",
         before='type(getattr(module, "quant_method", None)).__name__.startswith("Fp8PerBlockOnline")',
         after='type(getattr(module, "quant_method", None)).__name__.startswith("Fp8PerBlockOffline")',
         found_by="tests/adapters/test_vllm_layout.py tests/adapters/test_vllm_experts.py",
     ),
     Fault(
         name="a trainer quantizes for engines whose blocks of zeros have different scales",
-        at="fp8refit/remote/broadcast/wire_formats.py::_Chooser._blocks_of",
-        before="{(slot.block_size, slot.scale_format) for slot in held}",
-        after="{slot.block_size: (slot.block_size, slot.scale_format) for slot in held}.values()",
+        at="fp8refit/remote/broadcast/wire_formats.py::_Chooser._format_of",
+        before="{slot.format for slot in held}",
+        after="{slot.format and slot.format.block_size: slot.format for slot in held}.values()",
         found_by="tests/remote/broadcast/test_wire_formats.py",
     ),
     Fault(

@@ -2,8 +2,9 @@
 
 import torch
 
+from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
-from fp8refit.live.slots import ScaleFormat, Stacked
+from fp8refit.live.slots import Stacked
 
 IDS = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(0))
 

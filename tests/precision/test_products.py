@@ -6,7 +6,7 @@ from torch import nn
 
 from fp8refit import dequantize_blockwise, precision, quantize_blockwise
 from fp8refit.fill.kernels import quantize_activations
-from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 from tests.fill.kernels.interpreter import convert_float
 from tests.precision.models import layout_of, make_trainer, moe_layout, slot, ste
 
@@ -22,7 +22,9 @@ def served_value(weight, scale_format):
 
 
 def input_value(x, scale_format):
-    codes, scale = quantize_activations(x.detach().float().reshape(-1, x.shape[-1]), scale_format)
+    codes, scale = quantize_activations(
+        x.detach().float().reshape(-1, x.shape[-1]), BlockFormat(scale_format=scale_format)
+    )
     return dequantize_blockwise(codes, scale, block_size=(1, 128)).double().view_as(x)
 
 

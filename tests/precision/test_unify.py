@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8refit import NonFiniteError, PrecisionError, Refitter, correction, precision, quantize_blockwise
 from fp8refit.fill.kernels import Action
-from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.formats import ScaleFormat
 from tests.precision.models import IDS, layout_of, loss_of, make_trainer, moe_layout, slot
 from tests.tiny_models import make_model
 

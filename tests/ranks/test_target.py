@@ -24,7 +24,8 @@ from fp8refit.errors import (
     UnsupportedEngineError,
 )
 from fp8refit.fill.plan import PlanBuilder
-from fp8refit.live.slots import FP8_DTYPE, Refresh, Refusal, ScaleFormat, TensorMeta
+from fp8refit.live.formats import ScaleFormat
+from fp8refit.live.slots import FP8_DTYPE, Refresh, Refusal, TensorMeta
 from fp8refit.ranks.target import Target
 from fp8refit.sources.row_runs import Piece, Recipe
 from fp8refit.sources.sharded.gather import gathered
@@ -797,7 +798,7 @@ def test_every_bad_value_of_a_function_is_named_at_once(target, model):
 def test_scales_that_a_slot_cannot_hold_are_refused_in_every_mode(validate, target, model):
     policy = prequantize(make_policy(model, seed=1), O_PROJ, ScaleFormat.FP32)
     slot = next(slot for slot in model.slots() if slot.name == O_PROJ)
-    assert slot.scale_format is ScaleFormat.UE8M0
+    assert slot.format.scale_format is ScaleFormat.UE8M0
     prepared = target.prepare(as_source(iter(policy.items())), RefitConfig(validate=validate))
     with pytest.raises(InvalidSourceError, match="not powers of two"):
         target.write(prepared)

@@ -8,6 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fp8refit.config import Job, KvOrder, RefitConfig
 from fp8refit.errors import InvalidSourceError
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.layout import EngineLayout
 from fp8refit.remote import messages
 from fp8refit.remote.messages import Do, Reply, Request, have_done
@@ -31,9 +32,8 @@ SEGMENT = Segment(
     buffer_id=4,
 )
 REF = TensorRef(name="w", segment=SEGMENT.id, offset_bytes=256, shape=(2, 3), stride=(3, 1), dtype="bfloat16")
-CODES = WireTensor(
-    name="w", shape=(256, 130), dtype="float8_e4m3fn", block_size=(128, 128), scale_format="ue8m0", row_step=128
-)
+POWERS_OF_TWO = BlockFormat(scale_format=ScaleFormat.UE8M0)
+CODES = WireTensor(name="w", shape=(256, 130), dtype="float8_e4m3fn", format=POWERS_OF_TWO, row_step=128)
 CUT = CODES.model_copy(update={"cut": Cut(dim=0, spans=((0, 128), (128, 128)))})
 VALUES = WireTensor(name="s", shape=(), dtype="float32", travels=False)
 MEETING = Meeting(token="0" * 32, host="127.0.0.1", port=1, size=3, backend="gloo", sections=(1, 0))

@@ -26,7 +26,8 @@ from fp8refit.errors import (
     UnsupportedEngineError,
 )
 from fp8refit.fill.staging import Staging
-from fp8refit.live.slots import Refusal, ScaleFormat
+from fp8refit.live.formats import ScaleFormat
+from fp8refit.live.slots import Refusal
 from fp8refit.ranks.live_model import LiveModel
 from fp8refit.remote.channel import GRACE_S, NUM_VOTES
 from fp8refit.remote.host_route import HostRoute

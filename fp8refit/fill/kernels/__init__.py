@@ -10,7 +10,8 @@ from fp8refit.fill.kernels.reference import dequantize_reference
 from fp8refit.fill.kernels.reference_table import fits_scale_format
 from fp8refit.fill.kernels.table import compile_table, join_tables
 from fp8refit.fill.kernels.work import Action, Task, WorkTable
-from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES, Op, ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES, Op
 from fp8refit.live.storage import why_unreadable
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "join_tables",
     "quantize_activations",
     "quantize_blockwise",
+    "quantize_matrix",
 ]
 
 
@@ -61,6 +63,13 @@ def quantize_blockwise(
         >>> scale
         tensor([[2., 2.]])
     """
+    if scale_format not in list(ScaleFormat):
+        raise ValueError(f"scale_format is {scale_format!r}; use one of {', '.join(map(repr, map(str, ScaleFormat)))}")
+    return quantize_matrix(weight, BlockFormat(scale_format=ScaleFormat(scale_format), block_size=block_size))
+
+
+def quantize_matrix(weight: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix to any format; see `quantize_blockwise`."""
     _check_matrix("weight", weight)
     if problem := why_unreadable(weight):
         raise ValueError(f"weight {problem}")
@@ -69,21 +78,16 @@ def quantize_blockwise(
             f"weight is {weight.dtype} with shape {list(weight.shape)}; "
             "quantize_blockwise takes a matrix of bfloat16, float16 or float32"
         )
-    if scale_format not in list(ScaleFormat):
-        raise ValueError(f"scale_format is {scale_format!r}; use one of {', '.join(map(repr, map(str, ScaleFormat)))}")
-    _check_blocks(block_size)
-    block_n, block_k = block_size
-    rows, cols = weight.shape
-    codes = torch.empty((rows, cols), dtype=FP8_DTYPE, device=weight.device)
-    scale = torch.empty((-(-rows // block_n), -(-cols // block_k)), dtype=torch.float32, device=weight.device)
+    codes = torch.empty(weight.shape, dtype=block_format.codes.dtype, device=weight.device)
+    scale_shape = block_format.scale_shape(weight.shape)
+    scale = torch.empty(scale_shape, dtype=block_format.scale_format.dtype, device=weight.device)
     task = Task(
         op=Op.QUANTIZE,
         source=weight.detach(),
         offset=(0, 0),
         target=codes,
         scale=scale,
-        block_size=(block_n, block_k),
-        scale_format=ScaleFormat(scale_format),
+        format=block_format,
         round_to_bf16=False,
     )
     table = compile_table([task], weight.device)
@@ -124,11 +128,10 @@ def dequantize_blockwise(
         )
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype, such as torch.bfloat16")
-    _check_blocks(block_size)
-    expected = [-(-length // size) for length, size in zip(codes.shape, block_size, strict=True)]
-    if list(scale.shape) != expected:
+    expected = BlockFormat(block_size=block_size).scale_shape(codes.shape)
+    if tuple(scale.shape) != expected:
         raise ValueError(
-            f"codes {list(codes.shape)} in blocks of {block_size} need scales {expected}, got {list(scale.shape)}"
+            f"codes {list(codes.shape)} in blocks of {block_size} need scales {list(expected)}, got {list(scale.shape)}"
         )
     return dequantize_reference(codes, scale, block_size).to(dtype)
 
@@ -147,14 +150,3 @@ def _check_matrix(name: str, value: object) -> None:
         raise ValueError(f"{name} is {kind}; pass a dense matrix that has bytes")
     if value.ndim != 2:
         raise ValueError(f"{name} has shape {list(value.shape)}; pass a matrix")
-
-
-def _check_blocks(block_size: object) -> None:
-    """Check a block size.
-
-    Raises:
-        ValueError: It is not two positive integers.
-    """
-    is_pair = isinstance(block_size, (tuple, list)) and len(block_size) == 2
-    if not is_pair or not all(isinstance(side, int) and side >= 1 for side in block_size):  # type: ignore[attr-defined]
-        raise ValueError(f"block_size is {block_size!r}; it must be two whole numbers of at least 1")

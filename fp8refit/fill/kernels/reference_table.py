@@ -11,9 +11,10 @@ from typing_extensions import override
 from fp8refit.fill.kernels.merge import add_product
 from fp8refit.fill.kernels.products import LowRank
 from fp8refit.fill.kernels.reference import quantize_reference
-from fp8refit.fill.kernels.work import Action, Task, WorkTable, is_empty
+from fp8refit.fill.kernels.work import Action, Task, WorkTable, assert_is_writable, is_empty
+from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.layout_guard import Addresses
-from fp8refit.live.slots import Op, ScaleFormat
+from fp8refit.live.slots import Op
 
 
 class ReferenceTable(WorkTable):
@@ -29,6 +30,7 @@ class ReferenceTable(WorkTable):
         self._sources: list[Tensor | None] = [None] * self._num_places
         self._products: list[LowRank | None] = [None] * self._num_places
         for task, place in zip(tasks, self._places, strict=True):
+            assert_is_writable(task)
             self._sources[place] = task.source
             self._products[place] = task.product
         self._tasks = [replace(task, source=torch.empty(0, device="cpu"), product=None) for task in tasks]
@@ -149,10 +151,10 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def _run_reference(task: Task, source: Tensor) -> bool:
     """Run one task; returns whether its source is bad."""
     if task.op is Op.QUANTIZE:
-        assert task.scale is not None, f"{task=}"
+        assert task.scale is not None and task.format is not None, f"{task=}"
         if source.dtype is torch.float32 and task.round_to_bf16:
             source = source.to(torch.bfloat16)
-        codes, scale, is_bad = quantize_reference(source, task.block_size, task.scale_format)
+        codes, scale, is_bad = quantize_reference(source, task.format)
         task.target.view(torch.uint8).copy_(codes.view(torch.uint8))
         task.scale.copy_(scale)
         return bool(is_bad)
@@ -161,8 +163,8 @@ def _run_reference(task: Task, source: Tensor) -> bool:
         return bool((source.view(torch.uint8) & 0x7F == 0x7F).any())
     values = source.to(task.target.dtype)
     task.target.copy_(values)
-    if task.op is Op.COPY_SCALES:
-        return bool(~fits_scale_format(values, task.scale_format).all())
+    if task.op is Op.COPY_SCALES and task.format is not None:
+        return bool(~fits_scale_format(values, task.format.scale_format).all())
     return bool(~torch.isfinite(values).all())
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fp8refit.fill.kernels.products import ALIGNED, ProductKind, fields_of, kind_of
 from fp8refit.fill.kernels.work import ALIGNMENT_BYTES, Task, assert_is_writable, is_empty
-from fp8refit.live.slots import Op, ScaleFormat
+from fp8refit.live.formats import WHOLE, BlockFormat
+from fp8refit.live.slots import Op
 
 COPY_TILE = 2048
 """Elements that one program copies."""
@@ -55,12 +56,17 @@ class Kind(NamedTuple):
     op: Op
     source_dtype: torch.dtype
     target_dtype: torch.dtype
-    scale_format: ScaleFormat
-    block_size: tuple[int, int]
+    format: BlockFormat | None
+    """That of codes or scales; None for copies that any format takes."""
     round_to_bf16: bool
     is_aligned: bool
     product: ProductKind | None = None
     """The kind of product that is added to the source first."""
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of one tile."""
+        return self.format.block_size if self.op is Op.QUANTIZE and self.format is not None else (1, COPY_TILE)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,9 +94,13 @@ class Rows:
 def can_merge(task: Task) -> bool:
     """Whether tables take a task with its product: it quantizes in blocks of 128 x 128, and everything is aligned."""
     product, source, target = task.product, task.source, task.target
-    if product is None or task.op is not Op.QUANTIZE or task.select or task.is_transposed:
+    if product is None or task.format is None or task.op is not Op.QUANTIZE or task.select or task.is_transposed:
         return False
-    if task.block_size != _MERGE_BLOCK or kind_of(source, product.up, product.down) is None or task.offset[1] % ALIGNED:
+    if (
+        task.format.block_size != _MERGE_BLOCK
+        or kind_of(source, product.up, product.down) is None
+        or task.offset[1] % ALIGNED
+    ):
         return False
     boxes = () if is_empty(task) else (task.box(source), target)
     return all(_is_aligned(box.data_ptr(), *box.shape, *box.stride()) for box in boxes)
@@ -167,7 +177,7 @@ def number_tiles(rows: Rows) -> tuple[np.ndarray, list[tuple[Kind, list[int]]]]:
     # Long launches first, so that the short ones are queued while they run.
     for kind in sorted(by_kind, key=lambda kind: (kind.op is not Op.QUANTIZE, repr(kind))):
         numbers, counts = np.array(by_kind[kind]), np.zeros(len(rows.kinds), dtype=np.int64)
-        counts[numbers] = rows.fields[numbers, TILES_PER_ROW] * -(-rows.fields[numbers, ROWS] // kind.block_size[0])
+        counts[numbers] = rows.fields[numbers, TILES_PER_ROW] * -(-rows.fields[numbers, ROWS] // kind.tile[0])
         firsts = next_tile + np.concatenate([[0], np.cumsum(counts)])
         rows.fields[numbers, FIRST_TILE] = firsts[numbers]
         tile_rows.append(np.repeat(np.arange(len(counts)), counts))
@@ -179,11 +189,15 @@ def number_tiles(rows: Rows) -> tuple[np.ndarray, list[tuple[Kind, list[int]]]]:
 def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
     """The table rows of one task: kind, row, and the byte offset of the row's box in the source tensor."""
     assert_is_writable(task)
+    for tensor in (task.target, task.scale):
+        if tensor is not None and tensor.ndim and tensor.stride(-1) != 1:
+            assert tensor.shape[-1] <= 1, f"{task.op=} {tensor.shape=} {tensor.stride()=}"
     if is_empty(task):
         return []
     box = task.box(task.source)
     if task.op is Op.QUANTIZE:
-        assert task.scale is not None and box.ndim == 2, f"{task=}"
+        assert task.scale is not None and task.format is not None and box.ndim == 2, f"{task=}"
+        assert WHOLE not in task.format.block_size, f"{task.format}: no kernel takes one maximum of so many values"
         pieces = [(box, task.target)]
     else:
         pieces = _as_matrices(box, task.target)
@@ -196,8 +210,7 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
             op=task.op,
             source_dtype=source.dtype,
             target_dtype=target.dtype,
-            scale_format=task.scale_format if task.op in (Op.QUANTIZE, Op.COPY_SCALES) else ScaleFormat.FP32,
-            block_size=task.block_size if is_quantize else (1, COPY_TILE),
+            format=task.format if task.op in (Op.QUANTIZE, Op.COPY_SCALES) else None,
             round_to_bf16=is_quantize and source.dtype is torch.float32 and task.round_to_bf16,
             is_aligned=_is_aligned(source_at, num_rows, num_cols, *strides)
             and _is_aligned(target_at, num_rows, num_cols, *target_strides),
@@ -214,7 +227,7 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
             target_row=target_strides[0],
             scale_row=scale_row,
             first_tile=0,
-            tiles_per_row=-(-num_cols // kind.block_size[1]),
+            tiles_per_row=-(-num_cols // kind.tile[1]),
             task=index,
         )
         rows.append((kind, row, source_at - task.source.data_ptr()))

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8refit.fill.kernels.activations import AMAX_FLOOR
-from fp8refit.live.slots import FP8_DTYPE, ScaleFormat
+from fp8refit.live.formats import ScaleFormat
+from fp8refit.live.slots import FP8_DTYPE
 
 GROUP = 128
 _TILE_ROWS = 64

@@ -14,7 +14,8 @@ from torch import Tensor
 from fp8refit.fill.kernels.rows import COPY_TILE, NUM_FIELDS, Kind
 from fp8refit.fill.kernels.triton_products import TRITON_DTYPES, constants_of, product_of_block
 from fp8refit.fill.kernels.work import Action
-from fp8refit.live.slots import Op, ScaleFormat
+from fp8refit.live.formats import AmaxOver, BlockFormat, Codes, ScaleFormat
+from fp8refit.live.slots import Op
 
 _QUANTIZE_WARPS = 4
 _BLOCKS_PER_PROGRAM = {2: 2}
@@ -90,7 +91,8 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
         "COMPARE": action is Action.COMPARE,
     }
     if kind.op is Op.QUANTIZE:
-        block_n, block_k = kind.block_size
+        assert kind.format is not None, f"{kind=}"
+        block_n, block_k = kind.format.block_size
         merges = kind.product is not None
         num_blocks = _BLOCKS_PER_MERGE if merges else _BLOCKS_PER_PROGRAM.get(kind.source_dtype.itemsize, 1)
         constants = (
@@ -102,7 +104,7 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
                 "BLOCK_K": block_k,
                 "TILE_N": triton.next_power_of_2(block_n),
                 "TILE_K": triton.next_power_of_2(block_k),
-                **_arithmetic(kind.scale_format),
+                **_arithmetic(kind.format),
                 "ROUND_TO_BF16": kind.round_to_bf16,
                 "SATURATES": isinstance(_quantize_tiles, triton.JITFunction),
             }
@@ -110,16 +112,26 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
         if merges:
             return Launch(_quantize_tiles, constants, num_blocks, num_warps=_MERGE_WARPS, num_stages=1)
         return Launch(_quantize_tiles, constants, num_blocks, num_warps=_QUANTIZE_WARPS)
-    rule = {Op.COPY: Check.FINITE, Op.COPY_CODES: Check.CODES}.get(kind.op)
-    if rule is None:
-        rule = Check.POWERS_OF_TWO if kind.scale_format.has_powers_of_two else Check.SCALES
+    rule = Check.CODES if kind.op is Op.COPY_CODES else Check.FINITE
+    if kind.op is Op.COPY_SCALES and kind.format is not None:
+        rule = Check.POWERS_OF_TWO if kind.format.scale_format.has_powers_of_two else Check.SCALES
     constants = common | {"TILE": COPY_TILE, "RULE": int(rule)}
     return Launch(_copy_tiles, constants, num_warps=_COPY_WARPS)
 
 
-def _arithmetic(scale_format: ScaleFormat) -> dict[str, Any]:
-    """The constants by which `_quantize_tiles` computes scales."""
-    match scale_format:
+def _arithmetic(block_format: BlockFormat) -> dict[str, Any]:
+    """The constants by which `_quantize_tiles` computes scales, each from one block of a slice, and codes."""
+    match block_format.codes:
+        case Codes.E4M3:
+            pass
+        case _:
+            assert_never(block_format.codes)
+    match block_format.amax_over:
+        case AmaxOver.OWN_SLICE:
+            pass
+        case _:
+            assert_never(block_format.amax_over)
+    match block_format.scale_format:
         case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED:
             rule = {"IS_UE8M0": False, "IS_RECIPROCAL": False}
         case ScaleFormat.FP32_RECIPROCAL:
@@ -127,8 +139,8 @@ def _arithmetic(scale_format: ScaleFormat) -> dict[str, Any]:
         case ScaleFormat.UE8M0:
             rule = {"IS_UE8M0": True, "IS_RECIPROCAL": False}
         case _:
-            assert_never(scale_format)
-    return {**rule, "AMAX_FLOOR": scale_format.amax_floor}
+            assert_never(block_format.scale_format)
+    return {**rule, "AMAX_FLOOR": block_format.scale_format.amax_floor}
 
 
 @triton.jit

@@ -3,14 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, assert_never
 
 import torch
 from torch import Tensor
 
 from fp8refit.fill.kernels.products import LowRank
+from fp8refit.live.formats import BlockFormat, Placement
 from fp8refit.live.layout_guard import Addresses
-from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat
+from fp8refit.live.slots import Op
 
 ALIGNMENT_BYTES = 16
 """Width of the widest load and store of one thread."""
@@ -39,8 +40,8 @@ class Task:
     """Live weight, or live scale for `COPY_SCALES`. Its last dimension is contiguous."""
     scale: Tensor | None = None
     """Live scale for `QUANTIZE`."""
-    block_size: tuple[int, int] = (128, 128)
-    scale_format: ScaleFormat = ScaleFormat.FP32
+    format: BlockFormat | None = None
+    """How the live tensors hold it quantized; None for `COPY`."""
     round_to_bf16: bool = True
     """Whether a float32 source is rounded to BF16 before it is quantized."""
     select: tuple[int, ...] = ()
@@ -169,9 +170,14 @@ def is_empty(task: Task) -> bool:
 
 
 def assert_is_writable(task: Task) -> None:
-    """Check what the kernels rely on: dense rows in every target."""
-    for tensor in (task.target, task.scale):
-        if tensor is not None and tensor.ndim and tensor.stride(-1) != 1:
-            assert tensor.shape[-1] <= 1, f"{task.op=} {tensor.shape=} {tensor.stride()=}"
-    if task.op in (Op.QUANTIZE, Op.COPY_CODES):
-        assert task.target.dtype is FP8_DTYPE, f"{task.target.dtype=}"
+    """Check that the live tensors are as the format says: dtype and placement."""
+    if task.op is Op.COPY:
+        return
+    assert task.format is not None, f"{task.op=}"
+    dtype = task.format.scale_format.dtype if task.op is Op.COPY_SCALES else task.format.codes.dtype
+    assert task.target.dtype is dtype, f"{task.target.dtype=} {task.format=}"
+    match task.format.placement:
+        case Placement.ROW_MAJOR:
+            pass
+        case _:
+            assert_never(task.format.placement)

@@ -62,7 +62,7 @@ def kinds_of(model: nn.Module, twin: Twin, slots: Sequence[Slot]) -> dict[Hashab
         names.setdefault(place[:2], []).append(name)
     for slot in {slot.module: slot for slot in slots}.values():
         place = Place.of(f"{slot.module}.")
-        facts.setdefault(place[:2], []).append((place.rest, slot.kernel, slot.scale_format, slot.block_size))
+        facts.setdefault(place[:2], []).append((place.rest, slot.kernel, slot.format))
     for prefix, module in model.named_modules(remove_duplicate=False):
         place = Place.of(f"{prefix}.")
         facts.setdefault(place[:2], []).append((place.rest, type(module)))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.fill.kernels.reference import quantize_reference
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import (
     FP8_DTYPE,
     SCALE_SUFFIX,
@@ -24,7 +25,6 @@ from fp8refit.live.slots import (
     Slot,
     TensorMeta,
     Write,
-    in_blocks,
     stored_as,
 )
 from fp8refit.live.tracing.kinds import Place, kinds_of
@@ -227,7 +227,7 @@ class _Trial:
             name
             for name, slots in self._slots.items()
             if self._twin.written_as.get(name, (name,))
-            and all(slot.scale is not None and _is_on_grid(slot) for slot in slots)
+            and all(slot.format is not None and slot.format.block_at(slot.origin) is not None for slot in slots)
             and not any(stack.name == name and stack.is_transposed for stack in self._inventory.stacked)
         }
         in_part = [held for held in scaled if self._twin.tensors[held.twin_name].dtype is not FP8_DTYPE]
@@ -252,14 +252,16 @@ class _Trial:
         for name, meta in self._twin.naming.tensors.items():
             slots = self._slots.get(name, [])
             if name in self._coded:
-                block = slots[0].block_size
+                block_format = slots[0].format
+                assert block_format is not None, f"{name=}"
                 codes = self._random.make("codes", meta.shape)
-                scales = self._random.make("scales", in_blocks(meta.shape, block))
+                scales = self._random.make("scales", block_format.scale_shape(meta.shape))
                 policy |= {name: codes, name + SCALE_SUFFIX: scales}
                 for spelled, start, part in stored_as(self._twin.written_as.get(name, (name,)), meta.shape):
-                    blocks = (*start[:-2], start[-2] // block[0], start[-1] // block[1])
                     given[spelled] = _box(codes, start, part)
-                    given[spelled + SCALE_SUFFIX] = _box(scales, blocks, in_blocks(part, block))
+                    blocks = block_format.block_at(start)
+                    assert blocks is not None, f"{spelled=} {start=}"
+                    given[spelled + SCALE_SUFFIX] = _box(scales, blocks, block_format.scale_shape(part))
             elif slots or name in used or prod(meta.shape) <= _READ_AS_NUMBER:
                 kind = next((kind for kind in _EXACT.values() if name in self._exact[kind]), "any")
                 given[name] = self._random.make(kind, meta.shape)
@@ -287,26 +289,24 @@ class _Trial:
             scale = scale.roll(scale.shape[1] // 2, 1)
         if self._is_coded(held):
             return _are_equal(tensor, weight) and _are_equal(loaded.get(held.twin_name + SCALE_SUFFIX), scale)
-        block, scale_format = self._rules.block_size_of(held.module), self._rules.kernel_of(held.module).scale_format
+        block_format = self._rules.kernel_of(held.module).format
+        assert block_format is not None, f"{held.twin_name=}"
         matrices = (
             each if each.ndim == 3 else each[None] for each in (weight, scale, tensor.to(self._device, torch.bfloat16))
         )
         return all(
             _are_equal(codes, quantized[0]) and torch.equal(scales, quantized[1])
             for stored in zip(*matrices, strict=True)
-            for codes, scales, values in _with_own_blocks(stored, block[0])
-            for quantized in (quantize_reference(values, block, scale_format),)
+            for codes, scales, values in _with_own_blocks(stored, block_format)
+            for quantized in (quantize_reference(values, block_format),)
         )
 
 
-def _with_own_blocks(stored: tuple[Tensor, ...], rows: int) -> Iterable[tuple[Tensor, ...]]:
+def _with_own_blocks(stored: tuple[Tensor, ...], block_format: BlockFormat) -> Iterable[tuple[Tensor, ...]]:
     """Return codes, scales and values of a matrix, or of its halves if these have separate blocks."""
     codes, scales, _ = stored
-    return [stored] if len(scales) == -(-len(codes) // rows) else zip(*(each.chunk(2) for each in stored), strict=True)
-
-
-def _is_on_grid(slot: Slot) -> bool:
-    return not any(start % size for start, size in zip(slot.origin[-2:], slot.block_size, strict=True))
+    is_whole = scales.shape == block_format.scale_shape(codes.shape)
+    return [stored] if is_whole else zip(*(each.chunk(2) for each in stored), strict=True)
 
 
 def _box(tensor: Tensor, start: Sequence[int], shape: tuple[int, ...]) -> Tensor:

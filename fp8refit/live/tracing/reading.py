@@ -319,13 +319,13 @@ class Reading:
         common: dict[str, Any] = {}
         starts: dict[int, int] | None = None
         kernel = self._rules.kernel_of(module) if scale is not None else None
-        if scale is not None and kernel is not None:
-            block_size = self._rules.block_size_of(module)
-            common = {"scale_format": kernel.scale_format, "block_size": block_size}
+        block_format = kernel.format if kernel is not None else None
+        if scale is not None and block_format is not None:
+            common = {"format": block_format}
             if pieces is not None and name == TWO_HALVES and self._rules.swaps_halves(module):
                 pieces = with_halves_swapped(pieces, weight.shape[1])
             if pieces is not None and all(are_matrices(boxes, weight.ndim) for _, boxes in pieces):
-                starts = block_rows([boxes for _, boxes in pieces], weight, scale, block_size)
+                starts = block_rows([boxes for _, boxes in pieces], weight, scale, block_format)
         zeros = [copy for copy in self._copies.get(self._twin.firsts[twin_name(prefix, name)], ()) if not copy.source]
         if scale is not None and zeros:
             reason = f"`{name}` is padded when it is loaded, and the scales of the padding are unknown"
@@ -339,8 +339,8 @@ class Reading:
             common["kernel"] = kernel.name
         for copy, boxes in pieces:
             for matrix in matrices(boxes) if scale is not None else (boxes,):
-                if scale is not None and starts is not None:
-                    common["scale"] = blocks_of(scale, matrix, starts, common["block_size"])
+                if scale is not None and starts is not None and block_format is not None:
+                    common["scale"] = blocks_of(scale, matrix, starts, block_format)
                 self._slots.append(self._slot(copy.source, matrix, weight, prefix, **common))
         for copy in zeros:
             boxes_of_zeros = written_by(copy, tuple(weight.shape)) or ()

@@ -7,7 +7,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fp8refit.live.slots import Refresh, ScaleFormat
+from fp8refit.live.formats import BlockFormat
+from fp8refit.live.slots import Refresh
 
 Why: TypeAlias = tuple[str, str] | None
 """Reason and remedy; None if there is no problem."""
@@ -15,12 +16,11 @@ Why: TypeAlias = tuple[str, str] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """The kernel that multiplies by the weight of a block-FP8 layer."""
+    """The kernel that multiplies by the weight of a layer with block scales."""
 
     name: str
-    is_row_major: bool
-    """Whether it is known to read weights and scales in the checkpoint's layout."""
-    scale_format: ScaleFormat
+    format: BlockFormat | None
+    """What it reads; None if that is not known, or not what a `BlockFormat` can say."""
     remedy: str
     """How to select another kernel."""
 
@@ -41,10 +41,6 @@ class KernelRules(Protocol):
 
     def kernel_of(self, module: nn.Module) -> Kernel:
         """Return the kernel of a module with block scales."""
-        ...
-
-    def block_size_of(self, module: nn.Module) -> tuple[int, int]:
-        """Return the rows and columns of one block, for a module whose kernel is row-major."""
         ...
 
     def swaps_halves(self, module: nn.Module) -> bool:

@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.names import without_numbers
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, TensorMeta, in_blocks, stored_as
+from fp8refit.live.slots import SCALE_SUFFIX, TensorMeta, stored_as
 from fp8refit.live.tracing.boxes import Range, pieces_of
 from fp8refit.live.tracing.records import Copy, Traced
 from fp8refit.live.tracing.stored import matrices
@@ -36,14 +36,15 @@ class _Place:
     read: Ranges
     is_transposed: bool
 
-    def in_blocks(self, named: Mapping[str, Tensor], block_size: tuple[int, int]) -> "_Place | None":
+    def in_blocks(self, named: Mapping[str, Tensor], stored: BlockFormat) -> "_Place | None":
         """Return where the box's scales go and come from; None if it begins inside a block."""
         *stack, (first, count), columns = self.into
         rows, num_blocks = named[self.parameter].shape[-2], named[self.parameter + SCALE_SUFFIX].shape[-2]
-        if num_blocks != -(-rows // block_size[0]) and first == rows // 2:
-            first = num_blocks // 2 * block_size[0]  # halves of experts' matrices have blocks of their own
-        into = _in_blocks((*stack, (first, count), columns), block_size)
-        read = _in_blocks(self.read, block_size)
+        block_rows = stored.block_size[0]
+        if num_blocks != -(-rows // block_rows) and first == rows // 2:
+            first = num_blocks // 2 * block_rows  # halves of experts' matrices have blocks of their own
+        into = _in_blocks((*stack, (first, count), columns), stored)
+        read = _in_blocks(self.read, stored)
         if into is None or read is None:
             return None
         return _Place(self.parameter + SCALE_SUFFIX, into, read, self.is_transposed and _is_wide(read))
@@ -69,7 +70,8 @@ class ScaleNames:
     """The checkpoint's tensors."""
     aliases: Mapping[str, str]
     """Other names, and the checkpoint's names for the same tensors."""
-    block_size: tuple[int, int]
+    stored: BlockFormat
+    """How checkpoints hold weights with block scales."""
 
     def written_as(self, traced: Traced) -> dict[str, Spelling]:
         """Return the names to write weights under if their own do not work; an empty tuple if no name works.
@@ -148,9 +150,9 @@ class ScaleNames:
         stored: dict[str, TensorMeta] = {}
         for name, spelling in spelled.items():
             for written, _, shape in stored_as(spelling, self.sources[name].shape):
-                stored[written] = TensorMeta(shape=shape, dtype=FP8_DTYPE)
+                stored[written] = TensorMeta(shape=shape, dtype=self.stored.codes.dtype)
                 stored[written + SCALE_SUFFIX] = TensorMeta(
-                    shape=in_blocks(shape, self.block_size), dtype=torch.float32
+                    shape=self.stored.scale_shape(shape), dtype=self.stored.scale_format.dtype
                 )
         return stored
 
@@ -162,8 +164,8 @@ class ScaleNames:
         found: set[_Place | None] = set()
         for written, start, shape in stored_as(spelling, full_shape):
             weight = set(self._places(copies.get(written, ()), shape))
-            scale = set(self._places(copies.get(written + SCALE_SUFFIX, ()), in_blocks(shape, self.block_size)))
-            blocks = {place and place.in_blocks(self.named, self.block_size) for place in weight}
+            scale = set(self._places(copies.get(written + SCALE_SUFFIX, ()), self.stored.scale_shape(shape)))
+            blocks = {place and place.in_blocks(self.named, self.stored) for place in weight}
             if None in blocks or blocks != scale:
                 return False
             found |= {place and place.moved(start) for place in weight}
@@ -173,7 +175,7 @@ class ScaleNames:
         """Yield where each matrix, or a part of it, goes and comes from; None for what is in another order."""
         for copy in copies:
             pieces = pieces_of(copy, self.named[copy.parameter].shape, full_shape)
-            if pieces is None or (self.block_size[0] != self.block_size[1] and any(p.is_transposed for p in pieces)):
+            if pieces is None or (len(set(self.stored.block_size)) > 1 and any(p.is_transposed for p in pieces)):
                 yield None
                 continue
             for piece in pieces:
@@ -192,10 +194,8 @@ def _is_wide(ranges: Ranges) -> bool:
     return all(count > 1 for _, count in ranges[-2:])
 
 
-def _in_blocks(ranges: Ranges, block_size: tuple[int, int]) -> Ranges | None:
+def _in_blocks(ranges: Ranges, stored: BlockFormat) -> Ranges | None:
     """Return the ranges of blocks in the last two dimensions; None if one begins inside a block."""
-    *stack, rows, columns = ranges
-    parts = tuple(zip((rows, columns), block_size, strict=True))
-    if any(start % size for (start, _), size in parts):
-        return None
-    return (*stack, *((start // size, -(-count // size)) for (start, count), size in parts))
+    starts, counts = zip(*ranges, strict=True)
+    first = stored.block_at(starts)
+    return None if first is None else tuple(zip(first, stored.scale_shape(counts), strict=True))

@@ -36,7 +36,7 @@ class Staged:
     computed: Sequence[Computed]
     scale: Tensor | None = None
     slot: Mapping[str, Any] = field(default_factory=dict)
-    """Block size and scale format of a block-FP8 tensor."""
+    """The format of a tensor with block scales."""
     others: Mapping[Base, Tensor] = field(default_factory=dict)
     """Other live tensors it is computed from."""
     values: dict[Base, Tensor] = field(default_factory=dict)

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import assert_never
 
-import torch
 from torch import Tensor, nn
 
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, dtype_name, in_blocks
+from fp8refit.live.formats import BlockFormat, Placement
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, dtype_name
 from fp8refit.live.tracing.boxes import Boxes, Range
 from fp8refit.live.tracing.records import Copy
 from fp8refit.live.tracing.rules import KernelRules, Why
@@ -39,11 +40,11 @@ def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapp
     if not scaled:
         return None
     kernel = rules.kernel_of(module)
-    if not kernel.is_row_major:
+    if kernel.format is None:
         held = "experts" if TWO_HALVES in own else "weights"
         return f"its kernel {kernel.name} repacks {held}, or is not known to leave them as loaded", kernel.remedy
     for name in scaled:
-        why = _why_not_row_major(name, own[name], own[name + SCALE_SUFFIX], rules.block_size_of(module))
+        why = _why_not_placed(name, own[name], own[name + SCALE_SUFFIX], kernel.format)
         if why is not None:
             return why, kernel.remedy
     return None
@@ -58,15 +59,23 @@ def _is_known(name: str, tensor: Tensor, scaled: Sequence[str]) -> bool:
     return tensor.dtype in SOURCE_DTYPES and not name.endswith("weight_scale")
 
 
-def _why_not_row_major(name: str, weight: Tensor, scale: Tensor, block_size: tuple[int, int]) -> str | None:
-    """Say why a weight and its scales are not stored as in a checkpoint."""
+def _why_not_placed(name: str, weight: Tensor, scale: Tensor, block_format: BlockFormat) -> str | None:
+    """Say why a weight and its scales are not stored as their format says."""
+    match block_format.placement:
+        case Placement.ROW_MAJOR:
+            return _why_not_row_major(name, weight, scale, block_format)
+        case _:
+            assert_never(block_format.placement)
+
+
+def _why_not_row_major(name: str, weight: Tensor, scale: Tensor, block_format: BlockFormat) -> str | None:
     if weight.ndim not in (2, 3) or not weight.is_contiguous():
         return f"its `{name}` is not a row-major float8_e4m3fn matrix"
     *experts, rows, columns = weight.shape
-    halves = 2 if name == TWO_HALVES and rows // 2 % block_size[0] else 1
-    num_rows, num_columns = in_blocks((rows // halves, columns), block_size)
+    halves = 2 if name == TWO_HALVES and rows // 2 % block_format.block_size[0] else 1
+    num_rows, num_columns = block_format.scale_shape((rows // halves, columns))
     expected = [*experts, halves * num_rows, num_columns]
-    if scale.dtype is not torch.float32 or list(scale.shape) != expected or not scale.is_contiguous():
+    if scale.dtype is not block_format.scale_format.dtype or list(scale.shape) != expected or not scale.is_contiguous():
         found = f"{dtype_name(scale.dtype)} {list(scale.shape)}"
         return f"its `{name}{SCALE_SUFFIX}` is {found}, not row-major float32 {expected}"
     return None
@@ -110,7 +119,7 @@ def with_halves_swapped(pieces: Sequence[tuple[Copy, Boxes]], rows: int) -> list
 
 
 def block_rows(
-    pieces: Sequence[Boxes], weight: Tensor, scale: Tensor, block_size: tuple[int, int]
+    pieces: Sequence[Boxes], weight: Tensor, scale: Tensor, block_format: BlockFormat
 ) -> dict[int, int] | None:
     """Map the first row of each piece to its first row of blocks; None if a piece does not start and end on block
     borders.
@@ -118,7 +127,7 @@ def block_rows(
     The halves of `w13_weight` have separate blocks, whatever their number of rows.
     """
     rows, columns = weight.shape[-2:]
-    block_n, block_k = block_size
+    block_n, block_k = block_format.block_size
     parts = {boxes.into[-2] for boxes in pieces}
     if not all(_is_on_grid(boxes.into[-1], block_k, columns) for boxes in pieces):
         return None
@@ -135,10 +144,11 @@ def _is_on_grid(part: Range, block: int, full: int) -> bool:
     return start % block == 0 and (size % block == 0 or start + size == full)
 
 
-def blocks_of(scale: Tensor, matrix: Boxes, starts: Mapping[int, int], block_size: tuple[int, int]) -> Tensor:
+def blocks_of(scale: Tensor, matrix: Boxes, starts: Mapping[int, int], block_format: BlockFormat) -> Tensor:
     """Return the scales (block rows, block columns) of one matrix or a part of it."""
     *experts, (row, rows), (column, columns) = matrix.into
-    blocks = (starts[row], -(-rows // block_size[0])), (column // block_size[1], -(-columns // block_size[1]))
+    num_rows, num_columns = block_format.scale_shape((rows, columns))
+    blocks = (starts[row], num_rows), (column // block_format.block_size[1], num_columns)
     return box_of(scale, (*experts, *blocks), (-2, -1))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fp8refit.live.copies import is_uniform, values_of
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.names import without_numbers
 from fp8refit.live.slots import Refresh, Refusal, Stacked, TensorMeta
 from fp8refit.live.tracing.records import Copy, Objection, Traced
@@ -113,7 +114,7 @@ def trace_twin(
     load: Load | None = None,
     *,
     num_ranks: int = 1,
-    block_size: tuple[int, int] | None = None,
+    stored: BlockFormat | None = None,
     build: Build | None = None,
     mode: EmptyOnMeta | None = None,
 ) -> Twin:
@@ -124,7 +125,7 @@ def trace_twin(
         naming: What its checkpoint holds.
         load: Its loader, if it is not `model.load_weights`.
         num_ranks: How many ranks share a checkpoint.
-        block_size: Rows and columns of one block, if the model loads block scales.
+        stored: How checkpoints hold weights with block scales, if the model loads such.
         build: Builds the twin again.
         mode: What was active while it was built.
     """
@@ -140,10 +141,8 @@ def trace_twin(
     skipped = tuple(each for each in naming.beside if _skips(load, named, naming, each))
     naming = replace(naming, aliases=aliases, beside=skipped)
     written_as: dict[str, tuple[str, ...]] = {}
-    if block_size is not None:
-        asked = ScaleNames(
-            load=load, named=named, sources=naming.tensors, aliases=naming.aliases, block_size=block_size
-        )
+    if stored is not None:
+        asked = ScaleNames(load=load, named=named, sources=naming.tensors, aliases=naming.aliases, stored=stored)
         written_as = asked.written_as(traced)
     loaded = dict(named_tensors(model))
     return Twin(
@@ -178,10 +177,10 @@ def trace_as_named(model: Any, namings: Iterable[Naming], **options: Any) -> Twi
     return first
 
 
-def weight_block_size(quantization: Any) -> tuple[int, int] | None:
-    """Rows and columns of one block in an engine's quantization config; None if checkpoints hold no block scales."""
+def format_stored(quantization: Any) -> BlockFormat | None:
+    """The format of an engine's checkpoints, from its quantization config; None if they hold no block scales."""
     size = getattr(quantization, "weight_block_size", None)
-    return None if size is None else (int(size[0]), int(size[1]))
+    return None if size is None else BlockFormat(block_size=(int(size[0]), int(size[1])))
 
 
 def _packed(model: nn.Module, firsts: Mapping[str, str]) -> Iterator[Objection]:

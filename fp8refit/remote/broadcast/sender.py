@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TypeAlias
@@ -22,8 +22,9 @@ from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError
 from fp8refit.fill.kernels import Task, WorkTable, compile_table
 from fp8refit.fill.kernels.work import SourceLayout, source_layout
 from fp8refit.fill.tasks import scale_problem
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.layout_guard import LayoutGuard
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Op, ScaleFormat, dtype_name
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Op, dtype_name
 from fp8refit.remote.broadcast.source_reader import Arrival, Arrived, Reader
 from fp8refit.remote.broadcast.wire_formats import Wire
 from fp8refit.remote.channel import NUM_VOTES
@@ -256,25 +257,21 @@ class Sender:
         select: tuple[int, ...] = ()
         if origin.expert is not None:
             offset, select = (origin.first_row + row, *start[1:]), (origin.expert - arrival.first_row,)
-        task = Task(
-            op=_copy_op(tensor),
+        scale = None
+        if tensor.format is not None:
+            block = tensor.format.block_size[0]
+            assert (row - start[0]) % block == 0, f"{tensor.name=} {start=} {row=}"
+            scale = views[1].narrow(0, (row - start[0]) // block, -(-(end - row) // block))
+        return Task(
+            op=Op.QUANTIZE if tensor.format is not None else _copy_op(tensor),
             source=arrival.values,
             offset=offset,
             target=views[0],
+            scale=scale,
+            format=tensor.format or BlockFormat(),
+            round_to_bf16=self._config.fp32_sources == "round_to_bf16",
             select=select,
             is_transposed=origin.is_transposed,
-        )
-        if tensor.block_size is None:
-            return task
-        block = tensor.block_size[0]
-        assert (row - start[0]) % block == 0, f"{tensor.name=} {start=} {row=}"
-        return replace(
-            task,
-            op=Op.QUANTIZE,
-            scale=views[1].narrow(0, (row - start[0]) // block, -(-(end - row) // block)),
-            block_size=tensor.block_size,
-            scale_format=tensor.scale_format,
-            round_to_bf16=self._config.fp32_sources == "round_to_bf16",
         )
 
 

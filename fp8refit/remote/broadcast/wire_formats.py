@@ -7,8 +7,9 @@ import torch
 
 from fp8refit.config import RefitConfig
 from fp8refit.fill.plan import are_unneeded
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, ScaleFormat, Stacked, TensorMeta, dtype_name
+from fp8refit.live.slots import SCALE_SUFFIX, SOURCE_DTYPES, Stacked, TensorMeta, dtype_name
 from fp8refit.remote.broadcast.sections import Sections
 from fp8refit.sources.row_runs import BLOCK_ROWS
 from fp8refit.transport.collective.buckets import WireTensor
@@ -102,7 +103,7 @@ class _Chooser:
         first = self._firsts.setdefault(canonical + name[len(weight_name) :], name)  # ranks take the first to come, too
         if first != name and canonical in self._slots and not self._sends_both:
             slot = self._slots[canonical][0]
-            self.ties[name] = first, torch.bfloat16 if slot.block_size is not None else DTYPES[slot.dtype]
+            self.ties[name] = first, torch.bfloat16 if slot.format is not None else DTYPES[slot.dtype]
         is_held = canonical in self._slots or canonical in self._stacks
         travels = name not in self.ties and (is_held or not self._is_unneeded(name))
         is_transposed, parts = self._parts_of(canonical, meta)
@@ -138,46 +139,35 @@ class _Chooser:
         held = self._slots.get(canonical, [])
         fits = all(slot.full_shape == meta.shape for slot in held)
         cut = self._sections.cuts.get(canonical) if fits else None
-        blocks = self._blocks_of(name, meta, held) if fits else None
-        if blocks is None:
+        block_format = self._format_of(name, meta, held) if fits else None
+        if block_format is None:
             dtype = _narrower(meta.dtype, held, self._config)
             return WireTensor(name=name, shape=meta.shape, dtype=dtype_name(dtype), row_step=_row_step(held), cut=cut)
-        block_size, scale_format = blocks
         return WireTensor(
             name=name,
             shape=meta.shape,
-            dtype=dtype_name(FP8_DTYPE),
-            block_size=block_size,
-            scale_format=scale_format,
-            row_step=block_size[0],
+            dtype=dtype_name(block_format.codes.dtype),
+            format=block_format,
+            row_step=block_format.block_size[0],
             cut=cut,
         )
 
-    def _blocks_of(
-        self, name: str, meta: TensorMeta, held: Sequence[SlotLayout]
-    ) -> tuple[tuple[int, int], ScaleFormat] | None:
-        """Block size and scale format in which the trainer quantizes a tensor; None if it does not."""
-        formats = {(slot.block_size, slot.scale_format) for slot in held}
+    def _format_of(self, name: str, meta: TensorMeta, held: Sequence[SlotLayout]) -> BlockFormat | None:
+        """The format in which the trainer quantizes a tensor; None if it does not."""
+        formats = {slot.format for slot in held}
         is_asked = self._config.collective.wire == "fp8" and name + SCALE_SUFFIX not in self._metadata
         if not is_asked or meta.dtype not in SOURCE_DTYPES or len(formats) != 1:
             return None
-        ((block_size, scale_format),) = formats
-        if block_size is None or scale_format is None or BLOCK_ROWS % block_size[0]:
+        (block_format,) = formats
+        if block_format is None or BLOCK_ROWS % block_format.block_size[0]:
             return None  # otherwise runs of rows would cut blocks
-        return (block_size, scale_format) if all(_is_on_grid(slot, block_size) for slot in held) else None
-
-
-def _is_on_grid(slot: SlotLayout, block_size: tuple[int, int]) -> bool:
-    """Whether a slice begins at a block boundary, and ends at one or with its tensor."""
-    ends = (start + n for start, n in zip(slot.offset, slot.shape, strict=True))
-    return not any(start % size for start, size in zip(slot.offset, block_size, strict=True)) and all(
-        end % size == 0 or end == full for end, size, full in zip(ends, block_size, slot.full_shape, strict=True)
-    )
+        is_whole = all(block_format.holds_whole_blocks(slot.offset, slot.shape, slot.full_shape) for slot in held)
+        return block_format if is_whole else None
 
 
 def _row_step(held: Sequence[SlotLayout]) -> int:
     """The row multiple at which an unquantized tensor may be cut without cutting any rank's blocks."""
-    steps = {slot.block_size[0] for slot in held if slot.block_size is not None}
+    steps = {slot.format.block_size[0] for slot in held if slot.format is not None}
     if not steps:
         return 1
     if len(steps) > 1 or any(slot.offset[0] % min(steps) for slot in held):
@@ -188,7 +178,7 @@ def _row_step(held: Sequence[SlotLayout]) -> int:
 def _narrower(dtype: torch.dtype, held: Sequence[SlotLayout], config: RefitConfig) -> torch.dtype:
     """The dtype of all slots of a tensor, if they agree and it is narrower than the trainer's; else the trainer's."""
     before_blocks = "bfloat16" if config.fp32_sources == "round_to_bf16" else dtype_name(dtype)
-    wanted = {slot.dtype if slot.block_size is None else before_blocks for slot in held}
+    wanted = {slot.dtype if slot.format is None else before_blocks for slot in held}
     if len(wanted) != 1 or dtype not in SOURCE_DTYPES:
         return dtype
     found = DTYPES.get(wanted.pop())

@@ -16,7 +16,8 @@ from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from fp8refit.errors import StagingMemoryError
-from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, ScaleFormat, TensorMeta, in_blocks
+from fp8refit.live.formats import BlockFormat
+from fp8refit.live.slots import SCALE_SUFFIX, TensorMeta
 from fp8refit.transport.memory.segment import DTYPES
 
 HEADER_BYTES = 256
@@ -50,10 +51,8 @@ class WireTensor(BaseModel, frozen=True, extra="forbid"):
     shape: tuple[_Length, ...] = Field(max_length=8)
     dtype: str
     """dtype on the wire: `float8_e4m3fn` for codes, whatever the trainer holds."""
-    block_size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = None
-    """Block size of a matrix that the trainer quantizes. Its float32 scales are sent too, as `name` + `_scale_inv`."""
-    scale_format: ScaleFormat = ScaleFormat.FP32
-    """Format of those scales."""
+    format: BlockFormat | None = None
+    """Format of a matrix that the trainer quantizes. Its scales are sent too, as `name` + `_scale_inv`."""
     row_step: int = Field(default=1, ge=0)
     """A tensor larger than a bucket is split at multiples of this many rows (entries of its first dimension); 0 for
     never."""
@@ -70,10 +69,10 @@ class WireTensor(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(f"{self.name}: {self.dtype!r} is a dtype that no weight has")
         if prod(self.shape) * DTYPES[self.dtype].itemsize > _MAX_BYTES:
             raise ValueError(f"{self.name}: {list(self.shape)} is larger than any weight")
-        if self.block_size is not None:
-            if len(self.shape) != 2 or DTYPES[self.dtype] is not FP8_DTYPE:
-                raise ValueError(f"{self.name}: has a block size, but is not an FP8 matrix")
-            if self.row_step % self.block_size[0]:
+        if self.format is not None:
+            if len(self.shape) != 2 or DTYPES[self.dtype] is not self.format.codes.dtype:
+                raise ValueError(f"{self.name}: has a format, but is not a matrix of its codes")
+            if self.row_step % self.format.block_size[0]:
                 raise ValueError(f"{self.name}: is split at {self.row_step} rows, inside its blocks")
         if self.cut is not None:
             self._check_cut(self.cut)
@@ -82,7 +81,7 @@ class WireTensor(BaseModel, frozen=True, extra="forbid"):
     def _check_cut(self, cut: Cut) -> None:
         if cut.dim >= len(self.shape):
             raise ValueError(f"{self.name}: {list(self.shape)} has no dimension {cut.dim} to be split in")
-        length, block = self.shape[cut.dim], self.block_size[cut.dim] if self.block_size is not None else 1
+        length, block = self.shape[cut.dim], self.format.block_size[cut.dim] if self.format is not None else 1
         for first, count in cut.spans:
             end = first + count
             if end > length or first % block or (end % block and end != length):
@@ -99,9 +98,9 @@ class WireTensor(BaseModel, frozen=True, extra="forbid"):
     def metas(self) -> dict[str, TensorMeta]:
         """What the ranks are told to expect: the tensor, and the scales sent with it."""
         metas = {self.name: TensorMeta(shape=self.shape, dtype=DTYPES[self.dtype])}
-        if self.block_size is not None:
+        if self.format is not None:
             metas[self.name + SCALE_SUFFIX] = TensorMeta(
-                shape=in_blocks(self.shape, self.block_size), dtype=torch.float32
+                shape=self.format.scale_shape(self.shape), dtype=self.format.scale_format.dtype
             )
         return metas
 
@@ -123,13 +122,15 @@ class WireTensor(BaseModel, frozen=True, extra="forbid"):
     def parts(self, start: _Shape, shape: _Shape, offset_bytes: int) -> tuple["Part", ...]:
         """Return where a box and its scales lie in a portion, from `offset_bytes`."""
         values = Part(name=self.name, dtype=DTYPES[self.dtype], start=start, shape=shape, offset_bytes=offset_bytes)
-        if self.block_size is None:
+        if self.format is None:
             return (values,)
+        first_block = self.format.block_at(start)
+        assert first_block is not None, f"{self.name=} {start=}"
         scales = Part(
             name=self.name + SCALE_SUFFIX,
-            dtype=torch.float32,
-            start=tuple(first // size for first, size in zip(start, self.block_size, strict=True)),
-            shape=in_blocks(shape, self.block_size),
+            dtype=self.format.scale_format.dtype,
+            start=first_block,
+            shape=self.format.scale_shape(shape),
             offset_bytes=offset_bytes + _aligned(values.num_bytes),
         )
         return values, scales
@@ -146,8 +147,8 @@ class WireTensor(BaseModel, frozen=True, extra="forbid"):
     def box_bytes(self, shape: _Shape) -> int:
         """Bytes of a box and its scales in a bucket."""
         num_bytes = _aligned(prod(shape) * DTYPES[self.dtype].itemsize)
-        if self.block_size is not None:
-            num_bytes += _aligned(prod(in_blocks(shape, self.block_size)) * torch.float32.itemsize)
+        if self.format is not None:
+            num_bytes += _aligned(prod(self.format.scale_shape(shape)) * self.format.scale_format.dtype.itemsize)
         return num_bytes
 
 

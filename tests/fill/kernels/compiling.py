@@ -23,7 +23,8 @@ from fp8refit.fill.kernels.triton_groups import quantize_groups
 from fp8refit.fill.kernels.triton_merge import add_product_triton, add_products_triton
 from fp8refit.fill.kernels.triton_table import TritonTable
 from fp8refit.fill.kernels.work import Action, Task
-from fp8refit.live.slots import Op, ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.slots import Op
 
 
 class Absent:
@@ -94,7 +95,8 @@ def task(op: Op, source: torch.Tensor) -> Task:
     is_fp8 = op in (Op.QUANTIZE, Op.COPY_CODES)
     dtype = torch.float8_e4m3fn if is_fp8 else torch.float32 if op is Op.COPY_SCALES else torch.bfloat16
     scale = torch.empty(2, 3) if op is Op.QUANTIZE else None
-    return Task(op=op, source=source, offset=(0, 0), target=torch.empty(source.shape).to(dtype), scale=scale)
+    target = torch.empty(source.shape).to(dtype)
+    return Task(op=op, source=source, offset=(0, 0), target=target, scale=scale, format=BlockFormat())
 
 
 if __name__ == "__main__":

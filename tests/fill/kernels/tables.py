@@ -9,7 +9,8 @@ from fp8refit.fill.kernels import triton_table
 from fp8refit.fill.kernels.reference_table import ReferenceTable
 from fp8refit.fill.kernels.triton_table import TritonTable
 from fp8refit.fill.kernels.work import Action, Task
-from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.slots import FP8_DTYPE, Op
 
 
 def quantize_task(
@@ -23,15 +24,15 @@ def quantize_task(
 ) -> Task:
     """A task that quantizes the box of `shape` at `offset` into new storage full of rubbish."""
     rows, cols = shape if shape is not None else source.shape
-    grid = (-(-rows // block_size[0]), -(-cols // block_size[1]))
+    block_format = BlockFormat(scale_format=scale_format, block_size=block_size)
+    grid = block_format.scale_shape((rows, cols))
     return Task(
         op=Op.QUANTIZE,
         source=source,
         offset=offset,
         target=torch.full((rows, cols), 0x55, dtype=torch.uint8, device=source.device).view(FP8_DTYPE),
         scale=torch.full(grid, -7.0, device=source.device),
-        block_size=block_size,
-        scale_format=scale_format,
+        format=block_format,
         round_to_bf16=round_to_bf16,
     )
 
@@ -39,7 +40,8 @@ def quantize_task(
 def copy_task(source: Tensor, dtype: torch.dtype | None = None, op: Op = Op.COPY, **fields: object) -> Task:
     """A task that copies all of `source` into new storage of `dtype`."""
     target = torch.zeros(source.shape, dtype=dtype if dtype is not None else source.dtype, device=source.device)
-    return Task(**{"op": op, "source": source, "offset": (0,) * source.ndim, "target": target, **fields})
+    usual = {"source": source, "offset": (0,) * source.ndim, "target": target, "format": BlockFormat()}
+    return Task(**usual | {"op": op} | fields)
 
 
 def record_launches(monkeypatch) -> list[Op]:

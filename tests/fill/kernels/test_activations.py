@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8refit.fill.kernels import quantize_activations
-from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
 
 
 def by_formula(x, scale_format, group):
@@ -36,7 +36,7 @@ def test_every_code_and_scale_is_what_the_formula_says(scale_format, cols, group
         x[row] = x[row].clamp(-1, 1) * 0.5
         x[row, 3] = peak
     x = x.to(dtype)
-    codes, scale = quantize_activations(x, scale_format, group_size=group)
+    codes, scale = quantize_activations(x, BlockFormat(scale_format=scale_format, block_size=(1, group)))
     expected_codes, expected_scale = by_formula(x.float().numpy(), scale_format, group)
     assert np.array_equal(scale.numpy(), expected_scale)
     assert np.array_equal(codes.view(torch.uint8).numpy(), expected_codes)
@@ -53,7 +53,8 @@ def test_one_launch_quantizes_either_way_with_the_same_bits(device, scale_format
     x[0, :64] = 0
     whole = torch.zeros([-(-size // 128) * 128 for size in shape], dtype=x.dtype)
     whole[: shape[0], : shape[1]] = x
-    expected = quantize_activations(whole.t().contiguous() if is_transposed else whole, scale_format)
+    seen = whole.t().contiguous() if is_transposed else whole
+    expected = quantize_activations(seen, BlockFormat(scale_format=scale_format))
     codes, scale = quantize_groups(x.to(device), scale_format, is_transposed=is_transposed)
     assert codes.is_contiguous() and scale.t().is_contiguous()
     assert torch.equal(codes.view(torch.uint8).cpu(), expected[0].view(torch.uint8))
@@ -69,7 +70,7 @@ def test_what_is_not_finite_stays_so(device, scale_format, bad):
     torch.manual_seed(0)
     x = torch.randn(128, 256)
     x[3, 130], x[5] = bad, bad
-    expected_codes, expected_scale = quantize_activations(x, scale_format)
+    expected_codes, expected_scale = quantize_activations(x, BlockFormat(scale_format=scale_format))
     codes, scale = quantize_groups(x.to(device), scale_format)
     torch.testing.assert_close(scale.cpu(), expected_scale, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(codes.float().cpu(), expected_codes.float(), rtol=0, atol=0, equal_nan=True)

@@ -55,7 +55,7 @@ class Recorder:
 def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     """Triton launches on the current device, which a model on another GPU has no part in."""
     from fp8refit.fill.kernels import triton_amax, triton_groups, triton_merge
-    from fp8refit.live.slots import ScaleFormat
+    from fp8refit.live.formats import ScaleFormat
 
     recorder = Recorder(monkeypatch)
     for module, kernel in (

@@ -11,7 +11,8 @@ from fp8refit.fill.kernels.rows import can_merge
 from fp8refit.fill.kernels.table import join_tables
 from fp8refit.fill.kernels.triton_table import TritonTable
 from fp8refit.fill.kernels.work import Action
-from fp8refit.live.slots import Op, ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.slots import Op
 from tests.fill.kernels.tables import assert_same_as_reference, copy_task, quantize_task, storage_bytes, twin
 
 
@@ -193,7 +194,7 @@ def test_what_the_kernel_does_not_take_is_refused(device):
         replace(usual, op=Op.COPY),
         replace(usual, is_transposed=True),
         replace(usual, select=(0,)),
-        replace(usual, block_size=(64, 64)),
+        replace(usual, format=BlockFormat(block_size=(64, 64))),
         replace(usual, product=LowRank(up.mT.contiguous().mT, down, 1.0)),
         replace(usual, product=LowRank(up, down.mT.contiguous().mT, 1.0)),
         replace(usual, product=LowRank(up, down.float(), 1.0)),

@@ -1,5 +1,6 @@
 """The quantizer: Triton against the torch reference, and the reference against exact arithmetic."""
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from fp8refit import NonFiniteError, dequantize_blockwise, quantize_blockwise
 from fp8refit.fill.kernels.reference import block_scales, quantize_reference
 from fp8refit.fill.kernels.triton_table import TritonTable
-from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES, ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES
 from tests.fill.kernels.tables import assert_same_as_reference, quantize_task
 
 # The interpreter multiplies Inf by the zero that is its block's inverse scale.
@@ -125,7 +127,7 @@ def test_fp32_is_rounded_to_bf16_only_when_asked(round_to_bf16, device):
     task = quantize_task(weight, round_to_bf16=round_to_bf16)
     assert_same_as_reference([task])
     source = weight.to(torch.bfloat16) if round_to_bf16 else weight
-    codes, scale, _ = quantize_reference(source, (128, 128), ScaleFormat.FP32)
+    codes, scale, _ = quantize_reference(source, BlockFormat())
     assert torch.equal(task.target.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(task.scale, scale)
 
@@ -136,7 +138,7 @@ def test_ties_go_to_even_on_the_way_to_bf16(device):
     task = quantize_task(weight, round_to_bf16=True)
     assert_same_as_reference([task])
     rounded = torch.tensor([[1.0, 1 + 2**-6, -1.0, 1 + 2**-7]], device=device)
-    codes, scale, _ = quantize_reference(rounded, (128, 128), ScaleFormat.FP32)
+    codes, scale, _ = quantize_reference(rounded, BlockFormat())
     assert torch.equal(task.target.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(task.scale, scale)
 
@@ -147,7 +149,7 @@ def test_a_slice_is_quantized_in_the_blocks_of_its_slot(offset, device):
     task = quantize_task(weight, offset=offset, shape=(200, 160))
     assert assert_same_as_reference([task]) == []
     box = weight[offset[0] : offset[0] + 200, offset[1] : offset[1] + 160]
-    codes, scale, _ = quantize_reference(box, (128, 128), ScaleFormat.FP32)
+    codes, scale, _ = quantize_reference(box, BlockFormat())
     assert torch.equal(task.target.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(task.scale, scale)
 
@@ -157,7 +159,7 @@ def test_a_part_of_fused_storage_is_written_without_its_neighbours(device):
     scales = torch.full((3, 5), -7.0, device=device)
     task = quantize_task(random_matrix(128, 272, torch.bfloat16).to(device))
     weight, scale = fused[128:256, 4:276], scales[1:2, 1:4]
-    placed = type(task)(op=task.op, source=task.source, offset=(0, 0), target=weight, scale=scale)
+    placed = replace(task, target=weight, scale=scale)
     assert assert_same_as_reference([placed]) == []
     outside = fused.view(torch.uint8).clone()
     outside[128:256, 4:276] = 0x55
@@ -326,7 +328,7 @@ def test_reference_equals_exact_arithmetic(values, top, scale_format):
     # Near `top` the values share a block's range; far from it they saturate or vanish.
     for block in (values, [top, *(top * value / 2.0**127 for value in values)]):
         weight = torch.tensor([block], dtype=torch.float32)
-        codes, scale, is_bad = quantize_reference(weight, (128, 128), scale_format)
+        codes, scale, is_bad = quantize_reference(weight, BlockFormat(scale_format=scale_format))
         expected_scale = exact_scale(weight.abs().max().item(), scale_format)
         assert not is_bad and Fraction(scale.item()) == expected_scale
         inverse = nearest_float32(1 / expected_scale)
@@ -340,7 +342,9 @@ def test_reference_equals_exact_arithmetic(values, top, scale_format):
 @pytest.mark.parametrize("scale_format", ScaleFormat)
 def test_scales_near_the_floors_are_exact(scale_format, amax):
     amax = torch.tensor(amax)
-    assert Fraction(block_scales(amax, scale_format).item()) == exact_scale(amax.item(), scale_format)
+    assert Fraction(block_scales(amax, BlockFormat(scale_format=scale_format)).item()) == exact_scale(
+        amax.item(), scale_format
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -356,5 +360,5 @@ def test_power_of_two_scale_at_464_and_its_neighbours(exponent):
 
 
 def check_power_of_two_scale(amax: float) -> None:
-    scale = block_scales(torch.tensor(amax), ScaleFormat.UE8M0).item()
+    scale = block_scales(torch.tensor(amax), BlockFormat(scale_format=ScaleFormat.UE8M0)).item()
     assert Fraction(scale) == exact_scale(amax, ScaleFormat.UE8M0), f"{amax=}"

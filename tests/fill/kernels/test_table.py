@@ -10,10 +10,12 @@ from fp8refit.fill.kernels.table import compile_table, join_tables
 from fp8refit.fill.kernels.triton_launch import Launch
 from fp8refit.fill.kernels.triton_table import TritonTable, _Numbers
 from fp8refit.fill.kernels.work import Action
-from fp8refit.live.slots import FP8_DTYPE, Op, ScaleFormat
+from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.slots import FP8_DTYPE, Op
 from tests.fill.kernels.tables import assert_same_as_reference, copy_task, quantize_task, storage_bytes, twin
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+POWERS_OF_TWO = BlockFormat(scale_format=ScaleFormat.UE8M0)
 TABLES = [TritonTable, lambda tasks, device: ReferenceTable(tasks)]
 SPECIAL_VALUES = torch.tensor(
     [0.0, -0.0, 1.0, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-11, 30000.0, 6e-8, 6e-5, 1e-40, -1e-42]
@@ -109,7 +111,7 @@ def test_codes_that_are_nan_are_flagged(code, device):
 def test_scales_are_copied_bit_for_bit_and_judged_by_their_format(scale_format, value, fits, device):
     scales = torch.ones((3, 5), device=device)
     scales[2, 4] = value
-    task = copy_task(scales, op=Op.COPY_SCALES, scale_format=scale_format)
+    task = copy_task(scales, op=Op.COPY_SCALES, format=BlockFormat(scale_format=scale_format))
     kind = "ue8m0" if scale_format is ScaleFormat.UE8M0 else "fp32"
     assert assert_same_as_reference([task]) == ([] if kind in fits else [0])
     assert torch.equal(task.target.view(torch.int32), scales.view(torch.int32))
@@ -133,7 +135,7 @@ def mixed_tasks(device: torch.device) -> list:
     tasks = [
         copy_task(random_values(7).to(device), torch.bfloat16),
         quantize_task(weight, scale_format=ScaleFormat.UE8M0),
-        copy_task(torch.ones((2, 2), device=device), op=Op.COPY_SCALES, scale_format=ScaleFormat.UE8M0),
+        copy_task(torch.ones((2, 2), device=device), op=Op.COPY_SCALES, format=POWERS_OF_TWO),
         quantize_task(weight.bfloat16(), block_size=(64, 64)),
         copy_task(weight.bfloat16().to(FP8_DTYPE), op=Op.COPY_CODES),
         quantize_task(weight, round_to_bf16=True),

@@ -2,25 +2,27 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import Inventory, TensorMeta
 from fp8refit.live.tracing.proof import with_proof
 from fp8refit.live.tracing.reading import read_inventory
 from fp8refit.live.tracing.twin import EmptyOnMeta, Naming, Twin, trace_twin
 from fp8refit.ranks.target import Target
 from tests.live.tracing.models import FP8
-from tests.live.tracing.twins import FakeKernelRules
+from tests.live.tracing.twins import KERNEL, FakeKernelRules
 
 BLOCK = (4, 4)
 Load = Callable[[nn.Module, str, Tensor], None]
 
 
 class SmallBlocks(FakeKernelRules):
-    def block_size_of(self, module):
-        return BLOCK
+    def kernel_of(self, module):
+        return replace(KERNEL, format=BlockFormat(block_size=BLOCK))
 
 
 class Linear(nn.Module):
@@ -76,7 +78,7 @@ def twin_of(make: Callable[[], nn.Module], sources: dict[str, tuple[int, ...]], 
     naming = Naming(tensors={n: TensorMeta(shape=shape, dtype=torch.bfloat16) for n, shape in sources.items()})
     mode = EmptyOnMeta()
     with build(mode) as model:
-        return trace_twin(model, naming, block_size=BLOCK, build=build, mode=mode, **options)
+        return trace_twin(model, naming, stored=BlockFormat(block_size=BLOCK), build=build, mode=mode, **options)
 
 
 def inventory_of(live: nn.Module, twin: Twin) -> Inventory:

@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.tracing.twin import Naming, trace_twin
 from tests.live.tracing.models import BlockLinear, model_of
 from tests.live.tracing.twins import copying, naming_of
 
-BLOCK = (128, 128)
+STORED = BlockFormat()
 
 
 class Experts(nn.Module):
@@ -53,12 +54,12 @@ def twin_of_stacks(load_with=loading_stacks, rows=256, aliases=(), **how):
     metas = {f"layers.{layer}.stack": TensorMeta(shape=shape, dtype=torch.bfloat16) for layer in range(2)}
     spelled = {f"layers.{layer}.{alias}": f"layers.{layer}.stack" for alias in aliases for layer in range(2)}
     naming = Naming(tensors=metas, aliases=spelled)
-    return trace_twin(model, naming, load_with(model, **how), block_size=BLOCK)
+    return trace_twin(model, naming, load_with(model, **how), stored=STORED)
 
 
 def test_weights_whose_own_names_do_are_not_listed():
     model = model_of(a=BlockLinear(), b=BlockLinear(rows=384))
-    assert trace_twin(model, naming_of(model), copying(model), block_size=BLOCK).written_as == {}
+    assert trace_twin(model, naming_of(model), copying(model), stored=STORED).written_as == {}
 
 
 @pytest.mark.parametrize("how", [{}, {"transposes": True}])
@@ -148,7 +149,7 @@ def test_halves_of_single_experts_have_blocks_of_their_own():
             size = into.shape[1] // 2
             into.data[expert].narrow(0, half * size, size).copy_(tensor)
 
-    assert trace_twin(model, Naming(tensors=metas), load, block_size=BLOCK).written_as == {}
+    assert trace_twin(model, Naming(tensors=metas), load, stored=STORED).written_as == {}
 
 
 def test_matrices_whose_scales_are_left_out_have_no_name():
@@ -157,7 +158,7 @@ def test_matrices_whose_scales_are_left_out_have_no_name():
     def load(tensors):
         copying(model)(item for item in tensors if item[0] != "b.weight_scale_inv")
 
-    assert trace_twin(model, naming_of(model), load, block_size=BLOCK).written_as == {"b.weight": ()}
+    assert trace_twin(model, naming_of(model), load, stored=STORED).written_as == {"b.weight": ()}
 
 
 def test_a_loader_that_wants_a_whole_checkpoint_gets_one():
@@ -169,7 +170,7 @@ def test_a_loader_that_wants_a_whole_checkpoint_gets_one():
         assert held.keys() >= wanted
         copying(model)(iter(held.items()))
 
-    assert trace_twin(model, naming_of(model), load, block_size=BLOCK).written_as == {}
+    assert trace_twin(model, naming_of(model), load, stored=STORED).written_as == {}
 
 
 def test_nothing_is_said_of_models_that_load_no_scales():

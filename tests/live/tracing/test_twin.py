@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fp8refit.live.slots import ScaleFormat, Stacked, TensorMeta
+from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.slots import Stacked, TensorMeta
 from fp8refit.live.tracing.reading import read_inventory
 from fp8refit.live.tracing.reads import partly_read, refusals_of
 from fp8refit.live.tracing.twin import Naming, refreshes_of_constants, trace_as_named, trace_twin
@@ -524,10 +525,10 @@ def test_arithmetic_on_a_quantized_weight_is_refused_by_name():
 
 
 def test_a_slot_says_what_the_rules_say_of_its_layer():
-    powers = replace(KERNEL, name="Another", scale_format=ScaleFormat.UE8M0)
+    powers = replace(KERNEL, name="Another", format=BlockFormat(scale_format=ScaleFormat.UE8M0))
     a, b = read(model_of(a=BlockLinear(), b=BlockLinear(kernel=powers))).slots
-    assert (a.kernel, a.scale_format, a.block_size, a.module) == (KERNEL.name, ScaleFormat.FP32, (128, 128), "a")
-    assert (b.kernel, b.scale_format) == ("Another", ScaleFormat.UE8M0)
+    assert (a.kernel, a.format, a.module) == (KERNEL.name, KERNEL.format, "a")
+    assert (b.kernel, b.format) == ("Another", powers.format)
 
 
 def test_a_tied_weight_is_a_second_name_and_a_bias_beside_it_a_slot():
@@ -619,7 +620,7 @@ def test_what_is_kept_has_no_slot_and_is_watched():
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (BlockLinear(kernel=replace(KERNEL, is_row_major=False)), "its kernel Plain repacks weights"),
+        (BlockLinear(kernel=replace(KERNEL, format=None)), "its kernel Plain repacks weights"),
         (BlockLinear(base_layer=nn.Module()), "holds `weight`, `weight_scale_inv` around a layer, for LoRA"),
         (BlockLinear(why_refused=("is odd", "Take another")), "is odd. Take another"),
     ],

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from fp8refit.live.slots import ScaleFormat, TensorMeta
+from fp8refit.live.formats import BlockFormat
+from fp8refit.live.slots import TensorMeta
 from fp8refit.live.tracing.rules import Kernel
 from fp8refit.live.tracing.twin import Naming, Twin, trace_twin
 from tests.live.tracing.models import HEAD
 
-KERNEL = Kernel(name="Plain", is_row_major=True, scale_format=ScaleFormat.FP32, remedy="Take another kernel")
+KERNEL = Kernel(name="Plain", format=BlockFormat(), remedy="Take another kernel")
 Load = Callable[[Iterator[tuple[str, Tensor]]], None]
 
 
@@ -21,9 +22,6 @@ class FakeKernelRules:
 
     def kernel_of(self, module) -> Kernel:
         return getattr(module, "kernel", KERNEL)
-
-    def block_size_of(self, module):
-        return (128, 128)
 
     def swaps_halves(self, module):
         return getattr(module, "is_up_first", False)

@@ -17,7 +17,7 @@ from fp8refit import (
     Refitter,
     TransportError,
 )
-from fp8refit.live.slots import ScaleFormat
+from fp8refit.live.formats import ScaleFormat
 from fp8refit.remote import messages
 from fp8refit.remote.broadcast import broadcast as broadcast_module
 from fp8refit.remote.broadcast import receiver as receiver_module
@@ -177,7 +177,7 @@ def test_a_rank_of_two_receives_its_half_and_what_both_need(open_remote):
     sender = remote.ranks._broadcast._plan.sender
     of_rank = [num_bytes_to(sender, section) for section in (0, 1)]
     offer = first_offer(remote)
-    cut = sum(prod(tensor.shape) * (1 if tensor.block_size else 2) for tensor in offer.tensors if tensor.cut)
+    cut = sum(prod(tensor.shape) * (1 if tensor.format else 2) for tensor in offer.tensors if tensor.cut)
     shared = sum(bucket.portion_bytes[0] for bucket in sender.buckets)
     assert offer.sections == (0, 1)
     assert of_rank[0] == pytest.approx(shared + cut / 2, rel=0.02) == of_rank[1]
@@ -299,7 +299,7 @@ def test_fp8_travels_where_no_slice_cuts_a_block(open_remote):
     remote = open_remote()
     remote.refitter.refit(remote.cluster.make_policy(1))
     offer = first_offer(remote)
-    forms = {tensor.name: (tensor.dtype, tensor.scale_format) for tensor in offer.tensors}
+    forms = {tensor.name: (tensor.dtype, tensor.format and tensor.format.scale_format) for tensor in offer.tensors}
     assert forms[Q_PROJ] == ("float8_e4m3fn", "fp32")
     assert forms[O_PROJ] == ("float8_e4m3fn", "ue8m0")
     assert forms[UP_PROJ][0] == forms[NORM][0] == "bfloat16"

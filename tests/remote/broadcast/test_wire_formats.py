@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from fp8refit.config import CollectiveConfig, RefitConfig
+from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
-from fp8refit.live.slots import ScaleFormat, Stacked, TensorMeta
+from fp8refit.live.slots import Stacked, TensorMeta
 from fp8refit.remote.broadcast.sections import find_sections
 from fp8refit.remote.broadcast.sender import Sender
 from fp8refit.remote.broadcast.wire_formats import choose_wire
@@ -99,7 +100,7 @@ def test_of_a_stack_each_rank_of_expert_parallelism_receives_its_own_experts():
 def test_a_trainer_quantizes_in_the_format_of_the_engines(scale_format):
     metadata = {STACK: TensorMeta(shape=(4, 512, HIDDEN), dtype=torch.float32)}
     wire, _ = send(metadata, [experts(range(4), scale_format=scale_format)] * 2)
-    assert {(tensor.dtype, tensor.scale_format) for tensor in wire.tensors} == {("float8_e4m3fn", scale_format)}
+    assert {(tensor.dtype, tensor.format.scale_format) for tensor in wire.tensors} == {("float8_e4m3fn", scale_format)}
 
 
 @pytest.mark.parametrize("other", [each for each in ScaleFormat if each is not ScaleFormat.FP32])

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from fp8refit.config import LONGEST_WAIT_S, Job, KvOrder, RefitConfig
 from fp8refit.errors import RankFailedError
+from fp8refit.live.formats import BlockFormat
 from fp8refit.remote import messages
 from fp8refit.remote.messages import first_problem
 from fp8refit.remote.servers import orders
@@ -99,7 +100,7 @@ def broadcast() -> messages.Broadcast:
             name=named(index),
             shape=(7168, 2048),
             dtype="float8_e4m3fn",
-            block_size=(128, 128),
+            format=BlockFormat(),
             row_step=128,
             part_of=named(index),
             cut=cut,

@@ -9,10 +9,11 @@ import torch
 from pydantic import ValidationError
 
 from fp8refit.errors import StagingMemoryError
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import SCALE_SUFFIX
 from fp8refit.transport.collective.buckets import HEADER_BYTES, NUM_BUFFERS, Cut, WireTensor, lay_out, take_buffers
 
-CODES = {"dtype": "float8_e4m3fn", "block_size": (128, 128), "row_step": 128}
+CODES = {"dtype": "float8_e4m3fn", "format": BlockFormat(), "row_step": 128}
 NUM_SECTIONS = 3
 
 
@@ -39,7 +40,7 @@ def random_cut(chosen, kind):
     if len(kind["shape"]) < 2 or chosen.random() < 0.5:
         return None
     dim = chosen.randrange(2)
-    length, step = kind["shape"][dim], 128 if "block_size" in kind or kind.get("row_step") == 128 else 1
+    length, step = kind["shape"][dim], 128 if "format" in kind or kind.get("row_step") == 128 else 1
     spans = []
     for _ in range(NUM_SECTIONS):
         first, end = sorted(min(step * chosen.randrange(-(-length // step) + 1), length) for _ in range(2))
@@ -166,7 +167,7 @@ def test_scales_of_a_box_are_those_of_its_blocks():
         {"shape": (256,), **CODES},
         {"shape": (256, 2), **CODES, "row_step": 64},
         {"shape": (256, 2), **CODES, "dtype": "bfloat16"},
-        {"shape": (256, 2), **CODES, "block_size": (0, 128)},
+        {"shape": (256, 2), **CODES, "format": {"block_size": (0, 128)}},
         {"shape": (256, 2), **CODES, "cut": {"dim": 0, "spans": ((0, 64), (64, 192))}},
         {"shape": (256, 2), **CODES, "cut": {"dim": 0, "spans": ((0, 128), (128, 256))}},
         {"shape": (256, 2), "dtype": "bfloat16", "cut": {"dim": 2, "spans": ((0, 1), (1, 1))}},

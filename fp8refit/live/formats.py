@@ -1,0 +1,157 @@
+"""How weights are held quantized. No torch operation runs here.
+
+`BlockFormat` describes one format whole. Whoever decides by a part of it asks a property, or matches every member. So mypy
+names each place that lacks a new member, and until then the member is refused there by name.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import assert_never
+
+import torch
+from pydantic import ConfigDict
+
+WHOLE = 2**31 - 1
+"""A side of a block that is as long as the matrix: `(1, WHOLE)` is one scale per row, `(WHOLE, WHOLE)` one for all."""
+
+
+class Codes(StrEnum):
+    """What stands for one value."""
+
+    E4M3 = "e4m3"
+    """One byte, at most 448."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor that holds them."""
+        match self:
+            case Codes.E4M3:
+                return torch.float8_e4m3fn
+            case _:
+                assert_never(self)
+
+
+class ScaleFormat(StrEnum):
+    """How a block's scale follows from `amax`, its largest magnitude, and as what it is stored."""
+
+    FP32 = "fp32"
+    """Any float32: `amax / 448`."""
+    UE8M0 = "ue8m0"
+    """Powers of two: the smallest one with `amax / scale <= 464`."""
+    FP32_FLOORED = "fp32_floored"
+    """As FP32, with the higher floor of vLLM's own quantizer."""
+    FP32_RECIPROCAL = "fp32_reciprocal"
+    """As FP32_FLOORED, but `amax * (1 / 448)`: what torch computes on a GPU where vLLM's quantizer divides by 448."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor that holds them."""
+        match self:
+            case ScaleFormat.FP32 | ScaleFormat.UE8M0 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
+                return torch.float32
+            case _:
+                assert_never(self)
+
+    @property
+    def amax_floor(self) -> float:
+        """The least `amax`: blocks of zeros or of smaller values get its scale."""
+        match self:
+            case ScaleFormat.FP32:
+                return 1e-10
+            case ScaleFormat.UE8M0 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
+                return 1e-4
+            case _:
+                assert_never(self)
+
+    @property
+    def has_powers_of_two(self) -> bool:
+        """Whether every scale is a power of two, those of a kernel's other operand too."""
+        match self:
+            case ScaleFormat.UE8M0:
+                return True
+            case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
+                return False
+            case _:
+                assert_never(self)
+
+
+class AmaxOver(StrEnum):
+    """Over what a block's largest magnitude is taken if several ranks hold parts of a matrix."""
+
+    OWN_SLICE = "own_slice"
+    """What the rank itself holds, whose first block begins at its first element."""
+
+
+class Placement(StrEnum):
+    """Where codes and scales lie in the memory that a kernel reads."""
+
+    ROW_MAJOR = "row_major"
+    """In rows, as checkpoints hold them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockFormat:
+    """How a matrix is held quantized. The default is that of block-FP8 checkpoints."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    scale_format: ScaleFormat = ScaleFormat.FP32
+    block_size: tuple[int, int] = (128, 128)
+    """Rows and columns that share a scale; blocks at the edges may be smaller."""
+    amax_over: AmaxOver = AmaxOver.OWN_SLICE
+    codes: Codes = Codes.E4M3
+    placement: Placement = Placement.ROW_MAJOR
+
+    def __post_init__(self) -> None:
+        sides: object = self.block_size
+        is_pair = isinstance(sides, (tuple, list)) and len(sides) == 2
+        if not is_pair or not all(isinstance(side, int) and side >= 1 for side in self.block_size):
+            raise ValueError(f"block_size is {sides!r}; it must be two whole numbers of at least 1")
+        object.__setattr__(self, "block_size", tuple(self.block_size))
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the scales of a matrix, or of a stack of matrices."""
+        *stack, rows, columns = shape
+        return (*stack, -(-rows // self.block_size[0]), -(-columns // self.block_size[1]))
+
+    def block_at(self, start: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the block of a matrix, or of a stack, at whose first element a slice may begin; None if that cuts a block."""
+        match self.amax_over:
+            case AmaxOver.OWN_SLICE:
+                *stack, row, column = start
+                is_cut = row % self.block_size[0] or column % self.block_size[1]
+                return None if is_cut else (*stack, row // self.block_size[0], column // self.block_size[1])
+            case _:
+                assert_never(self.amax_over)
+
+    def holds_whole_blocks(self, start: Sequence[int], shape: Sequence[int], full_shape: Sequence[int]) -> bool:
+        """Whether a slice cuts no block of its matrix, so that who quantizes the matrix gets the same bytes."""
+        ends = ((first + length, full) for first, length, full in zip(start, shape, full_shape, strict=True))
+        cuts = (end % size and end != full for (end, full), size in zip(ends, self.block_size, strict=True))
+        return self.block_at(start) is not None and not any(cuts)
+
+    def __str__(self) -> str:
+        rows, columns = ("all" if size == WHOLE else size for size in self.block_size)
+        return f"{self.scale_format} scales per {rows}x{columns} block"
+
+
+def quantization_config(block_format: BlockFormat | None = None, kept: Iterable[str] = ()) -> dict[str, object]:
+    """Return what `config.json` says in checkpoints of a format, by default block FP8. Modules in `kept` are not quantized."""
+    block_format = block_format or BlockFormat()
+    match block_format.codes:
+        case Codes.E4M3:
+            code_format = "e4m3"
+        case _:
+            assert_never(block_format.codes)
+    match block_format.scale_format:
+        case ScaleFormat.FP32 | ScaleFormat.UE8M0 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
+            return {
+                "quant_method": "fp8",
+                "fmt": code_format,
+                "activation_scheme": "dynamic",
+                "weight_block_size": list(block_format.block_size),
+                "modules_to_not_convert": list(dict.fromkeys(kept)),
+            }
+        case _:
+            assert_never(block_format.scale_format)
