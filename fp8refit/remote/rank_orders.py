@@ -16,7 +16,7 @@ from fp8refit.ranks.rank import Rank
 from fp8refit.remote import messages
 from fp8refit.remote.broadcast.receiver import Receiver
 from fp8refit.remote.mapped_memory import TensorMapper
-from fp8refit.remote.stream_reader import StreamReader
+from fp8refit.remote.stream_reader import State, StreamReader
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.source import PushedSource, Source
 from fp8refit.transport.memory.importer import Importer
@@ -44,8 +44,6 @@ class RankOrders:
         self._keeps_tensors = False
         """Whether tensors stay mapped after the write."""
         self._prepared: Prepared | None = None
-        self._silence_s = 0.0
-        """How long to wait for the next order of what is being written."""
         self._abandoned: deque[str] = deque(maxlen=_MOST_ABANDONED)
         """Refits that were abandoned. Orders of theirs may still arrive."""
 
@@ -55,7 +53,7 @@ class RankOrders:
         Raises:
             RefitError: What this rank could not do.
         """
-        with self.rank.target.turn.during(self, lambda: self._silence_s) as is_held:
+        with self.rank.target.turn.during(self, self._silence_s) as is_held:
             return self._obey(order, None if is_held else EngineBusyError(IN_USE))
 
     def _obey(self, order: messages.Order, held: EngineBusyError | None) -> dict[str, Any]:
@@ -105,7 +103,8 @@ class RankOrders:
         """
         if order.refit in self._abandoned:
             raise DisplacedError
-        self._refit, self._prepared, self._silence_s = order.refit, None, 0.0
+        self._refit, self._prepared = order.refit, None
+        self.streams.displace()
         self._keeps_tensors = "tensors" in order.keeps
 
         def receive() -> None:
@@ -130,9 +129,9 @@ class RankOrders:
         """
         if order.refit != self._refit:
             raise DisplacedError
-        prepared, rank = self._prepared, self.rank
-        self._prepared, self._silence_s = None, 0.0
+        rank, (prepared, self._prepared) = self.rank, (self._prepared, None)
         if prepared is None or not rank.target.is_current(prepared):
+            self.streams.displace()
             raise RankFailedError("nothing is prepared on this rank; refit again")
         match order:
             case messages.RefitStep(step="write"):
@@ -141,21 +140,26 @@ class RankOrders:
                     self.tensors.unmap()
                 return {"reports": tuple(reports)}
             case messages.RefitStep(step="finish"):
-                return {"reports": tuple(rank.finish(prepared))}
+                return {"reports": tuple(self.streams.finish(prepared))}
             case messages.Take():
                 return {"reports": tuple(self.receiver.take(order, prepared))}
             case messages.RefitStep():
-                rank.target.begin(prepared)
+                self.streams.begin(prepared)
             case messages.Stream():
                 if self.streams.follow(order, prepared):
-                    return {"reports": tuple(rank.finish(prepared))}
-        self._prepared, self._silence_s = prepared, prepared.config.timeout_s
+                    return {"reports": tuple(self.streams.finish(prepared))}
+        self._prepared = prepared
         return {}
+
+    def _silence_s(self) -> float:
+        """How long to wait for the next order of a stream."""
+        prepared = self._prepared
+        return prepared.config.timeout_s if prepared is not None and self.streams.state is State.OPEN else 0.0
 
     def _drop(self) -> None:
         """Drop what is prepared, unless somebody else's refit took its place."""
-        prepared = self._prepared
-        self._prepared, self._silence_s = None, 0.0
+        prepared, self._prepared = self._prepared, None
+        self.streams.displace()
         if prepared is not None and self.rank.target.is_current(prepared):
             self.rank.target.abandon()
 

@@ -3,18 +3,58 @@
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from fp8refit.fill.fills import Prepared
+from fp8refit.live.turn import DisplacedError
 from fp8refit.ranks.rank import Rank
 from fp8refit.remote import messages
 from fp8refit.remote.mapped_memory import keep_only
+from fp8refit.report import RankReport
 from fp8refit.sources.row_runs import Piece
 from fp8refit.transport.memory.importer import Importer
 from fp8refit.transport.memory.ring import Call, Ring
+
+
+class State(Enum):
+    """How far the stream to this rank is."""
+
+    NONE = "none is written"
+    OPEN = "it goes on with the next order, until which this rank keeps its target's turn"
+    READING = "an order to read the ring is carried out"
+    OVER = "all of it was read"
+
+
+class Event(Enum):
+    """What leads from one state to the next."""
+
+    BEGIN = "the rank was ordered to get ready"
+    FOLLOW = "the rank was ordered to read the ring"
+    LEAVE = "nothing more arrived, the time was up, or the sender called back"
+    END = "the sender said that nothing more will come"
+    FINISH = "the rank was ordered to finish, or may do so without an order"
+    FAIL = "the rank failed"
+    DISPLACE = "the refit was abandoned, another one began, or the engine was closed"
+
+
+TRANSITIONS: Mapping[tuple[State, Event], State] = MappingProxyType(
+    {
+        (State.NONE, Event.BEGIN): State.OPEN,
+        (State.OPEN, Event.FOLLOW): State.READING,
+        (State.READING, Event.LEAVE): State.OPEN,
+        (State.READING, Event.END): State.OVER,
+        (State.OPEN, Event.FINISH): State.NONE,
+        (State.OVER, Event.FINISH): State.NONE,
+    }
+    | {(state, event): State.NONE for state in State for event in (Event.FAIL, Event.DISPLACE)}
+)
+"""All that may happen to a stream. The rest is refused: what the order is for was given up."""
 
 _LINGERING_S = 0.005
 """Seconds that a rank polls for more of a stream before it returns. It never sleeps, because the shortest sleep lasts as
@@ -32,13 +72,28 @@ class StreamReader:
     Args:
         rank: The rank.
         importer: Maps the buckets.
+
+    Attributes:
+        state: How far the stream is.
     """
 
     def __init__(self, rank: Rank, importer: Importer) -> None:
+        self.state = State.NONE
         self._rank, self._importer = rank, importer
         self._ring: Ring | None = None
         self._packed: OrderedDict[str, _Contents] = OrderedDict()
         """The contents that each text of a stream describes, least recently used first."""
+
+    def begin(self, prepared: Prepared) -> None:
+        """Get ready to write a stream.
+
+        Raises:
+            DisplacedError: Another one is written.
+            RefitError: This rank failed.
+        """
+        with self._undone_on_error():
+            self._go(Event.BEGIN)
+            self._rank.target.begin(prepared)
 
     def follow(self, order: messages.Stream, prepared: Prepared) -> bool:
         """Write what arrives through a ring, until nothing more arrives or `_FOLLOWING_S` have passed.
@@ -50,24 +105,55 @@ class StreamReader:
             Whether the stream is over.
 
         Raises:
+            DisplacedError: It did not begin, or was given up.
             RefitError: This rank failed.
         """
-        if self._ring is None or self._ring.segment != order.ring:
-            self._ring = Ring.find(order.ring)
+        with self._undone_on_error():
+            if self._ring is None or self._ring.segment != order.ring:
+                self._ring = Ring.find(order.ring)
+            try:
+                if order.begins:
+                    self.begin(prepared)
+                self._go(Event.FOLLOW)
+                with self._rank.target.live.on_device():
+                    self._go(self._take_from(self._ring))
+            finally:
+                self._ring.leave(self._rank.group.rank)
+        return self.state is State.OVER
+
+    def finish(self, prepared: Prepared) -> list[RankReport]:
+        """Complete the stream, and commit it with all ranks. See `Rank.finish`.
+
+        Raises:
+            DisplacedError: It did not begin, or was given up.
+            RefitError: This rank failed, or another one did.
+        """
+        self._go(Event.FINISH)
+        return self._rank.finish(prepared)
+
+    def displace(self) -> None:
+        """Take no more of the stream, if there is one."""
+        self._go(Event.DISPLACE)
+
+    def _go(self, event: Event) -> None:
+        if (self.state, event) not in TRANSITIONS:
+            raise DisplacedError
+        self.state = TRANSITIONS[self.state, event]
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
         try:
-            if order.begins:
-                self._rank.target.begin(prepared)
-            with self._rank.target.live.on_device():
-                return self._take_from(self._ring)
-        finally:
-            self._ring.leave(self._rank.group.rank)
+            yield
+        except BaseException as error:
+            self._go(Event.DISPLACE if isinstance(error, DisplacedError) else Event.FAIL)
+            raise
 
     def unmap(self) -> None:
         """Unmap all buckets, once nothing reads them any more."""
         self._ring = None
         self._keep_only(())
 
-    def _take_from(self, ring: Ring) -> bool:
+    def _take_from(self, ring: Ring) -> Event:
         place, is_gpu = self._rank.group.rank, self._rank.target.live.device.type == "cuda"
         num_received = ring.num_taken_by(place)
         reading: deque[tuple[int, torch.cuda.Event]] = deque()
@@ -83,7 +169,7 @@ class StreamReader:
                 else:
                     ring.take(place, num_received)
             elif call is Call.OVER:
-                return True
+                return Event.END
             elif call is not Call.STAY or now_s - came_s > _LINGERING_S:
                 break
             else:
@@ -93,7 +179,7 @@ class StreamReader:
         if reading:
             reading[-1][1].synchronize()
             ring.take(place, num_received)
-        return False
+        return Event.LEAVE
 
     def _write_packed(self, text: str) -> None:
         """Write the contents of a set of buckets. Streams repeat their texts, and the tensors are where they were."""

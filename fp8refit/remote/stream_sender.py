@@ -7,7 +7,9 @@ orders the engine can do other work, and a dead rank is noticed as in every orde
 
 import asyncio
 import time
-from collections.abc import Awaitable, Generator, Sequence
+from collections.abc import Awaitable, Generator, Mapping, Sequence
+from enum import Enum
+from types import MappingProxyType
 
 from fp8refit.remote import messages
 from fp8refit.remote.channel import RankClient
@@ -17,6 +19,52 @@ from fp8refit.sources.row_runs import MakesPieces, Piece, Recipe, in_recipes
 from fp8refit.sources.source import Source
 from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.memory.ring import NUM_SETS, Call, Ring
+
+
+class State(Enum):
+    """How far a stream is, and whether ranks are at work on it."""
+
+    NEW = "nothing was read"
+    OPEN = "its first tensor is packed, and no rank was told"
+    READ = "the ranks carry out an order to read the ring"
+    UNREAD = "it goes on, and no rank is at work"
+    STOPPING = "an error ended it, and the ranks were called back"
+    DONE = "every rank has taken all of it and finished"
+    FAILED = "an error ended it, and no rank is at work"
+    LOST = "a rank died or does not answer"
+
+
+class Event(Enum):
+    """What leads from one state to the next."""
+
+    OPEN = "the source was opened"
+    ORDER = "the ranks were sent an order to read the ring"
+    BEGIN = "the ranks got ready over a channel that sends nothing ahead: they read when they are called back"
+    ANSWER = "the answers to the order are there, or are not waited for any more"
+    FINISH = "the ranks have finished"
+    FAIL = "the source, a bucket or a rank failed, or a rank was displaced"
+    LOSE = "the channel says that a rank is lost"
+
+
+TRANSITIONS: Mapping[tuple[State, Event], State] = MappingProxyType(
+    {
+        (State.NEW, Event.OPEN): State.OPEN,
+        (State.OPEN, Event.ORDER): State.READ,
+        (State.OPEN, Event.BEGIN): State.UNREAD,
+        (State.OPEN, Event.FAIL): State.FAILED,
+        (State.OPEN, Event.LOSE): State.LOST,
+        (State.READ, Event.ANSWER): State.UNREAD,
+        (State.READ, Event.FAIL): State.STOPPING,
+        (State.READ, Event.LOSE): State.LOST,
+        (State.UNREAD, Event.ORDER): State.READ,
+        (State.UNREAD, Event.FINISH): State.DONE,
+        (State.UNREAD, Event.FAIL): State.FAILED,
+        (State.UNREAD, Event.LOSE): State.LOST,
+        (State.STOPPING, Event.ANSWER): State.FAILED,
+        (State.STOPPING, Event.LOSE): State.LOST,
+    }
+)
+"""All that may happen to a stream. A source that cannot be opened leaves it new."""
 
 _POLL_S, _SLOWEST_POLL_S = 2e-5, 1e-3
 _SPINNING_S = 5e-3
@@ -35,6 +83,9 @@ class StreamSender:
         refit: Id of the refit.
         first: The order to prepare, if it is sent with the stream's first order.
         num_votes: How many votes the ranks hold at the end.
+
+    Attributes:
+        state: How far the stream is.
     """
 
     def __init__(
@@ -47,13 +98,14 @@ class StreamSender:
         first: Sequence[messages.Prepare] = (),
         num_votes: int = 1,
     ) -> None:
+        self.state = State.NEW
         self._client, self._packer, self._ring = client, packer, ring
         self._first, self._num_votes = first, num_votes
         self._order = messages.Stream(refit=refit, ring=ring.segment)
         self._packed: Packed | None = None
         """The set whose text is sent once the device has packed it."""
         self._answers: Awaitable[Sequence[Reply]] | None = None
-        """Replies to the current order."""
+        """Replies to the order that ranks are at work on."""
         self._pieces: Generator[Piece | Recipe, None, None] | None = None
         """The rest of the source."""
 
@@ -65,6 +117,7 @@ class StreamSender:
             StagingMemoryError: No room for the buckets.
             BaseException: What reading the source raised.
         """
+        assert self.state is State.NEW, "a sender has one stream"
         self._ring.begin()
         self._packer.begin(bucket_bytes, source if isinstance(source, MakesPieces) else None)
         self._pieces = in_recipes(source, bucket_bytes)
@@ -72,6 +125,7 @@ class StreamSender:
         if first is not None:
             self._packer.reserve(first.tensor)
             self._packer.put(first)
+        self._go(Event.OPEN)
 
     def close(self) -> None:
         """Stop reading the source."""
@@ -93,7 +147,7 @@ class StreamSender:
             RefitError: What a rank failed with.
             BaseException: What reading the source raised.
         """
-        assert self._pieces is not None, "open() comes first"
+        assert self.state is State.OPEN and self._pieces is not None, "open() comes first"
         packer = self._packer
         with ErrorCapture() as failed:
             await self._begin()
@@ -108,20 +162,33 @@ class StreamSender:
                 await self._seal()
             return await self._finish()
         self.close()
+        await self._stop()
+        raise failed.take()
+
+    async def _stop(self) -> None:
+        """End the stream after an error."""
         self._ring.call_back()
+        if self.state is not State.LOST:
+            self._go(Event.FAIL if self._client.lost_because is None else Event.LOSE)
         with ErrorCapture():
             await self._hear()
-        raise failed.take()
+
+    def _go(self, event: Event) -> None:
+        assert (self.state, event) in TRANSITIONS, f"{event} while {self.state}"
+        self.state = TRANSITIONS[self.state, event]
 
     async def _begin(self) -> None:
         """Make the ranks get ready and read the ring, without waiting for them if possible."""
         await self._order_reading(*self._first, self._order.model_copy(update={"begins": True}))
-        if self._answers is None:
+        if self.state is State.OPEN:
             await self._client.ask(messages.RefitStep(step="begin", refit=self._order.refit))
+            self._go(Event.BEGIN)
 
     async def _order_reading(self, *orders: messages.Order) -> None:
         self._ring.expect_readers()
         self._answers = await self._client.begin(*orders, num_votes=self._num_votes)
+        if self._answers is not None:
+            self._go(Event.ORDER)
 
     async def _open_set(self, piece: Piece | Recipe) -> None:
         """Open another set of buckets with room for a piece.
@@ -174,7 +241,7 @@ class StreamSender:
     @property
     def _is_read(self) -> bool:
         """Whether every rank reads the ring."""
-        return self._answers is not None and not self._ring.is_left(self._client.num_ranks)
+        return self.state is State.READ and not self._ring.is_left(self._client.num_ranks)
 
     async def _catch_up(self, call: Call = Call.BACK) -> Sequence[Reply]:
         """Wait until the ranks have taken everything packed. Returns the reports of ranks that then finished."""
@@ -185,7 +252,9 @@ class StreamSender:
         while not finished and self._ring.num_taken(self._client.num_ranks) < self._ring.num_sent:
             self._ring.expect_readers()
             self._ring.call_back()
-            await self._client.ask(self._order)
+            self._answers = self._client.ask(self._order)
+            self._go(Event.ORDER)
+            await self._hear()
         return finished
 
     async def _finish(self) -> Sequence[Reply]:
@@ -196,9 +265,16 @@ class StreamSender:
         """
         finished = await self._catch_up(Call.OVER if self._client.num_ranks == 1 else Call.BACK)
         order = messages.RefitStep(step="finish", refit=self._order.refit)
-        return finished or await self._client.ask(order, num_votes=self._num_votes)
+        replies = finished or await self._client.ask(order, num_votes=self._num_votes)
+        self._go(Event.FINISH)
+        return replies
 
     async def _hear(self) -> Sequence[Reply]:
-        """Wait for the end of the current order, if there is one. Returns the replies to it."""
+        """Wait until no rank is at work. Returns the replies to the order, if there was one."""
         answers, self._answers = self._answers, None
-        return await answers if answers is not None else ()
+        if answers is None:
+            return ()
+        try:
+            return await answers
+        finally:
+            self._go(Event.ANSWER if self._client.lost_because is None else Event.LOSE)

@@ -46,6 +46,19 @@ FAULTS = [
         found_by="tests/remote/test_stream_reader.py",
     ),
     Fault(
+        name="an error is told while ranks are at work on the stream",
+        at="fp8refit/remote/stream_sender.py::StreamSender._stop",
+        before="with ErrorCapture(): ...",
+        found_by="tests/fuzz/test_stream_states.py",
+    ),
+    Fault(
+        name="a rank that failed is taken for one that is in the middle of a stream",
+        at="fp8refit/remote/stream_reader.py::StreamReader._undone_on_error",
+        before="self._go(Event.DISPLACE if isinstance(error, DisplacedError) else Event.FAIL)",
+        after="self.state = State.OPEN",
+        found_by="tests/fuzz/test_stream_states.py",
+    ),
+    Fault(
         name="a stream that is announced otherwise is written before it is judged",
         at="fp8refit/remote/host_route.py::HostRoute._prepare",
         before="offer == self._streamed",

@@ -6,7 +6,7 @@ import pytest
 
 import fp8refit.remote.stream_reader
 from fp8refit.remote import messages
-from fp8refit.remote.stream_reader import StreamReader
+from fp8refit.remote.stream_reader import State, StreamReader
 from fp8refit.transport.memory.importer import Importer
 from fp8refit.transport.memory.ring import Call, Ring
 from tests.fake_ranks import Cluster
@@ -23,9 +23,11 @@ def test_a_stream_is_over_only_when_the_sender_says_so(call, is_over, lingering_
     ring.expect_readers()
     ring.call_back(call)
     rank = Cluster("alone").ranks[0]
+    rank.target.begin = lambda prepared: None
     reader = StreamReader(rank, Importer(rank.target.live.device))
     try:
-        assert reader.follow(messages.Stream(refit="a", ring=ring.segment), None) is is_over
+        assert reader.follow(messages.Stream(refit="a", ring=ring.segment, begins=True), None) is is_over
+        assert reader.state is (State.OVER if is_over else State.OPEN)
         assert ring.is_left(1)
     finally:
         reader.unmap()
