@@ -1,6 +1,5 @@
 """Times the quantizer alone: one matrix, by shape, dtype and scale format."""
 
-import platform
 from collections.abc import Callable
 from itertools import product
 from typing import Literal
@@ -8,8 +7,8 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, Field
 
-from fp8refit import __version__
 from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, device_seconds
+from fp8refit.bench.result import BenchResult, gpu_name, stamp, versions_of
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.fill.kernels import Task, compile_table
 from fp8refit.live.formats import BlockFormat, ScaleFormat
@@ -47,13 +46,10 @@ class KernelTiming(BaseModel, frozen=True):
     fraction_of_copy: float
 
 
-class KernelBenchResult(BaseModel, frozen=True):
+class KernelBenchResult(BenchResult, frozen=True):
     """The quantizer, compared with the copy roofline."""
 
     config: KernelBenchConfig
-    command: str
-    gpu: str
-    versions: dict[str, str]
     copy_gb_per_s: float
     timings: tuple[KernelTiming, ...]
 
@@ -76,8 +72,9 @@ def run_kernel_bench(
     return KernelBenchResult(
         config=config,
         command=_command_of(config, device),
-        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
-        versions={"fp8refit": __version__, "torch": torch.__version__},
+        gpu=gpu_name(device),
+        **stamp(("fill",)),
+        versions=versions_of(),
         copy_gb_per_s=copy_rate,
         timings=tuple(timings),
     )

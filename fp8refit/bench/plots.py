@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any
 
 from fp8refit.bench.refit import OURS, RefitBenchResult
+from fp8refit.bench.result import BenchResult
 from fp8refit.errors import UnsupportedEngineError
 
 _DPI = 160
@@ -93,7 +94,8 @@ def plot_roofline(results: Sequence[RefitBenchResult], file: Path) -> Path:
 
 def digest_of(results: Sequence[RefitBenchResult]) -> str:
     """A digest of the results, kept in the picture's metadata."""
-    return hashlib.sha256("\n".join(result.model_dump_json() for result in results).encode()).hexdigest()
+    figures = (result.model_dump_json(exclude=set(BenchResult.model_fields)) for result in results)
+    return hashlib.sha256("\n".join(figures).encode()).hexdigest()
 
 
 def _labels(results: Sequence[RefitBenchResult]) -> list[str]:

@@ -1,6 +1,5 @@
 """Times refits of one live engine, and its other ways to load weights, round by round on the same tensors."""
 
-import platform
 import statistics
 import tempfile
 from collections import Counter
@@ -11,10 +10,10 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from fp8refit import __version__
 from fp8refit.bench import policies
 from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, time_call
 from fp8refit.bench.engine import BenchEngine, Strategy, open_bench_engine
+from fp8refit.bench.result import BenchResult, gpu_name, stamp, versions_of
 from fp8refit.bench.shapes import folder_of
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import UnsupportedEngineError
@@ -70,13 +69,10 @@ class StrategyResult(BaseModel, frozen=True):
         return "its own" if self.is_repeatable else "NOT the same every time"
 
 
-class RefitBenchResult(BaseModel, frozen=True):
+class RefitBenchResult(BenchResult, frozen=True):
     """Where the time of a refit goes, and what the alternatives take."""
 
     config: RefitBenchConfig
-    command: str
-    gpu: str
-    versions: dict[str, str]
     settings: dict[str, str]
     """The arguments the engine was booted with."""
     kernels: dict[str, int]
@@ -218,8 +214,9 @@ class _Bench:
         return RefitBenchResult(
             config=self._config,
             command=self.command,
-            gpu=torch.cuda.get_device_name() if self._device.type == "cuda" else platform.processor() or "CPU",
-            versions={"fp8refit": __version__, "torch": torch.__version__, **self._layout.versions},
+            gpu=gpu_name(self._device),
+            **stamp(),
+            versions={**versions_of(), **self._layout.versions},
             settings={name: str(value) for name, value in self._engine.settings.items()},
             kernels=Counter(
                 f"{slot.kernel} {slot.format.scale_format}" if slot.format is not None else slot.dtype

@@ -2,7 +2,6 @@
 
 import json
 import math
-import platform
 import tempfile
 import time
 import zlib
@@ -13,10 +12,10 @@ from typing import Any
 
 import torch
 
-from fp8refit import __version__
 from fp8refit.bench import policies
 from fp8refit.bench.clock import Percentiles
 from fp8refit.bench.engine import adapter_module
+from fp8refit.bench.result import gpu_name, stamp, versions_of
 from fp8refit.bench.rollout_engine import Precision, RolloutBoot, RolloutEngine
 from fp8refit.bench.rollout_result import (
     RolloutBenchConfig,
@@ -94,8 +93,9 @@ def _empty_result(config: RolloutBenchConfig) -> RolloutBenchResult:
     return RolloutBenchResult(
         config=config,
         command=command_of(config, environment_of(config.engine)),
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
-        versions={"fp8refit": __version__, "torch": torch.__version__},
+        gpu=gpu_name(),
+        **stamp(()),
+        versions=versions_of(),
         settings={},
         kv_tokens={},
         timings=(),

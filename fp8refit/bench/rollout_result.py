@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from fp8refit.bench.clock import Count, Percentiles
+from fp8refit.bench.result import BenchResult
 from fp8refit.bench.rollout_engine import Precision
 
 _SECRETS = frozenset({"KEY", "KEYS", "TOKEN", "SECRET", "PASSWORD"})
@@ -74,18 +75,15 @@ class RolloutTiming(BaseModel, frozen=True):
         return self.batch_size, self.context_length, self.num_new_tokens
 
 
-class RolloutBenchResult(BaseModel, frozen=True):
+class RolloutBenchResult(BenchResult, frozen=True):
     """Throughput by case."""
 
     config: RolloutBenchConfig
-    command: str
-    gpu: str
-    versions: dict[str, str]
     settings: dict[Precision, dict[str, str]]
     """The arguments engines were booted with."""
     kv_tokens: dict[Precision, int]
     """Tokens that fit into KV caches that do not grow."""
-    kernels: dict[Precision, tuple[str, ...]] = {}
+    kernels: dict[Precision, tuple[str, ...]] = Field(default={})
     """Kernels and scale formats of FP8 engines."""
     timings: tuple[RolloutTiming, ...]
 

@@ -1,0 +1,87 @@
+"""Which code a benchmark measures: a hash of each package that a refit runs through, so that a later change shows."""
+
+import ast
+import hashlib
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+INSIDE = ("fill", "ranks")
+"""Packages that a refit in the trainer's process runs through."""
+PARTS = (*INSIDE, "remote", "transport")
+"""Packages that a refit of ranks in other processes runs through."""
+_DIGITS = 12
+
+
+def hash_sources(sources: Mapping[str, str]) -> str | None:
+    """Hash modules by what they compute: comments, docstrings and layout do not count.
+
+    Args:
+        sources: The source text of each module, by its path within the package.
+
+    Returns:
+        The same digits with every version of Python; None if there are no modules.
+    """
+    if not sources:
+        return None
+    found = hashlib.sha256()
+    for path in sorted(sources):
+        found.update(f"{path}\n{''.join(_tokens(ast.parse(sources[path])))}\n".encode())
+    return found.hexdigest()[:_DIGITS]
+
+
+@cache
+def hash_part(part: str) -> str | None:
+    """Hash the installed package `part`; None if there is none."""
+    folder = PACKAGE / part
+    return hash_sources({str(file.relative_to(PACKAGE)): file.read_text() for file in folder.rglob("*.py")})
+
+
+def hash_parts(parts: Iterable[str]) -> dict[str, str | None]:
+    """Hash installed packages, by name."""
+    return {part: hash_part(part) for part in parts}
+
+
+def changed_parts(code: Mapping[str, str | None]) -> list[str]:
+    """Return the packages that are no longer what they were when `code` was hashed."""
+    return [part for part, digits in code.items() if digits is None or digits != hash_part(part)]
+
+
+@cache
+def current_commit() -> str | None:
+    """Return the commit of the checkout that the package is part of, with `+` if files have changed since; None without one."""
+    try:
+        _git(
+            "ls-files", "--error-unmatch", "__init__.py"
+        )  # the checkout may be another project's, with an environment in it
+        return _git("describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(PACKAGE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _tokens(node: object) -> Iterator[str]:
+    """Write a tree out. `ast.dump` differs between versions of Python in fields that are empty."""
+    if isinstance(node, list):
+        for part in node:
+            yield from _tokens(part)
+    elif not isinstance(node, ast.AST):
+        yield f"{type(node).__name__} {node!r} "
+    elif not _is_docstring(node) and not isinstance(node, ast.expr_context):
+        yield f"({type(node).__name__} "
+        for name, value in ast.iter_fields(node):
+            if value is not None and value != [] and name not in {"kind", "type_comment"}:
+                yield f"{name}="
+                yield from _tokens(value)
+        yield ")"
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    """Whether a statement is a string that nothing reads."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
