@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from fp8refit.bench import KernelBenchResult, Precision, RefitBenchResult, RolloutBenchResult, RolloutTiming
 from fp8refit.bench.plots import plot_comparison, plot_phases, plot_roofline
 from fp8refit.bench.refit import OURS
+from fp8refit.bench.result import BenchResult
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -102,7 +103,7 @@ from the JSON files in `benchmarks/results`.
 
 LEGEND = """The BF16 weights are on the engine's GPU, as a trainer leaves them. Each round changes them, then times one refit
 and one run of each of the engine's own ways, interleaved. After each run the live weights are compared by fingerprint. Times
-are medians in ms. These figures are older than the code: see [what changed since](measured.md).
+are medians in ms.
 
 - *first*: the first refit, measured before slots were traced; today it takes [longer](measured.md#first-refits). *call to
   return*: all that a training loop waits for, until the engine can serve again. *flush*: the engine drops its prefix cache.
@@ -136,6 +137,7 @@ def render_refits(boot: str, results: Sequence[RefitBenchResult]) -> Iterator[st
         (row for result in results for row in _ways(result)),
         num_names=2,
     )
+    yield from _ages(results)
     summaries = {other.name: other.summary for result in results for other in result.others}
     yield "".join(f"- `{name}`: {summary}.\n" for name, summary in summaries.items())
     yield f"![Comparison](figures/{_slug(boot)}_comparison.png)\n"
@@ -189,7 +191,8 @@ def render_kernel(result: KernelBenchResult) -> str:
     )
     columns = ["matrix", "from", "scales", "in one launch", "us", "GB/s", "of the copy rate"]
     copy = f"Copy: {result.copy_gb_per_s:.0f} GB/s."
-    return f"{_versions([result])}. {copy}\n\n{_again([result])}\n{_table(columns, rows, num_names=3)}"
+    ages = "".join(f"\n{age}" for age in _ages([result]))
+    return f"{_versions([result])}. {copy}\n\n{_again([result])}\n{_table(columns, rows, num_names=3)}{ages}"
 
 
 def render_rollouts(engine: str, results: Sequence[RolloutBenchResult]) -> str:
@@ -327,6 +330,16 @@ def _versions(results: Iterable[RefitBenchResult | KernelBenchResult | RolloutBe
     said = (", ".join(f"{name} {version}" for name, version in result.versions.items()) for result in results)
     gpus = dict.fromkeys(result.gpu for result in results)
     return f"{' and '.join(gpus)}; {' or '.join(dict.fromkeys(said))}"
+
+
+def _ages(results: Iterable[BenchResult]) -> Iterator[str]:
+    """A sentence for each age of results of earlier code."""
+    for age in dict.fromkeys(result.age for result in results if result.age):
+        models = (
+            result.config.model for result in results if result.age == age and isinstance(result, RefitBenchResult)
+        )
+        about = ", ".join(models)
+        yield f"{age[0].upper()}{age[1:]}{about and f': {about}'}.\n"
 
 
 def _again(results: Iterable[RefitBenchResult | KernelBenchResult | RolloutBenchResult]) -> str:

@@ -7,8 +7,11 @@ import json
 import re
 import statistics
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from fp8refit.bench.code import INSIDE, PARTS, changed_since, commit_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -23,6 +26,7 @@ LAYOUTS = (
 """Of one layout the later one counts."""
 SGLANG = RESULTS / "sglang_qwen3-8b_h200.json"
 KV = {"vLLM": "kv_vllm_{shape}_h200.json", "SGLang": "kv_sglang_{shape}_h200.json"}
+KV_SHAPES = ("qwen3-8b", "qwen3-0.6b", "qwen3-0.6b-untied")
 EXPERTS = "experts_*_h200.json"
 TRACED = "traced_*.json"
 MISMATCH = "precision_mismatch_*_h200.json"
@@ -33,6 +37,8 @@ ORACLE = "oracle_*.json"
 TRANSFER = RESULTS / "weight_transfer_h200.json"
 DROP_IN = RESULTS / "drop_in_vllm_qwen3-8b_h200.json"
 SPARSE = RESULTS / "streams_vllm_qwen3-30b-a3b_h200.json"
+OLD = "†"
+"""Marks rows of earlier code."""
 VLLMS_RELOAD, RELOAD_WEIGHTS = "vLLM's own reload", "vLLM's reload_weights"
 STREAMS = "streams_*_h200.json"
 DROP_INS = "drop_in_*_h200.json"
@@ -53,32 +59,38 @@ FAMILIES = ROOT / "docs" / "families.toml"
 
 def render() -> dict[str, dict[str, str]]:
     """The sections that are made from other files, as Markdown: by page, then by the name in their markers."""
-    single, sglang = json.loads(RESULT.read_text()), json.loads(SGLANG.read_text())
-    layouts = [json.loads((RESULTS / name).read_text()) for name in LAYOUTS]
+    single, sglang = read(RESULT), read(SGLANG)
+    layouts = [read(RESULTS / name) for name in LAYOUTS]
     broadcasts, servers = _read_all(BROADCASTS), _read_all(SERVERS)
-    drop_in, sparse = json.loads(DROP_IN.read_text()), json.loads(SPARSE.read_text())
+    drop_in, sparse, transfer = read(DROP_IN), read(SPARSE), read(TRANSFER)
+    kv = [read(RESULTS / name.format(shape=shape)) for shape in KV_SHAPES for name in KV.values()]
+    traced, mismatches, step = _read_all(TRACED), _read_all(MISMATCH), read(STEP)
+    experts, streams, drop_ins, oracle = map(_read_all, (EXPERTS, STREAMS, DROP_INS, ORACLE))
     return {
         "README.md": {"highlights": render_highlights(single, sglang, broadcasts, servers, drop_in, sparse)},
         "docs/measured.md": {
-            "single": render_one(single),
-            "layouts": render_layouts(layouts),
-            "sglang": render_sglang(sglang),
-            "experts": render_experts(_read_all(EXPERTS)),
-            "traced": render_traced(_read_all(TRACED)),
+            "single": render_one(single) + render_ages([single]),
+            "layouts": render_layouts(layouts) + render_ages(layouts),
+            "sglang": render_sglang(sglang) + render_ages([sglang]),
+            "experts": render_experts(experts) + render_ages(experts),
+            "traced": render_traced(traced) + render_ages(traced),
         },
-        "docs/precision.md": {"precision": render_precision(_read_all(MISMATCH), json.loads(STEP.read_text()))},
-        "docs/kv-cache.md": {"kv": render_kv()},
+        "docs/precision.md": {"precision": render_precision(mismatches, step) + render_ages([*mismatches, step])},
+        "docs/kv-cache.md": {"kv": render_kv() + render_ages(kv)},
         "docs/engines.md": {
             "engines": render_engines(read_engines()),
             "matrix": render_matrix(json.loads(MATRIX.read_text())["rows"]),
             "families": render_families(),
         },
-        "docs/weight-transfer.md": {"transfer": render_transfer(json.loads(TRANSFER.read_text()))},
-        "docs/broadcast.md": {"broadcasts": render_broadcasts(broadcasts)},
-        "docs/sources.md": {"streams": render_streams(_read_all(STREAMS))},
-        "docs/drop-in.md": {"transfers": render_drop_ins(_read_all(DROP_INS))},
+        "docs/weight-transfer.md": {"transfer": render_transfer(transfer) + render_ages([transfer])},
+        "docs/broadcast.md": {"broadcasts": render_broadcasts(broadcasts) + render_ages(broadcasts)},
+        "docs/sources.md": {"streams": render_streams(streams) + render_ages(streams)},
+        "docs/drop-in.md": {"transfers": render_drop_ins(drop_ins) + render_ages(drop_ins)},
         "docs/speed.md": {"interleaved": render_interleaved(_read_all(INTERLEAVED), _read_all(BOOTS))},
-        "docs/servers.md": {"servers": render_servers(servers), "oracle": render_oracle(_read_all(ORACLE))},
+        "docs/servers.md": {
+            "servers": render_servers(servers) + render_ages(servers),
+            "oracle": render_oracle(oracle) + render_ages(oracle),
+        },
     }
 
 
@@ -93,46 +105,72 @@ def render_highlights(
     """The README's rows: what a refit takes in each setting, and what it is compared with."""
     transfer, updates = drop_in["ways"]["trl"]["median_ms"], sparse["places"]["inside"]["ms"]
     vllm, theirs = single["against_reload_weights"], sglang["against_update_weights_from_tensor"]
-    sent = next(found["seconds"] for found in broadcasts if "to 1 vLLM engine(s) of 1 rank(s)" in found["what"])
-    served = next(found["keep"] for found in servers if "vllm server" in found["what"])
+    sent = next(found for found in broadcasts if "to 1 vLLM engine(s) of 1 rank(s)" in found["what"])
+    served = next(found for found in servers if "vllm server" in found["what"])
     rows = [
         (
-            "vLLM in the trainer's process, without its cache flush",
+            "vLLM in the trainer's process, cache flush excluded",
             vllm["ours_plan_fill_verify_ms_median"],
             f"vLLM's `reload_weights`: {vllm['reload_weights_ms_median']:.0f} ms",
+            single,
+            INSIDE,
         ),
         (
             "SGLang",
             theirs["ours_wall_ms_median"],
             f"quantize, `update_weights_from_tensor`: {theirs['theirs_from_bf16_ms_median']:.0f} ms",
+            sglang,
+            PARTS,
         ),
-        ("broadcast to vLLM on another GPU", 1e3 * sent["fp8"], f"BF16 on the wire: {1e3 * sent['bf16']:.1f} ms"),
+        (
+            "broadcast to vLLM on another GPU",
+            1e3 * sent["seconds"]["fp8"],
+            f"BF16 on the wire: {1e3 * sent['seconds']['bf16']:.1f} ms",
+            sent,
+            PARTS,
+        ),
         (
             "vLLM server answering 16 clients",
-            1e3 * served["push_s"],
-            f"{served['failed_requests']} of {served['requests']} requests failed",
+            1e3 * served["keep"]["push_s"],
+            f"{served['keep']['failed_requests']} of {served['keep']['requests']} requests failed",
+            served,
+            PARTS,
         ),
         (
             "TRL sending one tensor at a time, with the drop-in",
             transfer["drop-in"],
             f"without it: {transfer[VLLMS_RELOAD]:.0f} ms",
+            drop_in,
+            INSIDE,
         ),
         (
             "Qwen3-30B-A3B in buckets, inside the worker",
             float(_median_of(updates, "update in buckets")),
             f"vLLM's `reload_weights`: {float(_median_of(updates, f'{RELOAD_WEIGHTS} of the same stream')):.0f} ms",
+            sparse,
+            INSIDE,
         ),
     ]
     compared = [single["equal_to_fresh_boot"], sglang["equal_to_fresh_boot"]]
     equals = "equals" if all(map(is_equal, compared)) else "does NOT equal"
-    table = "".join(f"| {what} | **{ms:.1f} ms** | {beside} |\n" for what, ms, beside in rows)
-    return (
-        f"Qwen3-8B shape, {single['gpu']}, medians. In the first two rows, the refitted engine {equals} a freshly "
-        "booted one in bytes and tokens. The rows are from earlier builds; "
-        "[later ones](docs/speed.md#later-builds) were timed beside them.\n\n"
-        f"| | refit | compared with |\n| --- | ---: | --- |\n"
-        f"{table}"
+    table = "".join(
+        f"| {what}{f' {OLD}' if changed_since(found, parts) else ''} | **{ms:.1f} ms** | {beside} |\n"
+        for what, ms, beside, found, parts in rows
     )
+    return (
+        f"Qwen3-8B shape, {single['gpu']}, medians. First two rows: the refitted engine {equals} a freshly "
+        f"booted one in bytes and tokens ([later builds](docs/speed.md#later-builds)).\n\n"
+        f"| | refit | compared with |\n| --- | ---: | --- |\n"
+        f"{table}{_footnote([(found, parts) for *_, found, parts in rows])}"
+    )
+
+
+def _footnote(results: list[tuple[dict[str, Any], Iterable[str]]]) -> str:
+    """What the mark of rows says: the commit of each, in order, and what has changed since any of them."""
+    old = [(found, changed_since(found, parts)) for found, parts in results if changed_since(found, parts)]
+    commits = ", ".join(str(found.get("commit") or found.get("recorded_in")) for found, _ in old)
+    changed = [part for part in PARTS if any(f"`{part}`" in names for _, names in old)]
+    return f"\n{OLD} {commits}: before changes of {', '.join(changed)}.\n" if old else ""
 
 
 def render_one(result: dict[str, Any]) -> str:
@@ -281,8 +319,7 @@ def render_sglang(result: dict[str, Any]) -> str:
 def render_kv() -> str:
     """What calibrated KV scales do, whom they agree with, and what they cost."""
     large, small, untied = (
-        {engine: json.loads((RESULTS / name.format(shape=shape)).read_text()) for engine, name in KV.items()}
-        for shape in ("qwen3-8b", "qwen3-0.6b", "qwen3-0.6b-untied")
+        {engine: read(RESULTS / name.format(shape=shape)) for engine, name in KV.items()} for shape in KV_SHAPES
     )
     costs = [
         {name.removeprefix("engine's "): 1e3 * seconds for name, seconds in found["cost_s"].items()}
@@ -739,6 +776,21 @@ def _oracle_row(found: dict[str, Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
+def read(file: Path) -> dict[str, Any]:
+    """A result, and the name of its file."""
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result | {"file": file.name}
+
+
+def render_ages(results: Iterable[dict[str, Any]]) -> str:
+    """A sentence for the results that are of earlier code, by what has changed since; nothing if none is."""
+    by_change: dict[str, list[str]] = {}
+    for result in results:
+        if changed := changed_since(result):
+            by_change.setdefault(changed, []).append(f"{_link(result['file'])} ({commit_of(result)})")
+    return "".join(f"\nBefore later changes of {changed}: {', '.join(old)}.\n" for changed, old in by_change.items())
+
+
 def _machines(results: list[dict[str, Any]]) -> str:
     """GPUs and versions."""
     versions = {f"{name} {version}" for found in results for name, version in found["versions"].items()}
@@ -752,7 +804,7 @@ def _card(gpu: str) -> str:
 
 
 def _read_all(pattern: str) -> list[dict[str, Any]]:
-    return [json.loads(file.read_text()) for file in sorted(RESULTS.glob(pattern))]
+    return [read(file) for file in sorted(RESULTS.glob(pattern))]
 
 
 def plain(what: str) -> str:

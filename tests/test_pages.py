@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fp8refit.bench import code
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -70,6 +72,84 @@ def test_each_row_of_the_readmes_table_is_from_its_own_result():
     measured.append(statistics.median(updates["update in buckets of 2048 MiB"]))
     assert figures == [f"{ms:.1f} ms" for ms in measured]
     assert f"{served['failed_requests']} of {served['requests']} requests failed" in rows[3]
+
+
+ROWS_OF_EARLIER_CODE = {
+    "vLLM in the trainer's process, cache flush excluded",
+    "SGLang",
+    "broadcast to vLLM on another GPU",
+    "vLLM server answering 16 clients",
+    "TRL sending one tensor at a time, with the drop-in",
+    "Qwen3-30B-A3B in buckets, inside the worker",
+}
+"""Rows of the README that are to be measured again. A row that has been leaves this list, and none may join it."""
+
+
+def rows_with_marks(said):
+    rows = [line for line in said.splitlines() if line.startswith("| ")][2:]
+    return {row.split(" |")[0].removeprefix("| ").removesuffix(" †") for row in rows if " † |" in row}
+
+
+def test_rows_of_the_readme_are_of_todays_code():
+    assert rows_with_marks((ROOT / "README.md").read_text()) == ROWS_OF_EARLIER_CODE
+
+
+def test_a_row_is_marked_if_what_it_runs_through_has_changed_and_by_nothing_else():
+    """The first row is of a refit in the trainer's process."""
+    now = {"commit": "abc1234", "recorded_in": None, "code": code.hash_parts(code.PARTS)}
+    single, sglang = (read(name) | now for name in ("vllm_qwen3-8b_h200.json", "sglang_qwen3-8b_h200.json"))
+    said = highlights(single=single, sglang=sglang)
+    assert rows_with_marks(said) == ROWS_OF_EARLIER_CODE - {
+        "vLLM in the trainer's process, cache flush excluded",
+        "SGLang",
+    }
+    assert "abc1234" not in said
+    changed = now | {"code": now["code"] | {"remote": "0" * 12}}
+    said = highlights(single=single | changed, sglang=sglang | changed)
+    assert rows_with_marks(said) == ROWS_OF_EARLIER_CODE - {"vLLM in the trainer's process, cache flush excluded"}
+    assert "\n† abc1234, " in said
+
+
+def test_a_table_without_old_rows_has_no_footnote():
+    now = {"code": code.hash_parts(code.PARTS)}
+    given = ("single", "sglang", "drop_in", "sparse")
+    names = ("vllm_qwen3-8b", "sglang_qwen3-8b", "drop_in_vllm_qwen3-8b", "streams_vllm_qwen3-30b-a3b")
+    changed = {kind: read(f"{name}_h200.json") | now for kind, name in zip(given, names, strict=True)}
+    changed |= {
+        kind: [read(f"{name}_h200.json") | now]
+        for kind, name in (("broadcasts", "broadcast_tp1"), ("servers", "servers_vllm"))
+    }
+    assert "†" not in highlights(**changed)
+
+
+def test_results_of_earlier_code_are_named_by_what_has_changed_since():
+    now = code.hash_parts(code.PARTS)
+    old = [
+        {"file": "one.json", "commit": "aaaaaaa", "code": now | {"fill": None}},
+        {"file": "two.json", "recorded_in": "bbbbbbb", "code": now | {"fill": "0"}},
+        {"file": "now.json", "commit": "ccccccc", "code": now},
+        {"file": "builds.json"},
+    ]
+    one, two = (f"[`{name}`](../benchmarks/results/{name})" for name in ("one.json", "two.json"))
+    expected = f"\nBefore later changes of `fill`: {one} (measured at `aaaaaaa`), {two} (recorded in `bbbbbbb`).\n"
+    assert RENDERER.render_ages(old) == expected
+    assert RENDERER.render_ages(old[2:]) == ""
+
+
+def test_every_result_of_a_refit_says_which_code_it_measured():
+    """Others name builds, or measure no refit. `python benchmarks/stamp_results.py` adds what git knows."""
+    kinds = ("builds", "interleaved", "server_boot", "bench_rollout", "linear", "grpo", "matrix", "planted")
+    silent = [
+        file.name for file in sorted(RENDERER.RESULTS.glob("*.json")) if not json.loads(file.read_text()).get("code")
+    ]
+    assert [name for name in silent if not name.startswith(kinds)] == []
+    assert all(found.get("commit") or found.get("recorded_in") for found in map(read, stamped())), (
+        "run stamp_results.py"
+    )
+
+
+def stamped():
+    return [file.name for file in RENDERER.RESULTS.glob("*.json") if json.loads(file.read_text()).get("code")]
 
 
 def test_the_readme_says_it_if_an_engine_did_not_equal_a_fresh_one():

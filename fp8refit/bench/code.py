@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 INSIDE = ("fill", "ranks")
@@ -47,6 +48,31 @@ def hash_parts(parts: Iterable[str]) -> dict[str, str | None]:
 def changed_parts(code: Mapping[str, str | None]) -> list[str]:
     """Return the packages that are no longer what they were when `code` was hashed."""
     return [part for part, digits in code.items() if digits is None or digits != hash_part(part)]
+
+
+def changed_since(result: Mapping[str, Any], parts: Iterable[str] = PARTS) -> str:
+    """Name the packages that have changed since a result was measured; "" if none has, or it does not say what they were.
+
+    Args:
+        result: A result as JSON, with the fields of `BenchResult`.
+        parts: The packages that matter to the figures in question.
+    """
+    changed = changed_parts({part: digits for part, digits in result.get("code", {}).items() if part in parts})
+    names = [f"`{part}`" for part in changed]
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)
+
+
+def commit_of(result: Mapping[str, Any]) -> str:
+    """Say at which commit a result was measured, as far as it is known."""
+    if commit := result.get("commit"):
+        return f"measured at `{commit}`"
+    return f"recorded in `{result['recorded_in']}`" if result.get("recorded_in") else "measured outside a checkout"
+
+
+def age_of(result: Mapping[str, Any], parts: Iterable[str] = PARTS) -> str:
+    """Say that a result is of earlier code, and of which; "" if `changed_since` is."""
+    changed = changed_since(result, parts)
+    return f"{commit_of(result)}, before later changes of {changed}" if changed else ""
 
 
 @cache

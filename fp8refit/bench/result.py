@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel
 
 from fp8refit import __version__
-from fp8refit.bench.code import PARTS, changed_parts, current_commit, hash_parts
+from fp8refit.bench.code import PARTS, age_of, current_commit, hash_parts
 
 
 class BenchResult(BaseModel, frozen=True):
@@ -28,9 +28,9 @@ class BenchResult(BaseModel, frozen=True):
     """Hashes of the packages that were measured, see `fp8refit.bench.code`; None if the commit has no such package."""
 
     @property
-    def changed(self) -> list[str]:
-        """The measured packages that have changed since."""
-        return changed_parts(self.code)
+    def age(self) -> str:
+        """What has changed since it was measured, see `age_of`."""
+        return age_of(self.model_dump(include={"commit", "recorded_in", "code"}))
 
 
 class Findings(BenchResult, frozen=True, extra="allow"):

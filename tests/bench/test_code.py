@@ -65,6 +65,19 @@ def test_what_has_changed_since_is_told_by_package():
     assert code.changed_parts({"no such package": None}) == ["no such package"]
 
 
+def test_a_result_of_earlier_code_says_so():
+    now = code.hash_parts(code.PARTS)
+    old = now | {"fill": "0" * 12, "remote": None}
+    assert code.age_of({"commit": "abc1234", "code": now}) == code.age_of({"command": "bench rollout"}) == ""
+    changed = "before later changes of `fill` and `remote`"
+    assert code.age_of({"commit": "abc1234", "code": old}) == f"measured at `abc1234`, {changed}"
+    assert code.age_of({"recorded_in": "abc1234", "code": old}) == f"recorded in `abc1234`, {changed}"
+    assert code.age_of({"code": old}) == f"measured outside a checkout, {changed}"
+    assert code.age_of({"commit": "abc1234", "code": old}, ("remote",)).endswith("changes of `remote`")
+    assert code.age_of({"commit": "abc1234", "code": old}, ("ranks",)) == ""
+    assert code.age_of({"code": dict.fromkeys(code.PARTS)}).endswith("of `fill`, `ranks`, `remote` and `transport`")
+
+
 def test_a_result_is_written_with_its_commit_and_code(tmp_path):
     file = tmp_path / "folder" / "found.json"
     found = Findings(command="bench", gpu="CPU", versions={}, **stamp(("fill",)), milliseconds=[1.5])
@@ -72,7 +85,7 @@ def test_a_result_is_written_with_its_commit_and_code(tmp_path):
     read = Findings.model_validate_json(file.read_text())
     assert read == found
     assert read.code == {"fill": code.hash_part("fill")}
-    assert (read.commit, read.milliseconds, read.changed) == (code.current_commit(), [1.5], [])
+    assert (read.commit, read.milliseconds, read.age) == (code.current_commit(), [1.5], "")
 
 
 def test_the_commit_is_that_of_the_packages_own_checkout(tmp_path, monkeypatch):
