@@ -1,6 +1,5 @@
 """Loaders that nobody wrote: whatever views and orders one goes through, a refit leaves what it would have loaded."""
 
-from dataclasses import replace
 from math import prod
 
 import hypothesis.strategies as st
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 from fp8refit.config import RefitConfig
 from fp8refit.fill.kernels import quantize_blockwise
-from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.tracing.reading import read_inventory
 from fp8refit.live.tracing.reads import partly_read, refusals_of
@@ -19,16 +17,10 @@ from fp8refit.live.tracing.trace import trace_loader
 from fp8refit.live.tracing.twin import Naming, trace_twin
 from fp8refit.ranks.target import Target
 from fp8refit.sources.source import MappingSource
-from tests.live.tracing.models import FP8
-from tests.live.tracing.twins import KERNEL, FakeKernelRules
+from tests.live.tracing.custom import BLOCK, Linear, SmallBlocks
+from tests.live.tracing.models import FP8, model_of
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
-BLOCK = (4, 4)
-
-
-class SmallBlocks(FakeKernelRules):
-    def kernel_of(self, module):
-        return replace(KERNEL, format=BlockFormat(block_size=BLOCK))
 
 
 @st.composite
@@ -129,21 +121,28 @@ def policy_of(shape) -> Tensor:
     return (torch.arange(prod(shape), dtype=torch.float32) + 1).view(shape).to(torch.bfloat16)
 
 
+def model_to_fill(shape) -> nn.Module:
+    """A plain weight, and a quantized one."""
+    model = model_of(plain=Linear(*shape, dtype=torch.float32), fp8=Linear(4, 4, dtype=FP8))
+    model.plain.weight.fill_(-1.0)
+    return model
+
+
+def parts_of(tensor: Tensor, model: nn.Module, num_parts: int, dim: int):
+    """Of a tensor and of the plain weight."""
+    return zip(tensor.chunk(num_parts, dim), model.plain.weight.chunk(num_parts, dim), strict=True)
+
+
 @given(chains(), st.integers(1, 3), st.data())
 def test_a_plain_weight_is_what_its_loader_would_have_made_it(chain, num_parts, data):
     shape, steps = chain
     policy = policy_of(shape)
     loaded = apply(policy, steps).to(torch.float32)
-    model = nn.Module()
-    model.plain = nn.Module()
-    model.plain.weight = nn.Parameter(torch.full(loaded.shape, -1.0), requires_grad=False)
-    model.fp8 = block_layer((4, 4))
+    model = model_to_fill(loaded.shape)
     dim = data.draw(st.integers(0, loaded.ndim - 1))
 
     def load(tensor):
-        for part, into in zip(
-            apply(tensor, steps).chunk(num_parts, dim), model.plain.weight.chunk(num_parts, dim), strict=True
-        ):
+        for part, into in parts_of(apply(tensor, steps), model, num_parts, dim):
             into.copy_(part)
         model.fp8.weight.copy_(tensor.reshape(-1)[:1].expand(16).reshape(4, 4))
 
@@ -176,13 +175,10 @@ def computed(tensor: Tensor, sums) -> Tensor:
 @example([("add", True)], "another")
 @example([("add", True)], "number")
 def test_what_a_loader_computes_is_computed_again(sums, where):
-    def model_of(value: float) -> nn.Module:
-        model = nn.Module()
-        model.plain = nn.Module()
-        model.plain.weight = nn.Parameter(torch.full((4,), value), requires_grad=False)
-        model.plain.register_buffer("other", torch.full((4,), value))
-        model.plain.register_parameter("one", nn.Parameter(torch.full((1,), value), requires_grad=False))
-        model.fp8 = block_layer((4, 4))
+    def computing() -> nn.Module:
+        model = model_to_fill((4,))
+        model.plain.register_buffer("other", torch.full((4,), -1.0))
+        model.plain.register_parameter("one", nn.Parameter(torch.full((1,), -1.0), requires_grad=False))
         return model
 
     def load(model: nn.Module, tensor: Tensor) -> None:
@@ -200,7 +196,7 @@ def test_what_a_loader_computes_is_computed_again(sums, where):
             computed(plain.other, [(sums[0][0], True)][: sums[0][0] != "root"])  # two in place come twice
 
     policy = policy_of((4,))
-    model, expected = model_of(-1.0), model_of(-1.0)
+    model, expected = computing(), computing()
     refusals = refitted(model, (4,), lambda tensor: load(model, tensor), policy)
     assert refusals == []
     load(expected, policy.clone())
@@ -223,15 +219,10 @@ def test_a_part_that_is_left_out_or_comes_twice_is_refused(chain, num_parts, mis
     loaded = apply(policy, steps).to(torch.float32)
     dim = data.draw(st.integers(0, loaded.ndim - 1))
     assume(loaded.shape[dim] > 1)
-    model = nn.Module()
-    model.plain = nn.Module()
-    model.plain.weight = nn.Parameter(torch.full(loaded.shape, -1.0), requires_grad=False)
-    model.fp8 = block_layer((4, 4))
+    model = model_to_fill(loaded.shape)
 
     def load(tensor):
-        first, *rest = zip(
-            apply(tensor, steps).chunk(num_parts, dim), model.plain.weight.chunk(num_parts, dim), strict=True
-        )
+        first, *rest = parts_of(apply(tensor, steps), model, num_parts, dim)
         for part, into in rest:
             into.copy_(part)
         if mistake == "twice":
@@ -251,8 +242,7 @@ def test_a_quantized_weight_is_what_its_loader_would_have_made_it_quantized(chai
     policy = policy_of(shape)
     loaded = apply(policy, steps)
     assume(loaded.ndim == 2)
-    model = nn.Module()
-    model.fp8 = block_layer(tuple(loaded.shape))
+    model = model_of(fp8=Linear(*loaded.shape, dtype=FP8))
     refusals = refitted(model, shape, lambda tensor: model.fp8.weight.copy_(apply(tensor, steps)), policy)
     assert refusals == []
     codes, scale = quantize_blockwise(loaded.to(torch.bfloat16), block_size=BLOCK)
@@ -368,11 +358,3 @@ def test_layers_of_experts_are_traced_as_if_each_were_traced_whole(num_experts, 
 
 def written(computed) -> tuple[str, int]:
     return computed.parameter, computed.into.into
-
-
-def block_layer(shape) -> nn.Module:
-    layer = nn.Module()
-    grid = [-(-size // block) for size, block in zip(shape, BLOCK, strict=True)]
-    layer.weight = nn.Parameter(torch.zeros(shape, dtype=FP8), requires_grad=False)
-    layer.weight_scale_inv = nn.Parameter(torch.ones(grid), requires_grad=False)
-    return layer

@@ -14,7 +14,7 @@ from fp8refit.live.tracing.reading import read_inventory
 from fp8refit.live.tracing.reads import partly_read, refusals_of
 from fp8refit.live.tracing.twin import Naming, refreshes_of_constants, trace_as_named, trace_twin
 from tests.live.tracing.models import FP8, SPLITS, BlockLinear, check_ranks, checkpoint_of, model_of
-from tests.live.tracing.twins import KERNEL, FakeKernelRules, copying, identity_twin, naming_of, twin_of_rank
+from tests.live.tracing.twins import KERNEL, FakeKernelRules, copying, identity_twin, loading, naming_of, twin_of_rank
 
 BF16 = torch.bfloat16
 
@@ -58,37 +58,20 @@ def test_a_parameter_that_no_tensor_fills_is_refused_and_one_that_is_filled_in_p
 
 def test_a_tensor_of_which_a_part_is_read_is_refused():
     model = model_of(a=BlockLinear(), b=BlockLinear())
-    named = dict(model.named_parameters())
     metas = {name: TensorMeta(shape=(512, 256), dtype=BF16) for name in ("a.weight", "b.weight")}
-
-    def load(tensors):
-        for name, tensor in tensors:
-            named[name].copy_(tensor[:256])
-
+    load = copying(model, dict.fromkeys(metas, lambda tensor: tensor[:256]))
     refusals = read(model, trace_twin(model, Naming(tensors=metas), load)).refusals
     assert [refusal.module for refusal in refusals] == ["a.weight", "b.weight"]
     assert all("65536 of its 131072 elements are read by no rank" in refusal.reason for refusal in refusals)
 
 
-def test_what_the_loader_fills_and_the_live_model_lacks_is_refused():
+@pytest.mark.parametrize("changes", [{}, {"head.bias": lambda tensor: tensor + 1}], ids=["copied", "computed"])
+def test_what_the_loader_fills_and_the_live_model_lacks_is_refused(changes):
     """vLLM registers the bias of some models' heads while it loads a checkpoint, so not in a dummy boot."""
     built = model_of(proj=BlockLinear(), head=nn.LayerNorm(256, dtype=BF16))
     live = model_of(proj=BlockLinear(), head=nn.LayerNorm(256, dtype=BF16, bias=False))
-    said = only_refusal(live, identity_twin(built))
+    said = only_refusal(live, trace_twin(built, naming_of(built), copying(built, changes)))
     assert said.startswith("head.bias: is filled by the model's loader, but the live model does not have it")
-
-
-def test_what_the_loader_computes_and_the_live_model_lacks_is_refused():
-    built = model_of(proj=BlockLinear(), head=nn.LayerNorm(256, dtype=BF16))
-    live = model_of(proj=BlockLinear(), head=nn.LayerNorm(256, dtype=BF16, bias=False))
-    named = dict(built.named_parameters())
-
-    def load(tensors):
-        for name, tensor in tensors:
-            named[name].data.copy_(tensor + 1 if name == "head.bias" else tensor)
-
-    said = only_refusal(live, trace_twin(built, naming_of(built), load))
-    assert said.startswith("head.bias: is filled by the model's loader")
 
 
 EVERY_OTHER = {"columns": lambda tensor, first: tensor[:, first::2], "rows": lambda tensor, first: tensor[first::2]}
@@ -178,12 +161,7 @@ def test_what_a_computation_leaves_out_is_not_read(how):
     model = model_of(b=nn.Module())
     shape = compute(torch.empty(8, 6, device="meta")).shape
     model.b.register_parameter("weight", nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False))
-
-    def load(tensors):
-        for _, tensor in tensors:
-            model.b.weight.data.copy_(compute(tensor))
-
-    traced = trace_twin(model, Naming(tensors=metas), load).traced
+    traced = trace_twin(model, Naming(tensors=metas), copying(model, {"b.weight": compute})).traced
     assert traced.computed and not traced.copies
     refusals = refusals_of([partly_read(traced, metas)])
     reasons = [f"{num_bare} of its 48 elements are read by no rank"] if num_bare else []
@@ -224,11 +202,7 @@ def test_ranks_that_take_a_part_of_a_sum_each_read_it_all_together(take, shape, 
         model = model_of(b=nn.Module())
         mine = torch.empty(take(torch.empty(shape, device="meta"), rank).shape, device="meta")
         model.b.register_parameter("weight", nn.Parameter(mine, requires_grad=False))
-
-        def load(tensors, model=model, rank=rank):
-            for _, tensor in tensors:
-                model.b.weight.data.copy_(take(tensor.float() + 1, rank))
-
+        load = copying(model, {"b.weight": lambda tensor, rank=rank: take(tensor.float() + 1, rank)})
         twin = trace_twin(model, Naming(tensors=metas), load, num_ranks=num_ranks)
         ranks.append(partly_read(twin.traced, metas))
     assert len(refusals_of(ranks)) == 2 - num_ranks
@@ -237,12 +211,7 @@ def test_ranks_that_take_a_part_of_a_sum_each_read_it_all_together(take, shape, 
 
 def test_a_tensor_that_is_viewed_as_elements_of_another_size_is_refused():
     model = model_of(proj=BlockLinear(), other=nn.Linear(256, 256, bias=False, dtype=BF16))
-
-    def load(tensors):
-        for name, tensor in tensors:
-            into = dict(model.named_parameters())[name].data
-            into.copy_(tensor.view(torch.int16).view(torch.uint8)[:, ::2] if name == "other.weight" else tensor)
-
+    load = copying(model, {"other.weight": lambda tensor: tensor.view(torch.int16).view(torch.uint8)[:, ::2]})
     refusals = read(model, trace_twin(model, naming_of(model), load)).refusals
     assert refusals[0].module == "other.weight"
     assert "is not taken by the model's loader (TypeError: views torch.int16 as torch.uint8)" in refusals[0].reason
@@ -268,11 +237,7 @@ def test_a_read_that_no_boxes_describe_counts_as_none():
     model = model_of(b=nn.Module())
     model.b.register_parameter("weight", nn.Parameter(torch.empty(2048, dtype=BF16, device="meta")))
     metas = {"b.weight": TensorMeta(shape=(2048, 2048), dtype=BF16)}
-
-    def load(tensors):
-        for _, tensor in tensors:
-            model.b.weight.data.copy_(tensor.diagonal())
-
+    load = copying(model, {"b.weight": torch.diagonal})
     partly = partly_read(trace_twin(model, Naming(tensors=metas), load).traced, metas)
     (refusal,) = refusals_of([partly])
     assert refusal.module == "b.weight" and "read in a pattern that fp8refit cannot describe" in refusal.reason
@@ -300,11 +265,8 @@ def test_parameters_that_are_not_those_of_the_twin_are_refused():
 
 def test_heads_that_take_turns_are_slots_of_blocks_of_their_own():
     model = model_of(qkv=BlockLinear(rows=768))
-
-    def load(tensors):
-        for _, tensor in tensors:
-            model.qkv.weight.copy_(tensor.view(2, 3, 128, 256).transpose(0, 1).reshape(768, 256))
-
+    in_turns = {"qkv.weight": lambda tensor: tensor.view(2, 3, 128, 256).transpose(0, 1).reshape(768, 256)}
+    load = copying(model, in_turns)
     inventory = read(model, trace_twin(model, naming_of(model), load))
     assert inventory.refusals == inventory.refreshes == ()
     places = {(slot.weight.data_ptr() - model.qkv.weight.data_ptr()) // 256: slot.origin[0] for slot in inventory.slots}
@@ -329,12 +291,8 @@ def test_what_does_not_lie_on_blocks_is_put_in_order_and_quantized_after_a_fill(
             else (heads.transpose(0, 1).reshape(384, 256))
         )
 
-    def load(tensors):
-        for _, tensor in tensors:
-            model.proj.weight.copy_(ordered(tensor))
-
     naming = Naming(tensors={"proj.weight": TensorMeta(shape=full_shape, dtype=BF16)})
-    inventory = read(model, trace_twin(model, naming, load))
+    inventory = read(model, trace_twin(model, naming, copying(model, {"proj.weight": ordered})))
     assert inventory.refusals == ()
     (slot,) = inventory.slots
     assert (slot.full_shape, slot.weight.dtype, slot.is_rearranged) == (full_shape, BF16, True)
@@ -353,10 +311,8 @@ def test_a_buffer_that_is_computed_from_another_weight_follows_it():
     model.norm.register_buffer("plus_one", torch.ones(8))
 
     def load(tensors):
-        for name, tensor in tensors:
-            dict(model.named_parameters())[name].data.copy_(tensor)
-            if name == "norm.weight":
-                model.norm.plus_one.copy_(model.norm.weight.data).add_(1.0)
+        copying(model)(tensors)
+        model.norm.plus_one.copy_(model.norm.weight.data).add_(1.0)
 
     inventory = read(model, trace_twin(model, naming_of(model), load))
     assert inventory.refusals == ()
@@ -372,8 +328,7 @@ def test_a_buffer_of_which_nobody_knows_what_the_loader_writes_is_refused():
     model.norm.register_buffer("halves", torch.ones(8))
 
     def load(tensors):
-        for name, tensor in tensors:
-            dict(model.named_parameters())[name].data.copy_(tensor)
+        copying(model)(tensors)
         model.norm.halves.fill_(0.5)
 
     refusal = only_refusal(model, trace_twin(model, naming_of(model), load))
@@ -389,8 +344,7 @@ def test_a_buffer_that_is_computed_from_what_the_engine_keeps_otherwise_is_refus
     other = model.proj.weight[0, :8] if is_quantized else model.norm.late
 
     def load(tensors):
-        for name, tensor in tensors:
-            dict(model.named_parameters())[name].data.copy_(tensor)
+        copying(model)(tensors)
         model.norm.other.copy_(other.data)
 
     twin = trace_twin(model, naming, load)
@@ -515,11 +469,7 @@ def test_why_a_loader_does_not_take_a_name_is_told_before_what_is_not_filled():
 
 def test_arithmetic_on_a_quantized_weight_is_refused_by_name():
     model = model_of(proj=BlockLinear(), other=BlockLinear())
-
-    def load(tensors):
-        for name, tensor in tensors:
-            dict(model.named_parameters())[name].copy_(tensor * 2 if name == "proj.weight" else tensor)
-
+    load = copying(model, {"proj.weight": lambda tensor: tensor * 2})
     refusal = only_refusal(model, trace_twin(model, naming_of(model), load))
     assert refusal.startswith("proj: `weight` is computed (aten.mul.Tensor) before it is quantized")
 
@@ -559,12 +509,7 @@ def two_weights():
 def test_two_tensors_in_one_storage_are_filled_alike_or_refused(change, is_refused):
     built, live = two_weights(), two_weights()
     live.b.weight = live.a.weight
-
-    def load(tensors):
-        for name, tensor in tensors:
-            dict(built.named_parameters())[name].data.copy_(change(tensor) if name == "b.weight" else tensor)
-
-    twin = trace_twin(built, naming_of(built), load)
+    twin = trace_twin(built, naming_of(built), copying(built, {"b.weight": change}))
     if is_refused:
         said = "b: `weight` shares its memory with `a.weight`, but the model's loader may fill each in its own way"
         assert only_refusal(live, twin).startswith(said)
@@ -768,10 +713,7 @@ def test_a_name_of_transformers_own_and_one_without_a_prefix_are_second_names():
         tied={"head.weight": "model.proj.weight"},
     )
 
-    def load(tensors):
-        for name, tensor in tensors:
-            dict(model.named_parameters())[name.removeprefix("model.")].copy_(tensor)
-
+    load = loading(lambda name, tensor: model.get_parameter(name.removeprefix("model.")).copy_(tensor))
     inventory = read(model, trace_twin(model, naming, load))
     assert inventory.aliases == dict.fromkeys(
         ("head.weight", "backbone.proj.weight", "proj.weight"), "model.proj.weight"

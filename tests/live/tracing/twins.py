@@ -1,6 +1,6 @@
 """Twins of models that no engine built: loaders that copy every tensor under its own name, or cut it for one rank."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -11,7 +11,8 @@ from fp8refit.live.tracing.twin import Naming, Twin, trace_twin
 from tests.live.tracing.models import HEAD
 
 KERNEL = Kernel(name="Plain", format=BlockFormat(), remedy="Take another kernel")
-Load = Callable[[Iterator[tuple[str, Tensor]]], None]
+Load = Callable[[Iterable[tuple[str, Tensor]]], None]
+Changes = Mapping[str, Callable[[Tensor], Tensor]]
 
 
 class FakeKernelRules:
@@ -41,14 +42,20 @@ def identity_twin(model: nn.Module) -> Twin:
     return trace_twin(model, naming_of(model), copying(model))
 
 
-def copying(model: nn.Module) -> Load:
-    named = dict(model.named_parameters())
+def loading(load: Callable[[str, Tensor], object]) -> Load:
+    """A loader that does this with every tensor."""
 
-    def load(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def load_all(tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
-            named[name].data.copy_(tensor)
+            load(name, tensor)
 
-    return load
+    return load_all
+
+
+def copying(model: nn.Module, changes: Changes | None = None) -> Load:
+    """A loader that copies every tensor to the parameter of its name, some of them changed."""
+    named, changes = dict(model.named_parameters()), changes or {}
+    return loading(lambda name, tensor: named[name].data.copy_(changes.get(name, lambda same: same)(tensor)))
 
 
 def twin_of_rank(model: nn.Module, checkpoint: dict[str, Tensor], rank: int, num_ranks: int) -> Twin:
@@ -61,7 +68,7 @@ def twin_of_rank(model: nn.Module, checkpoint: dict[str, Tensor], rank: int, num
         size = tensor.shape[0] // count
         return tensor.narrow(0, index * size, size)
 
-    def load(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             module, leaf = name.split(".")
             if module in ("q_proj", "k_proj", "v_proj"):
