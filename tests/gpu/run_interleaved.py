@@ -3,6 +3,7 @@
     pip wheel . --no-deps -w COMMIT/        # each in a folder named after its commit, so that the result says what ran
     python tests/gpu/run_interleaved.py --out FILE before=COMMIT/fp8refit-0.1.0-py3-none-any.whl after=COMMIT/fp8refit-...whl
     ... --place outside                               # vLLM's engine in a process of its own
+    ... --place stream                                # outside, and a generator gives the policy tensor by tensor
     ... --place server                                # behind vLLM's HTTP server; a server_bootN.json for each of some boots
     ... --place broadcast                             # outside, and policies come by NCCL, from the second GPU if there is one
     ... --engine sglang
@@ -32,7 +33,7 @@ from scripts import wait_for_turn
 HERE = Path(__file__).parent
 ON_ONE_GPU = {"NCCL_HOSTID": "engine", "NCCL_SOCKET_IFNAME": "lo", "NCCL_CUMEM_ENABLE": "0"}
 """NCCL refuses two ranks on one GPU of one host. On two hosts they meet over sockets."""
-PLACES = {"inside": "0", "outside": "1", "server": "1", "broadcast": "1"}
+PLACES = {"inside": "0", "outside": "1", "stream": "1", "server": "1", "broadcast": "1"}
 NUM_ROUNDS, NUM_WARM_UP = 40, 6
 
 
@@ -192,7 +193,7 @@ def serve(options: argparse.Namespace) -> None:
             continue
         wait_for_gpu()
         start_s = time.perf_counter()
-        report = refit(policy)
+        report = refit(iter(policy.items()) if options.place == "stream" else policy)
         wait_for_gpu()
         wall_s = time.perf_counter() - start_s
         tell({"wall_s": wall_s, "phases_s": report.phases_s})
