@@ -43,15 +43,14 @@ VLLMS_RELOAD, RELOAD_WEIGHTS = "vLLM's own reload", "vLLM's reload_weights"
 STREAMS = "streams_*_h200.json"
 DROP_INS = "drop_in_*_h200.json"
 INTERLEAVED = "interleaved_*.json"
-BOOTS = "server_boot*.json"
 BUILD_PLACES = {
     "inside": "vLLM in this process",
     "outside": "vLLM in another process",
+    "stream": "vLLM in another process, by a generator",
+    "server": "vLLM behind its HTTP server",
     "broadcast": "vLLM by broadcast",
 }
 """Of `run_interleaved.py`."""
-BUILDS = {"before": "before", "house": "traced", "after": "after"}
-"""The builds that `run_interleaved.py` timed, and what pages call them."""
 MATRIX = RESULTS / "matrix.json"
 ENGINES = ROOT / "docs" / "engines.toml"
 FAMILIES = ROOT / "docs" / "families.toml"
@@ -86,7 +85,7 @@ def render() -> dict[str, dict[str, str]]:
         "docs/broadcast.md": {"broadcasts": render_broadcasts(broadcasts) + render_ages(broadcasts)},
         "docs/sources.md": {"streams": render_streams(streams) + render_ages(streams)},
         "docs/drop-in.md": {"transfers": render_drop_ins(drop_ins) + render_ages(drop_ins)},
-        "docs/speed.md": {"interleaved": render_interleaved(_read_all(INTERLEAVED), _read_all(BOOTS))},
+        "docs/speed.md": {"interleaved": render_interleaved(_read_all(INTERLEAVED))},
         "docs/servers.md": {
             "servers": render_servers(servers) + render_ages(servers),
             "oracle": render_oracle(oracle) + render_ages(oracle),
@@ -637,31 +636,21 @@ def render_drop_ins(results: list[dict[str, Any]]) -> str:
     )
 
 
-def render_interleaved(results: list[dict[str, Any]], boots: list[dict[str, Any]]) -> str:
-    """Refits by several builds in turn. `boots` are of vLLM's server, each of two builds side by side."""
+def render_interleaved(results: list[dict[str, Any]]) -> str:
+    """Refits by two builds in turn."""
     rows: list[str] = []
     for found in results:
         words = found["command"].split()
         place = words[words.index("--place") + 1] if "--place" in words else "inside"
         where = "SGLang" if "sglang" in words else BUILD_PLACES[place]
-        medians = found["median_ms"]
-        cells = [f"{medians[name]:.2f} ms, {medians[name] / medians['before']:.3f} x" for name in BUILDS]
-        rows.append(
-            f"| {where} | {_gpus_of(found)} | {' | '.join(cells)} | {medians['after'] / medians['house']:.3f} x |\n"
-        )
+        before, after = found["median_ms"].values()
+        rows.append(f"| {where} | {_gpus_of(found)} | {before:.2f} ms | {after:.2f} ms | {after / before:.3f} x |\n")
     about = next(iter(results[0]["about"].values()))
-    before, after = ([boot["median_ms"][name] for boot in boots] for name in ("before", "after"))
-    ratios = [new / old for old, new in zip(before, after, strict=True)]
+    first, last = results[0]["median_ms"]
     return (
-        f"{about['shape']} shape, engines of three builds side by side, refitted in turn; medians. "
-        "*Before* is the last build that guessed names, *traced* the first that traced them, *after* version 0.2.0 "
-        "as it was when the row was measured.\n\n"
-        f"| | GPUs | {' | '.join(BUILDS.values())} | after / traced |\n"
-        f"| --- | --- |{' ---: |' * len(BUILDS)} ---: |\n{''.join(rows)}\n"
-        f"vLLM behind its HTTP server, {_gpus_of(boots[0])}, in {len(boots)} boots of both builds: *before* took "
-        f"{min(before):.1f} to {max(before):.1f} ms, *after* {min(after):.1f} to {max(after):.1f} ms. The ratio was "
-        f"{min(ratios):.3f} to {max(ratios):.3f}, and {statistics.median(ratios):.3f} in the middle (`{BOOTS}`). A "
-        "server's figure depends on how its processes happen to start, so one boot cannot tell a difference of 2 %.\n\n"
+        f"{about['shape']} shape, engines of two builds side by side, refitted in turn; medians.\n\n"
+        f"| | GPUs | {first} | {last} | |\n"
+        f"| --- | --- | ---: | ---: | ---: |\n{''.join(rows)}\n"
         "To measure again: `python tests/gpu/run_interleaved.py --out FILE NAME=WHEEL ...`.\n"
     )
 

@@ -4,7 +4,7 @@
     python tests/gpu/run_interleaved.py --out FILE before=COMMIT/fp8refit-0.1.0-py3-none-any.whl after=COMMIT/fp8refit-...whl
     ... --place outside                               # vLLM's engine in a process of its own
     ... --place stream                                # outside, and a generator gives the policy tensor by tensor
-    ... --place server                                # behind vLLM's HTTP server; a server_bootN.json for each of some boots
+    ... --place server                                # behind vLLM's HTTP server
     ... --place broadcast                             # outside, and policies come by NCCL, from the second GPU if there is one
     ... --engine sglang
 
